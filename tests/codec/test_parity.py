@@ -170,9 +170,9 @@ def registered_and_attached(rank, world_size, name, wire):
     for register in (False, True):
         ddp = DistributedDataParallel(SCENARIOS[name].build(), **SCENARIOS[name].ddp)
         if register:
-            ddp.register_comm_hook(fusedcomm.CommState(wire=wire), fusedcomm.comm_hook)
+            ddp.register_comm_hook(fusedcomm.CommState(wire), fusedcomm.comm_hook)
         else:
-            fusedcomm.attach(ddp, wire=wire)
+            fusedcomm.attach(ddp, wire)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         for step in range(20):
             x, y = SCENARIOS[name].batch(rank, step)

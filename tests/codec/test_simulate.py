@@ -123,7 +123,7 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
     flat = expected([gradient.reshape(-1) for gradient in grads], "int8", False, mask.view(-1))
     assert torch.equal(mean, flat.view(30, 40))
     assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-    assert fusedcomm.simulate([torch.tensor(3.0)] * 2, wire="bf16").shape == ()
+    assert fusedcomm.simulate([torch.tensor(3.0)] * 2, "bf16").shape == ()
     assert fusedcomm.simulate([torch.empty(0, 4)] * 2, Config("int8", sum="two-shot")).shape == (0, 4)
 
 
@@ -133,7 +133,7 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
 def test_exact_and_direct_add_in_rank_order():
     grads = gradients(5, (5003,))
     total = sum(gradient * torch.tensor(1 / 5) for gradient in grads)
-    assert torch.equal(fusedcomm.simulate(grads, wire="fp32"), total)
+    assert torch.equal(fusedcomm.simulate(grads, "fp32"), total)
     assert torch.equal(fusedcomm.simulate(grads, Config("fp32", sum="exact")), total)
     ring = grads[0].bfloat16()
     for gradient in grads[1:]:
@@ -144,17 +144,13 @@ def test_exact_and_direct_add_in_rank_order():
 
 def test_auto_decides_as_the_engine():
     small, large = gradients(3, (1000,)), gradients(3, (5000,))
-    assert torch.equal(fusedcomm.simulate(small, wire="int8"), fusedcomm.simulate(small, wire="fp32"))
-    assert torch.equal(
-        fusedcomm.simulate(large, wire="int8"), fusedcomm.simulate(large, Config("int8", sum="two-shot"))
-    )
+    assert torch.equal(fusedcomm.simulate(small, "int8"), fusedcomm.simulate(small, "fp32"))
+    assert torch.equal(fusedcomm.simulate(large, "int8"), fusedcomm.simulate(large, Config("int8", sum="two-shot")))
     of_two = fusedcomm.simulate(large[:2], Config("bf16", sum="one-shot"))
-    assert torch.equal(fusedcomm.simulate(large[:2], wire="bf16"), of_two)
+    assert torch.equal(fusedcomm.simulate(large[:2], "bf16"), of_two)
     assert not torch.equal(fusedcomm.simulate(large[:2], Config("bf16", sum="two-shot")), of_two)
     everything = torch.ones(5000, dtype=torch.bool)
-    assert torch.equal(
-        fusedcomm.simulate(large, wire="int8", exempt_mask=everything), fusedcomm.simulate(large, wire="fp32")
-    )
+    assert torch.equal(fusedcomm.simulate(large, "int8", exempt_mask=everything), fusedcomm.simulate(large, "fp32"))
 
 
 # ---- the bits of real ranks
@@ -222,8 +218,13 @@ X = torch.ones(5000)
         ([X, X.half()], {}, ValueError, r"grads\[1\] has dtype torch.float16, but grads\[0\] torch.float32"),
         ([X.double()], {}, ValueError, r"grads\[0\] is torch.float64: use one of torch.float32"),
         ([X.to("meta")], {}, ValueError, r"grads\[0\] is torch.strided on meta: use dense tensors on cpu"),
-        ([X, X], {"wire": "int5"}, ValueError, "wire='int5' is not known: use one of 'fp32'"),
-        ([X, X], {"config": 8}, ValueError, r"config=8 is not possible: use a fusedcomm.Config\(…\)"),
+        ([X, X], {"config": "int5"}, ValueError, "config='int5' is not known: use one of 'fp32'"),
+        (
+            [X, X],
+            {"config": 8},
+            TypeError,
+            r"config=8 is not possible: use a wire's name \('fp32', .*fusedcomm.Config\(…\)",
+        ),
         ([X, X], {"exempt_mask": X}, ValueError, "exempt_mask is torch.float32 of shape"),
         ([X, X], {"exempt_mask": X[:7] > 0}, ValueError, r"the gradients' shape \(5000,\)"),
         ([X, X], {"exempt_mask": [True]}, TypeError, "exempt_mask must be a tensor or None, not list"),

@@ -48,7 +48,7 @@ def with_zero(rank, world_size, wire):
     results = []
     for attached in (False, True):
         ddp = DistributedDataParallel(model())
-        comm = fusedcomm.attach(ddp, wire=wire) if attached else None
+        comm = fusedcomm.attach(ddp, wire) if attached else None
         parameters = list(ddp.parameters())
         optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
         results.append(trained(rank, ddp, optimizer, parameters))
@@ -66,15 +66,15 @@ def with_compile(rank, world_size, wire, order):
         step, comm = ddp, None
         if order == "compile(ddp), attach":
             step = torch.compile(ddp, backend="aot_eager")
-            comm = fusedcomm.attach(step, wire=wire) if attached else None
+            comm = fusedcomm.attach(step, wire) if attached else None
         elif order == "ddp.compile(), attach":
             ddp.compile(backend="aot_eager")
-            comm = fusedcomm.attach(ddp, wire=wire) if attached else None
+            comm = fusedcomm.attach(ddp, wire) if attached else None
         elif order == "attach, compile(ddp)":
-            comm = fusedcomm.attach(ddp, wire=wire) if attached else None
+            comm = fusedcomm.attach(ddp, wire) if attached else None
             step = torch.compile(ddp, backend="aot_eager")
         else:
-            comm = fusedcomm.attach(ddp, wire=wire) if attached else None
+            comm = fusedcomm.attach(ddp, wire) if attached else None
             ddp.compile(backend="aot_eager")
         parameters = list(ddp.parameters())
         results.append(trained(rank, step, torch.optim.SGD(parameters, lr=0.1), parameters))
@@ -88,7 +88,7 @@ def with_scaler(rank, world_size, wire):
     results = []
     for attached in (False, True):
         ddp = DistributedDataParallel(model())
-        comm = fusedcomm.attach(ddp, wire=wire) if attached else None
+        comm = fusedcomm.attach(ddp, wire) if attached else None
         parameters = list(ddp.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
         optimizer = torch.optim.SGD(parameters, lr=0.1)

@@ -83,7 +83,7 @@ def after_refused_hooks(rank, world_size):
             refuse()
             ddp(inputs).sum().backward()  # gives the reducer back without a hook
             seen.append(len(ddp._comm_hooks))
-        again = fusedcomm.attach(ddp, wire="int8", quiet=True)
+        again = fusedcomm.attach(ddp, "int8", quiet=True)
         seen.append(ddp._get_ddp_logging_data()["comm_hook"])
         again.detach()
     comm = fusedcomm.attach(ddp, quiet=True)
@@ -210,7 +210,7 @@ def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
     ddp = types.SimpleNamespace(module=model, parameters_to_ignore=set())
     refuse_sparse(ddp, torch.device("cpu"))
-    with pytest.raises(ValueError, match="'1' has: name a wire, wire='bf16'"):
+    with pytest.raises(ValueError, match="'1' has: name a wire, config='bf16'"):
         refuse_sparse(ddp, torch.device("cuda"))
     ddp.parameters_to_ignore.add("1.weight")
     refuse_sparse(ddp, torch.device("cuda"))
@@ -398,7 +398,7 @@ def test_channels_last_and_complex_gradients_keep_their_order(ranks, wire):
 
 def sparse_gradients(rank, world_size):
     ddp = DistributedDataParallel(Sparse())
-    fusedcomm.attach(ddp, wire="int8")
+    fusedcomm.attach(ddp, "int8")
     messages = []
     for _ in range(3):
         ddp.zero_grad()
@@ -566,9 +566,9 @@ def with_ignored_parameters(rank, world_size, registered):
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["teacher.weight"])
     ddp = DistributedDataParallel(model)
     if registered:
-        ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model), fusedcomm.comm_hook)
+        ddp.register_comm_hook(fusedcomm.CommState("int8", module=model), fusedcomm.comm_hook)
     else:
-        fusedcomm.attach(ddp, wire="int8")
+        fusedcomm.attach(ddp, "int8")
     return synchronise(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
 
 

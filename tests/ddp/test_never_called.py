@@ -8,7 +8,7 @@ import pytest
 
 MADE = """
 import sys, types, torch, fusedcomm
-state = fusedcomm.CommState(wire="int8")
+state = fusedcomm.CommState("int8")
 """
 STEP = """
 weight = torch.ones(2, requires_grad=True)
@@ -53,7 +53,7 @@ def printed_at_exit(script: str, rank: str = "0", returncode: int = 0) -> str:
 )
 def test_it_is_said_once_with_the_likely_reason(trainer, reason):
     printed = printed_at_exit(MADE + trainer + STEP)
-    assert printed.count("CommState(wire='int8') was made and never called") == 1
+    assert printed.count("CommState('int8') was made and never called") == 1
     assert printed.count(reason) == 1
 
 

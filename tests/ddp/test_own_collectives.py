@@ -177,8 +177,8 @@ def delayed_twice(rank: int, world_size: int) -> list[str]:
     """Attaches and detaches twice. The backward hook that waits for the all-reduce stays, and there is only one."""
     model = Square()
     ddp = DistributedDataParallel(model, **delayed(model))
-    fusedcomm.attach(ddp, wire="bf16").detach()
-    comm = fusedcomm.attach(ddp, wire="int8")
+    fusedcomm.attach(ddp, "bf16").detach()
+    comm = fusedcomm.attach(ddp, "int8")
     assert len(model.layers[0].weight._backward_hooks) == 1
     read = train(ddp, rank, steps=10)
     comm.detach()
@@ -193,7 +193,7 @@ def test_a_delayed_all_reduce_is_awaited_after_detaching_too(ranks):
 def delayed_through_a_state(rank: int, world_size: int) -> str:
     model = Square()
     ddp = DistributedDataParallel(model, **delayed(model))
-    ddp.register_comm_hook(fusedcomm.CommState(wire="int8"), fusedcomm.comm_hook)
+    ddp.register_comm_hook(fusedcomm.CommState("int8"), fusedcomm.comm_hook)
     try:
         train(ddp, rank, steps=1)
     except RuntimeError as error:
@@ -215,7 +215,7 @@ def delayed_by_a_foreign_tensor(rank: int, world_size: int) -> str:
     model, other = Square(), nn.Parameter(torch.zeros(3))
     ddp = DistributedDataParallel(model, **{**delayed(model), "param_to_hook_all_reduce": other})
     try:
-        fusedcomm.attach(ddp, wire="int8")
+        fusedcomm.attach(ddp, "int8")
     except RuntimeError as error:
         return str(error)
     return "attached"

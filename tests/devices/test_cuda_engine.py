@@ -256,7 +256,7 @@ def other_models(rank, world_size, library):
             ddp = DistributedDataParallel(model)
             with fake.takes_over(Config("fp32")):
                 if path == "cuda":
-                    comm = fusedcomm.attach(ddp, wire="fp32")
+                    comm = fusedcomm.attach(ddp, "fp32")
                 ddp(inputs).square().mean().backward()
             seen.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
         comm.detach()
@@ -414,7 +414,7 @@ def captured(rank, world_size, library, is_watched):
     with fake.takes_over(Config("bf16")):
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
-        if is_watched:  # as while wire="auto" searches
+        if is_watched:  # as while config="auto" searches
             target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with fake.capturing(), pytest.raises(RuntimeError) as raised:

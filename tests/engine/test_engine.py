@@ -164,7 +164,7 @@ def exempt_result(rank, world_size):
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
-    comm = fusedcomm.attach(ddp, wire="int8")
+    comm = fusedcomm.attach(ddp, "int8")
     seen = synchronise(ddp, gradients)
     return gradients, seen, [row.num_chunks for row in comm.plan().buckets], comm.plan().exempt
 
@@ -220,7 +220,7 @@ def scaler_steps(rank, world_size, wire):
     """Takes a step whose loss overflows on rank 1. Returns whether the weights are unchanged, and the new scale."""
     torch.manual_seed(1)
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
-    fusedcomm.attach(ddp, wire=wire)
+    fusedcomm.attach(ddp, wire)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = ddp.module.weight.detach().clone()

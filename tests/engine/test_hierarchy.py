@@ -656,7 +656,7 @@ def test_a_simulation_takes_a_number_of_ranks_on_each_host():
     assert not torch.equal(by_number, fusedcomm.simulate(grads, Config("int4", hosts=INTERLEAVED)))
     for one_level in (1, 4, [[0], [1], [2], [3]]):
         assert torch.equal(
-            fusedcomm.simulate(grads, Config("int4", hosts=one_level)), fusedcomm.simulate(grads, wire="int4")
+            fusedcomm.simulate(grads, Config("int4", hosts=one_level)), fusedcomm.simulate(grads, "int4")
         )
     assert torch.equal(fusedcomm.simulate(grads, Config("int4")), fusedcomm.simulate(grads, Config("int4", hosts=None)))
     refused = ((3, "hosts=3 ranks on each host"), (TwoLevels(), "in one process"), ([[0, 1], [2]], r"has 2 ranks"))

@@ -78,7 +78,7 @@ def _under_way(rank, world_size):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedcomm.fsdp.handle.Pending", Counted)
-        comm = fusedcomm.attach(fully_shard(model), wire="bf16")
+        comm = fusedcomm.attach(fully_shard(model), "bf16")
     loss = model(torch.ones(2, WIDTH)).sum()
     if rank == 1:
         store.wait(["full"])

@@ -24,7 +24,7 @@ def _trained(mesh: DeviceMesh, by, wire: str | None) -> tuple[list, int, int]:
     """This rank's parameters after three steps, and the handle's steps and buckets."""
     index, shard = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     model = _stage(index, mesh["dp"], by)
-    comm = None if wire is None else fusedcomm.attach(model, wire=wire)
+    comm = None if wire is None else fusedcomm.attach(model, wire)
     stage = PipelineStage(model, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -37,7 +37,7 @@ def _die(rank: int, world_size: int, victim: int) -> str:
     """In the backward pass of step 2 the victim is killed. Returns the other ranks' error."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
     model = _model(group)
-    comm = fusedcomm.attach(model, wire="int8")
+    comm = fusedcomm.attach(model, "int8")
     for _ in range(2):
         model(torch.ones(2, 300)).sum().backward()
     output = model(torch.ones(2, 300))
@@ -69,7 +69,7 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     pass. Returns the other ranks' error."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
     model = _model(group, gathers_again=True)
-    fusedcomm.attach(model, wire="int8")
+    fusedcomm.attach(model, "int8")
     for _ in range(2):
         model(torch.ones(2, 300)).sum().backward()
 
@@ -103,7 +103,7 @@ def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backwa
 def _late_for_an_all_gather(rank: int, world_size: int, folder: Path) -> str:
     """Rank 1 begins step 1 only when the others have warned. Returns what this rank wrote to stderr."""
     model = _model(dist.group.WORLD, gathers_again=True)
-    comm = fusedcomm.attach(model, wire="bf16", local=LocalOptions(stall_after=patient(2)))
+    comm = fusedcomm.attach(model, "bf16", local=LocalOptions(stall_after=patient(2)))
     model(torch.ones(2, 300)).sum().backward()
     log = folder / f"{rank}.log"
     with stderr_to(log):
@@ -128,7 +128,7 @@ def _late(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
     """Rank 1 begins the backward pass of step 2 only when the others have warned. Returns what this rank wrote to
     stderr, and whether its gradients are right."""
     model = _model(dist.group.WORLD)
-    comm = fusedcomm.attach(model, wire="bf16", local=LocalOptions(stall_after=patient(2)))
+    comm = fusedcomm.attach(model, "bf16", local=LocalOptions(stall_after=patient(2)))
     model(torch.ones(2, 300)).sum().backward()
     first = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     model.zero_grad()

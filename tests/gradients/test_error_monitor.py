@@ -235,7 +235,7 @@ def test_the_report_names_rank_bucket_and_parameter(ranks):
 
 def report_by_one_rank(rank, world_size):
     ddp = two_buckets(dist.new_group(timeout=datetime.timedelta(seconds=patient(4))))
-    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    comm = fusedcomm.attach(ddp, "int8", quiet=True)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not take part within .* collective call"):
             comm.nonfinite_report()
@@ -369,7 +369,7 @@ def test_a_pattern_that_gives_what_is_given_already_or_all_that_is_left_is_not_r
 
 
 def test_a_pattern_is_not_refused_if_one_of_several_wires_needs_it():
-    """wire="auto" has several wires: int8 exempts biases by default, bf16 does not."""
+    """config="auto" has several wires: int8 exempts biases by default, bf16 does not."""
     named = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
     configs = [Config(wire=wire, wires={"*.bias": "fp16"}) for wire in ("int8", "bf16")]
     assert [p.wire for p in named_parameters(named, configs)] == [0, _C.EXACT_WIRE]

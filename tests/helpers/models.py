@@ -40,9 +40,9 @@ def synchronise(
     return [weight.grad.clone() for weight in getattr(model, "module", model).weights]
 
 
-def reducer_of(model: nn.Module | Iterable[tuple[str, torch.Tensor]], wire: str | Config = "fp32", **kwargs):
+def reducer_of(model: nn.Module | Iterable[tuple[str, torch.Tensor]], config: str | Config = "fp32", **kwargs):
     """A quiet GradReducer of the model. `kwargs`: further arguments."""
-    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
+    return fusedcomm.GradReducer(model, config, quiet=True, **kwargs)
 
 
 def attach_to(
@@ -65,7 +65,7 @@ def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = 
     ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
         fusedcomm.attach(ddp, **kwargs)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return "accepted"
 
@@ -318,7 +318,7 @@ def threads_of_engine() -> int:
 def wrapped(ours: bool, module: nn.Module, **kwargs) -> nn.Module:
     """The module in a DataParallel that has DDP's bits, or in DDP."""
     if ours:
-        return fusedcomm.DataParallel(module, wire="fp32", quiet=True, **kwargs)
+        return fusedcomm.DataParallel(module, config="fp32", quiet=True, **kwargs)
     return DistributedDataParallel(module, **kwargs)
 
 

@@ -117,5 +117,5 @@ def test_lightnings_own_argument_for_hooks_does_nothing_on_cpu_and_that_is_said_
     need_trainer("lightning")
     folder = made_once("trained-by-lightning", lambda folder: train("lightning", folder))
     printed = (folder / "stderr").read_text()
-    assert printed.count("CommState(wire='int8') was made and never called") == 1
+    assert printed.count("CommState('int8') was made and never called") == 1
     assert "Lightning registers ddp_comm_hook= on CUDA only: use fusedcomm.integrations.lightning.FusedComm" in printed

@@ -90,11 +90,11 @@ def train(options=None, resumed=False, saved=False, failing=False, kind=Seen) ->
 def main() -> None:
     results = {"plain": train()}
     for wire in ("fp32", "int8"):
-        results[wire] = train({"wire": wire})
+        results[wire] = train({"config": wire})
     results["feedback, every rank"] = train({"config": training.FEEDBACK}, saved=True)
     results["files"] = sorted(path.name for path in SAVED.glob("fusedcomm*"))
     results["resumed, every rank"] = train({"config": training.FEEDBACK}, resumed=True)
-    results["after an error"] = train({"wire": "bf16"}, failing=True)
+    results["after an error"] = train({"config": "bf16"}, failing=True)
     training.write(FOLDER, results)
 
 

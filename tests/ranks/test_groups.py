@@ -32,7 +32,7 @@ def test_all_ranks_time_the_link_alike(ranks):
 
 def plan_of(rank, world_size):
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
-    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    comm = fusedcomm.attach(ddp, "int8", quiet=True)
     given = fusedcomm.attach(
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), Config(chunks=Chunks(8192)), quiet=True
     )

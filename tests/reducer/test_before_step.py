@@ -83,7 +83,7 @@ def changed(rank, world_size, name, ours, is_everywhere):
     """The error of the first step after a change of rank 1, or of all ranks."""
     model = Layers()
     if ours == "DataParallel":
-        model = fusedcomm.DataParallel(model, wire="fp32", quiet=True)
+        model = fusedcomm.DataParallel(model, config="fp32", quiet=True)
         kept = model
     else:
         kept = reducer_of(model)

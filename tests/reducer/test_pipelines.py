@@ -45,7 +45,7 @@ def train_pipeline(name: str, mesh: DeviceMesh) -> list[torch.Tensor]:
     layers = layers_of(name)[place::2]
     stages = [
         pipelining.PipelineStage(
-            fusedcomm.DataParallel(layer, process_group=group, wire="fp32", quiet=True),
+            fusedcomm.DataParallel(layer, process_group=group, config="fp32", quiet=True),
             place + 2 * i,
             NUM_STAGES[name],
             torch.device("cpu"),

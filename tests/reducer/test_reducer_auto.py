@@ -1,4 +1,4 @@
-"""Searches of a GradReducer: wire="auto" and bucket_mib="auto"."""
+"""Searches of a GradReducer: config="auto" and bucket_mib="auto"."""
 
 import contextlib
 import functools
@@ -132,7 +132,7 @@ def test_wire_and_size_are_searched_together(ranks):
         # The exact finalist gets the size that was found, too.
         assert ("fp32", 10) in [(t.candidate.wire, t.candidate.bucket_mib) for t in tuning.trials]
         assert tuning.num_steps <= tuning.max_steps and ways[-1] == ("bf16", 3)
-        assert "chosen by wire='auto'" in plan and "it may choose fp32, bf16; fp16" in plan and "off" not in plan
+        assert "chosen by config='auto'" in plan and "it may choose fp32, bf16; fp16" in plan and "off" not in plan
 
 
 def test_auto_is_short_for_that_and_fp32_can_win(ranks):
@@ -259,7 +259,7 @@ def saved_and_loaded(rank, world_size, path):
     clock = Clock(reducer, rank, AUTO_TIMES)
     with pytest.raises(RuntimeError, match="the search has not ended"):
         reducer.tuning().save(path)
-    with pytest.raises(RuntimeError, match="wire='auto' is still searching"):
+    with pytest.raises(RuntimeError, match="config='auto' is still searching"):
         reducer.trace(path)
     while not reducer.tuning().finished:
         clock()
@@ -292,7 +292,7 @@ def test_a_saved_choice_is_taken_at_once_if_it_fits(ranks, tmp_path):
         ranks.run(saved_and_loaded, str(path), world_size=2)
     ):
         assert (at_once.chosen, at_once.trials, at_once.loaded) == (tuning.chosen, tuning.trials, True)
-        assert (wire, num_buckets) == ("bf16", 3) and "chosen before by wire='auto'" in plan
+        assert (wire, num_buckets) == ("bf16", 3) and "chosen before by config='auto'" in plan
         texts = [text for text in warned if isinstance(text, str)]
         assert [flag for flag in warned if isinstance(flag, bool)] == [False, False]
         assert len(texts) == (2 if rank == 0 else 0)

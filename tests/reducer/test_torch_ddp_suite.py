@@ -81,7 +81,7 @@ def own_ranks():
 class DataParallel(fusedcomm.DataParallel):
     """With the wire that has DDP's bits."""
 
-    __init__ = functools.partialmethod(fusedcomm.DataParallel.__init__, wire="fp32", quiet=True)
+    __init__ = functools.partialmethod(fusedcomm.DataParallel.__init__, config="fp32", quiet=True)
 
 
 def data_parallel() -> type:

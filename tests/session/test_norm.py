@@ -24,8 +24,7 @@ def synchronized(front_end, model, wire, **options):
         return model, reducer_of(model, wire, **options)
     views = front_end == "hook with views"
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.005, gradient_as_bucket_view=views, **options)
-    config = {"config": wire} if isinstance(wire, Config) else {"wire": wire}
-    return ddp, fusedcomm.attach(ddp, quiet=True, **config)
+    return ddp, fusedcomm.attach(ddp, wire, quiet=True)
 
 
 def fp64_norm(parameters, norm_type=2.0):

@@ -172,7 +172,7 @@ def test_two_levels_are_better_where_the_nic_is_the_bottleneck():
         assert levels.sent_nbytes < flat.sent_nbytes / 3
     assert rows["wire=int8"].speedup > 2
     assert rows["DDP default"].bound == "network"
-    assert '(ddp, wire="' in recommend(list(rows.values()), WIRES).line
+    assert '(ddp, "' in recommend(list(rows.values()), WIRES).line
 
 
 def test_ways_have_two_levels_only_where_there_are_two():
@@ -210,7 +210,7 @@ def recommendation(accepted: tuple[str, ...] = WIRES, **step_s: float) -> Recomm
     default = Row("DDP default", None, None, 25, 1.0, 1.0, 0.5, 1, 0.5, 4, "network")
     others = []
     for wire, seconds in step_s.items():
-        others.append(dataclasses.replace(default, way=wire, wire=wire, attach=f'wire="{wire}"', step_s=seconds))
+        others.append(dataclasses.replace(default, way=wire, wire=wire, attach=f'"{wire}"', step_s=seconds))
     return recommend([default, default, *others], accepted)
 
 
@@ -221,17 +221,17 @@ def recommended(**step_s: float) -> str:
 
 
 def test_the_most_exact_of_nearly_equal_ways_is_recommended():
-    assert recommended(bf16=0.61, int8=0.60) == 'fusedcomm.attach(ddp, wire="bf16")'
-    assert recommended(bf16=0.70, int8=0.60) == 'fusedcomm.attach(ddp, wire="int8")'
-    assert recommended(int8=0.60, int4=0.56) == 'fusedcomm.attach(ddp, wire="int8")'
-    assert recommended(int8=0.60, int4=0.50) == 'fusedcomm.attach(ddp, wire="int4")'
-    assert recommended(int8=0.99, int4=0.93) == 'fusedcomm.attach(ddp, wire="int4")'
+    assert recommended(bf16=0.61, int8=0.60) == 'fusedcomm.attach(ddp, "bf16")'
+    assert recommended(bf16=0.70, int8=0.60) == 'fusedcomm.attach(ddp, "int8")'
+    assert recommended(int8=0.60, int4=0.56) == 'fusedcomm.attach(ddp, "int8")'
+    assert recommended(int8=0.60, int4=0.50) == 'fusedcomm.attach(ddp, "int4")'
+    assert recommended(int8=0.99, int4=0.93) == 'fusedcomm.attach(ddp, "int4")'
     assert recommended(int8=0.98).startswith("leave it off: network-bound, and the fastest way is 1.02 times")
 
 
 def test_only_accepted_wires_are_recommended_and_a_faster_one_is_named():
     found = recommendation(("bf16", "int8"), bf16=0.61, int8=0.50, fp8=0.49, int4=0.30)
-    assert found.line == 'fusedcomm.attach(ddp, wire="int8")' and found.faster.wire == "int4"
+    assert found.line == 'fusedcomm.attach(ddp, "int8")' and found.faster.wire == "int4"
     assert recommendation(("bf16", "int8"), bf16=0.61, fp8=0.60).faster is None
     found = recommendation(("bf16",), bf16=0.99, int4=0.30)
     assert found.line.startswith("leave it off: network-bound") and found.faster.wire == "int4"
@@ -249,7 +249,7 @@ def test_the_answer_comes_first_and_the_assumptions_last(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     written = json.loads(path.read_text())
     assert lines[0] == f"Use: {written['recommendation']}" and written["accepted"] == ["bf16", "int8"]
-    assert lines[0].startswith('Use: fusedcomm.attach(ddp, wire="int8")')
+    assert lines[0].startswith('Use: fusedcomm.attach(ddp, "int8")')
     used = next(row for row in written["rows"] if row["way"] == "wire=int8")
     default = written["rows"][0]
     assert lines[1].startswith(
@@ -392,7 +392,7 @@ def test_folders_are_made(tmp_path):
 
 def test_accepted_wires_can_be_given(capsys):
     assert main(["plan", "--ranks", "16", "--nic-gbps", "1", *MANY, "--accept", "int4"]) == 0
-    assert capsys.readouterr().out.startswith('Use: fusedcomm.attach(ddp, wire="int4"')
+    assert capsys.readouterr().out.startswith('Use: fusedcomm.attach(ddp, "int4"')
 
 
 def test_a_plot_without_matplotlib_names_it(capsys, monkeypatch, tmp_path):

@@ -43,7 +43,7 @@ def test_where_bytes_are_dear_the_fewest_are_recommended():
     found = recommended(bytes_s=1e8, backward_s=0.0)
     assert not found.leave_off and found.option.name == "int8" and 0.7 < found.gain < 0.8
     assert found.faster.wire == "int4"
-    assert found.option.code == 'ddp = DistributedDataParallel(model); comm = fusedcomm.attach(ddp, wire="int8")'
+    assert found.option.code == 'ddp = DistributedDataParallel(model); comm = fusedcomm.attach(ddp, "int8")'
     assert "are spent waiting for gradients" in found.reason
     assert recommended(1e8, 0.0, accept=("int4",)).faster is None
 
@@ -189,7 +189,7 @@ def test_sums_on_two_levels_are_recommended_where_hosts_share_a_slow_link():
         recommendation = recommend(found, ("bf16", "int8"))
         assert (recommendation.option.name == "int8 by host") == wins
         one_level = f'(ddp, fusedcomm.Config(wire="{recommendation.option.wire}", hosts=None))'
-        assert recommendation.option.code.endswith('(ddp, wire="int8")' if wins else one_level)
+        assert recommendation.option.code.endswith('(ddp, "int8")' if wins else one_level)
 
 
 def test_another_link_is_another_one_for_sums_on_two_levels_too():

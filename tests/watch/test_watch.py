@@ -55,7 +55,7 @@ def train(rank, world_size, victim, fate, store_kind, wire):
 
 
 def late_for_the_end_of_a_trial(rank, world_size, folder):
-    """Trains with wire="auto" to the end of a trial, where ranks compare times. Rank 1 comes only after rank 0 has
+    """Trains with config="auto" to the end of a trial, where ranks compare times. Rank 1 comes only after rank 0 has
     warned about it. Returns what this rank writes to stderr meanwhile."""
     ddp = DistributedDataParallel(Gradients((4000,)))
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
@@ -73,7 +73,7 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
 def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks, tmp_path):
     warned, _ = ranks.run(late_for_the_end_of_a_trial, tmp_path, world_size=2)
     assert "rank 1 is slow" in warned and "is missing" not in warned, warned
-    assert "the times of wire='auto' trying off" in warned
+    assert "the times of config='auto' trying off" in warned
 
 
 @pytest.mark.sampled

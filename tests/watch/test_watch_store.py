@@ -229,7 +229,7 @@ def attached_without_its_store(rank, world_size, port, control, moment):
     started, text = time.monotonic(), ""
     with called_first(moment, cut):
         try:
-            fusedcomm.attach(ddp, wire="int8")
+            fusedcomm.attach(ddp, "int8")
             synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
@@ -270,10 +270,10 @@ def without_its_host(rank, world_size, moment):
             if moment in MOMENTS:
                 ddp = DistributedDataParallel(Gradients(*SHAPES))
                 with called_first(moment, end):
-                    fusedcomm.attach(ddp, wire="int8")
+                    fusedcomm.attach(ddp, "int8")
                 synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
             else:
-                model = fusedcomm.DataParallel(torch.nn.Linear(256, 256), wire="int8")
+                model = fusedcomm.DataParallel(torch.nn.Linear(256, 256), config="int8")
                 for step in range(4):
                     if step == 2:
                         end()
