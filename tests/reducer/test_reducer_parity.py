@@ -281,11 +281,6 @@ def on_path(rank, world_size, library, name):
     return seen
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-
-
 def test_the_cuda_path_gives_the_cpus_bits(ranks, library):
     cpu, cuda = (ranks.run(on_path, driver, "int8", world_size=2) for driver in (None, library))
     for mine, others in zip(cpu, cuda, strict=True):
