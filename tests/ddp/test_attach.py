@@ -380,7 +380,7 @@ def large_allocations(wire):
     def step():
         ddp.zero_grad(set_to_none=False)
         ddp([gradient]).backward()
-    for _ in range(30):
+    for _ in range(20):
         step()
     before = count()
     for _ in range(20):
@@ -423,8 +423,8 @@ def count_large_allocations(library, folder, *wires: str) -> dict[str, int]:
 def test_a_steady_step_allocates_no_more_than_a_hook_that_does_nothing(allocation_counter, tmp_path):
     # gloo's queues sometimes grow, twice in 200 steps, also without a hook. An allocation in every step would count 20.
     now_and_then = 3
-    counted = count_large_allocations(allocation_counter, tmp_path, "noop", "bf16", "fp16", "int8", "default", "fp32")
-    assert max(counted[wire] for wire in ("bf16", "fp16", "int8")) <= counted["noop"] + now_and_then, counted
+    counted = count_large_allocations(allocation_counter, tmp_path, "noop", "bf16", "int8", "default", "fp32")
+    assert max(counted[wire] for wire in ("bf16", "int8")) <= counted["noop"] + now_and_then, counted
     # gloo's all-reduce allocates. The exact wire adds no allocation to those without a hook.
     assert counted["fp32"] <= counted["default"] + now_and_then, counted
 
