@@ -282,19 +282,12 @@ def checkpointed(rank, world_size):
     comm = fusedcomm.attach(ddp, "int8")
     fresh = comm.stats().nonfinite_by_parameter
     comm.load_state_dict(state)
-    errors = []
-    for bad in ({}, {**state, "version": 99}, {**state, "nonfinite": {"nobody": 1}}):
-        try:
-            comm.load_state_dict(bad)
-        except ValueError as error:
-            errors.append(str(error))
-    return state, fresh, comm.stats().nonfinite_by_parameter, errors
+    return state, fresh, comm.stats().nonfinite_by_parameter
 
 
 def test_state_is_by_parameter_and_survives_a_checkpoint(ranks):
-    for state, fresh, restored, errors in ranks.run(checkpointed, world_size=2):
+    for state, fresh, restored in ranks.run(checkpointed, world_size=2):
         assert state["nonfinite"] == restored == {"weights.1": 2} and fresh == {}
-        assert "missing" in errors[0] and "version 99" in errors[1] and "'nobody'" in errors[2]
 
 
 def printed(rank, world_size, quiet):
