@@ -106,6 +106,7 @@ def attached_with_other_options(rank, world_size, of_ranks, wire):
 UNUSED = {"find_unused_parameters": True}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["int8", "auto"])
 @pytest.mark.parametrize(
     ("of_ranks", "words"),
@@ -445,24 +446,6 @@ def lifetimes(rank, world_size):
 def test_detach_ends_the_threads(ranks):
     for before, during, after, _ in ranks.run(lifetimes, world_size=2):
         assert during == before + 3 + 2 and after == before  # three lanes that compute; the watch and its courier
-
-
-def test_a_script_that_forgets_to_detach_exits(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, torch.distributed as dist, fusedcomm\n"
-        "from torch.nn.parallel import DistributedDataParallel\n"
-        f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1), rank=0, world_size=1)\n"
-        "ddp = DistributedDataParallel(torch.nn.Linear(9, 9))\n"
-        "fusedcomm.attach(ddp, 'int8')\n"
-        "ddp(torch.ones(2, 9)).sum().backward()\n"
-        "print('trained')\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
-    )
-    assert "trained" in done.stdout and "fusedcomm: wire int8" in done.stdout
 
 
 FORGETTING_SCRIPT = """

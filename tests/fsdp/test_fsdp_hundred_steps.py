@@ -178,7 +178,7 @@ def _train(rank: int, world_size: int, name: str, layout: str, wire: str, is_exa
 
 # A case takes seconds, so the others run when there is time for them: see tests/helpers/budget.py.
 WHEN_THERE_IS_TIME = (pytest.mark.full, pytest.mark.executed)
-BY_DEFAULT = (("bf16, sums in fp32", "shards", 2), ("accumulated", "shards", 2), ("plain", "hsdp", 4))
+BY_DEFAULT = (("accumulated", "shards", 2),)
 
 
 def _case(*values) -> object:

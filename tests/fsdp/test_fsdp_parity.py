@@ -199,6 +199,7 @@ def _compare(rank, world_size, name, wire, backward, num_steps=4):
     return max(_error(g, w) for g, w in zip(got, want, strict=False)), numel
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_sums_are_those_of_fsdp(ranks, name, world_size):
@@ -213,6 +214,7 @@ def test_passes_of_every_kind_give_the_gradients_of_fsdp(ranks, way):
         assert error == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ERRORS)
 @pytest.mark.parametrize(("name", "world_size"), [("plain", 2), ("one group", 3), ("hsdp", 4), ("replicate", 2)])
 def test_other_wires_round(ranks, name, world_size, wire):

@@ -50,6 +50,7 @@ def _on_one_rank_alone(rank, world_size, mesh_shape, options):
     return text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=["shards", "hsdp"])
 @pytest.mark.parametrize(
     ("options", "text"),

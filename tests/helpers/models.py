@@ -139,6 +139,14 @@ def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype
     return sum(integers(rank, shape, torch.float64) for rank in range(world_size)).div(world_size).to(dtype)
 
 
+KINDS = {"fp32": "exact", "bf16": "16 bits", "fp16": "16 bits"}
+
+
+def by_kind(wire: str, **others: object) -> dict[str, object]:
+    """For `pytest.mark.sampled(by=by_kind)`: one wire of each kind runs, and every value of the other parameters."""
+    return {"kind": KINDS.get(wire, "codes"), **others}
+
+
 def constant(value: float, wire: str) -> object:
     """What a mean of equal values must equal. It is exact in every wire dtype except int4, whose scale is rounded to
     bf16 twice."""

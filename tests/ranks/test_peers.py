@@ -145,6 +145,7 @@ def survive(rank, world_size, script, store_kind):
         return None, "", time.monotonic() - started
 
 
+@pytest.mark.sampled(by=lambda script: {"seen": SEEN[script]})
 @pytest.mark.parametrize("script", SEEN, ids=lambda script: script.__name__)
 def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, script):
     outcome = ranks.outcomes(survive, script, "tcp", world_size=3, lost=VICTIM)

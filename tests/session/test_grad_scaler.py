@@ -86,6 +86,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("front_end", ["hook", "reducer"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_torchs_scaler_bit_for_bit(ranks, front_end, name):
@@ -193,7 +194,7 @@ def findings(rank, world_size, front_end, way, wire):
     comm.detach()
 
 
-@pytest.mark.sampled(by=lambda found: {"way of a front end": found[:2], "wire": found[2]})
+@pytest.mark.sampled(by=lambda found: dict(zip(("front end", "way", "wire"), found, strict=True)))
 @pytest.mark.parametrize("found", FINDINGS, ids=", ".join)
 def test_a_gradient_that_is_not_finite_skips_the_step_whoever_finds_it(ranks, found):
     ranks.run(findings, *found, world_size=2)

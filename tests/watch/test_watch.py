@@ -76,6 +76,7 @@ def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks, tmp_path):
     assert "the times of config='auto' trying off" in warned
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
@@ -202,6 +203,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         assert "missing" not in warned
 
 
+@pytest.mark.sampled(by=lambda forged: {})
 @pytest.mark.parametrize("forged", ["", "opened by rank 2, after a failure: ", "call 1 0123456789abcdef\n1:2,"])
 def test_a_roll_call_that_cannot_be_read_is_answered_and_passed_over(ranks, tmp_path, forged):
     outcomes = ranks.run(slow, 1, patient(2), tmp_path, forged, world_size=3)
