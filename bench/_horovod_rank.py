@@ -51,7 +51,7 @@ class Way:
 def _ddp(wire: str | None) -> Callable:
     def make(task: Task, optimizer: str) -> tuple:
         ddp = DistributedDataParallel(task, init_sync=False, gradient_as_bucket_view=True)
-        held = None if wire is None else fusedcomm.attach(ddp, wire=wire, quiet=True)
+        held = None if wire is None else fusedcomm.attach(ddp, wire, quiet=True)
         return ddp, OPTIMIZERS[optimizer](task.parameters()), held
 
     return make
