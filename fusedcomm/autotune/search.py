@@ -67,6 +67,7 @@ class Candidate:
 
     @property
     def is_exact(self) -> bool:
+        """Whether it rounds nothing: gradients are those of DDP but for the order of addition."""
         return self.wire in ("off", "fp32")
 
     def __str__(self) -> str:
@@ -88,6 +89,8 @@ OFF = Candidate("off")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
+    """A candidate and the time of a step with it, in one of its trials."""
+
     candidate: Candidate
     step_ms: float
     """The largest of the ranks' median step times; infinite if the candidate could not be made."""
@@ -135,6 +138,7 @@ class Tuning:
 
     @property
     def has_tried_two_levels(self) -> bool:
+        """Whether a candidate with sums on two levels had a trial."""
         return any(trial.candidate.by_host for trial in self.trials)
 
     @property

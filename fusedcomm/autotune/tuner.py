@@ -149,6 +149,7 @@ class Tuner:
 
     @property
     def is_searching(self) -> bool:
+        """Whether no choice has been made yet."""
         return self._tuning is None
 
     @property

@@ -127,7 +127,6 @@ def test_errors_and_regret_of_the_probe(bench_modules):
     assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
 
 
-@pytest.mark.full
 def test_the_reducers_benchmark_checks_its_means(tmp_path):
     path = tmp_path / "reducer.json"
     sizes = ["--ranks", "2", "--parameters", "30", "--rounds", "2"]

@@ -190,6 +190,7 @@ def plotting():
     pytest.importorskip("matplotlib")
 
 
+@pytest.mark.full
 def test_every_picture_is_drawn_from_the_results(plotting, tmp_path, monkeypatch):
     import _pictures
 
