@@ -152,7 +152,7 @@ class Session:
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            record = self._record({**(also_agree or {}), **path.must_agree})
+            record = self._record(also_agree or {})
         except Exception as error:
             problem = error
         self.peers = Peers(self.process_group, store, timeout, stall_after_s)

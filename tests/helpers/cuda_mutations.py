@@ -7,7 +7,7 @@ from lane_mutations import race
 DEVICE, TRANSPORT = "devices/cuda_device.cpp", "transport/c10d_transport.cpp"
 SYNCHRONISER, MONITOR = "gradients/synchroniser.cpp", "gradients/error_monitor.cpp"
 CALLS = "gradients/collective_calls.cpp"
-RECORD, FUTURE, HOOK = "gradients/bucket_record.cpp", "gradients/bucket_future.h", "frontends/ddp/hook.cpp"
+RECORD, FUTURE = "gradients/bucket_record.cpp", "gradients/bucket_future.h"
 GIVEN_BACK = "was given back, and"
 OWN_STREAM = "is to run on the backend's own stream"
 
@@ -227,14 +227,5 @@ CUDA_MUTATIONS = [
         "collectives under way are aborted",
         "dropped",
         "the backend was shut down with",
-    ),
-    Mutation(
-        "PassObserver::follow: the stamp of a bucket's end",
-        HOOK,
-        "StampPtr stamp = «self->device_->stamp()»;",
-        "seen->handed",
-        "a bucket takes no time",
-        "training_steps",
-        "a bucket took from",
     ),
 ]
