@@ -77,6 +77,7 @@ def script(tmp_path):
     return str(tmp_path / "model.py")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("to_all", [True, False], ids=["Ctrl-C", "to the command alone"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_interrupt_ends_the_command_and_its_ranks(tmp_path, script, name, to_all):
@@ -112,6 +113,7 @@ sys.exit(cli.main())
         assert (process.returncode, errors) == (130, "interrupted\n"), command
 
 
+@pytest.mark.full
 def test_a_rank_of_torchrun_says_that_it_was_interrupted(tmp_path):
     """Two ranks, each interrupted alone: none waits for the other."""
     ranks = []
@@ -138,6 +140,7 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_a_benchmark_and_its_ranks(tmp_path):
     benchmark = Path(__file__).parents[2] / "bench" / "hook_overhead.py"
     process = start(tmp_path, str(benchmark), "--ranks", "2", "--rounds", "100000000")
