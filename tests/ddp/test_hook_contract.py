@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, by_kind, constant, synchronise
+from models import SMALL_BUCKETS, Gradients, Mlp, Sparse, by_kind, constant, synchronise
 from ranks import GROUP_TIMEOUT_S, Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -345,17 +345,6 @@ def test_an_updated_process_group_is_followed(ranks):
         assert (after, world_size) == (([0.5], 2) if rank < 2 else (None, None))
 
 
-def on_a_subgroup(rank, world_size):
-    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    ddp = DistributedDataParallel(Gradients((6000,)), process_group=subgroups[rank // 2])
-    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
-
-
-def test_a_group_of_some_of_the_ranks(ranks):
-    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
-
-
 # --- contents -------------------------------------------------------------------------------------------------------
 
 
@@ -418,52 +407,6 @@ def test_sparse_gradients_pass_exactly_with_one_warning():
         expected[1] = expected[2] = head.sum(0) / 2
         assert torch.allclose(dense, expected, rtol=0, atol=1e-6)
         assert len(messages) == 1 and "summed exactly" in messages[0]
-
-
-def unused(rank, world_size):
-    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.fill_(0.125)
-    marker = torch.full((16, 16), 7.0)
-    ddp.module.never.weight.grad = marker.clone()
-    ddp(torch.ones(1, 10)).sum().backward()
-    even, odd = ddp.module.even.weight.grad, ddp.module.odd.weight.grad
-    return torch.equal(ddp.module.never.weight.grad, marker), even, odd
-
-
-def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks):
-    (kept_0, even_0, odd_0), (kept_1, even_1, odd_1) = ranks.run(unused, world_size=2)
-    assert kept_0 and kept_1, "unused on all ranks: the old gradient must stay"
-    # Each branch was used on one of the two ranks. Its gradient is half of what use on both would give, and the same
-    # on both.
-    assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1) and torch.equal(even_0, odd_0)
-    assert even_0.unique().tolist() == [5 * 0.125 * (10 * 0.125 + 0.125) / 2]
-
-
-def accumulated(rank, world_size, views, wire):
-    ddp = DistributedDataParallel(Gradients((5000,)), gradient_as_bucket_view=views)
-    comm = fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
-    gradient = [torch.full((5000,), float(rank + 1))]
-    synchronise(ddp, gradient, steps=2)
-    ddp.zero_grad(set_to_none=not views)
-    before = comm.stats().buckets
-    with ddp.no_sync():
-        ddp(gradient).backward()
-        ddp(gradient).backward()
-    during = comm.stats().buckets - before
-    local = ddp.module.weights[0].grad.unique().tolist()
-    ddp(gradient).backward()
-    return during, local, ddp.module.weights[0].grad.unique().tolist()
-
-
-@pytest.mark.sampled(by=by_kind)
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("wire", fusedcomm.WIRES)
-def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
-    for rank, (during, local, seen) in enumerate(ranks.run(accumulated, views, wire, world_size=2)):
-        assert during == 0 and local == [2.0 * (rank + 1)] and seen == [constant(4.5, wire)]
 
 
 def joined(rank, world_size, wire):
