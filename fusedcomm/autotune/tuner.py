@@ -25,6 +25,7 @@ from fusedcomm.session.parameters import NamedParameter, numbered, trainable
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
+from fusedcomm.session.stats import Stats
 
 _MIB = 1 << 20
 _FIRST_BUCKET_MIB = 1
@@ -42,7 +43,7 @@ class Observed(Protocol):
 class Target(Protocol):
     """What gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
 
-    def set(self, hook: "_C.Synchroniser | None", process_group: dist.ProcessGroup) -> None:
+    def set(self, synchroniser: "_C.Synchroniser | None", process_group: dist.ProcessGroup) -> None:
         """Uses this engine from the next pass on; None: DDP's own all-reduce on that group."""
 
     def set_bucket_mib(self, mib: float) -> None:
@@ -168,16 +169,16 @@ class Tuner:
         return self.is_off and self._tuning is not None and not self._delivering
 
     def start(self, target: Target) -> None:
-        """Gives `target` the hook of the running candidate, now and whenever that changes."""
+        """Gives `target` the synchroniser of the running candidate, now and whenever that changes."""
         self._target = target
-        self._set_hook()
+        self._set_target()
         if self._search is not None and not self._search.finished:
             # Weak: the target must not keep the tuner, which keeps the target.
             begin = weakref.WeakMethod(self._begin_pass)
             target.watch(self._base.native_device, lambda: (method := begin()) and method())
 
     def stop(self, reason: str) -> None:
-        """Ends the search and the engines; the target keeps its hook. Idempotent."""
+        """Ends the search and the engines; the target stays where it is. Idempotent."""
         if self._target is not None:
             self._target.unwatch()
         for session in {*self._sessions.values(), self.session}:
@@ -204,7 +205,7 @@ class Tuner:
         return new
 
     def tuning(self) -> Tuning:
-        """See :meth:`fusedcomm.ddp.handle.Handle.tuning`."""
+        """See :meth:`fusedcomm.session.handle.CommHandle.tuning`."""
         return self._tuning or self._report(finished=False)
 
     # ---- called by the target before the first bucket of a pass, while the search lasts
@@ -215,7 +216,7 @@ class Tuner:
         try:
             if self._delivering:
                 self._delivering = False
-                self._set_hook()
+                self._set_target()
             if self._search.finished:
                 self._free_losers()
             else:
@@ -247,7 +248,7 @@ class Tuner:
             if not self._delivering:
                 self._free_losers()
             if self._base.rank == 0:
-                log.report(self.plan, quiet=not self._announce)
+                log.report(lambda: self.plan(self._caps()), quiet=not self._announce)
 
     def _can_be_had(self, candidate: Candidate) -> bool:
         """Makes the candidate's session if there is none. Returns whether it has one. A collective call."""
@@ -273,9 +274,9 @@ class Tuner:
         if self.session is not old:
             take_over(self.session, old)
         self._delivering = candidate == OFF and old is not self._base and self._space.keeps_residuals
-        self._set_hook()
+        self._set_target()
 
-    def _set_hook(self) -> None:
+    def _set_target(self) -> None:
         # DDP's own all-reduce is not watched. At the end of its trial, however, ranks wait for each other.
         is_watched = self.uses_engine or (self._search is not None and not self._search.finished)
         for session in {*self._sessions.values(), self.session}:
@@ -283,7 +284,7 @@ class Tuner:
                 session.unwatch()
         if is_watched:
             self.session.watch()
-        self._target.set(self.session.hook if self.uses_engine else None, self.session.process_group)
+        self._target.set(self.session.synchroniser if self.uses_engine else None, self.session.process_group)
         if self._running.bucket_mib is not None:
             self._target.set_bucket_mib(self._running.bucket_mib)
 
@@ -297,7 +298,7 @@ class Tuner:
         if self.is_off:
             self.session.keeps_residuals = False
             self.session.is_off = True
-            self.session.hook.free_workspaces()
+            self.session.synchroniser.free_workspaces()
         self._sessions = {_of_session(self._running): self.session}
         self._base = self.session
 
@@ -325,7 +326,7 @@ class Tuner:
         return session
 
     def _sums(self, best: Candidate) -> list[Candidate]:
-        records = self._sessions[_of_session(best)].hook.buckets()
+        records = self._sessions[_of_session(best)].synchroniser.buckets()
         used = {record.plan.sum for record in records if not record.passthrough}
         return self._space.sums(best, used, self._base.world_size, self._base.levels.can_be_two)
 
@@ -333,7 +334,7 @@ class Tuner:
         if self._base.device.type != "cpu":
             return []
         session = self._sessions[_of_session(best)]
-        plans = [record.plan for record in session.hook.buckets() if not record.passthrough]
+        plans = [record.plan for record in session.synchroniser.buckets() if not record.passthrough]
         num_chunks = [plan.num_chunks for plan in plans if not plan.in_place]
         return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
 
@@ -342,9 +343,13 @@ class Tuner:
 
     # ---- for people
 
-    def plan(self) -> Plan:
+    def stats(self) -> Stats:
+        """The running candidate's statistics, which begin again at each change."""
+        return dataclasses.replace(self.session.stats(), off=self.is_off)
+
+    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
         """The running candidate's plan, with what the search has found."""
-        plan = self.session.plan(self._caps(), off=self.is_off)
+        plan = self.session.plan(bucket_nbytes_caps, off=self.is_off)
         return dataclasses.replace(plan, tuning=self.tuning())
 
     def _report(self, finished: bool) -> Tuning:

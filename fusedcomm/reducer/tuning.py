@@ -48,8 +48,8 @@ class ReducerTarget:
     def __init__(self, reducer: "_C.GradReducer", size: BucketSize) -> None:
         self._reducer, self._size = reducer, size
 
-    def set(self, hook: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
-        self._reducer.set_hook(hook)
+    def set(self, synchroniser: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
+        self._reducer.set_hook(synchroniser)
 
     def set_bucket_mib(self, mib: float) -> None:
         self._size.mib = mib

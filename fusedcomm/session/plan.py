@@ -259,10 +259,10 @@ def predicted_rows(
     return tuple(rows)
 
 
-def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.Synchroniser") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, hosts: Hosts | None, synchroniser: "_C.Synchroniser") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
-    for index, record in enumerate(hook.buckets()):
+    for index, record in enumerate(synchroniser.buckets()):
         names = tuple(record.parameters)
         if record.passthrough:
             rows.append(_passthrough_row(world_size, hosts, index, names, record.dtype, record.numel))

@@ -192,7 +192,7 @@ class Slow:
     def __init__(self, comm, rank, **ms):
         self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
         self._ends_ms = [0.0]  # when each step ends, including the step that has just begun
-        runs = comm._runs
+        runs = comm.runs
         runs._target = types.SimpleNamespace(
             take_seen=functools.partial(self._by_own_clock, runs._target.take_seen),
             set=runs._target.set,
@@ -706,7 +706,7 @@ def failing(rank, world_size):
     def fail():
         raise LookupError("the search's own trouble")
 
-    comm._tuner._end_trial = fail
+    comm.runs._end_trial = fail
     errors, passed = [], 0
     for _ in range(30):
         try:
@@ -868,7 +868,7 @@ def traced_at(rank, world_size, path):
 def test_only_what_has_been_chosen_can_be_traced(ranks, tmp_path):
     for searching, off, chosen in ranks.run(traced_at, str(tmp_path / "trace.json"), world_size=2):
         assert "still searching" in searching and "wait for comm.tuning().finished" in searching
-        assert "DDP's own all-reduce is running, so fusedcomm has nothing to trace" in off
+        assert "torch's own sums run, so fusedcomm has nothing to trace" in off
         assert chosen == "traced"
     assert (tmp_path / "trace.json").exists()
 

@@ -375,7 +375,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
     with fake.takes_over(Config("bf16")):
         ddp = DistributedDataParallel(Gradients((3000,)))
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-        hook = comm._session.hook
+        hook = comm.session.synchroniser
 
         def call():
             entered.wait()
@@ -415,7 +415,7 @@ def captured(rank, world_size, library, is_watched):
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
         if is_watched:  # as while config="auto" searches
-            target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
+            target.watch(comm.session.native_device, lambda: begun.append(len(fake.launches)))
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with fake.capturing(), pytest.raises(RuntimeError) as raised:
             ddp.reducer._run_comm_hook(bucket).wait()

@@ -37,7 +37,7 @@ class Clock:
     """
 
     def __init__(self, reducer, rank, ms):
-        self._tuner, self._ms = reducer._tuner, ms
+        self._tuner, self._ms = reducer.runs, ms
         self._chance, self._ends_ms = random.Random(rank), []
         take = self._tuner._target.take_seen
 
@@ -365,14 +365,14 @@ def failing(rank, world_size):
     reducer = reducer_of(model, "bf16", bucket_mib="auto")
     values = [integers(rank, shape) for shape in SHAPES[:2]]
     if rank == 1:
-        count = reducer._tuner._count_pass
+        count = reducer.runs._count_pass
 
         def fail():
-            if reducer._tuner._num_passes == 3:
+            if reducer.runs._num_passes == 3:
                 raise LookupError("the search's own trouble")
             count()
 
-        reducer._tuner._count_pass = fail
+        reducer.runs._count_pass = fail
     passed, errors = 0, []
     for _ in range(6):
         try:
