@@ -177,6 +177,11 @@ class GradReducer(GradientNorms):
         self.refuse_detached("it takes part in no pass")
         self.native.shadow_pass()
 
+    def plan(self) -> Plan:
+        """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""
+        self.refuse_detached("nothing is sent")
+        return super().plan()
+
     def _let_go(self) -> None:
         # Backward passes leave gradients as they are on each rank from now on.
         ignore_steps(self)
