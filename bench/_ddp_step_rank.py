@@ -105,7 +105,7 @@ class Runner:
         self.module(batch).backward()
 
     def tune(self, batch: tuple[Tensor, Tensor]) -> str:
-        """Trains until wire="auto" has chosen, and returns its report; empty for a way that does not choose."""
+        """Trains until "auto" has chosen, and returns its report; empty for a way that does not choose."""
         tuning = getattr(self.held, "tuning", lambda: None)
         while tuning() is not None and not tuning().finished:
             self.step(batch)

@@ -63,7 +63,7 @@ class Runner:
             fully_shard(block, mp_policy=policy)
         fully_shard(self.model, mp_policy=policy)
         self.model.set_requires_gradient_sync(self.way.reduces)
-        self.handle = None if self.way.wire is None else fusedcomm.attach(self.model, wire=self.way.wire, quiet=True)
+        self.handle = None if self.way.wire is None else fusedcomm.attach(self.model, self.way.wire, quiet=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(BATCH, arguments.width, generator=generator)
         self.step_s: list[float] = []

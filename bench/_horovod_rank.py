@@ -35,8 +35,7 @@ TENSOR_NUMELS = [round(10 ** (1 + 3 * (index % 10) / 9)) for index in range(NUM_
 WARM_CALLS = 10
 WARM_CYCLES = 4
 WARM_STEPS = 6
-"""Untimed steps of each turn. A script has one optimizer, whose cycles are planned after its first steps; here another
-optimizer's cycles come between two turns."""
+"""Untimed steps of each turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Way:
 def _ddp(wire: str | None) -> Callable:
     def make(task: Task, optimizer: str) -> tuple:
         ddp = DistributedDataParallel(task, init_sync=False, gradient_as_bucket_view=True)
-        held = None if wire is None else fusedcomm.attach(ddp, wire=wire, quiet=True)
+        held = None if wire is None else fusedcomm.attach(ddp, wire, quiet=True)
         return ddp, OPTIMIZERS[optimizer](task.parameters()), held
 
     return make
@@ -211,7 +210,7 @@ class Bench:
     def add(self, case: str, numel: int, seconds: dict[str, list[float]], right: bool) -> None:
         self.report.rows += [make_row(case, name, numel, 8 * numel, each, right) for name, each in seconds.items()]
         stats = world().coordinator.stats()
-        names = ("num_requests", "num_buckets", "num_planned_buckets", "num_voided", "num_control_messages")
+        names = ("num_requests", "num_buckets", "num_control_messages")
         self.report.extra.setdefault("stats", {})[case] = {name: getattr(stats, name) for name in names}
         self.report.write()
 

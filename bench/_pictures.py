@@ -26,7 +26,7 @@ SERIES = {
     "fusedcomm bf16": ("fusedcomm bf16", BLUE),
     "fusedcomm int8": ("fusedcomm int8", GREEN),
     "fusedcomm int4": ("fusedcomm int4", ORANGE),
-    "fusedcomm auto": ('fusedcomm wire="auto"', PURPLE),
+    "fusedcomm auto": ('fusedcomm "auto"', PURPLE),
 }
 """The ways of the chart of speed-ups: label and color. The best hook is another way in each case."""
 SPEED_UP_CASES = {

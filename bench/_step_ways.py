@@ -74,7 +74,7 @@ def _stock(model: nn.Module, cap_mib: float) -> tuple[nn.Module, Front]:
 
 def _hook(model: nn.Module, cap_mib: float) -> tuple[nn.Module, Front]:
     ddp = _tuned(model, cap_mib)
-    return ddp, fusedcomm.attach(ddp, wire="bf16", quiet=True)
+    return ddp, fusedcomm.attach(ddp, "bf16", quiet=True)
 
 
 def _reducer(wire: str) -> Callable[[nn.Module, float], tuple[nn.Module, Front]]:

@@ -36,7 +36,7 @@ SHOWN_WAYS = {
     "fusedcomm bf16": "bf16",
     "fusedcomm int8": "int8",
     "fusedcomm int4": "int4",
-    "fusedcomm auto": 'wire="auto"',
+    "fusedcomm auto": '"auto"',
 }
 STOCK_HOOKS = ("c++ fp16 hook", "python fp16 hook", "python bf16 hook")
 STOCK = "torch's best 16-bit hook"

@@ -75,7 +75,7 @@ def main() -> None:
             profiler.export_chrome_trace(str(of_ddp))
 
     def attached(training: Training) -> None:
-        comm = fusedcomm.attach(training.ddp, wire=arguments.wire, quiet=True)
+        comm = fusedcomm.attach(training.ddp, arguments.wire, quiet=True)
         training.steps(WARMUP_STEPS)
         with comm.trace(of_fusedcomm):
             training.steps(arguments.steps)

@@ -12,7 +12,7 @@ ways take turns in every round, in another order each time. A turn is one step t
 The time of a step is the slowest rank's. The ranks' allocator keeps freed memory.
 
 "ddp default" is DDP with its default options. "ddp tuned" and all other ways have gradient_as_bucket_view=True, which
-saves a copy, and the best of several bucket sizes, which is searched first. But wire="auto" has DDP's own size, and
+saves a copy, and the best of several bucket sizes, which is searched first. But "auto" has DDP's own size, and
 ways that cannot run with several buckets have one. "fusedcomm reducer" is fusedcomm.GradReducer in DDP's place, with
 the best bucket size, too.
 

@@ -145,7 +145,7 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
         return lambda ddp: fusedcomm.attach(ddp, Config(wire, sum=sum, wires={"1d": wire}), quiet=True)
 
     def state(ddp: DistributedDataParallel) -> None:
-        ddp.register_comm_hook(fusedcomm.CommState(wire="fp16"), fusedcomm.comm_hook)
+        ddp.register_comm_hook(fusedcomm.CommState("fp16"), fusedcomm.comm_hook)
 
     hooks = {
         "no-op": python(noop_hook),

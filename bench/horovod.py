@@ -12,7 +12,7 @@ the slowest rank's. Parts:
     idle     how often threads that hvd.init() has started wake up, in a second without work. The coordinator's thread
              stands apart from gloo's, which wake up with every process group, DDP's too
     steps    training steps: DistributedOptimizer without compression, with bf16 and int8, beside DDP and beside
-             fusedcomm.attach(ddp, wire="bf16" or "int8"). Every way has its own gradients and buckets
+             fusedcomm.attach(ddp, "bf16" or "int8"). Every way has its own gradients and buckets
 
 "samples/s" has the mean over steps ± 1.96 standard deviations, as Horovod's synthetic benchmarks print it. "x hook" is
 the speed relative to fusedcomm's hook with the same wire.

@@ -1,6 +1,6 @@
 """fusedcomm: fused gradient communication for PyTorch.
 
-    comm = fusedcomm.attach(ddp, wire="bf16")  # a DistributedDataParallel, or a model of FSDP2
+    comm = fusedcomm.attach(ddp, "bf16")  # a DistributedDataParallel, or a model of FSDP2
 
 Four front ends send gradients: ``attach`` for DistributedDataParallel (``comm_hook`` where a trainer registers hooks),
 ``attach`` for FSDP2, ``DataParallel`` with its ``GradReducer`` for any module, and ``fusedcomm.horovod`` for Horovod's

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, overload
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import Config, LocalOptions, Off, Search, Wire, explains_moved
+from fusedcomm.autotune.auto import ConfigLike
+from fusedcomm.config import Config, LocalOptions, Off, Wire
 from fusedcomm.ddp.attach import attach as attach_ddp
 from fusedcomm.ddp.handle import Handle
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 @overload
 def attach(
     model: DistributedDataParallel,
-    config: Config | Auto | None = None,
+    config: ConfigLike | None = None,
     *,
-    wire: Wire | Search | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> Handle: ...
@@ -29,20 +28,17 @@ def attach(
 @overload
 def attach(
     model: nn.Module,
-    config: Config | None = None,
+    config: Config | Wire | Off | None = None,
     *,
-    wire: Wire | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> "Handle | FsdpHandle": ...
 
 
-@explains_moved("attach")
 def attach(
     model: nn.Module,
-    config: Config | Auto | None = None,
+    config: ConfigLike | None = None,
     *,
-    wire: Wire | Search | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> "Handle | FsdpHandle":
@@ -58,11 +54,8 @@ def attach(
             a module given to the older ``replicate`` of torch.distributed._composable, which makes a
             DistributedDataParallel inside, if need be now: parameters are named by their numbers in it;
             what ``torch.compile`` or Lightning Fabric has made of one of these.
-        config: how gradients are sent: a :class:`fusedcomm.Config`, or, for DDP, a :class:`fusedcomm.Auto`, which
-            searches for the fastest way in the first steps. None: ``Config()``.
-        wire: short for ``Config(wire)``, or "off": DDP or FSDP2 stays as it comes, and the handle says so; for
-            comparisons, where only this word changes. For DDP also "auto", short for ``Auto()``, which chooses DDP's
-            own all-reduce, "fp32" or "bf16" (``Auto(("fp32", "bf16", "int8"))`` may also choose int8).
+        config: a wire's name, a :class:`fusedcomm.Config`, "off", or, for DDP, a :class:`fusedcomm.Auto` or "auto"; see
+            :func:`fusedcomm.autotune.auto.chosen`.
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank. They have no effect on
             DDP's own all-reduce.
         quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
@@ -79,7 +72,7 @@ def attach(
     of DDP's have been converted (``.to(dtype)``) or replaced, the next forward pass raises RuntimeError.
 
     Raises:
-        TypeError: `model` is none of these, or a keyword is an old one; names its new place.
+        TypeError: `model` or `config` is none of these.
         ValueError: an argument is out of range, or two cannot be combined.
         RuntimeError: the module has a hook or an option that cannot be combined, fusedcomm has no path for the device
             or backend, or the ranks do not agree (the same text on every rank).
@@ -90,13 +83,13 @@ def attach(
     if fsdp is not None and is_module and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         from fusedcomm.fsdp.attach import attach_fsdp  # imports FSDP2, which takes a while
 
-        return attach_fsdp(model, config, wire=wire, local=local, quiet=quiet)
+        return attach_fsdp(model, config, local=local, quiet=quiet)
     if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
         raise TypeError(
             "fusedcomm.attach takes FSDP2, and this is FullyShardedDataParallel, which is FSDP1: use "
             "torch.distributed.fsdp.fully_shard(model) in its place"
         )
-    return attach_ddp(_ddp_of(model), config, wire=wire, local=local, quiet=quiet)
+    return attach_ddp(_ddp_of(model), config, local=local, quiet=quiet)
 
 
 def _ddp_of(model: nn.Module) -> nn.Module:

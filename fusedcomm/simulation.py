@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from fusedcomm import chunks
+from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import (
     ONE_DIMENSIONAL,
     Checks,
@@ -15,8 +16,6 @@ from fusedcomm.config import (
     Wire,
     choose_codec_threads,
     choose_isa,
-    explains_moved,
-    given,
 )
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
@@ -32,12 +31,10 @@ _MAX_PIECE_NUMEL = 1 << 20
 _ONE_CHUNK = 1 << 62
 
 
-@explains_moved("simulate")
 def simulate(
     grads: Sequence[torch.Tensor],
-    config: Config | None = None,
+    config: Config | Wire | None = None,
     *,
-    wire: Wire | None = None,
     exempt_mask: torch.Tensor | None = None,
     step: int = 0,
     residuals: "Residuals | None" = None,
@@ -50,13 +47,12 @@ def simulate(
     Args:
         grads: one tensor for each rank, in rank order: fp32, bf16 or fp16, on cpu, all of one shape and dtype. They are
             not changed.
-        config: a :class:`fusedcomm.Config`, as for :func:`fusedcomm.attach`. sum="auto" chooses the sum as the engine
-            does for a bucket of this size on this number of ranks. fp32 gradients of at most 16 KiB are then summed
-            exactly, whatever the wire: use sum="two-shot" or "one-shot" to see the wire's effect. Every element is sent
-            in `config.wire`; `config.wires` is not used, because it selects parameters. hosts="auto" is one level here,
-            where all ranks are on one host; ``hosts=8`` simulates hosts of eight ranks. Chunks and checks do not change
-            the result.
-        wire: short for ``Config(wire)``.
+        config: a wire's name or a :class:`fusedcomm.Config`; see :func:`fusedcomm.autotune.auto.chosen`. sum="auto"
+            chooses the sum as the engine does for a bucket of this size on this number of ranks. fp32 gradients of at
+            most 16 KiB are then summed exactly, whatever the wire: use sum="two-shot" or "one-shot" to see the wire's
+            effect. Every element is sent in `config.wire`; `config.wires` is not used, because it selects parameters.
+            hosts="auto" is one level here, where all ranks are on one host; ``hosts=8`` simulates hosts of eight ranks.
+            Chunks and checks do not change the result.
         exempt_mask: bool tensor in the gradients' shape: True where an element is sent in fp32. None: nowhere. (On
             wires with scales, attach() exempts biases and norms.)
         step: number of the step, 0 to 2^32 - 1, for stochastic rounding. The draws are those of a bucket that begins
@@ -72,9 +68,13 @@ def simulate(
 
     Raises:
         ValueError: arguments that cannot be combined, or that attach() would refuse; the message says what is possible.
-        TypeError: `grads` is not a sequence of tensors, or `exempt_mask` is not a tensor.
+        TypeError: `config` is of another type, `grads` is not a sequence of tensors, or `exempt_mask` is not a tensor.
     """
-    config = given(config, wire)
+    config = chosen(
+        config,
+        no_search="config='auto' is a search, which needs real steps: name the wire to simulate",
+        no_off="config='off' is DDP's own all-reduce: config='fp32' is as exact",
+    )
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])

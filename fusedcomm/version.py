@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 BUILT_FOR = "_C.torch"
 """The file beside the extension in which setup.py writes the version of torch that it builds for."""

@@ -118,6 +118,14 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
+def library(made_once):
+    """The path of the driver of tests/helpers/fake_cuda.py."""
+    import fake_cuda
+
+    return str(made_once("fake_cuda", fake_cuda.build) / fake_cuda.LIBRARY)
+
+
+@pytest.fixture(scope="session")
 def compilers(request):
     """See ptx_kernels.Compilers."""
     from ptx_kernels import Compilers

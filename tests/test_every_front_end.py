@@ -103,7 +103,7 @@ def with_ddp(rank, config):
 
 
 def with_data_parallel(rank, config):
-    wrapped = fusedcomm.DataParallel(model(), wire=config, quiet=True)
+    wrapped = fusedcomm.DataParallel(model(), config=config, quiet=True)
     found = backward(wrapped, rank, wrapped)
     with wrapped.join():
         found += backward(wrapped, rank, wrapped)
@@ -160,7 +160,7 @@ def with_horovod(rank, config):
 
 
 def with_simulation(rank, config):
-    return [simulate([gradients(other)[0].flatten() for other in range(2)], wire=wire) for wire in ("int8", "int4")]
+    return [simulate([gradients(other)[0].flatten() for other in range(2)], wire) for wire in ("int8", "int4")]
 
 
 WAYS = {
@@ -207,7 +207,7 @@ def stateful(kind):
     if kind == "GradReducer":
         return trained, reducer_of(trained, config)
     if kind == "DataParallel":
-        wrapped = fusedcomm.DataParallel(trained, wire=config, quiet=True)
+        wrapped = fusedcomm.DataParallel(trained, config=config, quiet=True)
         return wrapped, wrapped.comm
     ddp = DistributedDataParallel(trained)
     if kind == "handle":

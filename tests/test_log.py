@@ -91,7 +91,7 @@ def logged(rank, world_size):
         with contextlib.redirect_stdout(out):
             for quiet in (False, True):
                 ddp = DistributedDataParallel(Gradients((4000,)))
-                fusedcomm.attach(ddp, wire="bf16", quiet=quiet).detach()
+                fusedcomm.attach(ddp, "bf16", quiet=quiet).detach()
     finally:
         log.LOGGER.removeHandler(kept)
         log.LOGGER.setLevel(logging.NOTSET)

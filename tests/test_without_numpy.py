@@ -37,7 +37,7 @@ with fusedcomm.attach(ddp, config) as comm:
         train(ddp)
     comm.load_state_dict(comm.state_dict(consolidated=True))
     assert comm.stats().steps == 3 and comm.stats().verified and comm.nonfinite_report() == [] and str(comm.plan())
-with fusedcomm.attach(ddp, wire="auto") as comm:
+with fusedcomm.attach(ddp, "auto") as comm:
     train(ddp)
 registered = DistributedDataParallel(torch.nn.Linear(300, 300))
 registered.register_comm_hook(fusedcomm.CommState(config), fusedcomm.comm_hook)

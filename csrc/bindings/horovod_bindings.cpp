@@ -32,16 +32,14 @@ void end_without_gil(Coordinator* coordinator) {
 }
 
 std::shared_ptr<Coordinator> make_coordinator(
-    int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, int64_t plan_after, double stall_warning_s,
+    int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, double stall_warning_s,
     double stall_shutdown_s, Coordinator::Say say,
-    std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine, bool autotune,
-    int64_t autotune_warmup_samples, int64_t autotune_steps_per_sample, std::string autotune_log) {
+    std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine) {
   Coordinator::Options options;
   options.rank = rank;
   options.size = size;
   options.sockets = std::move(sockets);
-  options.negotiator = {fusion_nbytes, plan_after, stall_warning_s, stall_shutdown_s, {}};
-  options.negotiator.tuning = {autotune, autotune_warmup_samples, autotune_steps_per_sample, std::move(autotune_log)};
+  options.negotiator = {fusion_nbytes, stall_warning_s, stall_shutdown_s};
   auto open_wire = [open = std::move(open_engine)](int set, const std::string& wire) {
     return std::make_shared<horovod::FusedSum>(open(set, wire));
   };
@@ -81,9 +79,6 @@ void bind_collective_results(py::module_& m) {
   py::class_<horovod::CoordinatorStats>(m, "CoordinatorStats")
       .def_readonly("num_requests", &horovod::CoordinatorStats::num_requests)
       .def_readonly("num_buckets", &horovod::CoordinatorStats::num_buckets)
-      .def_readonly("num_planned_buckets", &horovod::CoordinatorStats::num_planned_buckets)
-      .def_readonly("num_voided", &horovod::CoordinatorStats::num_voided)
-      .def_readonly("num_plans", &horovod::CoordinatorStats::num_plans)
       .def_readonly("num_control_messages", &horovod::CoordinatorStats::num_control_messages);
 }
 
@@ -94,9 +89,8 @@ void bind_horovod(pybind11::module_& m) {
   m.def("make_current", &horovod::make_current, py::arg("coordinator").none(true), NoGil());
   py::class_<Coordinator, std::shared_ptr<Coordinator>>(m, "Coordinator")
       .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
-           py::arg("fusion_nbytes"), py::arg("plan_after"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"),
-           py::arg("say"), py::arg("open_engine"), py::arg("autotune") = false, py::arg("autotune_warmup_samples") = 3,
-           py::arg("autotune_steps_per_sample") = 10, py::arg("autotune_log") = "")
+           py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("say"),
+           py::arg("open_engine"))
       .def("add_set", &Coordinator::add_set, py::arg("set_id"), py::arg("ranks"), py::arg("backend"), NoGil())
       .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
       .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),

@@ -85,12 +85,12 @@ void bind_horovod_engine(py::module_& m) {
       .def(
           "run",
           [](FusedSum& sum, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
-             double factor, FusedSum::IsVoid is_void, std::function<void(std::string)> done, bool ends_step) {
+             double factor, std::function<void(std::string)> done, bool ends_step) {
             FuturePtr future;
             {
               const py::gil_scoped_release no_gil;
               future = sum.run(
-                  names, tensors, factor, std::move(is_void),
+                  names, tensors, factor,
                   [done = std::move(done)](const std::exception_ptr& error) {
                     if (done) done(error ? error_text(error) : std::string());
                   },
@@ -98,8 +98,8 @@ void bind_horovod_engine(py::module_& m) {
             }
             return torch::jit::toPyObject(std::move(future));
           },
-          py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("is_void") = nullptr,
-          py::arg("done") = nullptr, py::arg("ends_step") = false);
+          py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("done") = nullptr,
+          py::arg("ends_step") = false);
 }
 
 }  // namespace fusedcomm

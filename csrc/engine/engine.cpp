@@ -325,8 +325,6 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
 }
 
 void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
-  if (job.is_void && chunk == 0) job.was_void = job.is_void();
-  if (job.was_void) return;
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& streams = payload.unpacked ? *payload.unpacked : payload.streams;

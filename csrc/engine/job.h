@@ -60,9 +60,6 @@ struct BucketJob {
   // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
   // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
-  // Asked once, on the unpack lane, before a chunk's result is written. If it returns true, no result is written. It
-  // may wait. May be empty; only for lanes that are threads, and not for a bucket that is summed in place.
-  std::function<bool()> is_void;
   // Called on the unpack lane after the last chunk; may be empty.
   std::function<void()> after_unpack;
   // Called exactly once, with an error, or with null for success.
@@ -75,7 +72,6 @@ struct BucketJob {
   int64_t step = 0;
   int64_t number = 0;         // its number on the engine's board
   int64_t num_nonfinite = 0;  // written on the pack lane, read in on_done
-  bool was_void = false;      // the answer of is_void; of the unpack lane
 };
 
 // The stages of a bucket that the codec cannot carry. An empty stage is skipped; scatter must not be empty.

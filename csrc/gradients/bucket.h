@@ -84,9 +84,6 @@ struct Bucket {
   bool is_alone = false;
   // The result is the mean × factor; see plan_bucket(). Only for a bucket that is alone.
   std::optional<double> factor;
-  // See BucketJob::is_void. If it returns true, the gradients and the residuals end as they were. Only for a bucket
-  // that is alone, on CPU. May be empty.
-  std::function<bool()> is_void;
 };
 
 }  // namespace fusedcomm

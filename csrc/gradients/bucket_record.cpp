@@ -61,17 +61,9 @@ void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
   }
 }
 
-// Adds `values` to a gradient. `left_out`: the whole residual of the parameter before.
-void spend(const BucketRecord::Member& member, const at::Tensor& gradient, const at::Tensor& values,
-           const at::Tensor& left_out, std::vector<SpentResidual>* spent) {
-  if (spent) spent->push_back({member.state, left_out.clone(), gradient, gradient.clone()});
-  gradient.add_(values);
-}
-
 // Makes the record's residuals from those of its parameters. A residual that can no longer be kept is added to the
 // gradients.
-void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients,
-                    std::vector<SpentResidual>* spent) {
+void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients) {
   const WireConfig& config = engine.config();
   // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
@@ -100,7 +92,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
       if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
       all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
     } else if (left_out.defined()) {
-      spend(member, gradients.view(i), left_out, left_out, spent);
+      gradients.view(i).add_(left_out);
     }
     if (!member.exact) begins[member.payload] += member.numel;
   }
@@ -112,9 +104,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
     int64_t& begin = begins[member.payload];
-    if (rest.defined() && !member.exact) {
-      spend(member, gradients.view(i), rest.narrow(0, begin, member.numel), member.state->left_out(), spent);
-    }
+    if (rest.defined() && !member.exact) gradients.view(i).add_(rest.narrow(0, begin, member.numel));
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
     member.state->residual_begin = begin;
@@ -184,13 +174,6 @@ bool BucketRecord::has_residuals() const {
          });
 }
 
-void SpentResidual::give_back() const {
-  const at::NoGradGuard no_grad;
-  gradient.copy_(before);
-  state->loaded = left_out;
-  state->residual = nullptr;
-}
-
 bool BucketRecord::lies_as(const Gradients& gradients) const {
   if (in_one_run || std::none_of(streams.begin(), streams.end(), [](const Payload& s) { return s.tables; }))
     return true;
@@ -199,8 +182,7 @@ bool BucketRecord::lies_as(const Gradients& gradients) const {
 }
 
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
-                                          c10::Device device, Parameters* parameters,
-                                          std::vector<SpentResidual>* spent) {
+                                          c10::Device device, Parameters* parameters) {
   const Gradients& gradients = *bucket.gradients;
   TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
@@ -229,7 +211,7 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
               " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
   plan(engine, record.get());
   prepare(&engine.device(), parameters, record.get());
-  move_residuals(engine, place, record.get(), gradients, spent);
+  move_residuals(engine, place, record.get(), gradients);
   return record;
 }
 

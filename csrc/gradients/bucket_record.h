@@ -52,16 +52,6 @@ struct BucketRecord {
   bool has_residuals() const;
 };
 
-// A residual that has been added to a gradient, because the bucket keeps none for it.
-struct SpentResidual {
-  ParameterStatePtr state;
-  at::Tensor left_out;          // the residual
-  at::Tensor gradient, before;  // a view of the gradient, and what it was
-
-  // Undoes it. The record must then be made again.
-  void give_back() const;
-};
-
 // The first encoder with error feedback and noise: a message within a host has neither.
 inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
   return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
@@ -72,12 +62,10 @@ inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
 std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<std::string>& parameters, double nbytes);
 
 // Makes the record of a bucket that is new or has changed: plans it, makes its tables, and makes its residuals from
-// those of its parameters. A residual that can no longer be kept is added to the gradients, and to `spent` if that is
-// not null. Throws if the bucket is on another device than `device`, or if these are not the gradients of its
-// parameters.
+// those of its parameters. A residual that can no longer be kept is added to the gradients. Throws if the bucket is
+// on another device than `device`, or if these are not the gradients of its parameters.
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
-                                          c10::Device device, Parameters* parameters,
-                                          std::vector<SpentResidual>* spent);
+                                          c10::Device device, Parameters* parameters);
 
 // A copy of the record, with tables of where the gradients lie now.
 std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,

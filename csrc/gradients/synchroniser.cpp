@@ -107,9 +107,8 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   const size_t index = bucket.index;
   const bool is_alone = bucket.is_alone;
   if (index == 0 && !is_alone && monitor_.verifies()) begin_pass();
-  std::vector<SpentResidual> spent;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto record = record_of(bucket, bucket.is_void ? &spent : nullptr);
+  const auto record = record_of(bucket);
   if (!is_alone) check_order(bucket, *record);
   const int64_t pass = num_passes_;
   const size_t num_buckets = num_buckets_;  // in the pass before
@@ -132,7 +131,6 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
     complete(*future, gradients->front(), std::move(error));
   };
   if (monitor_.is_measured(pass)) measure(job.get(), record, gradients, pass);
-  if (bucket.is_void) make_voidable(job, bucket, record, std::move(spent));
   if (!is_alone && monitor_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
     monitor_.submit_verified(std::move(job), gradients, pass, record, epilogue.unscale);
   } else {
@@ -325,12 +323,12 @@ std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const Bu
   return job;
 }
 
-std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket, std::vector<SpentResidual>* spent) {
+std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
   if (!record || !record->is_of(bucket) || !record->has_residuals()) {
-    record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_, spent);
+    record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_);
     monitor_.forget(record->label->name);
     // Parameters may have come from records that are kept, whose residuals would only take memory.
     for (auto& other : records_) {

@@ -129,12 +129,8 @@ class Synchroniser {
   // a step.
   std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, const BucketRecord& record) const;
 
-  // Makes the job leave gradients and residuals as they are if it is void. `spent`: what its record has spent.
-  void make_voidable(const std::shared_ptr<BucketJob>& job, const Bucket& bucket,
-                     const std::shared_ptr<const BucketRecord>& record, std::vector<SpentResidual> spent);
-
   // Call these with mutex_ held.
-  std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket, std::vector<SpentResidual>* spent);
+  std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
   // Counts the bucket, and takes note of a pass that ends with it. Returns the number of the bucket's noise.
   int64_t count(const Bucket& bucket);
   // Throws if DDP has skipped buckets.

@@ -1,1 +1,1 @@
-"""``wire="auto"``: runs real steps with each candidate and keeps the fastest."""
+"""``config="auto"``: runs real steps with each candidate and keeps the fastest."""

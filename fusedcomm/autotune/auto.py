@@ -1,11 +1,12 @@
-"""``Auto``: a search for the wire, given in place of a configuration."""
+"""``Auto``: a search for the wire, given in place of a configuration; and the argument that takes either."""
 
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from fusedcomm.autotune.search import OFF, Tuning
-from fusedcomm.config import WIRES, Config, Options, Wire, check
+from fusedcomm.config import AUTO, WIRES, Config, Off, Options, Search, Wire, check
 from fusedcomm.native import _C
 
 EXACT_WIRE: Wire = "fp32"
@@ -19,7 +20,7 @@ class Auto(Options):
     These steps try each of `wires`, then the best wire with other sums and chunks where `base` leaves them open. Given
     to :func:`fusedcomm.attach` they try DDP's own all-reduce, too, and given to :class:`fusedcomm.GradReducer` other
     sizes of buckets. The ranks keep the candidate with the shortest steps, or a more exact one that comes within 3% of
-    it. ``wire="auto"`` is short for ``Auto()``.
+    it. ``config="auto"`` is short for ``Auto()``.
 
     Args:
         wires: the wires to try. ``attach`` always tries DDP's own exact all-reduce, too. None: the wire of `base`,
@@ -55,7 +56,7 @@ class Auto(Options):
             try:
                 self.config(wire)
             except ValueError as error:
-                raise ValueError(f"wire='auto' cannot try {wire!r} of wires={self.tried!r}: {error}") from error
+                raise ValueError(f"config='auto' cannot try {wire!r} of wires={self.tried!r}: {error}") from error
 
     def _check_wires(self, wires: object) -> None:
         if isinstance(wires, str):
@@ -103,3 +104,43 @@ def is_possible(make: Callable[[], Config]) -> bool:
     except ValueError:
         return False
     return True
+
+
+ConfigLike: TypeAlias = Config | Auto | Wire | Search | Off
+"""What the argument `config` of a front end may be; see :func:`chosen`."""
+
+
+def chosen(config: ConfigLike | None, *, no_search: str = "", no_off: str = "") -> Config | Auto | Off:
+    """The argument `config` of every front end, checked: how gradients are sent. It is one of
+
+    - a wire's name, "int8" for example: short for ``Config("int8")``;
+    - a :class:`fusedcomm.Config`, which also has all other options;
+    - a :class:`fusedcomm.Auto`: the first steps search for the fastest way. "auto" is short for ``Auto()``, which
+      chooses DDP's own all-reduce, "fp32" or "bf16" (``Auto(("fp32", "bf16", "int8"))`` may also choose int8);
+    - "off": DDP or FSDP2 stays as it comes, and the handle says so; for comparisons, where only this word changes;
+    - None: ``Config()``.
+
+    A front end that has no search, or no sums of its own to leave in place, refuses these.
+
+    Args:
+        no_search, no_off: why the front end cannot search or be off; empty if it can.
+
+    Raises:
+        TypeError: `config` is of another type.
+        ValueError: `config` is no wire's name, or it is refused.
+    """
+    if config is None:
+        return Config()
+    if not isinstance(config, (str, Config, Auto)):
+        raise TypeError(
+            f"config={config!r} is not possible: use a wire's name ({', '.join(map(repr, WIRES))}), a "
+            "fusedcomm.Config(…) or a fusedcomm.Auto(…)"
+        )
+    if no_search and (isinstance(config, Auto) or config == AUTO):
+        raise ValueError(no_search)
+    if no_off and config == OFF.wire:
+        raise ValueError(no_off)
+    if not isinstance(config, str):
+        return config
+    check.choice("config", config, (*WIRES, *([] if no_search else [AUTO]), *([] if no_off else [OFF.wire])))
+    return Auto() if config == AUTO else OFF.wire if config == OFF.wire else Config(config)

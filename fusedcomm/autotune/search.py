@@ -1,4 +1,4 @@
-"""The search of ``wire="auto"``: what it tries, for how many steps, and what it keeps. No ranks, no clock, no engine.
+"""The search of ``config="auto"``: what it tries, for how many steps, and what it keeps. No ranks, no clock, no engine.
 
 Steps 1 and 4 try DDP's own all-reduce only where DDP makes the buckets; :class:`fusedcomm.GradReducer` has none. Step 3
 is made only where the sizes of buckets can be chosen.
@@ -118,7 +118,7 @@ class Tuning:
     """The wires that the search may choose, beside DDP's own all-reduce; empty if that is not known."""
     more_wires: tuple[str, ...] = ()
     """Other wires that it may choose only if ``Auto(wires=…)`` names them."""
-    option: str = "wire='auto'"
+    option: str = "config='auto'"
     """The argument that asked for the search."""
     has_off: bool = True
     """Whether the search may choose DDP's own all-reduce."""

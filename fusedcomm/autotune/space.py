@@ -1,4 +1,4 @@
-"""The candidates of ``wire="auto"``: which ones the user's options allow, and the configuration of each."""
+"""The candidates of ``config="auto"``: which ones the user's options allow, and the configuration of each."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ class Space:
         has_sizes: whether the search chooses the size of buckets.
     """
 
-    option = "wire='auto'"
+    option = "config='auto'"
     """The argument that asks for the search."""
     chooses_wire = True
 

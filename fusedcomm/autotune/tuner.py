@@ -111,7 +111,7 @@ class Tuner:
         self.session = self._base
         """Session of the running candidate. For off it only keeps the state that other candidates handed over."""
         if misfit is not None and self._base.rank == 0:
-            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches again", stacklevel=6)
+            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: config='auto' searches again", stacklevel=6)
         self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None
         self._delivering = False  # whether this pass sends the last wire's residuals, before off

@@ -4,7 +4,7 @@
 may differ from rank to rank. Each option is documented in its class's docstring and nowhere else.
 """
 
-from fusedcomm.config.config import AUTO, OFF, Config, given, refuse_both
+from fusedcomm.config.config import AUTO, OFF, Config
 from fusedcomm.config.literals import Off, ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.config.local import (
     STALL_AFTER_S,
@@ -14,7 +14,6 @@ from fusedcomm.config.local import (
     choose_stall_after,
     local_options,
 )
-from fusedcomm.config.moved import explains_moved
 from fusedcomm.config.options import (
     RESIDUALS,
     ROUNDINGS,
@@ -64,8 +63,5 @@ __all__ = [
     "choose_codec_threads",
     "choose_isa",
     "choose_stall_after",
-    "explains_moved",
-    "given",
     "local_options",
-    "refuse_both",
 ]

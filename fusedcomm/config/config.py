@@ -9,7 +9,6 @@ import torch
 from fusedcomm import patterns
 from fusedcomm.config import check
 from fusedcomm.config.literals import Sum, Wire
-from fusedcomm.config.moved import explains_moved
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
     SUMS,
@@ -81,7 +80,6 @@ class Config(Options):
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
-        TypeError: an old keyword. The text names its new place.
     """
 
     wire: Wire = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
@@ -103,7 +101,7 @@ class Config(Options):
             )
         if self.wire == OFF:
             raise ValueError(
-                "wire='off' is DDP's own all-reduce, which has no other options: use fusedcomm.attach(ddp, wire='off') "
+                "wire='off' is DDP's own all-reduce, which has no other options: use fusedcomm.attach(ddp, 'off') "
                 "without a Config(…), or wire='fp32', which is as exact, or name another wire, one of "
                 f"{', '.join(map(repr, WIRES))}"
             )
@@ -134,7 +132,7 @@ class Config(Options):
             if wire == OFF:
                 raise ValueError(
                     f"wires[{pattern!r}]='off' is not possible: DDP's own all-reduce has whole buckets. Use 'fp32', "
-                    "which is exact, or fusedcomm.attach(ddp, wire='off') for all parameters"
+                    "which is exact, or fusedcomm.attach(ddp, 'off') for all parameters"
                 )
             check.choice(f"wires[{pattern!r}]", wire, WIRES)
             if wire == "fp32" and self.wire != "fp32" and self.sum == "direct":
@@ -361,31 +359,3 @@ class Config(Options):
             "blocks": {"numel": self.block_numel, "rotate": self.blocks.rotate},
             "hosts": None if levels is None else {"groups": levels.groups, "local_wire": self.local_wire},
         }
-
-
-def given(config: Config | None, wire: Wire | None) -> Config:
-    """The configuration that a front end is called with. `wire` is a shorthand for ``Config(wire)``.
-
-    Raises:
-        ValueError: both are given, or `config` is not a :class:`Config`.
-    """
-    refuse_both(config, wire)
-    if config is None:
-        return Config() if wire is None else Config(wire)
-    if isinstance(config, str):
-        raise ValueError(
-            f"config={config!r} is not possible: write wire={config!r}, or fusedcomm.Config({config!r}, …)"
-        )
-    check.kind("config", config, Config)
-    return config
-
-
-def refuse_both(config: object, wire: str | None) -> None:
-    if config is not None and wire is not None:
-        raise ValueError(
-            f"config={config!r} and wire={wire!r} both say what is sent: leave wire out, or give wire alone"
-        )
-
-
-# Config(block=64) raises an error that names the new place of the old keyword.
-Config.__init__ = explains_moved("Config")(Config.__init__)

@@ -7,25 +7,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
-from fusedcomm.autotune.auto import Auto
+from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
 from fusedcomm.autotune.search import Tuning, loaded
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import (
-    AUTO,
-    OFF,
-    WIRES,
-    Config,
-    LocalOptions,
-    Off,
-    Search,
-    Wire,
-    check,
-    explains_moved,
-    given,
-    local_options,
-    refuse_both,
-)
+from fusedcomm.config import OFF, Config, LocalOptions, local_options
 from fusedcomm.ddp.handle import Handle, handles, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
@@ -44,53 +30,27 @@ from fusedcomm.session.parameters import NamedParameter, device_of, synchronised
 from fusedcomm.session.session import Session
 
 
-@explains_moved("attach")
 def attach(
     ddp: DistributedDataParallel,
-    config: Config | Auto | None = None,
+    config: ConfigLike | None = None,
     *,
-    wire: Wire | Search | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> Handle:
-    """Replaces DDP's gradient all-reduce by fusedcomm's native hook. Call it on every rank, before or between steps.
-
-    Args:
-        ddp: a DistributedDataParallel module, with its parameters on cpu over a gloo group, or on one cuda device over
-            an NCCL group.
-        config: how gradients are sent: a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`, which searches for
-            the fastest way in the first steps. None: ``Config()``.
-        wire: short for ``Config(wire)``. Or "auto", short for ``Auto()``, which chooses DDP's own all-reduce, "fp32" or
-            "bf16"; ``Auto(("fp32", "bf16", "int8"))`` may also choose int8. Or "off": DDP stays as it comes, without a
-            hook, and the handle says so; for comparisons, where only this word changes.
-        local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank. They have no effect on
-            DDP's own all-reduce.
-        quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
-            printed if that has no handler (fusedcomm/log.py).
-
-    Returns:
-        A handle with ``stats()``, ``plan()``, ``tuning()``, ``trace()``, ``nonfinite_report()``, ``detach()``,
-        ``state_dict()`` and ``load_state_dict()``.
-
-    On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
-    a CUDA graph: the hook raises RuntimeError under capture.
-
-    The mean is over all ranks of DDP's group. Under ``Join(divide_by_initial_world_size=False)``, and after parameters
-    have been converted (``.to(dtype)``) or replaced, the next forward pass raises RuntimeError.
+    """Replaces DDP's gradient all-reduce by fusedcomm's native hook; see :func:`fusedcomm.attach`.
 
     Raises:
-        TypeError: `ddp` is not a DistributedDataParallel, or a keyword is an old one; names its new place.
+        TypeError: `ddp` is not a DistributedDataParallel, or `config` is of another type.
         ValueError: an argument is out of range, or two cannot be combined.
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
-    refuse_both(config, wire)
-    is_off = wire == OFF
-    chosen = Config("fp32") if is_off else _given(config, wire)
+    wanted = chosen(config)
+    is_off = wanted == OFF
     local = local_options(local)
     quiet = quiet or env.quiet()
-    space = Space(chosen) if isinstance(chosen, Auto) else None
-    configs = [chosen] if space is None else [space.config(candidate) for candidate in space.first]
+    space = Space(wanted) if isinstance(wanted, Auto) else None
+    configs = [Config("fp32") if is_off else wanted] if space is None else [space.config(each) for each in space.first]
     _check_module(ddp)
     named = named_tensors(ddp.module, ddp.parameters_to_ignore)
     device = device_of(named)
@@ -123,7 +83,7 @@ def attach(
             problem=problem,
         )
     else:
-        runs = _tuner(ddp, space, parameters, local, device, chosen.tuned, announce=not quiet, problem=problem)
+        runs = _tuner(ddp, space, parameters, local, device, wanted.tuned, announce=not quiet, problem=problem)
     target = _hook_of(ddp, runs)
     return _reported(ddp, Handle(ddp, runs, target), quiet)
 
@@ -154,14 +114,6 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
     return target
 
 
-def _given(config: Config | Auto | None, wire: Wire | Search | None) -> Config | Auto:
-    if wire is not None:
-        check.choice("wire", wire, (*WIRES, AUTO, OFF))
-    if wire != AUTO and not isinstance(config, Auto):
-        return given(config, wire)
-    return Auto() if config is None else config
-
-
 def _check_module(ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
@@ -171,7 +123,7 @@ def _check_module(ddp: DistributedDataParallel) -> None:
     if isinstance(ddp, DataParallel):
         raise TypeError(
             "fusedcomm.attach takes torch's DistributedDataParallel, and this is a fusedcomm.DataParallel, which sends "
-            "its gradients itself: DataParallel(model, wire=…) chooses how, and model.comm tells what it does"
+            "its gradients itself: DataParallel(model, config=…) chooses how, and model.comm tells what it does"
         )
     if ddp in handles:
         raise RuntimeError(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedcomm import env
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import AUTO, OFF, Config, LocalOptions, Wire, explains_moved, given, local_options
+from fusedcomm.autotune.auto import chosen
+from fusedcomm.config import Config, LocalOptions, Wire, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, named_parameters
@@ -34,7 +34,8 @@ class CommState:
     """The state of :func:`comm_hook`: its configuration, and its engine once training has begun. One for each module.
 
     Args:
-        config, wire, local: as for :func:`fusedcomm.attach`, except that a search is refused.
+        config: a wire's name or a :class:`fusedcomm.Config`; see :func:`fusedcomm.autotune.auto.chosen`.
+        local: as for :func:`fusedcomm.attach`.
         process_group: the group that DDP uses. None: the default group. A hook cannot see that DDP's group changes: set
             this object's attribute `process_group` to the new group then.
         module: the model. Needed only if `Config.wires` has patterns of names, because a hook sees no names.
@@ -44,30 +45,24 @@ class CommState:
 
     Raises:
         ValueError: an argument is out of range, or two cannot be combined.
-        TypeError: a keyword is an old one; names its new place.
+        TypeError: `config` is of another type.
     """
 
-    @explains_moved("CommState")
     def __init__(
         self,
-        config: Config | None = None,
+        config: Config | Wire | None = None,
         *,
-        wire: Wire | None = None,
         local: LocalOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        if wire == AUTO or isinstance(config, Auto):
-            raise ValueError(
-                "wire='auto' switches between hooks, which a registered hook cannot do: use "
-                "fusedcomm.attach(ddp, wire='auto') instead of register_comm_hook"
-            )
-        if wire == OFF:
-            raise ValueError(
-                "wire='off' is DDP's own all-reduce, which needs no hook: do not register one, or use "
-                "fusedcomm.attach(ddp, wire='off') instead of register_comm_hook"
-            )
-        self.config = given(config, wire)
+        self.config = chosen(
+            config,
+            no_search="config='auto' switches between hooks, which a registered hook cannot do: use "
+            "fusedcomm.attach(ddp, 'auto') instead of register_comm_hook",
+            no_off="config='off' is DDP's own all-reduce, which needs no hook: do not register one, or use "
+            "fusedcomm.attach(ddp, 'off') instead of register_comm_hook",
+        )
         if self.config.name_patterns and module is None:
             raise ValueError(
                 f"{', '.join(map(repr, self.config.name_patterns))}: wires has patterns of names, and a communication "
@@ -170,7 +165,7 @@ class CommState:
 
 
 def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(fusedcomm.CommState(wire="bf16"), fusedcomm.comm_hook)``.
+    """DDP communication hook: ``ddp.register_comm_hook(fusedcomm.CommState("bf16"), fusedcomm.comm_hook)``.
 
     Returns a future of the bucket's buffer (1-D, the bucket's dtype), which then holds the mean over the ranks.
 
@@ -212,7 +207,7 @@ def _report_never_called() -> None:
     has_failed = getattr(sys, "last_value", None) is not None
     if not (_never_called and _has_stepped) or has_failed or env.rank() != 0:
         return
-    wires = ", ".join(f"CommState(wire={wire!r})" for wire in _never_called.values())
+    wires = ", ".join(f"CommState({wire!r})" for wire in _never_called.values())
     reasons = []
     if any(name in sys.modules for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")):
         reasons.append(

@@ -57,7 +57,7 @@ class Handle(GradientNorms):
     def stats(self) -> Stats:
         """Counts and times of this rank since attach, or since the module moved to another process group.
 
-        On cuda this waits for the kernels under way, whose counts it reads. With wire="auto" the counts begin again at
+        On cuda this waits for the kernels under way, whose counts it reads. With "auto" the counts begin again at
         each change of candidate, and nothing is counted during DDP's own all-reduce.
         """
         stats = self._session.stats()
@@ -75,7 +75,7 @@ class Handle(GradientNorms):
         return self._session.plan(bucket_nbytes_caps(self._ddp()))
 
     def tuning(self) -> Tuning | None:
-        """What wire="auto" has found so far; printable. Can be saved once it is finished. None for other wires."""
+        """What config="auto" has found so far; printable. Can be saved once it is finished. None for other wires."""
         return None if self._tuner is None else self._tuner.tuning()
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -94,20 +94,20 @@ class Handle(GradientNorms):
         Raises:
             ValueError: all_ranks is set and the path has ``{rank}``.
             OSError: the file cannot be written. Raised when the block begins, on the rank that writes.
-            RuntimeError: the handle has been detached. With wire="auto", on every rank: the search has not ended, or it
+            RuntimeError: the handle has been detached. With "auto", on every rank: the search has not ended, or it
                 has chosen DDP's own all-reduce. With all_ranks, on rank 0, when the block ends: another rank left the
                 block with an error, or did not leave it within the group's timeout.
         """
         self._refuse_detached("there is nothing to trace")
         if self._tuner is not None and self._tuner.is_searching:
             raise RuntimeError(
-                "fusedcomm: wire='auto' is still searching, and would change what is traced: wait for "
+                "fusedcomm: config='auto' is still searching, and would change what is traced: wait for "
                 "comm.tuning().finished"
             )
         if self._tuner is not None and self._tuner.is_off:
             raise RuntimeError(
                 "fusedcomm: DDP's own all-reduce is running, so fusedcomm has nothing to trace. Use "
-                "torch.profiler, or attach with the wire that you want to trace, wire='bf16' for example"
+                "torch.profiler, or attach with the wire that you want to trace, config='bf16' for example"
             )
         return self._session.recorder.record(path, all_ranks, self._ddp())
 

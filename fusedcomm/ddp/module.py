@@ -26,7 +26,7 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
     if ddp.mixed_precision is not None:
         raise RuntimeError(
             "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
-            "torch.autocast, and choose the dtype of sent gradients with wire="
+            "torch.autocast, and choose the dtype of sent gradients with config="
         )
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
         raise RuntimeError(
@@ -174,15 +174,15 @@ def refuse_unhooked(parameters: list[NamedParameter]) -> None:
 
 
 def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Raises ValueError if gradients on cuda are sparse: NCCL cannot all-reduce them, as wire="auto" would."""
+    """Raises ValueError if gradients on cuda are sparse: NCCL cannot all-reduce them, as config="auto" would."""
     if device.type == "cpu":
         return
     for name, module in ddp.module.named_modules():
         is_taken = f"{name}.weight" not in ddp.parameters_to_ignore
         if is_taken and has_sparse_gradient(module) and module.weight.requires_grad:
             raise ValueError(
-                f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
-                "a wire, wire='bf16' for example, with which they are sent exactly"
+                f"config='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: "
+                "name a wire, config='bf16' for example, with which they are sent exactly"
             )
 
 

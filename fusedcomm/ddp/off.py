@@ -1,4 +1,4 @@
-"""``attach(ddp, wire="off")``: DDP stays as it comes, so that a configuration file can ask for a comparison."""
+"""``attach(ddp, "off")``: DDP stays as it comes, so that a configuration file can ask for a comparison."""
 
 import contextlib
 import os
@@ -66,8 +66,8 @@ class OffHandle(Handle):
         """Raises RuntimeError: fusedcomm has nothing to trace."""
         self._refuse_detached("there is nothing to trace")
         raise RuntimeError(
-            "fusedcomm: wire='off' is DDP's own all-reduce, so fusedcomm has nothing to trace. Use torch.profiler, or "
-            "attach with the wire that you want to trace, wire='bf16' for example"
+            "fusedcomm: config='off' is DDP's own all-reduce, so fusedcomm has nothing to trace. Use torch.profiler, "
+            "or attach with the wire that you want to trace, config='bf16' for example"
         )
 
     def detach(self) -> None:

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedcomm import env, log
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import AUTO, OFF, Checks, Config, LocalOptions, Off, Wire, given, local_options, refuse_both
+from fusedcomm.autotune.auto import ConfigLike, chosen
+from fusedcomm.config import OFF, Checks, Config, LocalOptions, local_options
 from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
@@ -17,9 +17,8 @@ from fusedcomm.session.off import agree_on_off
 
 def attach_fsdp(
     model: nn.Module,
-    config: Config | None = None,
+    config: ConfigLike | None = None,
     *,
-    wire: Wire | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> FsdpHandle:
@@ -28,7 +27,7 @@ def attach_fsdp(
     Modules on different meshes, as experts and dense layers are, have an engine for each mesh.
 
     Raises:
-        TypeError: nothing in the model was given to fully_shard.
+        TypeError: nothing in the model was given to fully_shard, or `config` is of another type.
         ValueError: an option that only DDP has, or a module whose reduce-scatter cannot be replaced.
         RuntimeError: the ranks do not agree (the same text on every rank).
     """
@@ -39,13 +38,12 @@ def attach_fsdp(
             "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
             "first, then attach"
         )
-    chosen, is_off = Config("fp32"), wire == OFF
+    is_off = config == OFF
+    wanted = Config("fp32")
     try:
-        if is_off:
-            refuse_both(config, wire)
-        else:
-            chosen = _checked(config, wire, [(p.name, p.tensor) for each in sharded for p in each.parameters])
-    except ValueError as error:  # perhaps of this rank alone: the sessions tell the others
+        if not is_off:
+            wanted = _checked(config, [(p.name, p.tensor) for each in sharded for p in each.parameters])
+    except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         problem = problem or error
     meshes: list[MeshSums] = []
     num_before = 0
@@ -53,13 +51,13 @@ def attach_fsdp(
         # All meshes are connected even after an error, because other ranks wait for this one there.
         try:
             groups = those[0].process_group, those[0].replicas
-            sums = Sums(None, None, chosen.wire_number)
+            sums = Sums(None, None, wanted.wire_number)
             for group in groups if is_off else ():
                 if group is not None and group.size() > 1:
                     agree_on_off(group, those[0].device, local, problem)
             if not is_off:
-                sums, problem = _sums(chosen, *groups, problem)
-            meshes.append(MeshSums.attached(chosen, sums, those, num_before, local, not quiet, problem))
+                sums, problem = _sums(wanted, *groups, problem)
+            meshes.append(MeshSums.attached(wanted, sums, those, num_before, local, not quiet, problem))
         except Exception as error:
             problem = problem or error
         num_before += len(those)
@@ -77,16 +75,13 @@ def attach_fsdp(
     return handle
 
 
-def _checked(config: Config | None, wire: Wire | None, named: list[tuple[str, nn.Parameter]]) -> Config:
+def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]]) -> Config:
     """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
-    if isinstance(config, Auto) or wire == AUTO:
-        raise ValueError(
-            "fusedcomm: FSDP2's reduce-scatters have one wire from the start: name it, for example wire='bf16'"
-        )
-    chosen = given(config, wire)
-    refuse_options(chosen)
-    chosen.check_patterns(named)
-    return chosen
+    no_search = "fusedcomm: FSDP2's reduce-scatters have one wire from the start: name it, for example config='bf16'"
+    wanted = chosen(config, no_search=no_search)
+    refuse_options(wanted)
+    wanted.check_patterns(named)
+    return wanted
 
 
 def _sums(

@@ -19,7 +19,7 @@ from fusedcomm.session.stats import NonFinite, Stats
 class FsdpHandle:
     """One attachment of fusedcomm to an FSDP2 model; made by :func:`fusedcomm.attach`.
 
-    With wire="off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
+    With "off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
     """
 
     def __init__(self, model: nn.Module, meshes: list[MeshSums]) -> None:
@@ -51,7 +51,7 @@ class FsdpHandle:
     def stats(self) -> Stats:
         """Counts and times of this rank since attach. A bucket is the reduce-scatter of one module; with replicate(),
         which has none, its all-reduce. Of modules on several meshes the counts are added up, and the times and steps
-        are those of the model's own mesh. All counts are 0 with wire="off"; `off` is True then."""
+        are those of the model's own mesh. All counts are 0 with config="off"; `off` is True then."""
         return together([mesh.stats() for mesh in self._meshes if mesh.is_off == self._is_off])
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -120,7 +120,7 @@ class FsdpHandle:
 
     def nonfinite_report(self) -> list[NonFinite]:
         """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with
-        the shards of this rank's copy. A bucket is a module. Empty with wire="off". A collective call."""
+        the shards of this rank's copy. A bucket is a module. Empty with config="off". A collective call."""
         if self._is_off:
             return []
         rank = dist.get_rank()
@@ -138,8 +138,8 @@ class FsdpHandle:
             raise RuntimeError("fusedcomm: this handle is detached, so there is nothing to trace: attach again")
         if self._is_off:
             raise RuntimeError(
-                "fusedcomm: wire='off' leaves the sums to torch, so fusedcomm has nothing to trace. Use "
-                "torch.profiler, or attach with the wire that you want to trace, wire='bf16' for example"
+                "fusedcomm: config='off' leaves the sums to torch, so fusedcomm has nothing to trace. Use "
+                "torch.profiler, or attach with the wire that you want to trace, config='bf16' for example"
             )
         return self._session.recorder.record(path, all_ranks, self._model)
 

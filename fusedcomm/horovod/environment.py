@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 
 DEFAULT_FUSION_NBYTES = 25 << 20
-DEFAULT_PLAN_AFTER = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Variable:
 _PLACE = (
     "the process's place in the job; without them torchrun's variables say it. hvd.init() sets them where they lack"
 )
+_NO_SEARCH = "nothing is searched for. To use buckets of another size set HOROVOD_FUSION_THRESHOLD"
 
 VARIABLES = [
     Variable("HOROVOD_FUSION_THRESHOLD", str(DEFAULT_FUSION_NBYTES), "most bytes of a fused bucket; 0: no fusion"),
@@ -33,10 +33,6 @@ VARIABLES = [
     Variable("HOROVOD_STALL_CHECK_DISABLE", "0", "1: no warnings about ranks that do not submit, and no shutdown"),
     Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "60", "seconds until a warning names missing ranks and tensors"),
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "seconds until a stall ends the job; 0: never"),
-    Variable("HOROVOD_AUTOTUNE", "0", "1: sizes of buckets are tried while the job runs"),
-    Variable("HOROVOD_AUTOTUNE_LOG", "", "file for the sizes that were tried, on rank 0"),
-    Variable("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "3", "samples that do not count"),
-    Variable("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10", "steps in a sample"),
     Variable("HOROVOD_RANK", "", _PLACE),
     Variable("HOROVOD_SIZE", "", _PLACE),
     Variable("HOROVOD_LOCAL_RANK", "", _PLACE),
@@ -51,13 +47,12 @@ VARIABLES = [
     Variable("HOROVOD_DYNAMIC_PROCESS_SETS", "0", "1: add_process_set() and remove_process_set() work"),
     Variable("HOROVOD_ELASTIC", "0", "1: `fusedcomm run --elastic` says ranks and size at each hvd.init()"),
     Variable("HOROVOD_ELASTIC_TIMEOUT", "600", "seconds that survivors wait for enough workers"),
-    Variable("FUSEDCOMM_HOROVOD_PLAN_AFTER", str(DEFAULT_PLAN_AFTER), "equal cycles before a plan; 0: never a plan"),
     Variable("FUSEDCOMM_HOROVOD_CHECK", "0", "1: a tensor changed in place while it is under way is an error"),
     Variable("FUSEDCOMM_HOROVOD_STATE", "", "folder in which state.commit() also writes a file, for restarted workers"),
     Variable("FUSEDCOMM_HOROVOD_WORKER", "", "set by `fusedcomm run --elastic`: which of its workers this is"),
     Variable("FUSEDCOMM_HOROVOD_KEY", "", "set by `fusedcomm run`: the secret with which the job's ranks sign"),
     Variable("HOROVOD_CYCLE_TIME", "1", "collectives start when tensors are ready, not by a clock", False),
-    Variable("HOROVOD_CACHE_CAPACITY", "1024", "plans take the cache's place and need no capacity", False),
+    Variable("HOROVOD_CACHE_CAPACITY", "1024", "every name that repeats has a number; that needs no capacity", False),
     Variable("HOROVOD_DISABLE_GROUP_FUSION", "0", "a bucket may hold several groups; results are the same", False),
     Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "0", "a wire's Config(hosts=…) has the two-level sum", False),
     Variable("HOROVOD_HIERARCHICAL_ALLGATHER", "0", "the backend chooses", False),
@@ -67,8 +62,12 @@ VARIABLES = [
     Variable("HOROVOD_BATCH_D2D_MEMCOPIES", "1", "copies into buckets are always batched", False),
     Variable("HOROVOD_ENABLE_ASYNC_COMPLETION", "0", "completion is always asynchronous", False),
     Variable("HOROVOD_THREAD_AFFINITY", "", "the coordinator's thread sleeps unless there is work", False),
-    Variable("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20", "sizes are searched without a Gaussian process", False),
-    Variable("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "0.8", "sizes are searched without a Gaussian process", False),
+    Variable("HOROVOD_AUTOTUNE", "0", _NO_SEARCH, False),
+    Variable("HOROVOD_AUTOTUNE_LOG", "", _NO_SEARCH, False),
+    Variable("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "3", _NO_SEARCH, False),
+    Variable("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10", _NO_SEARCH, False),
+    Variable("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20", _NO_SEARCH, False),
+    Variable("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "0.8", _NO_SEARCH, False),
     Variable("HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "there is no MPI", False),
     Variable("HOROVOD_LOG_LEVEL", "warning", "use logging.getLogger('fusedcomm')", False),
     Variable("HOROVOD_LOG_HIDE_TIME", "0", "use logging.getLogger('fusedcomm')", False),
@@ -80,7 +79,6 @@ class Settings:
     """What hvd.init() takes from the variables. A time of 0 means never, except for `timeout_s`."""
 
     fusion_nbytes: int
-    plan_after: int
     stall_warning_s: float
     stall_shutdown_s: float
     timeout_s: float
@@ -90,10 +88,6 @@ class Settings:
     elastic: bool
     check: bool
     interface: str | None
-    autotune: bool = False
-    autotune_warmup_samples: int = 3
-    autotune_steps_per_sample: int = 10
-    autotune_log: str = ""
 
 
 def settings() -> Settings:
@@ -101,7 +95,6 @@ def settings() -> Settings:
     watches = not flag("HOROVOD_STALL_CHECK_DISABLE")
     return Settings(
         fusion_nbytes=whole("HOROVOD_FUSION_THRESHOLD"),
-        plan_after=whole("FUSEDCOMM_HOROVOD_PLAN_AFTER"),
         stall_warning_s=seconds("HOROVOD_STALL_CHECK_TIME_SECONDS") if watches else 0.0,
         stall_shutdown_s=seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") if watches else 0.0,
         timeout_s=seconds("HOROVOD_GLOO_TIMEOUT_SECONDS"),
@@ -111,10 +104,6 @@ def settings() -> Settings:
         elastic=flag("HOROVOD_ELASTIC"),
         check=flag("FUSEDCOMM_HOROVOD_CHECK"),
         interface=text("HOROVOD_GLOO_IFACE"),
-        autotune=flag("HOROVOD_AUTOTUNE"),
-        autotune_warmup_samples=whole("HOROVOD_AUTOTUNE_WARMUP_SAMPLES"),
-        autotune_steps_per_sample=max(1, whole("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE")),
-        autotune_log=text("HOROVOD_AUTOTUNE_LOG") or "",
     )
 
 
@@ -156,5 +145,11 @@ def without_effect(environment: Mapping[str, str]) -> str:
     """What to say about variables that are set to other values than their defaults and have no effect; empty if there
     are none."""
     ignored = [each for each in VARIABLES if not each.is_used]
-    found = [each for each in ignored if environment.get(each.name, "") not in ("", each.default)]
-    return "; ".join(f"{each.name}={environment[each.name]} has no effect: {each.effect}" for each in found)
+    by_reason: dict[str, list[str]] = {}
+    for each in ignored:
+        if environment.get(each.name, "") not in ("", each.default):
+            by_reason.setdefault(each.effect, []).append(f"{each.name}={environment[each.name]}")
+    return "; ".join(
+        f"{', '.join(found)} {'has' if len(found) == 1 else 'have'} no effect: {reason}"
+        for reason, found in by_reason.items()
+    )

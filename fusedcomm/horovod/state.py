@@ -118,15 +118,10 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         size=found.size,
         sockets=star.sockets,
         fusion_nbytes=settings.fusion_nbytes,
-        plan_after=settings.plan_after,
         stall_warning_s=settings.stall_warning_s,
         stall_shutdown_s=settings.stall_shutdown_s,
         say=LOGGER.warning,
         open_engine=open_engine,
-        autotune=settings.autotune,
-        autotune_warmup_samples=settings.autotune_warmup_samples,
-        autotune_steps_per_sample=settings.autotune_steps_per_sample,
-        autotune_log=settings.autotune_log if found.rank == 0 else "",
     )
     if found.rank == 0 and (ignored := environment.without_effect(os.environ)):
         LOGGER.warning("fusedcomm.horovod: %s", ignored)

@@ -1,4 +1,4 @@
-"""Accelerate: ``comm = attach(accelerator, model, wire="bf16")`` after ``model = accelerator.prepare(model)``.
+"""Accelerate: ``comm = attach(accelerator, model, "bf16")`` after ``model = accelerator.prepare(model)``.
 
 Importing this module imports no Accelerate: it uses the Accelerator that it is given.
 """
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
+from fusedcomm.autotune.auto import ConfigLike
+from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.integrations.attachment import Attachment, need
 
@@ -41,9 +41,8 @@ class CheckpointedState:
 def attach(
     accelerator: "accelerate.Accelerator",
     model: nn.Module,
-    config: Config | Auto | None = None,
+    config: ConfigLike | None = None,
     *,
-    wire: Wire | Search | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
     every_rank: bool = False,
@@ -54,7 +53,7 @@ def attach(
     on every rank, as Accelerate asks for.
 
     Args:
-        config, wire, local, quiet: as for :func:`fusedcomm.attach`.
+        config, local, quiet: as for :func:`fusedcomm.attach`.
         every_rank: whether checkpoints hold every rank's residuals instead of their mean. See :class:`Attachment`.
 
     Returns:
@@ -67,7 +66,7 @@ def attach(
             :func:`fusedcomm.attach`.
     """
     need(accelerator, ("num_processes", "register_for_checkpointing"), "Accelerate", "Accelerate 1.15")
-    attachment = Attachment(config, wire=wire, local=local, quiet=quiet, every_rank=every_rank)
+    attachment = Attachment(config, local=local, quiet=quiet, every_rank=every_rank)
     asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # set by fsdp_plugin=, too
     attachment.attach(
         model,

@@ -10,8 +10,8 @@ from torch import nn
 
 from fusedcomm import log
 from fusedcomm.attaching import attach, unwrapped
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
+from fusedcomm.autotune.auto import ConfigLike, chosen
+from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Attachment:
     """``fusedcomm.attach`` for a trainer that makes the model later, and may attach again in its next fit.
 
     Args:
-        config, wire, local, quiet: as for :func:`fusedcomm.attach`.
+        config, local, quiet: as for :func:`fusedcomm.attach`.
         every_rank: what :meth:`state_dict` returns with error feedback. False: the mean of the residuals, which any
             number of ranks can load. True: every rank's, with which training goes on bit by bit; the file then has the
             size of a model in fp32 for each rank. FSDP2 has the mean alone, and refuses True.
@@ -33,14 +33,13 @@ class Attachment:
 
     def __init__(
         self,
-        config: Config | Auto | None = None,
+        config: ConfigLike | None = None,
         *,
-        wire: Wire | Search | Off | None = None,
         local: LocalOptions | None = None,
         quiet: bool = False,
         every_rank: bool = False,
     ) -> None:
-        self._options = {"config": config, "wire": wire, "local": local, "quiet": quiet}
+        self._options = {"config": chosen(config), "local": local, "quiet": quiet}
         self._every_rank = every_rank
         self._group: dist.ProcessGroup | None = None
         self._loaded: dict | None = None  # a state to load once there is a handle

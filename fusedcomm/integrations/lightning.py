@@ -1,13 +1,13 @@
-"""Lightning: ``Trainer(strategy="ddp", callbacks=[FusedCommCallback(wire="bf16")])``.
+"""Lightning: ``Trainer(strategy="ddp", callbacks=[FusedCommCallback("bf16")])``.
 
-For Fabric no callback is needed: ``fusedcomm.attach(model, wire="bf16")`` after ``fabric.setup``.
+For Fabric no callback is needed: ``fusedcomm.attach(model, "bf16")`` after ``fabric.setup``.
 """
 
 import sys
 from typing import TYPE_CHECKING
 
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
+from fusedcomm.autotune.auto import ConfigLike
+from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.integrations.attachment import Attachment, need
 
@@ -28,7 +28,7 @@ class FusedCommCallback(pl.Callback):
     """Attaches fusedcomm when a fit starts, and detaches when it ends, also with an error.
 
     Args:
-        config, wire, local, quiet: as for :func:`fusedcomm.attach`.
+        config, local, quiet: as for :func:`fusedcomm.attach`.
         every_rank: whether checkpoints hold every rank's residuals instead of their mean. See :class:`Attachment`.
 
     The attribute `handle` is what :func:`fusedcomm.attach` has returned; None outside a fit. Lightning's checkpoints
@@ -40,15 +40,14 @@ class FusedCommCallback(pl.Callback):
 
     def __init__(
         self,
-        config: Config | Auto | None = None,
+        config: ConfigLike | None = None,
         *,
-        wire: Wire | Search | Off | None = None,
         local: LocalOptions | None = None,
         quiet: bool = False,
         every_rank: bool = False,
     ) -> None:
         need(pl.Callback, ("on_fit_start", "on_exception", "teardown", "state_dict", "load_state_dict"), _NAME, _TESTED)
-        self._attachment = Attachment(config, wire=wire, local=local, quiet=quiet, every_rank=every_rank)
+        self._attachment = Attachment(config, local=local, quiet=quiet, every_rank=every_rank)
 
     @property
     def handle(self) -> "Handle | FsdpHandle | None":

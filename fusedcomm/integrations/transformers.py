@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: ``trainer.add_callback(FusedCommCallback(trainer, wire="bf16"))``."""
+"""Hugging Face Transformers: ``trainer.add_callback(FusedCommCallback(trainer, "bf16"))``."""
 
 import functools
 import inspect
@@ -12,8 +12,8 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 from fusedcomm import files
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
+from fusedcomm.autotune.auto import ConfigLike
+from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.integrations.accelerate import ASKED_FOR_FSDP
 from fusedcomm.integrations.attachment import RANKS, Attachment, need
@@ -34,7 +34,7 @@ class FusedCommCallback(transformers.TrainerCallback):
     Args:
         trainer: the Trainer that the callback is for. A callback sees neither the DDP module nor the folder that
             training resumes from, so ``trainer.train`` is wrapped to see the latter.
-        config, wire, local, quiet: as for :func:`fusedcomm.attach`.
+        config, local, quiet: as for :func:`fusedcomm.attach`.
 
     The attribute `handle` is what :func:`fusedcomm.attach` has returned; None outside training. A checkpoint's folder
     has one file for each rank, ``fusedcomm_0.pt`` and so on; with FSDP2 ``fusedcomm.pt`` alone.
@@ -46,9 +46,8 @@ class FusedCommCallback(transformers.TrainerCallback):
     def __init__(
         self,
         trainer: "transformers.Trainer",
-        config: Config | Auto | None = None,
+        config: ConfigLike | None = None,
         *,
-        wire: Wire | Search | Off | None = None,
         local: LocalOptions | None = None,
         quiet: bool = False,
     ) -> None:
@@ -60,7 +59,7 @@ class FusedCommCallback(transformers.TrainerCallback):
                 f"fusedcomm's state is loaded from. It is tested with {_TESTED}"
             )
         self._trainer = weakref.ref(trainer)
-        self._attachment = Attachment(config, wire=wire, local=local, quiet=quiet)
+        self._attachment = Attachment(config, local=local, quiet=quiet)
         self._resumed_from: str | None = None
         _see_training(trainer, self)
 

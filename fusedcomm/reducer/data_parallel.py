@@ -12,8 +12,8 @@ from torch.distributed.utils import _sync_module_states, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import Config, LocalOptions, Search, Wire
+from fusedcomm.autotune.auto import ConfigLike
+from fusedcomm.config import LocalOptions
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer import replicas
 from fusedcomm.reducer.ddp_arguments import check_devices, check_flags, check_module, group_of, refuse_given
@@ -29,7 +29,7 @@ class DataParallel(DistributedDataParallel):
 
     ::
 
-        model = fusedcomm.DataParallel(model, wire="bf16")  # was: DistributedDataParallel(model)
+        model = fusedcomm.DataParallel(model, config="bf16")  # was: DistributedDataParallel(model)
 
     It is a DistributedDataParallel for ``isinstance``, and shares its methods, but not its reducer: the class's
     ``__init__`` is not called. Names in ``state_dict()`` begin with ``module.``, as in DDP, so checkpoints of either
@@ -63,7 +63,7 @@ class DataParallel(DistributedDataParallel):
         static_graph: whether all backward passes use the same parameters. Then some may never be used, as with
             `find_unused_parameters`, at the same cost. Not as in DDP, a parameter must not be used in two checkpoints
             with ``use_reentrant=True``.
-        wire: a wire, a :class:`Config`, or a search, as for :class:`GradReducer`. None: ``Config()``.
+        config: as for :class:`GradReducer`.
         local: a :class:`LocalOptions`: options that may differ from rank to rank.
         quiet: whether rank 0 does not report the plan.
         forward_sync_buffers: whether buffers are broadcast before forward passes; construction then always broadcasts
@@ -107,7 +107,7 @@ class DataParallel(DistributedDataParallel):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        wire: Wire | Search | Config | Auto | None = None,
+        config: ConfigLike | None = None,
         local: LocalOptions | None = None,
         quiet: bool = False,
         forward_sync_buffers: bool | None = None,
@@ -147,7 +147,7 @@ class DataParallel(DistributedDataParallel):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self._options = {"wire": wire, "bucket_mib": bucket_cap_mb, "local": local, "quiet": quiet}
+        self._options = {"config": config, "bucket_mib": bucket_cap_mb, "local": local, "quiet": quiet}
         self._set_what_ddp_has()
         self._make_comm()
         try:
@@ -333,7 +333,7 @@ class DataParallel(DistributedDataParallel):
 
     register_comm_hook = refused(
         "communication hooks",
-        "it keeps no buckets in memory to give them. DataParallel(module, wire=…) chooses how gradients are sent",
+        "it keeps no buckets in memory to give them. DataParallel(module, config=…) chooses how gradients are sent",
     )
     _register_builtin_comm_hook = register_comm_hook
     _register_fused_optim = refused("optimizers within backward()", "call optimizer.step() after it")

@@ -12,8 +12,8 @@ from fusedcomm.config import check
 from fusedcomm.reducer.parameters import is_ignored
 
 _REASONS = {
-    "mixed_precision": "it casts parameters for DDP's own reducer: use torch.autocast for the computation; wire= says "
-    "in which dtype gradients are sent",
+    "mixed_precision": "it casts parameters for DDP's own reducer: use torch.autocast for the computation; config= "
+    "says in which dtype gradients are sent",
     "delay_all_reduce_named_params": "gradients are sent as soon as their bucket is complete: leave it out",
     "param_to_hook_all_reduce": "gradients are sent as soon as their bucket is complete: leave it out",
     "skip_all_reduce_unused_params": "freeze parameters that are never used, with requires_grad_(False): they are left "

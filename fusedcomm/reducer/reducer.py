@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedcomm import env, log
-from fusedcomm.autotune.auto import Auto
+from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import Config, LocalOptions, Search, Wire, check, local_options
+from fusedcomm.config import LocalOptions, check, local_options
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
@@ -53,12 +53,12 @@ class GradReducer(GradientNorms):
         module_or_named_parameters: a module that is not wrapped in DistributedDataParallel, or pairs of names and
             parameters. A module keeps this object alive; otherwise keep it, because its hooks end with it. Sparse
             gradients need the module. What its ``_ddp_params_and_buffers_to_ignore`` names is left out, as in DDP.
-        wire: a wire, or a :class:`fusedcomm.Config`. None: ``Config()``. Or "auto", short for ``Auto()``, or a
-            :class:`fusedcomm.Auto`: the first steps try its wires, and the fastest is kept.
+        config: a wire's name, a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`; see
+            :func:`fusedcomm.autotune.auto.chosen`.
         bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.
             "auto": the first steps try 25 MiB and other sizes, at most 82 steps, and the best is kept. Where sums
             are not exact, the last bits of gradients depend on the size, with "fp32" only if there are more than two
-            ranks. None: 25, or "auto" if `wire` is a search.
+            ranks. None: 25, or "auto" if `config` is a search.
         process_group: None: the default group. Over gloo for parameters on cpu, over NCCL on one cuda device.
         find_unused_parameters: whether backward passes may leave out parameters. If no rank has used a parameter, its
             gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small
@@ -71,7 +71,7 @@ class GradReducer(GradientNorms):
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
-            DistributedDataParallel.
+            DistributedDataParallel, or `config` is of another type.
         ValueError: an argument is out of range, or something else synchronizes one of the parameters.
         RuntimeError: the gradients are on several devices, fusedcomm has no path for the device or backend, or the
             ranks do not agree (the same text on every rank).
@@ -85,7 +85,7 @@ class GradReducer(GradientNorms):
     def __init__(
         self,
         module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]],
-        wire: Wire | Search | Config | Auto | None = None,
+        config: ConfigLike | None = None,
         *,
         bucket_mib: BucketMib | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -94,7 +94,7 @@ class GradReducer(GradientNorms):
         local: LocalOptions | None = None,
         quiet: bool = False,
     ) -> None:
-        choice = Choice.of(wire, bucket_mib)
+        choice = Choice.of(config, bucket_mib)
         space = choice.space
         configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
         local, quiet = local_options(local), quiet or env.quiet()

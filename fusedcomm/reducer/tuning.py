@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fusedcomm.autotune.auto import Auto
+from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
 from fusedcomm.autotune.search import Tuning, loaded
 from fusedcomm.autotune.space import USUAL_BUCKET_MIB, BucketSpace, Space
 from fusedcomm.autotune.tuner import Tuner, bucket_caps
-from fusedcomm.config import AUTO, Config, LocalOptions, Search, Wire, check, given
+from fusedcomm.config import AUTO, Config, LocalOptions, check
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter
 
@@ -55,22 +55,21 @@ class ReducerTarget:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The arguments `wire` and `bucket_mib` of a GradReducer, checked."""
+    """The arguments `config` and `bucket_mib` of a GradReducer, checked."""
 
     config: Config | Auto
     bucket_mib: BucketMib
 
     @classmethod
-    def of(cls, wire: Wire | Search | Config | Auto | None, bucket_mib: BucketMib | None) -> "Choice":
-        """Raises ValueError if one of them is out of range."""
+    def of(cls, config: ConfigLike | None, bucket_mib: BucketMib | None) -> "Choice":
+        """Raises TypeError or ValueError if one of them is not possible."""
         if bucket_mib is not None and bucket_mib != AUTO:
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0, or 'auto'")
-        if isinstance(wire, Auto):
-            config = wire
-        elif isinstance(wire, str) and wire == AUTO:
-            config = Auto()
-        else:
-            config = given(wire, None) if isinstance(wire, Config) else given(None, wire)
+        config = chosen(
+            config,
+            no_off="config='off' is DDP's own all-reduce, which a GradReducer does not have: use fusedcomm.attach(ddp, "
+            "'off'), or config='fp32', which is as exact",
+        )
         if bucket_mib is None:
             bucket_mib = AUTO if isinstance(config, Auto) else USUAL_BUCKET_MIB
         return cls(config, bucket_mib)

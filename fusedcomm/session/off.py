@@ -11,7 +11,7 @@ from fusedcomm.ranks.peers import Peers
 
 
 def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions, problem: Exception | None) -> None:
-    """Returns once the ranks have agreed that all of them attach with wire="off".
+    """Returns once the ranks have agreed that all of them attach with config="off".
 
     Raises: `problem`, if there is one, once the other ranks have been told; and as :class:`Session`.
     """
@@ -25,4 +25,4 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     peers = Peers(group, store, timeout, choose_stall_after(local.stall_after, timeout.total_seconds()))
     peers.doing("attaching: comparing its configuration with the others'")
     agreement.agree_to_attach(peers, store.under("plan"), record, problem)
-    peers.doing("in training, with wire='off'")
+    peers.doing("in training, with config='off'")

@@ -74,10 +74,10 @@ class Plan:
     one_level_reason: str = ""
     """Why sums have one level although `config.hosts` is not None; empty if they have two, or with ``hosts=None``."""
     off: bool = False
-    """Whether gradients go through DDP's own all-reduce: with wire="off", if wire="auto" tries it now or has chosen it,
+    """Whether gradients go through DDP's own all-reduce: with "off", if "auto" tries it now or has chosen it,
     or `detached`."""
     tuning: Found | None = None
-    """What wire="auto" has found; None for other wires."""
+    """What config="auto" has found; None for other wires."""
     ranks_on_host: int | None = None
     """Ranks on this host, as torchrun sets them; None if not set."""
     frozen: bool = False
@@ -121,7 +121,7 @@ class Plan:
         return "\n".join(lines)
 
     def _head(self) -> list[str]:
-        """How gradients are sent. With wire="auto" the search comes first, because that is what the user asked for."""
+        """How gradients are sent. With "auto" the search comes first, because that is what the user asked for."""
         if self.detached:
             return [f"fusedcomm: {self.headline}"]
         if self.tuning is None:

@@ -88,7 +88,7 @@ class Stats:
     verified: tuple[Verified, ...]
     """The last 256 compared buckets, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
     off: bool = False
-    """Whether gradients go through DDP's own all-reduce now: with wire="off", or if wire="auto" tries it or has chosen
+    """Whether gradients go through DDP's own all-reduce now: with "off", or if "auto" tries it or has chosen
     it. Nothing is counted then."""
 
     @property

@@ -1,4 +1,4 @@
-"""The search of wire="auto" on given step times, and the files that Tuning.save writes."""
+"""The search of config="auto" on given step times, and the files that Tuning.save writes."""
 
 import dataclasses
 
@@ -139,7 +139,7 @@ def test_a_report_has_the_times_that_decided():
     tuning = Tuning(True, INT8, tuple(Trial(*look) for look in looks), 52, 80, 2, "cpu", "digest")
     assert tuning.step_ms == {OFF: 102.0, BF16: 80.0, INT8: 62.0}
     assert str(tuning) == (
-        "fusedcomm: int8 chosen by wire='auto' from 3 candidates in 52 steps: off 300 ms, bf16 80 ms, int8 70 ms; "
+        "fusedcomm: int8 chosen by config='auto' from 3 candidates in 52 steps: off 300 ms, bf16 80 ms, int8 70 ms; "
         "once more: off 102 ms, int8 62 ms"
     )
 

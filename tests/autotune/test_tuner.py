@@ -1,4 +1,4 @@
-"""wire="auto" on real ranks, and the candidates of its search."""
+"""config="auto" on real ranks, and the candidates of its search."""
 
 import contextlib
 import dataclasses
@@ -152,7 +152,7 @@ def test_chunks_in_flight_of_the_users_stay():
 
 def test_a_registered_hook_cannot_be_tuned():
     with pytest.raises(ValueError, match="fusedcomm.attach"):
-        fusedcomm.CommState(wire="auto")
+        fusedcomm.CommState("auto")
 
 
 # --- real ranks -----------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size)
     for same, stats, plan, scratch_nbytes, report in ranks.run(off_beside_default, world_size=world_size):
         assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
         assert "off, DDP's own exact all-reduce" in plan and "sent as it is" in plan
-        assert "off chosen before by wire='auto' from 1 candidates" in plan
+        assert "off chosen before by config='auto' from 1 candidates" in plan
 
 
 def off_and_back(rank, world_size):
@@ -390,7 +390,7 @@ def test_off_and_detach_leave_no_hook_behind(ranks):
 
 def takes_hook(rank, world_size):
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    comm = fusedcomm.attach(ddp, "int8", quiet=True)
     taken = _C.remove_hook(ddp.reducer)
     comm.detach()
     return taken
@@ -528,7 +528,7 @@ def test_a_saved_choice_is_taken_at_once(ranks, tmp_path):
     for tuning, attached, warned, plan, seen in outcome:
         assert attached == [(True, True, "int8", True)] * 3 and warned == []
         assert tuning.chosen.wire == "int8" and seen == outcome[0][4]
-        assert "chosen before by wire='auto' from" in plan and "off 6" in plan
+        assert "chosen before by config='auto' from" in plan and "off 6" in plan
     assert json.loads((tmp_path / "tuned.json").read_text())["chosen"]["wire"] == "int8"
 
 
@@ -648,7 +648,7 @@ def test_another_process_group_keeps_the_choice_or_begins_the_search_again(ranks
 
 def failing(rank, world_size):
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", quiet=True)
+    comm = fusedcomm.attach(ddp, "auto", quiet=True)
 
     def fail():
         raise LookupError("the search's own trouble")
@@ -718,7 +718,7 @@ def without(rank, world_size, impossible, numel, kwargs):
 def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
     outcome = ranks.run(without, ("int8",), NUMEL, {"sum": "two-shot"}, world_size=3)
     (warning,) = outcome[0][1]
-    assert "wire='auto' cannot try int8 two-shot: rank 1 cannot attach: no memory for int8" in warning
+    assert "config='auto' cannot try int8 two-shot: rank 1 cannot attach: no memory for int8" in warning
     for tuning, warned, error, wires, _ in outcome:
         assert tuning.chosen.wire == "bf16" and wires == {"off", "bf16"} and error < 0.01
         assert tuning.trials == outcome[0][0].trials
@@ -783,7 +783,7 @@ def detached_while_searching(rank, world_size):
     exact = [sum(parts) / world_size for parts in zip(*(gradients(r, 1) for r in range(world_size)), strict=True)]
     seen = synchronise(ddp, gradients(rank, 1))
     same = all(torch.allclose(a, b) for a, b in zip(seen, exact, strict=True))
-    again = fusedcomm.attach(ddp, wire="bf16", quiet=True)
+    again = fusedcomm.attach(ddp, "bf16", quiet=True)
     synchronise(ddp, gradients(rank, 1))
     buckets, tuning = again.stats().buckets, again.tuning()
     again.detach()
@@ -792,7 +792,7 @@ def detached_while_searching(rank, world_size):
     num_of_off = threads_settle_at(before) - before
     off.detach()
     dropped = module()
-    fusedcomm.attach(dropped, wire="auto", quiet=True)
+    fusedcomm.attach(dropped, "auto", quiet=True)
     synchronise(dropped, gradients(rank, 0))
     del dropped, comm, again
     gc.collect()
@@ -835,12 +835,13 @@ def printed(rank, world_size):
 
 def test_rank_0_prints_what_is_tried_and_what_was_chosen_once(ranks):
     (first, report), (second, _) = ranks.run(printed, world_size=2)
-    assert first.startswith("fusedcomm: wire='auto' is searching, step 0 of at most")
+    assert first.startswith("fusedcomm: config='auto' is searching, step 0 of at most")
     others = "fp32, fp16, int8, fp8, int4 only if named: fusedcomm.Auto(wires=('bf16', 'int8'))"
     assert first.count(f"\n  it may choose off, bf16; {others}\n") == 2
     assert "\n  now off, DDP's own exact all-reduce, 2 ranks\n" in first
     assert (
-        "\nfusedcomm: bf16 two-shot chosen by wire='auto' from" in first and "\n  now wire bf16, sum two-shot" in first
+        "\nfusedcomm: bf16 two-shot chosen by config='auto' from" in first
+        and "\n  now wire bf16, sum two-shot" in first
     )
     assert first.count("is searching, step 0 of at most") == 1 and first.count("bf16 two-shot chosen by") == 1
     assert "off 6" in first and second == "" and "bf16 two-shot chosen by" in report

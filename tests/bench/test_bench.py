@@ -1,6 +1,5 @@
 """What the benchmarks count and report, for inputs with known results. test_make_gpu.py covers the GPU's benchmarks."""
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -103,28 +102,6 @@ def test_a_processor_is_named_with_its_generation(bench_modules):
     assert common.cpu_name("processor\t: 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
     assert common.cpu_name("processor\t: 0\nCPU implementer\t: 0x41\n") == common.cpu_name("") == ""
     assert common.env()["cpu"]
-
-
-def test_errors_and_regret_of_the_probe(bench_modules):
-    import probe_check
-    from lib.common import Row
-
-    def row(impl: str, measured_s: float, predicted_s: float) -> Row:
-        ratio = predicted_s / measured_s
-        figures = {"ratio": ratio, "ratio_at_speed": 1 + 0.4 * (ratio - 1), "unfitted_ratio": 1 + 2 * (ratio - 1)}
-        return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
-
-    rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
-    by_default = {"recommended": "bf16 25", "among": ["off 25", "bf16 25", "not measured 25"]}
-    found = probe_check.verdict(rows, {"recommended": "bf16 25", "by_default": by_default})
-    assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
-    assert found["max_error_at_speed"] == pytest.approx(0.1) and found["max_error_unfitted"] == pytest.approx(0.5)
-    assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
-    assert (found["by_default"]["best"], found["by_default"]["regret"]) == ("bf16 25", 0)
-    assert probe_check.verdict([], {"recommended": "bf16 25", "by_default": by_default}) == {}
-    arguments = argparse.Namespace(hosts=2, params=None)
-    assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
-    assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
 
 
 def test_the_reducers_benchmark_checks_its_means(tmp_path):

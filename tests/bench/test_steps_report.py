@@ -51,7 +51,7 @@ def results(tmp_path) -> list:
 def test_speed_ups_and_shares_are_of_the_faster_ddp(results):
     lines = _steps_report.speed_up_table(results).splitlines()
     assert lines[0] == (
-        '| | computing, ms | communication | DDP, ms | torch\'s best 16-bit hook | bf16 | int8 | int4 | wire="auto" |'
+        '| | computing, ms | communication | DDP, ms | torch\'s best 16-bit hook | bf16 | int8 | int4 | "auto" |'
     )
     title = "2 hosts × 3 ranks, 1gbit/s, resnet of 2 M"
     assert lines[2:] == [f"| {title} | 10 | 95% | 200 | 1.60 | – | 4.00 | – | – |"]

@@ -43,6 +43,7 @@ def expected(grads, wire, rotate, exempt_mask=None, block=None, sum="two-shot"):
 # ---- the bits of the reference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
@@ -122,7 +123,7 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
     flat = expected([gradient.reshape(-1) for gradient in grads], "int8", False, mask.view(-1))
     assert torch.equal(mean, flat.view(30, 40))
     assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-    assert fusedcomm.simulate([torch.tensor(3.0)] * 2, wire="bf16").shape == ()
+    assert fusedcomm.simulate([torch.tensor(3.0)] * 2, "bf16").shape == ()
     assert fusedcomm.simulate([torch.empty(0, 4)] * 2, Config("int8", sum="two-shot")).shape == (0, 4)
 
 
@@ -132,7 +133,7 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
 def test_exact_and_direct_add_in_rank_order():
     grads = gradients(5, (5003,))
     total = sum(gradient * torch.tensor(1 / 5) for gradient in grads)
-    assert torch.equal(fusedcomm.simulate(grads, wire="fp32"), total)
+    assert torch.equal(fusedcomm.simulate(grads, "fp32"), total)
     assert torch.equal(fusedcomm.simulate(grads, Config("fp32", sum="exact")), total)
     ring = grads[0].bfloat16()
     for gradient in grads[1:]:
@@ -143,17 +144,13 @@ def test_exact_and_direct_add_in_rank_order():
 
 def test_auto_decides_as_the_engine():
     small, large = gradients(3, (1000,)), gradients(3, (5000,))
-    assert torch.equal(fusedcomm.simulate(small, wire="int8"), fusedcomm.simulate(small, wire="fp32"))
-    assert torch.equal(
-        fusedcomm.simulate(large, wire="int8"), fusedcomm.simulate(large, Config("int8", sum="two-shot"))
-    )
+    assert torch.equal(fusedcomm.simulate(small, "int8"), fusedcomm.simulate(small, "fp32"))
+    assert torch.equal(fusedcomm.simulate(large, "int8"), fusedcomm.simulate(large, Config("int8", sum="two-shot")))
     of_two = fusedcomm.simulate(large[:2], Config("bf16", sum="one-shot"))
-    assert torch.equal(fusedcomm.simulate(large[:2], wire="bf16"), of_two)
+    assert torch.equal(fusedcomm.simulate(large[:2], "bf16"), of_two)
     assert not torch.equal(fusedcomm.simulate(large[:2], Config("bf16", sum="two-shot")), of_two)
     everything = torch.ones(5000, dtype=torch.bool)
-    assert torch.equal(
-        fusedcomm.simulate(large, wire="int8", exempt_mask=everything), fusedcomm.simulate(large, wire="fp32")
-    )
+    assert torch.equal(fusedcomm.simulate(large, "int8", exempt_mask=everything), fusedcomm.simulate(large, "fp32"))
 
 
 # ---- the bits of real ranks
@@ -165,31 +162,25 @@ def real_means(rank, world_size, shape, wire, kwargs):
     return synchronise(ddp, [gradients(world_size, shape)[rank]])[0]
 
 
-def check_real(ranks, world_size, shape, wire, **kwargs):
+REAL = [
+    *(
+        (p, (71, 83), wire, {"sum": "two-shot", "blocks": Blocks(rotate=rotate)})
+        for wire, rotate in WAYS
+        for p in (2, 3)
+    ),
+    *((2, shape, wire, {}) for wire in ("fp32", "bf16", "fp16", "int8") for shape in ((1000,), (71, 83))),
+    (2, (71, 83), "fp32", {"sum": "exact"}),
+    (2, (71, 83), "bf16", {"sum": "direct"}),
+    (2, (71, 83), "fp16", {"sum": "direct", "predivide": 4.0}),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("world_size", "shape", "wire", "kwargs"), REAL, ids=str)
+def test_it_gives_the_bits_of_real_ranks(ranks, world_size, shape, wire, kwargs):
     mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, **kwargs))
     for of_rank in ranks.run(real_means, shape, wire, kwargs, world_size=world_size):
         assert torch.equal(of_rank, mean)
-
-
-@pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_two_shot_gives_the_bits_of_real_ranks(ranks, world_size, wire, rotate):
-    check_real(ranks, world_size, (71, 83), wire, sum="two-shot", **({"blocks": Blocks(rotate=True)} if rotate else {}))
-
-
-@pytest.mark.parametrize("shape", [(1000,), (71, 83)], ids=str)
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
-def test_auto_gives_the_bits_of_two_real_ranks(ranks, wire, shape):
-    check_real(ranks, 2, shape, wire)
-
-
-@pytest.mark.parametrize(
-    ("wire", "kwargs"),
-    [("fp32", {"sum": "exact"}), ("bf16", {"sum": "direct"}), ("fp16", {"sum": "direct", "predivide": 4.0})],
-    ids=str,
-)
-def test_sums_of_the_transport_give_the_bits_of_two_real_ranks(ranks, wire, kwargs):
-    check_real(ranks, 2, (71, 83), wire, **kwargs)
 
 
 def real_means_with_exempt(rank, world_size, wire, rotate):
@@ -200,6 +191,7 @@ def real_means_with_exempt(rank, world_size, wire, rotate):
     return torch.cat([seen[0].view(-1), seen[1]])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "rotate"), [("bf16", False), ("int8", False), ("int4", True), ("fp8", False)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exempt_elements_travel_as_on_real_ranks(ranks, world_size, wire, rotate):
@@ -226,8 +218,13 @@ X = torch.ones(5000)
         ([X, X.half()], {}, ValueError, r"grads\[1\] has dtype torch.float16, but grads\[0\] torch.float32"),
         ([X.double()], {}, ValueError, r"grads\[0\] is torch.float64: use one of torch.float32"),
         ([X.to("meta")], {}, ValueError, r"grads\[0\] is torch.strided on meta: use dense tensors on cpu"),
-        ([X, X], {"wire": "int5"}, ValueError, "wire='int5' is not known: use one of 'fp32'"),
-        ([X, X], {"config": 8}, ValueError, r"config=8 is not possible: use a fusedcomm.Config\(…\)"),
+        ([X, X], {"config": "int5"}, ValueError, "config='int5' is not known: use one of 'fp32'"),
+        (
+            [X, X],
+            {"config": 8},
+            TypeError,
+            r"config=8 is not possible: use a wire's name \('fp32', .*fusedcomm.Config\(…\)",
+        ),
         ([X, X], {"exempt_mask": X}, ValueError, "exempt_mask is torch.float32 of shape"),
         ([X, X], {"exempt_mask": X[:7] > 0}, ValueError, r"the gradients' shape \(5000,\)"),
         ([X, X], {"exempt_mask": [True]}, TypeError, "exempt_mask must be a tensor or None, not list"),

@@ -1,7 +1,6 @@
-"""Config: one object for every front end, defaults that follow the wire, and errors for the keywords of 0.1."""
+"""Config: one object for every front end, and defaults that follow the wire."""
 
 import dataclasses
-import inspect
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm import chunks
 from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding, TwoLevels
-from fusedcomm.config.moved import NEW_PLACE
+from fusedcomm.integrations.attachment import Attachment
 from fusedcomm.native import _C
 
 EVERYTHING = Config(
@@ -55,21 +54,33 @@ def test_every_front_end_takes_the_same_object_and_gives_the_same_bits(ranks):
 
 def test_a_wire_alone_is_short_for_its_configuration():
     grads = [gradient_of(rank) for rank in range(2)]
-    assert torch.equal(fusedcomm.simulate(grads, wire="int4"), fusedcomm.simulate(grads, Config("int4")))
+    assert torch.equal(fusedcomm.simulate(grads, "int4"), fusedcomm.simulate(grads, Config("int4")))
     assert torch.equal(fusedcomm.simulate(grads), fusedcomm.simulate(grads, Config("bf16")))
-    assert fusedcomm.CommState(wire="int4").config == fusedcomm.CommState(Config("int4")).config == Config("int4")
-    for call in (lambda **both: fusedcomm.simulate(grads, **both), fusedcomm.CommState):
-        with pytest.raises(ValueError, match=r"config=Config\(wire='int8'\) and wire='int4'"):
-            call(config=Config("int8"), wire="int4")
-        with pytest.raises(ValueError, match="config='int8' is not possible: write wire='int8', or fusedcomm.Config"):
-            call(config="int8")
+    assert fusedcomm.CommState("int4").config == fusedcomm.CommState(Config("int4")).config == Config("int4")
 
 
-def test_a_search_is_for_attach_alone():
-    with pytest.raises(ValueError, match="wire='auto' switches between hooks"):
-        fusedcomm.CommState(fusedcomm.Auto())
-    with pytest.raises(ValueError, match=r"config=Auto\(\) is not possible: use a fusedcomm.Config"):
-        fusedcomm.simulate([torch.zeros(3)], fusedcomm.Auto())
+@pytest.mark.parametrize("wrong", [8, ["bf16"], {"wire": "int8"}, fusedcomm.LocalOptions()], ids=repr)
+def test_anything_else_is_refused_with_what_is_possible(wrong):
+    model, grads = torch.nn.Linear(2, 2), [torch.zeros(3)]
+    for call in (
+        lambda: fusedcomm.CommState(wrong),
+        lambda: fusedcomm.simulate(grads, wrong),
+        lambda: fusedcomm.GradReducer(model, wrong),
+        lambda: fusedcomm.attach(model, wrong),
+        lambda: Attachment(wrong),
+    ):
+        with pytest.raises(TypeError) as error:
+            call()
+        for words in (f"config={wrong!r} is not", "a wire's name ('fp32', 'bf16',", "Config(…)", "a fusedcomm.Auto(…)"):
+            assert words in str(error.value)
+
+
+def test_a_search_is_refused_where_there_is_none():
+    for auto in ("auto", fusedcomm.Auto()):
+        with pytest.raises(ValueError, match="config='auto' switches between hooks"):
+            fusedcomm.CommState(auto)
+        with pytest.raises(ValueError, match="config='auto' is a search, which needs real steps"):
+            fusedcomm.simulate([torch.zeros(3)], auto)
 
 
 def test_a_simulation_with_residuals_of_another_format_is_refused_with_both():
@@ -112,8 +123,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
 def test_a_replaced_field_is_checked_too():
     with pytest.raises(ValueError, match=r"Blocks\(numel=64\) has no effect with wire='bf16'"):
         dataclasses.replace(Config("int8", blocks=Blocks(64)), wire="bf16")
-    with pytest.raises(TypeError, match=r"block= is Config\(blocks=Blocks\(numel=…\)\)"):
-        dataclasses.replace(Config("int8"), block=64)
 
 
 def test_a_configuration_is_shown_as_one_would_write_it():
@@ -156,72 +165,3 @@ def test_chunks_that_are_left_open_are_chosen_beside_the_configuration():
     whole = chunks.resolved(Config("int8", chunks=Chunks(in_flight=3)), world_size=2)
     assert whole.chunks.in_flight == 3 and whole.chunks.nbytes >= 4096
     assert dataclasses.replace(whole, chunks=Chunks(in_flight=3)) == Config("int8", chunks=Chunks(in_flight=3))
-
-
-# --- old keywords ---------------------------------------------------------------------------------------------------
-
-OF_SEARCH, OF_RANK = {"wires", "tuned"}, {"isa", "codec_threads", "sm_limit", "stall_after"}
-OLD_ATTACH = {  # every keyword of 0.1's attach except wire= and quiet=, which are unchanged
-    *("sum", "exempt", "block", "rotate", "wire_for", "rounding", "seed", "error_feedback", "predivide"),
-    *("chunk_nbytes", "chunks_in_flight", "verify_every", "measure_every", "fallback_error", "fallback_wire"),
-    *("hosts", "local_wire"),
-    *OF_SEARCH,
-    *OF_RANK,
-}
-
-
-def test_every_keyword_of_0_1_has_a_new_place():
-    assert NEW_PLACE.keys() == OLD_ATTACH
-
-
-@pytest.mark.parametrize("keyword", sorted(OLD_ATTACH))
-def test_a_keyword_of_0_1_is_an_error_that_names_its_new_place(keyword):
-    calls = {
-        "attach": lambda **old: fusedcomm.attach(torch.nn.Linear(2, 2), wire="int8", **old),
-        "CommState": lambda **old: fusedcomm.CommState(wire="int8", **old),
-        "simulate": lambda **old: fusedcomm.simulate([torch.zeros(3)], wire="int8", **old),
-    }
-    if keyword not in inspect.signature(Config).parameters:
-        calls["Config"] = lambda **old: Config("int8", **old)
-    for name, call in calls.items():
-        with pytest.raises(TypeError) as error:
-            call(**{keyword: None})
-        assert f"{name}() has other keywords since fusedcomm 0.2: {keyword}= is " in str(error.value)
-        assert NEW_PLACE[keyword] in str(error.value)
-
-
-def test_several_keywords_of_0_1_are_named_together():
-    with pytest.raises(TypeError, match=r"exempt= is Config\(wires=.*; chunk_nbytes= is Config\(chunks=Chunks"):
-        fusedcomm.CommState(wire="int8", exempt=(), chunk_nbytes=8192)
-
-
-def test_a_keyword_that_there_never_was_is_python_s_own_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wirre'"):
-        fusedcomm.CommState(wirre="int8")
-
-
-@pytest.mark.parametrize("keyword", sorted(OLD_ATTACH))
-def test_a_new_place_is_one_that_there_is(keyword):
-    """Runs the code that names the new place, with values in place of its dots."""
-    code = NEW_PLACE[keyword].split(" instead")[0].split(", which takes")[0]
-    values = {
-        "numel": 64,
-        "in_flight": 2,
-        "nbytes": 8192,
-        "sum": "'auto'",
-        "hosts": "'auto'",
-        "groups": "'auto'",
-        "wire": "'bf16'",
-        "local_wire": "'bf16'",
-        "predivide": "'auto'",
-        "wires": "('int8',)",
-        "tuned": "None",
-        "isa": "'auto'",
-        "error": 0.5,
-    }
-    for name, value in values.items():
-        code = code.replace(f"({name}=…", f"({name}={value}").replace(f", {name}=…", f", {name}={value}")
-    code = code.replace("=…", "=5").removeprefix("local=").replace("Config(", "Config(wire, ")
-    names = {**vars(fusedcomm.config), "Auto": fusedcomm.Auto, "pattern": "a", "wire": "int8"}
-    for each in code.split("; for exempt=(), "):
-        eval(each.replace("Config(wire, wire, ", "Config(wire, "), names)

@@ -33,21 +33,21 @@ config = fusedcomm.Config(
 wire: fusedcomm.Wire = "bf16"
 with fusedcomm.attach(ddp, config) as comm:
     print(comm.plan().sent_nbytes, comm.stats().steps)
-fusedcomm.attach(ddp, wire="auto").detach()
-fusedcomm.attach(ddp, wire="off").detach()
+fusedcomm.attach(ddp, "auto").detach()
+fusedcomm.attach(ddp, "off").detach()
 step_ms: float = comm.stats().scalars()["exposed_ms/p95"]
-fusedcomm.attach(ddp, wire=wire, local=fusedcomm.LocalOptions(stall_after=5), quiet=True)
+fusedcomm.attach(ddp, wire, local=fusedcomm.LocalOptions(stall_after=5), quiet=True)
 fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8"), base=config))
-ddp.register_comm_hook(fusedcomm.CommState(wire="fp8"), fusedcomm.comm_hook)
-mean: torch.Tensor = fusedcomm.simulate([torch.zeros(3)], wire="int4")
+ddp.register_comm_hook(fusedcomm.CommState("fp8"), fusedcomm.comm_hook)
+mean: torch.Tensor = fusedcomm.simulate([torch.zeros(3)], "int4")
 """
 
 FAULTS = {
     "Wire = 'bf16'": "Wire = 'bf17'",
-    'wire="auto"': 'wire="automatic"',
-    'wire="off"': 'wire="none"',
-    'wire="fp8"': 'wire="fp7"',
-    'wire="int4"': 'wire="int3"',
+    'ddp, "auto"': 'ddp, "automatic"',
+    'ddp, "off"': 'ddp, "none"',
+    'CommState("fp8")': 'CommState("fp7")',
+    '], "int4"': '], "int3"',
     '"int8",\n    sum': '"int9",\n    sum',
     'sum="two-shot"': 'sum="two_shot"',
     '"lm_head.*": "bf16"': '"lm_head.*": "bfloat16"',

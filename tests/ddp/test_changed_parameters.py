@@ -54,7 +54,7 @@ def gradients_of(rank):
 def changed(rank, world_size, change, wire):
     """The errors of two steps after the change, and of an attempt to attach to the changed module."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
-    comm = fusedcomm.attach(ddp, wire=wire, quiet=True)
+    comm = fusedcomm.attach(ddp, wire, quiet=True)
     synchronise(ddp, gradients_of(rank), steps=2)
     change(ddp)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def changed(rank, world_size, change, wire):
     comm.detach()
     ddp(gradients_of(rank)).backward()  # as plain DDP does
     with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wire=wire, quiet=True)
+        fusedcomm.attach(ddp, wire, quiet=True)
     return *texts, str(error.value)
 
 
@@ -88,7 +88,7 @@ def test_a_search_for_the_wire_names_them_too(ranks):
 def in_other_places(rank, world_size):
     """Steps after changes that leave DDP the tensors it has."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
-    fusedcomm.attach(ddp, wire="fp32", quiet=True)
+    fusedcomm.attach(ddp, "fp32", quiet=True)
     seen = [synchronise(ddp, gradients_of(rank))]
     ddp.load_state_dict(copy.deepcopy(ddp.state_dict()))
     seen.append(synchronise(ddp, gradients_of(rank)))
@@ -110,7 +110,7 @@ def frozen_and_replaced(rank, world_size):
     model = Gradients(*SHAPES)
     model.weights[0].requires_grad_(False)
     ddp = DistributedDataParallel(model)
-    fusedcomm.attach(ddp, wire="fp32", quiet=True)
+    fusedcomm.attach(ddp, "fp32", quiet=True)
     model.weights[0] = torch.nn.Parameter(torch.zeros(SHAPES[0]), requires_grad=False)
     ddp(gradients_of(rank)).backward()
     return model.weights[1].grad
@@ -128,7 +128,7 @@ def compilations(rank, world_size):
     torch._dynamo.reset()
     counters.clear()
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
-    fusedcomm.attach(ddp, wire="int8", quiet=True)
+    fusedcomm.attach(ddp, "int8", quiet=True)
     compiled = torch.compile(ddp, backend="eager")
     frames = []
     for _ in range(5):

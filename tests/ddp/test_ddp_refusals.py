@@ -15,7 +15,7 @@ SHAPE = (80, 64)
 def under_join(rank, world_size, wire):
     """Errors under a Join that divides by the ranks that still have inputs, and gradients under the usual Join."""
     ddp = DistributedDataParallel(Gradients(SHAPE))
-    comm = fusedcomm.attach(ddp, wire=wire, quiet=True)
+    comm = fusedcomm.attach(ddp, wire, quiet=True)
     gradients = [integers(rank, SHAPE)]
     texts = []
     with pytest.raises(RuntimeError) as error, Join([ddp], divide_by_initial_world_size=False):
@@ -25,10 +25,10 @@ def under_join(rank, world_size, wire):
     comm.detach()
     with Join([ddp], divide_by_initial_world_size=False):
         with pytest.raises(RuntimeError) as error:
-            fusedcomm.attach(ddp, wire=wire, quiet=True)
+            fusedcomm.attach(ddp, wire, quiet=True)
     texts.append(str(error.value))
     with Join([ddp], enable=False, divide_by_initial_world_size=False):
-        comm = fusedcomm.attach(ddp, wire="fp32", quiet=True)
+        comm = fusedcomm.attach(ddp, "fp32", quiet=True)
         texts.append(torch.equal(synchronise(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
     with Join([ddp]):
         texts.append(torch.equal(synchronise(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
@@ -64,17 +64,17 @@ class Wrapped(dist.ProcessGroup):
 
 
 def with_a_comm_state(ddp, group):
-    ddp.register_comm_hook(fusedcomm.CommState(wire="int8", process_group=group), fusedcomm.comm_hook)
+    ddp.register_comm_hook(fusedcomm.CommState("int8", process_group=group), fusedcomm.comm_hook)
     synchronise(ddp, [torch.ones(SHAPE)])
 
 
 FRONT_ENDS = {
-    "attach": lambda ddp, group: fusedcomm.attach(ddp, wire="int8", quiet=True),
-    "auto": lambda ddp, group: fusedcomm.attach(ddp, wire="auto", quiet=True),
-    "off": lambda ddp, group: fusedcomm.attach(ddp, wire="off", quiet=True),
+    "attach": lambda ddp, group: fusedcomm.attach(ddp, "int8", quiet=True),
+    "auto": lambda ddp, group: fusedcomm.attach(ddp, "auto", quiet=True),
+    "off": lambda ddp, group: fusedcomm.attach(ddp, "off", quiet=True),
     "CommState": with_a_comm_state,
     "GradReducer": lambda ddp, group: fusedcomm.GradReducer(Gradients(SHAPE), "int8", process_group=group),
-    "DataParallel": lambda ddp, group: fusedcomm.DataParallel(Gradients(SHAPE), wire="int8", process_group=group),
+    "DataParallel": lambda ddp, group: fusedcomm.DataParallel(Gradients(SHAPE), config="int8", process_group=group),
 }
 
 

@@ -34,7 +34,7 @@ def all_frozen(rank, world_size, kwargs):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"wire": "fp32"}, {"config": Config("int8", wires={"weights.*": "fp32"})}, {"wire": "auto"}],
+    [{"config": "fp32"}, {"config": Config("int8", wires={"weights.*": "fp32"})}, {"config": "auto"}],
     ids=str,
 )
 def test_of_a_frozen_module_there_is_a_plan_without_buckets_and_training_begins_when_it_is_thawed(ranks, kwargs):
@@ -64,7 +64,7 @@ def refused_when_frozen(rank, world_size):
 def frozen_between_steps(rank, world_size, attached, frozen, ddp_kwargs):
     ddp = DistributedDataParallel(Gradients(*SHAPES), find_unused_parameters=True, **ddp_kwargs)
     if attached:
-        fusedcomm.attach(ddp, wire="fp32", quiet=True)
+        fusedcomm.attach(ddp, "fp32", quiet=True)
     seen = []
     for step in range(6):
         ddp.module.weights[frozen].requires_grad_(step not in (2, 3))
@@ -74,6 +74,7 @@ def frozen_between_steps(rank, world_size, attached, frozen, ddp_kwargs):
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ddp_kwargs", [{}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_parameters_frozen_for_some_steps_are_as_ddp_has_them_without(ranks, frozen, ddp_kwargs):

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, constant, synchronise
+from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, by_kind, constant, synchronise
 from ranks import GROUP_TIMEOUT_S, Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -83,7 +83,7 @@ def after_refused_hooks(rank, world_size):
             refuse()
             ddp(inputs).sum().backward()  # gives the reducer back without a hook
             seen.append(len(ddp._comm_hooks))
-        again = fusedcomm.attach(ddp, wire="int8", quiet=True)
+        again = fusedcomm.attach(ddp, "int8", quiet=True)
         seen.append(ddp._get_ddp_logging_data()["comm_hook"])
         again.detach()
     comm = fusedcomm.attach(ddp, quiet=True)
@@ -175,6 +175,7 @@ def skipping(rank, world_size, used, registered):
 
 
 @needs_skipping
+@pytest.mark.sampled
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("registered", [False, True])
 def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered):
@@ -210,7 +211,7 @@ def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
     ddp = types.SimpleNamespace(module=model, parameters_to_ignore=set())
     refuse_sparse(ddp, torch.device("cpu"))
-    with pytest.raises(ValueError, match="'1' has: name a wire, wire='bf16'"):
+    with pytest.raises(ValueError, match="'1' has: name a wire, config='bf16'"):
         refuse_sparse(ddp, torch.device("cuda"))
     ddp.parameters_to_ignore.add("1.weight")
     refuse_sparse(ddp, torch.device("cuda"))
@@ -285,6 +286,7 @@ def aliasing(rank, world_size, wire, views):
     return values, same_bucket
 
 
+@pytest.mark.sampled(by=by_kind)
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_the_result_is_the_mean_in_the_buckets_own_memory(ranks, wire):
     for values, same_bucket in ranks.run(aliasing, wire, True, world_size=2):
@@ -310,21 +312,15 @@ def rebuilt(rank, world_size, ddp_kwargs):
     return buckets
 
 
-def test_buckets_may_be_rebuilt_and_renumbered(ranks):
-    for buckets in ranks.run(rebuilt, {}, world_size=2):
-        assert len(buckets[0]) < len(buckets[3]), "DDP did not rebuild its buckets, so this test tests nothing"
+@pytest.mark.parametrize("kwargs", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_buckets_may_be_rebuilt_and_renumbered(ranks, kwargs):
+    """static_graph reports every first bucket as index 0, and find_unused_parameters never rebuilds."""
+    for buckets in ranks.run(rebuilt, kwargs, world_size=2):
         assert sorted(sum(buckets[3], ())) == sorted(f"weights.{i}" for i in range(8))
-        assert buckets[2] == buckets[3]
-
-
-def test_static_graph_reports_every_first_bucket_as_index_0(ranks):
-    for buckets in ranks.run(rebuilt, {"static_graph": True}, world_size=2):
-        assert sorted(sum(buckets[3], ())) == sorted(f"weights.{i}" for i in range(8))
-
-
-def test_find_unused_parameters_never_rebuilds(ranks):
-    for buckets in ranks.run(rebuilt, {"find_unused_parameters": True}, world_size=2):
-        assert all(b == buckets[0] for b in buckets)
+        if "static_graph" not in kwargs:
+            assert buckets[2] == buckets[3]
+            assert (len(buckets[0]) < len(buckets[3])) == (not kwargs)
+            assert not kwargs or buckets[0] == buckets[1] == buckets[2]
 
 
 def moved_to_other_group(rank, world_size):
@@ -398,7 +394,7 @@ def test_channels_last_and_complex_gradients_keep_their_order(ranks, wire):
 
 def sparse_gradients(rank, world_size):
     ddp = DistributedDataParallel(Sparse())
-    fusedcomm.attach(ddp, wire="int8")
+    fusedcomm.attach(ddp, "int8")
     messages = []
     for _ in range(3):
         ddp.zero_grad()
@@ -462,6 +458,7 @@ def accumulated(rank, world_size, views, wire):
     return during, local, ddp.module.weights[0].grad.unique().tolist()
 
 
+@pytest.mark.sampled(by=by_kind)
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
@@ -481,6 +478,7 @@ def joined(rank, world_size, wire):
     return seen
 
 
+@pytest.mark.sampled(by=by_kind)
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
     # The hook divides by the group's size, as Join does with divide_by_initial_world_size=True.
@@ -566,9 +564,9 @@ def with_ignored_parameters(rank, world_size, registered):
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["teacher.weight"])
     ddp = DistributedDataParallel(model)
     if registered:
-        ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model), fusedcomm.comm_hook)
+        ddp.register_comm_hook(fusedcomm.CommState("int8", module=model), fusedcomm.comm_hook)
     else:
-        fusedcomm.attach(ddp, wire="int8")
+        fusedcomm.attach(ddp, "int8")
     return synchronise(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
 
 

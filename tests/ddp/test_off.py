@@ -1,4 +1,4 @@
-"""wire="off": DDP stays as it comes, with a handle that says so."""
+"""config="off": DDP stays as it comes, with a handle that says so."""
 
 import copy
 import warnings
@@ -24,14 +24,14 @@ def seen_by(ddp, rank, steps=1):
 def compared(rank, world_size):
     plain = seen_by(DistributedDataParallel(Gradients(SHAPE)), rank)
     ddp, before = DistributedDataParallel(Gradients(SHAPE)), threads_of_engine()
-    comm = fusedcomm.attach(ddp, wire="off")
+    comm = fusedcomm.attach(ddp, "off")
     is_bare = not ddp._comm_hooks and not ddp._forward_pre_hooks and threads_of_engine() == before
     assert torch.equal(seen_by(ddp, rank), plain)
     plan, stats = comm.plan(), comm.stats()
-    with pytest.raises(RuntimeError, match="wire='off' is DDP's own all-reduce, so fusedcomm has nothing to trace"):
+    with pytest.raises(RuntimeError, match="config='off' is DDP's own all-reduce, so fusedcomm has nothing to trace"):
         comm.trace("trace.json")
     with pytest.raises(RuntimeError, match="already has fusedcomm attached"):
-        fusedcomm.attach(ddp, wire="int8")
+        fusedcomm.attach(ddp, "int8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the copy is as good as the original, so nothing is to be said
         assert torch.equal(seen_by(copy.deepcopy(ddp), rank), plain)
@@ -42,10 +42,10 @@ def compared(rank, world_size):
     with pytest.raises(RuntimeError, match="this handle is detached"):
         comm.load_state_dict(comm.state_dict())
     assert comm.plan().detached and repr(comm) == "<fusedcomm.Handle: detached>"
-    lossy = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    lossy = fusedcomm.attach(ddp, "int8", quiet=True)
     differs = not torch.equal(seen_by(ddp, rank), plain)
     lossy.detach()
-    with fusedcomm.attach(ddp, wire="off", quiet=True):  # the reducer still has the hook of the attachment before
+    with fusedcomm.attach(ddp, "off", quiet=True):  # the reducer still has the hook of the attachment before
         again = seen_by(ddp, rank, steps=2)
     return is_bare, stats, plan, shown, differs, torch.equal(again, plain)
 
@@ -69,7 +69,7 @@ def saved(rank, world_size):
     seen_by(ddp, rank, steps=3)
     state = comm.state_dict()
     comm.detach()
-    off = fusedcomm.attach(ddp, wire="off")
+    off = fusedcomm.attach(ddp, "off")
     with pytest.raises(ValueError, match="gradients go through DDP's own all-reduce, which has no residuals"):
         off.load_state_dict(state)
     with pytest.raises(ValueError, match="'nobody'"):
@@ -80,7 +80,7 @@ def saved(rank, world_size):
     kept = off.state_dict()
     consolidated = off.state_dict(consolidated=True)
     off.detach()
-    comm = fusedcomm.attach(ddp, wire="bf16")
+    comm = fusedcomm.attach(ddp, "bf16")
     comm.load_state_dict(kept)
     return state, fresh, kept, consolidated, comm.state_dict()
 
@@ -96,7 +96,7 @@ def test_a_state_goes_through_it_unchanged(ranks):
 def disagreeing(rank, world_size, wires):
     ddp = DistributedDataParallel(Gradients(SHAPE))
     with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wire=wires[rank])
+        fusedcomm.attach(ddp, wires[rank])
     return str(error.value)
 
 
@@ -112,7 +112,7 @@ def with_a_hook_on_one_rank(rank, world_size):
     if rank == 1:
         ddp.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wire="off")
+        fusedcomm.attach(ddp, "off")
     return str(error.value)
 
 
@@ -125,15 +125,14 @@ def test_a_module_with_another_hook_is_refused_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Config("off"), ["fusedcomm.attach(ddp, wire='off')", "wire='fp32'", "'int8'"]),
+        (lambda: Config("off"), ["fusedcomm.attach(ddp, 'off')", "wire='fp32'", "'int8'"]),
         (
             lambda: Config("int8", wires={"a.*": "off"}),
-            ["wires['a.*']='off'", "'fp32'", "attach(ddp, wire='off')"],
+            ["wires['a.*']='off'", "'fp32'", "attach(ddp, 'off')"],
         ),
         (lambda: fusedcomm.Auto(("off", "bf16")), ["'off' is not known", "DDP's own all-reduce is always tried"]),
-        (lambda: fusedcomm.CommState(wire="off"), ["wire='off'", "do not register one"]),
-        (lambda: fusedcomm.simulate([torch.ones(3)] * 2, wire="off"), ["wire='off'", "wire='fp32'"]),
-        (lambda: fusedcomm.attach(None, Config(), wire="off"), ["config=Config(wire='bf16')", "wire='off'"]),
+        (lambda: fusedcomm.CommState("off"), ["config='off'", "do not register one"]),
+        (lambda: fusedcomm.simulate([torch.ones(3)] * 2, "off"), ["config='off'", "config='fp32'"]),
     ],
 )
 def test_where_it_is_not_possible_the_error_says_what_to_use(make, words):

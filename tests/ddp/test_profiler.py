@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, synchronise
+from sampling import few
 from torch import nn
 from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +138,7 @@ def torchs_profiling_test(rank, world_size, config):
     return [comm.stats().steps for comm in comms]
 
 
-@pytest.mark.parametrize("sum", ["ddp", *SUMS])
+@pytest.mark.parametrize("sum", few(["ddp", *SUMS], "exact", "two-shot"))
 def test_torchs_own_test_of_ddp_under_its_profiler(ranks, sum):
     """Its text counts one "gloo:all_reduce" for each bucket, asynchronous, and looks for one after steps without a
     profiler."""

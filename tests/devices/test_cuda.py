@@ -148,7 +148,7 @@ def trained(rank, world_size, options, wire, compiled=False):
     torch.manual_seed(0)
     model = Mlp().cuda()
     ddp = DistributedDataParallel(model, **options)
-    comm = fusedcomm.attach(ddp, wire=wire) if wire else None
+    comm = fusedcomm.attach(ddp, wire) if wire else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     step = torch.compile(ddp) if compiled else ddp
@@ -189,7 +189,7 @@ def other_kinds(rank, world_size):
     ):
         model.cuda()
         ddp = DistributedDataParallel(model)
-        fusedcomm.attach(ddp, wire="bf16")
+        fusedcomm.attach(ddp, "bf16")
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             ddp(inputs.cuda()).square().mean().backward()
@@ -239,7 +239,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
     assert none == {} and one == {"weights.0": 1}
 
 
-# --- wire="auto" ------------------------------------------------------------------------------------------------------
+# --- config="auto" ----------------------------------------------------------------------------------------------------
 
 
 def searched(rank, world_size):

@@ -36,7 +36,7 @@ def train_until_error(rank, world_size, wire, fate, through_state):
     group = dist.new_group(list(range(world_size)), timeout=timeout)
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
     if through_state:
-        state = fusedcomm.CommState(wire=wire, process_group=group)
+        state = fusedcomm.CommState(wire, process_group=group)
         ddp.register_comm_hook(state, fusedcomm.comm_hook)
     else:
         comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
@@ -76,6 +76,7 @@ def bucket_error_again(ddp, gradients):
     ddp.reducer._run_comm_hook(zero_buckets[0]).wait()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("through_state", [False, True])
@@ -173,7 +174,7 @@ def test_a_rank_that_does_not_attach_is_named(ranks):
 def stopped_under_way(rank, world_size):
     """Detaches while a bucket waits for rank 1. Returns the bucket's error."""
     ddp = DistributedDataParallel(Gradients((300000,)))
-    comm = fusedcomm.attach(ddp, wire="int8")
+    comm = fusedcomm.attach(ddp, "int8")
     synchronise(ddp, [torch.ones(300000)])
     if rank == 1:
         comm.detach()
@@ -212,7 +213,7 @@ def prevented(rank, world_size, when):
     if rank == world_size - 1:
         session.CpuPath = Prevented
     try:
-        fusedcomm.attach(ddp, wire="bf16")
+        fusedcomm.attach(ddp, "bf16")
     except (OSError, MemoryError, RuntimeError) as error:
         # No rank is attached: the module still works, with DDP's default all-reduce.
         return f"{type(error).__name__}: {error}", synchronise(ddp, [torch.full((1000,), float(rank))])[0][0].item()
@@ -248,7 +249,7 @@ def prevented_from_connecting(rank, world_size):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            fusedcomm.attach(ddp, wire="bf16")
+            fusedcomm.attach(ddp, "bf16")
         except Exception as error:
             return f"{type(error).__name__}: {error}", str(error.__cause__), [str(w.message) for w in caught]
         finally:

@@ -26,7 +26,7 @@ def _steps(rank: int, world_size: int, when: str) -> tuple[list[bool], int, bool
     want = _gradients(plain, rank)
     if when == "after a step":
         assert all(map(torch.equal, _gradients(ours, rank), want))
-    comm = fusedcomm.attach(torch.compile(ours) if when == "compiled" else ours, wire="fp32")
+    comm = fusedcomm.attach(torch.compile(ours) if when == "compiled" else ours, "fp32")
     same = [all(map(torch.equal, _gradients(ours, rank), want))]
     ours.set_requires_gradient_sync(False)
     alone = _gradients(ours, rank)
@@ -47,11 +47,11 @@ def test_replicate_is_attached_as_ddp(ranks, when):
 def _refused(rank: int, world_size: int) -> None:
     inner = nn.Sequential(replicate(nn.Linear(2, 2)), nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"0 of this model was given to replicate\(\).*attach on each"):
-        fusedcomm.attach(inner, wire="bf16")
+        fusedcomm.attach(inner, "bf16")
     hooked = replicate(_model())
     hooked.register_comm_hook(None, _no_hook)
     with pytest.raises(RuntimeError, match="hook"):
-        fusedcomm.attach(hooked, wire="bf16")
+        fusedcomm.attach(hooked, "bf16")
 
 
 def _no_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -250,7 +250,7 @@ def refusals(rank, world_size):
     assert "each rank keeps" in str(comm.plan())
     state = comm.state_dict()
     comm.detach()
-    comm = fusedcomm.attach(model, wire="int8", quiet=True)
+    comm = fusedcomm.attach(model, "int8", quiet=True)
     with pytest.raises(ValueError, match="use the Config"):
         comm.load_state_dict(state)
     with pytest.raises(ValueError, match="has no"):
@@ -328,7 +328,7 @@ def test_hosts_that_are_not_the_meshs(ranks):
 
 def with_nan(rank, world_size, kind):
     model = made(kind, world_size)
-    comm = fusedcomm.attach(model, wire="int8", quiet=True)
+    comm = fusedcomm.attach(model, "int8", quiet=True)
     gradients = gradients_of(model, rank, 0)
     reduced(model, gradients)
     assert comm.stats().nonfinite_by_parameter == {}

@@ -32,7 +32,7 @@ def _locals(model: nn.Module) -> list[torch.Tensor]:
 def _clipped(rank, world_size):
     plain, ours = _model(), _model()
     same, norms = [], []
-    with fusedcomm.attach(ours, wire="fp32") as comm:
+    with fusedcomm.attach(ours, "fp32") as comm:
         with pytest.raises(RuntimeError, match="^fusedcomm: no parameter of this model has a gradient"):
             comm.grad_norm()
         for norm_type in (2.0, 1.0, float("inf")):
@@ -63,7 +63,7 @@ def _norm_beside_tensor_parallel(rank, world_size):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    with fusedcomm.attach(model, wire="fp32") as comm:
+    with fusedcomm.attach(model, "fp32") as comm:
         generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
         model(torch.randn(4, 8, generator=generator)).square().sum().backward()
         parts = [parameter.grad.full_tensor().double().square().sum() for parameter in model.parameters()]
@@ -77,7 +77,7 @@ def test_a_norm_counts_what_tensor_parallel_ranks_share_once(ranks):
 
 def _off(rank, world_size):
     plain, ours = _model(), _model()
-    comm = fusedcomm.attach(ours, wire="off")
+    comm = fusedcomm.attach(ours, "off")
     for model in (plain, ours):
         _backward(model, rank)
     texts = repr(comm), str(comm.plan()).splitlines()[:2], str(comm.stats())
@@ -85,7 +85,7 @@ def _off(rank, world_size):
         comm.trace("trace.json")
     is_same = all(map(torch.equal, _locals(plain), _locals(ours)))
     norm, state = comm.clip_grad_norm_(0.1), comm.state_dict()
-    with fusedcomm.attach(plain, wire="int8") as other:
+    with fusedcomm.attach(plain, "int8") as other:
         _backward(plain, rank)
         comm.load_state_dict(other.state_dict())
     comm.detach()
@@ -105,7 +105,7 @@ def test_off_leaves_the_sums_to_torch_and_says_so(ranks):
 
 def _off_on_one_rank(rank, world_size):
     with pytest.raises(RuntimeError, match="wire is 'off' on rank 0 and 'int8' on rank 1") as caught:
-        fusedcomm.attach(_model(), wire="int8" if rank else "off")
+        fusedcomm.attach(_model(), "int8" if rank else "off")
     return str(caught.value)
 
 
@@ -126,7 +126,7 @@ def _counted(rank, world_size, kind):
         model = _model(mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     if kind == "first module frozen":
         model[0].requires_grad_(False)
-    with fusedcomm.attach(model, wire="int8") as comm:
+    with fusedcomm.attach(model, "int8") as comm:
         before = repr(comm)
         for step in range(3):
             _backward(model, rank, step)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from sampling import few
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,14 +90,14 @@ def _as_plain(rank, world_size, name):
     errors = []
     for wire in ("fp32", "int8"):
         model = MODELS[name](rank)
-        with fusedcomm.attach(model, wire=wire) as comm:
+        with fusedcomm.attach(model, wire) as comm:
             errors.append(_error(_trained(model, rank, 3), want))
             stats, plan, text = comm.stats(), comm.plan(), repr(comm)
         again = _error(_trained(MODELS[name](rank), rank, 1), _trained(MODELS[name](rank), rank, 1))
     return errors, again, (stats.steps, stats.buckets), [plan.num_shards, *(p.num_shards for p in plan.others)], text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, "experts over two ranks", "weights and biases apart"))
 def test_one_attachment_takes_modules_of_several_meshes(ranks, name):
     shards = {"experts of one rank": [4, 1], "copies of dense layers": [2, 4], "weights and biases apart": [2, 2]}
     num_buckets = {"experts of one rank": 6, "weights and biases apart": 6}.get(name, 12)
@@ -130,12 +131,12 @@ def test_the_state_has_the_modules_of_every_mesh(ranks):
 def _norms(rank, world_size):
     """Where all parameters are on meshes of the same ranks, one norm counts each gradient once."""
     model = _copies_of_dense(rank)
-    with fusedcomm.attach(model, wire="fp32") as comm:
+    with fusedcomm.attach(model, "fp32") as comm:
         model(torch.full((2, 24), rank + 1.0)).square().mean().backward()
         parts = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
         want, got = sum(parts).sqrt().item(), comm.grad_norm().item()
     experts = _dense_and_experts(rank, 2)
-    with fusedcomm.attach(experts, wire="fp32") as comm:
+    with fusedcomm.attach(experts, "fp32") as comm:
         experts(torch.full((2, 24), rank + 1.0)).square().mean().backward()
         with pytest.raises(ValueError, match="meshes of 2 and 4 ranks, and it is not known whether"):
             comm.clip_grad_norm_(1.0)
@@ -153,7 +154,7 @@ def _one_rank_differs(rank, world_size):
     with pytest.raises(RuntimeError, match="the ranks do not agree") as caught:
         fusedcomm.attach(model, config)
     dist.barrier()
-    with fusedcomm.attach(model, wire="int8"):
+    with fusedcomm.attach(model, "int8"):
         _trained(model, rank, 1)
     return str(caught.value)
 

@@ -192,13 +192,14 @@ PASSES = {
 def _compare(rank, world_size, name, wire, backward, num_steps=4):
     plain, ours = _both(name, world_size)
     want = _steps(rank, plain, num_steps, backward)
-    with fusedcomm.attach(ours, wire=wire) as handle:
+    with fusedcomm.attach(ours, wire) as handle:
         # Of one step: afterwards the parameters differ.
         got = _steps(rank, ours, num_steps if wire == "fp32" else 1, backward)
         numel = sum(row.numel for row in handle.plan().rows)
     return max(_error(g, w) for g, w in zip(got, want, strict=False)), numel
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_sums_are_those_of_fsdp(ranks, name, world_size):
@@ -213,6 +214,7 @@ def test_passes_of_every_kind_give_the_gradients_of_fsdp(ranks, way):
         assert error == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ERRORS)
 @pytest.mark.parametrize(("name", "world_size"), [("plain", 2), ("one group", 3), ("hsdp", 4), ("replicate", 2)])
 def test_other_wires_round(ranks, name, world_size, wire):
@@ -223,7 +225,7 @@ def test_other_wires_round(ranks, name, world_size, wire):
 def _ranks_agree(rank, world_size):
     torch.manual_seed(0)
     model = shard(Model(), replicate, mesh=init_device_mesh("cpu", (world_size,)))
-    with fusedcomm.attach(model, wire="int4"):
+    with fusedcomm.attach(model, "int4"):
         return [g.numpy() for step in _steps(rank, model, 3, _once) for g in step]
 
 
@@ -236,7 +238,7 @@ def test_replicas_have_the_same_bits(ranks):
 def _divided_by(rank, world_size):
     plain, ours = _both("plain", world_size)
     _divided(ours, 4.0)
-    with fusedcomm.attach(ours, wire="fp32"):
+    with fusedcomm.attach(ours, "fp32"):
         for model in (plain, ours):
             _once(model, rank, 0)
     return _error(_local(ours), [g * world_size / 4 for g in _local(plain)])
@@ -251,7 +253,7 @@ def _half_output(rank, world_size):
     """Gradients in bf16 with sums in bf16: torch rounds at every addition, fusedcomm once."""
     torch.manual_seed(0)
     model = _bf16()
-    with fusedcomm.attach(model, wire="bf16"):
+    with fusedcomm.attach(model, "bf16"):
         _once(model, rank, 0)
         ours = _local(model)
     model.zero_grad()
@@ -283,7 +285,7 @@ def test_chunks_change_nothing(ranks):
 
 def _restored(rank, world_size):
     plain, ours = _both("plain", world_size)
-    with fusedcomm.attach(ours, wire="int4"):
+    with fusedcomm.attach(ours, "int4"):
         _once(ours, rank, 0)
     ours.zero_grad()
     with contextlib.suppress(StopIteration):
@@ -298,7 +300,7 @@ def test_detach_restores_torchs_own(ranks):
 
 def _compiled(rank, world_size):
     plain, ours = _both("plain", world_size)
-    with fusedcomm.attach(torch.compile(ours, backend="eager"), wire="fp32"):
+    with fusedcomm.attach(torch.compile(ours, backend="eager"), "fp32"):
         for model in (plain, ours):
             _once(model, rank, 0)
         return _error(_local(ours), _local(plain))

@@ -22,16 +22,16 @@ def _model() -> nn.Module:
 def _options(rank, world_size):
     model = _model()
     for options, text in [
-        ({"wire": "auto"}, "one wire from the start"),
+        ({"config": "auto"}, "one wire from the start"),
         ({"config": fusedcomm.Auto()}, "one wire from the start"),
-        ({"config": fusedcomm.Config("int8"), "wire": "off"}, "both say what is sent"),
+        ({"config": 8}, r"config=8 is not possible: use a wire's name"),
         ({"config": fusedcomm.Config("int8", sum="one-shot")}, "sum='one-shot' is not possible with FSDP2"),
         ({"config": fusedcomm.Config("int8", feedback=fusedcomm.Feedback())}, r"Feedback\(unsharded=True\)"),
         ({"config": fusedcomm.Config("int8", checks=fusedcomm.Checks(measure_every=2))}, "checks"),
         ({"config": fusedcomm.Config("int8", hosts=2)}, "one level"),
         ({"config": fusedcomm.Config("int8", wires={"no.such.*": "bf16"})}, "no.such"),
     ]:
-        with pytest.raises((ValueError, RuntimeError), match=text):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
             fusedcomm.attach(model, **options)
 
 
@@ -44,17 +44,18 @@ def _on_one_rank_alone(rank, world_size, mesh_shape, options):
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    text = _raised(fusedcomm.attach, model, **(options if rank == 1 else {"wire": "bf16"}))
+    text = _raised(fusedcomm.attach, model, **(options if rank == 1 else {"config": "bf16"}))
     dist.barrier()
-    fusedcomm.attach(model, wire="bf16").detach()
+    fusedcomm.attach(model, "bf16").detach()
     return text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=["shards", "hsdp"])
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"wire": "auto"}, "one wire from the start"),
+        ({"config": "auto"}, "one wire from the start"),
         ({"config": fusedcomm.Config("int8", sum="one-shot")}, "sum='one-shot' is not possible"),
         ({"config": fusedcomm.Config("int8", wires={"no.such.*": "bf16"})}, "no.such"),
     ],
@@ -70,12 +71,12 @@ def _kinds(rank, world_size):
     with pytest.raises(TypeError, match="fully_shard"):
         fusedcomm.attach(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
     model = _model()
-    handle = fusedcomm.attach(model, wire="bf16")
+    handle = fusedcomm.attach(model, "bf16")
     with pytest.raises(ValueError, match=r"FusedReduceScatter already.*detach"):
-        fusedcomm.attach(model, wire="bf16")
+        fusedcomm.attach(model, "bf16")
     handle.detach()
     handle.detach()
-    fusedcomm.attach(model, wire="bf16").detach()
+    fusedcomm.attach(model, "bf16").detach()
     with pytest.raises(RuntimeError, match="detached"):
         handle.trace("x.json")
 
@@ -86,7 +87,7 @@ def test_other_models_and_a_second_attachment_are_refused(ranks):
 
 def _ranks_differ(rank, world_size):
     with pytest.raises(RuntimeError, match=r"(?s)rank 0.*rank 1|rank 1.*rank 0") as caught:
-        fusedcomm.attach(_model(), wire="bf16" if rank else "int8")
+        fusedcomm.attach(_model(), "bf16" if rank else "int8")
     return str(caught.value)
 
 
@@ -97,7 +98,7 @@ def test_ranks_with_different_wires_are_told_on_every_rank(ranks):
 
 def _float64(rank, world_size):
     model = fully_shard(nn.Linear(8, 8, dtype=torch.float64))
-    with fusedcomm.attach(model, wire="int8"), pytest.warns(UserWarning, match="float64, which no wire carries"):
+    with fusedcomm.attach(model, "int8"), pytest.warns(UserWarning, match="float64, which no wire carries"):
         model(torch.full((2, 8), rank + 1.0, dtype=torch.float64)).sum().backward()
     return model.weight.grad.full_tensor()[0, 0].item()
 
@@ -121,7 +122,7 @@ def _own_comm(rank, world_size, rank_with):
     model = _model()
     if rank_with in (rank, "all"):
         model.set_custom_reduce_scatter(ProcessGroupAllocReduceScatter(dist.group.WORLD))
-    return _raised(fusedcomm.attach, model, wire="bf16")
+    return _raised(fusedcomm.attach, model, "bf16")
 
 
 @pytest.mark.parametrize("rank_with", ["all", 0, 1])
@@ -131,7 +132,7 @@ def test_a_reduce_scatter_of_ones_own_is_refused_on_every_rank(ranks, rank_with)
 
 
 def _before_fully_shard(rank, world_size):
-    return _raised(fusedcomm.attach, _plain(), wire="bf16")
+    return _raised(fusedcomm.attach, _plain(), "bf16")
 
 
 def test_attach_before_fully_shard_says_what_comes_first(ranks):
@@ -158,7 +159,7 @@ def _late(rank, world_size, when):
         with torch.no_grad():
             model(x)  # the model keeps the whole parameters
     loss = model(x).sum() if when == "in mid-step" else None
-    with fusedcomm.attach(model, wire="fp32") as comm:
+    with fusedcomm.attach(model, "fp32") as comm:
         (loss if loss is not None else model(x).sum()).backward()
         got = [parameter.grad.to_local() for parameter in model.parameters()]
         return all(map(torch.equal, want, got)), comm.stats().buckets, comm.plan().rows[0].num_parameters
@@ -174,7 +175,7 @@ def _beside_tensor_parallel(rank, world_size):
     for is_ours in (False, True):
         model = parallelize_module(_plain(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
-        comm = fusedcomm.attach(model, wire="fp32") if is_ours else None
+        comm = fusedcomm.attach(model, "fp32") if is_ours else None
         gradients.append(_backward(model, mesh["dp"].get_local_rank()))
     num_shards = comm.plan().num_shards
     comm.detach()
@@ -187,7 +188,7 @@ def test_only_the_data_parallel_dimension_is_reduced(ranks):
 
 def _copied(rank, world_size):
     model = _model()
-    with fusedcomm.attach(model, wire="fp32") as comm:
+    with fusedcomm.attach(model, "fp32") as comm:
         texts = [_raised(copy.deepcopy, model), _raised(copy.deepcopy, comm)]
         _backward(model, rank)
         return texts, comm.stats().buckets
@@ -204,7 +205,7 @@ def _too_large(rank, world_size, wire, is_half):
     policy = MixedPrecisionPolicy(param_dtype=torch.float16 if is_half else None)
     model = fully_shard(nn.Linear(2, 2), mp_policy=policy)
     model.set_gradient_divide_factor(1.0)
-    with fusedcomm.attach(model, wire=wire):
+    with fusedcomm.attach(model, wire):
         (model(torch.zeros(1, 2)) * 60000).sum().backward()
     return model.bias.grad.to_local().item()
 
@@ -216,7 +217,7 @@ def test_sums_overflow_only_where_the_output_does(ranks, wire, is_half, want):
 
 def _beyond_the_wire(rank, world_size):
     model = fully_shard(nn.Linear(2, 2))
-    with fusedcomm.attach(model, wire="fp16"):
+    with fusedcomm.attach(model, "fp16"):
         (model(torch.zeros(1, 2)) * 1e5).sum().backward()
     return model.bias.grad.to_local().item()
 
@@ -229,7 +230,7 @@ def _early_optimizer(rank, world_size):
     model = _plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fully_shard(model)
-    with fusedcomm.attach(model, wire="fp32"):
+    with fusedcomm.attach(model, "fp32"):
         gradients = _backward(model, rank)
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         optimizer.step()

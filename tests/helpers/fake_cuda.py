@@ -41,12 +41,13 @@ _DTYPES = {
 }
 
 
-def build(folder: Path) -> str:
-    """Compiles the driver; returns its path."""
-    source = Path(__file__).parent.parent / "native" / "fake_cuda.cpp"
-    library = folder / "libfakecuda.so"
+LIBRARY = "libfakecuda.so"
+
+
+def build(folder: Path) -> None:
+    """Compiles the driver to folder / LIBRARY."""
+    source, library = Path(__file__).parent.parent / "native" / "fake_cuda.cpp", folder / LIBRARY
     subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    return str(library)
 
 
 @functools.cache

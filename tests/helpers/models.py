@@ -40,9 +40,9 @@ def synchronise(
     return [weight.grad.clone() for weight in getattr(model, "module", model).weights]
 
 
-def reducer_of(model: nn.Module | Iterable[tuple[str, torch.Tensor]], wire: str | Config = "fp32", **kwargs):
+def reducer_of(model: nn.Module | Iterable[tuple[str, torch.Tensor]], config: str | Config = "fp32", **kwargs):
     """A quiet GradReducer of the model. `kwargs`: further arguments."""
-    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
+    return fusedcomm.GradReducer(model, config, quiet=True, **kwargs)
 
 
 def attach_to(
@@ -65,7 +65,7 @@ def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = 
     ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
         fusedcomm.attach(ddp, **kwargs)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return "accepted"
 
@@ -137,6 +137,14 @@ def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float
 
 def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return sum(integers(rank, shape, torch.float64) for rank in range(world_size)).div(world_size).to(dtype)
+
+
+KINDS = {"fp32": "exact", "bf16": "16 bits", "fp16": "16 bits"}
+
+
+def by_kind(wire: str, **others: object) -> dict[str, object]:
+    """For `pytest.mark.sampled(by=by_kind)`: one wire of each kind runs, and every value of the other parameters."""
+    return {"kind": KINDS.get(wire, "codes"), **others}
 
 
 def constant(value: float, wire: str) -> object:
@@ -318,7 +326,7 @@ def threads_of_engine() -> int:
 def wrapped(ours: bool, module: nn.Module, **kwargs) -> nn.Module:
     """The module in a DataParallel that has DDP's bits, or in DDP."""
     if ours:
-        return fusedcomm.DataParallel(module, wire="fp32", quiet=True, **kwargs)
+        return fusedcomm.DataParallel(module, config="fp32", quiet=True, **kwargs)
     return DistributedDataParallel(module, **kwargs)
 
 

@@ -142,7 +142,7 @@ def _attached_to_all(said: set[str]) -> Iterator[None]:
         lazy_init(state)
         if is_first and state._is_root:
             try:
-                handles.append(fusedcomm.attach(state._modules[0], wire="fp32", quiet=True))
+                handles.append(fusedcomm.attach(state._modules[0], "fp32", quiet=True))
                 said.add("attached")
             except (ValueError, TypeError) as refusal:
                 said.add(str(refusal))

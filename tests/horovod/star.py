@@ -42,9 +42,7 @@ def _backend(store: dist.Store, name: str, rank: int, size: int) -> dist.Backend
 def star(
     rank: int,
     size: int,
-    plan_after: int = 3,
     said: list | None = None,
-    tuning: dict | None = None,
     engines_by_wire: dict | None = None,
     **options: float,
 ) -> Iterator:
@@ -69,12 +67,10 @@ def star(
         size=size,
         sockets=_sockets(store, rank, size),
         fusion_nbytes=int(options.get("fusion_nbytes", 1 << 20)),
-        plan_after=plan_after,
         stall_warning_s=options.get("stall_warning_s", 60.0),
         stall_shutdown_s=options.get("stall_shutdown_s", 0.0),
         say=(said if said is not None else []).append,
         open_engine=open_engine,
-        **(tuning or {}),
     )
     coordinator.add_set(0, list(range(size)), _backend(store, "all", rank, size))
     if size > 1:

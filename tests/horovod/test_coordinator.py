@@ -1,15 +1,12 @@
-"""The coordinator: submissions in any order, plans, deviations, errors, the end."""
+"""The coordinator: submissions in any order, errors, the end."""
 
 import os
 import random
 import signal
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
 from star import star
 
 from fusedcomm.native import _C
@@ -28,138 +25,28 @@ def _total(size: int, index: int, step: int, numel: int) -> torch.Tensor:
     return sum(_value(rank, index, step, numel) for rank in range(size))
 
 
-def _random_order(rank, size, plan_after, steps):
-    with star(rank, size, plan_after, fusion_nbytes=4096) as c:
+def _random_order(rank, size):
+    with star(rank, size, fusion_nbytes=4096) as c:
         order = random.Random(rank)
         names = list(range(20))
-        for step in range(steps):
+        for step in range(6):
             order.shuffle(names)
-            handles = {i: _sum(c, f"x{i}", _value(rank, i, step, 10 * i)) for i in names}
+            handles = {}
+            for i in names:
+                value = _value(rank, i, step, 10 * i)
+                out = value if i % 2 else torch.empty_like(value)  # in place for odd ones
+                handles[i] = c.submit(kind="allreduce", name=f"x{i}", inputs=[value], outputs=[out])
             order.shuffle(names)
             for i in names:
                 result = c.wait(handles[i])
                 assert result.error == ""
                 torch.testing.assert_close(result.outputs[0], _total(size, i, step, 10 * i), rtol=0, atol=0)
-        stats = c.stats()
-        return stats.num_plans, stats.num_planned_buckets, stats.num_voided, stats.num_control_messages
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_rank_may_submit_in_its_own_order(ranks, size):
-    for num_plans, planned, _, _ in ranks.run(_random_order, 0, 6, world_size=size):
-        assert (num_plans, planned) == (0, 0)
+        return c.stats().num_requests
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_equal_cycles_become_a_plan_and_the_results_stay_right(ranks, size):
-    for num_plans, planned, _, _ in ranks.run(_random_order, 2, 20, world_size=size):
-        assert num_plans >= 1 and planned > 0
-
-
-def _steady(rank, size):
-    with star(rank, size, 2) as c:
-        x = torch.full((100,), rank + 1.0)
-
-        def steps(count):
-            for _ in range(count):
-                assert c.wait(_sum(c, "x", x)).outputs[0][0] == size * (size + 1) / 2
-
-        steps(20)
-        before = c.stats()
-        steps(50)
-        after = c.stats()
-        dist.barrier()  # the other rank's end takes messages
-        return (
-            after.num_control_messages - before.num_control_messages,
-            after.num_planned_buckets - before.num_planned_buckets,
-        )
-
-
-def test_the_steady_state_sends_no_control_message(ranks):
-    for messages, planned in ranks.run(_steady, world_size=2):
-        assert (messages, planned) == (0, 50)
-
-
-def _deviate(rank, size):
-    with star(rank, size, 2) as c:
-        for step in range(60):
-            names = [0, 1, 2, 3]
-            if step % 15 == 14:
-                names = [4, 0, 1, 2] if step % 2 else [3, 5]
-            if rank % 2:
-                names = names[::-1]
-            handles = []
-            values = {}
-            for i in names:
-                value = _value(rank, i, step, 50)
-                out = value if i % 2 else torch.empty_like(value)  # in place for odd ones
-                values[i] = _total(size, i, step, 50)
-                handle = c.submit(kind="allreduce", name=f"x{i}", inputs=[value], outputs=[out])
-                handles.append((i, handle))
-            for i, handle in handles:
-                result = c.wait(handle)
-                assert result.error == ""
-                torch.testing.assert_close(result.outputs[0], values[i], rtol=0, atol=0)
-        return c.stats().num_plans
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_that_leaves_the_plan_spoils_no_result(ranks, size):
-    for num_plans in ranks.run(_deviate, world_size=size):
-        assert num_plans >= 1
-
-
-def _one_after_another(rank, size):
-    """x and y are submitted together at first, and then y only after x has ended."""
-    with star(rank, size, 2) as c:
-        for step in range(40):
-            x, y = _value(rank, 0, step, 30), _value(rank, 1, step, 30)
-            if step < 10:
-                handles = [_sum(c, "x", x), _sum(c, "y", y)]
-                results = [c.wait(handle) for handle in handles]
-            else:
-                results = [c.wait(_sum(c, "x", x)), c.wait(_sum(c, "y", y))]
-            for i, result in enumerate(results):
-                torch.testing.assert_close(result.outputs[0], _total(size, i, step, 30), rtol=0, atol=0)
-        return c.stats().num_voided, c.stats().num_plans
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_results_stay_right_when_names_no_longer_come_together(ranks, size):
-    for _, num_plans in ranks.run(_one_after_another, world_size=size):
-        assert num_plans >= 1
-
-
-def _tuned(rank, size, log):
-    tuning = {
-        "autotune": True,
-        "autotune_warmup_samples": 1,
-        "autotune_steps_per_sample": 3,
-        "autotune_log": log if rank == 0 else "",
-    }
-    order = random.Random(rank)
-    with star(rank, size, 2, tuning=tuning, fusion_nbytes=2 << 20) as c:
-        for step in range(60):
-            names = list(range(6))
-            order.shuffle(names)
-            handles = {i: _sum(c, f"x{i}", _value(rank, i, step, 200_000)) for i in names}
-            for i in names:
-                torch.testing.assert_close(
-                    c.wait(handles[i]).outputs[0], _total(size, i, step, 200_000), rtol=0, atol=0
-                )
-        return c.stats().num_plans
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_autotune_tries_sizes_of_buckets_and_keeps_one(ranks, size, tmp_path):
-    log = tmp_path / "log.csv"
-    for num_plans in ranks.run(_tuned, str(log), world_size=size):
-        assert num_plans >= 5
-    lines = [line.split(",") for line in log.read_text().splitlines()[1:]]
-    assert [int(nbytes) >> 20 for nbytes, _, _ in lines] == [2, 1, 4, 16, 64]
-    assert [kept for _, _, kept in lines].count("1") == 1
-    least = min(float(seconds) for _, seconds, _ in lines)
-    assert [float(seconds) for _, seconds, kept in lines if kept == "1"] == [least]
+def test_each_rank_may_submit_in_its_own_order(ranks, size):
+    assert ranks.run(_random_order, world_size=size) == [120] * size
 
 
 def _mismatch(rank, size):
@@ -225,7 +112,7 @@ def test_every_collective(ranks, size):
 
 
 def _join(rank, size):
-    with star(rank, size, 2) as c:
+    with star(rank, size) as c:
         for step in range(5 + 3 * rank):
             left = [r for r in range(size) if step < 5 + 3 * r]
             result = c.wait(_sum(c, "x", torch.full((4,), rank + 1.0)))
@@ -294,38 +181,6 @@ def test_a_rank_that_does_not_submit_is_named_with_the_tensor(ranks):
     assert any("rank 1" in text and "allreduce.late" in text for text in said[0])
 
 
-def _stopped(rank, size, wire, stall_warning_s):
-    said = []
-    _, store = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
-    with star(rank, size, 2, said=said, stall_warning_s=stall_warning_s) as c:
-        for _ in range(20):
-            c.wait(_sum(c, "x", torch.ones(4), wire=wire))
-        assert c.stats().num_planned_buckets > 0
-        if rank == 2:
-            store.set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        stopped = int(store.get("stopped"))
-        while Path(f"/proc/{stopped}/stat").read_text().rsplit(") ", 1)[1][0] != "T":
-            time.sleep(0.01)
-        time.sleep(1.5 * stall_warning_s)  # without a control message, as under any plan
-        handles = [_sum(c, "x", torch.ones(4), wire=wire), _sum(c, "not of the plan", torch.ones(4), wire=wire)]
-        if rank == 0:
-            while not said:
-                time.sleep(0.01)
-            os.kill(stopped, signal.SIGKILL)
-        assert all(c.wait(handle).error for handle in handles)
-    return said
-
-
-@pytest.mark.parametrize("wire", ["", "int8"])
-def test_under_a_plan_the_rank_that_is_stopped_is_named_alone(ranks, wire):
-    """The others answer, although a bucket of theirs waits for it."""
-    outcomes = ranks.outcomes(_stopped, wire, patient(0.5), world_size=3, lost=2)
-    kind, said = outcomes[0]
-    assert kind == "value", said
-    assert "connections stand: 2. " in said[0] and not any("rank 1" in text for text in said), said
-
-
 def _shutdown(rank, size):
     with star(rank, size) as c:
         handle = None if rank == 1 else _sum(c, "never", torch.ones(1))
@@ -362,7 +217,7 @@ def test_a_rank_that_dies_is_named(ranks):
 
 def test_one_process_needs_no_connection():
     with_one = _C.Coordinator(
-        rank=0, size=1, sockets=[], fusion_nbytes=1, plan_after=3, stall_warning_s=0.0, stall_shutdown_s=0.0,
+        rank=0, size=1, sockets=[], fusion_nbytes=1, stall_warning_s=0.0, stall_shutdown_s=0.0,
         say=print, open_engine=lambda set_id, wire: None,
     )  # fmt: skip
     with_one.shutdown()

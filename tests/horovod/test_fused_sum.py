@@ -25,7 +25,7 @@ class Sums:
         self.sums = _C.FusedSum(self.session.hook)
         self.world_size = dist.get_world_size()
 
-    def start(self, tensors: dict[str, torch.Tensor], factor: float = 1.0, is_void=None):
+    def start(self, tensors: dict[str, torch.Tensor], factor: float = 1.0):
         """Begins a sum, in place. Returns a function that waits for its end."""
         ended, errors = threading.Event(), []
 
@@ -33,7 +33,7 @@ class Sums:
             errors.append(error)
             ended.set()
 
-        self.sums.run(names=list(tensors), tensors=list(tensors.values()), factor=factor, is_void=is_void, done=done)
+        self.sums.run(names=list(tensors), tensors=list(tensors.values()), factor=factor, done=done)
 
         def wait() -> None:
             assert ended.wait(HANG_S)
@@ -41,8 +41,8 @@ class Sums:
 
         return wait
 
-    def run(self, tensors: dict[str, torch.Tensor], factor: float = 1.0, is_void=None) -> dict[str, torch.Tensor]:
-        self.start(tensors, factor, is_void)()
+    def run(self, tensors: dict[str, torch.Tensor], factor: float = 1.0) -> dict[str, torch.Tensor]:
+        self.start(tensors, factor)()
         return tensors
 
 
@@ -113,97 +113,6 @@ def test_means_have_the_bits_of_simulate_and_a_power_of_two_rounds_nothing(ranks
             assert torch.equal(on_rank[step], expected), step
 
 
-# ---- void sums
-
-
-def with_voids(rank, world_size, config, factor):
-    """Three sums, and before each one that is void, which rank 1 enters with zeros."""
-    sums, results, asked = Sums(config), [], []
-    for step in range(3):
-        tensors = {"x": normal(rank, step, SHAPE), "bias": normal(rank, 50 + step, (77,))}
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        sent = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} if rank == 1 else tensors
-        sums.run(sent, factor, lambda: asked.append("once") or True)
-        assert len(asked) == step + 1
-        assert all(torch.equal(tensors[name], before[name]) for name in before)
-        results.append(sums.run(tensors, factor, lambda: False))
-    return results
-
-
-def without_voids(rank, world_size, config, factor):
-    sums = Sums(config)
-    return [
-        sums.run({"x": normal(rank, step, SHAPE), "bias": normal(rank, 50 + step, (77,))}, factor) for step in range(3)
-    ]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("wire", "kwargs"),
-    [
-        ("fp32", {}),
-        ("bf16", {}),
-        ("bf16", {"sum": "direct"}),
-        ("fp16", {"feedback": Feedback()}),
-        ("int8", {"feedback": Feedback()}),
-        ("fp8", {"feedback": Feedback("bf16")}),
-        ("int4", {"feedback": Feedback(), "blocks": Blocks(rotate=True)}),
-    ],
-    ids=str,
-)
-def test_a_void_sum_leaves_tensors_and_residuals_as_they_were(ranks, world_size, wire, kwargs):
-    config = Config(wire, chunks=Chunks(4096), **kwargs)
-    with_, without = (ranks.run(each, config, 3.0, world_size=world_size) for each in (with_voids, without_voids))
-    for a, b in zip(with_, without, strict=True):
-        for step in range(3):
-            for name in a[step]:
-                assert torch.equal(a[step][name], b[step][name]), (step, name)
-
-
-def void_later(rank, world_size):
-    """Several sums under way; the middle one is void, which is only known after all have been started."""
-    sums, known = Sums(Config("int8", chunks=Chunks(4096))), threading.Event()
-    tensors = [{f"x{i}": normal(rank, i, SHAPE)} for i in range(3)]
-    before = tensors[1]["x1"].clone()
-    waits = [sums.start(tensors[0])]
-    waits.append(sums.start(tensors[1], is_void=lambda: known.wait(HANG_S)))
-    waits.append(sums.start(tensors[2]))
-    known.set()
-    for wait in waits:
-        wait()
-    return torch.equal(before, tensors[1]["x1"]), tensors[0]["x0"], tensors[2]["x2"]
-
-
-def test_a_void_sum_between_others_voids_only_itself(ranks):
-    config = Config("int8")
-    for is_kept, first, last in ranks.run(void_later, world_size=2):
-        assert is_kept
-        for step, seen in ((0, first), (2, last)):
-            assert torch.equal(seen, fusedcomm.simulate([normal(rank, step, SHAPE) for rank in range(2)], config))
-
-
-def begun_before_a_void_has_ended(rank, world_size, config):
-    """A sum of a name whose sum before is void, which is only known after both have been begun."""
-    sums, known = Sums(config), threading.Event()
-    results = [sums.run({"x": normal(rank, 0, SHAPE)})["x"]]
-    void = sums.start({"x": normal(rank, 1, SHAPE)}, is_void=lambda: known.wait(HANG_S))
-    threading.Timer(0.2, known.set).start()  # the time decides nothing: it lets the next sum come first
-    results.append(sums.run({"x": normal(rank, 1, SHAPE)})["x"])
-    void()
-    return results
-
-
-def test_a_sum_that_is_begun_before_a_void_one_of_its_name_has_ended_is_right(ranks):
-    config = Config("int4", feedback=Feedback())
-    residuals = fusedcomm.Residuals(config.feedback.format)
-    outcome = ranks.run(begun_before_a_void_has_ended, config, world_size=2)
-    for step in range(2):
-        gradients = [normal(rank, step, SHAPE) for rank in range(2)]
-        expected = fusedcomm.simulate(gradients, config, step=step, residuals=residuals)
-        for on_rank in outcome:
-            assert torch.equal(on_rank[step], expected)
-
-
 # ---- error feedback in changing company
 
 COMPANIES = [
@@ -217,7 +126,7 @@ COMPANIES = [
 SHAPES = {"a": (50, 101), "b": (64, 77), "c": (33, 300), "small": (10, 100)}
 
 
-def conserved(rank, world_size, voids):
+def conserved(rank, world_size):
     """Sums constant tensors in every company. Returns for each the sum of all results and this rank's residual."""
     sums = Sums(Config("int4", feedback=Feedback(), chunks=Chunks(4096)))
     given = {name: normal(rank, index, shape) for index, (name, shape) in enumerate(SHAPES.items())}
@@ -225,11 +134,6 @@ def conserved(rank, world_size, voids):
     count = dict.fromkeys(SHAPES, 0)
     for company in COMPANIES * 2:
         for names in company:
-            if voids:
-                tensors = {name: given[name].clone() * (rank != 0) for name in names}
-                before = {name: tensor.clone() for name, tensor in tensors.items()}
-                sums.run(tensors, is_void=lambda: True)
-                assert all(torch.equal(tensors[name], before[name]) for name in names)
             for name, mean in sums.run({name: given[name].clone() for name in names}).items():
                 total[name] += mean
                 count[name] += 1
@@ -239,9 +143,8 @@ def conserved(rank, world_size, voids):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("voids", [False, True])
-def test_error_feedback_loses_nothing_when_the_company_changes(ranks, world_size, voids):
-    outcome = ranks.run(conserved, voids, world_size=world_size)
+def test_error_feedback_loses_nothing_when_the_company_changes(ranks, world_size):
+    outcome = ranks.run(conserved, world_size=world_size)
     for name in SHAPES:
         given = torch.stack([given[name] for _, _, given in outcome]).double().sum(0) / world_size
         left_out = torch.stack([left_out[name] for _, left_out, _ in outcome]).double().sum(0) / world_size

@@ -51,7 +51,7 @@ def train(options: dict | None = None, resumed=False, saved=False) -> dict:
 def main() -> None:
     results = {"plain": train()}
     for wire in ("fp32", "int8"):
-        results[wire] = train({"wire": wire})
+        results[wire] = train({"config": wire})
     for every_rank in (True, False):
         suffix = "every rank" if every_rank else "mean"
         options = {"config": training.FEEDBACK, "every_rank": every_rank}

@@ -81,7 +81,7 @@ def with_fabric(wire: str | None) -> dict:
     fabric.launch()
     model = training.model()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=training.LEARNING_RATE))
-    comm = None if wire is None else fusedcomm.attach(model, wire=wire)
+    comm = None if wire is None else fusedcomm.attach(model, wire)
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(training.dataset(), training.BATCH))
     losses = []
     for index, (inputs, labels) in enumerate(loader, 1):
@@ -104,7 +104,7 @@ def with_fabric(wire: str | None) -> dict:
 def main() -> None:
     results = {"plain": fit()}
     for wire in ("fp32", "int8"):
-        callback = Seen(wire=wire)
+        callback = Seen(wire)
         results[wire] = fit(callback)
         results[wire] |= {"synchronized": callback.steps, "detached": callback.handle is None}
     for every_rank in (True, False):
@@ -115,13 +115,13 @@ def main() -> None:
         results[f"resumed, {suffix}"] = fit(FusedCommCallback(training.FEEDBACK, every_rank=every_rank), resumed=True)
     for wire in (None, "fp32", "int8"):
         results[f"Fabric, {wire or 'plain'}"] = with_fabric(wire)
-    callback = FusedCommCallback(wire="bf16")
+    callback = FusedCommCallback("bf16")
     try:
         fit(callback, Classifier(failing_at=3))
     except ArithmeticError:
         results["after an error"] = {"detached": callback.handle is None}
     warnings.simplefilter("default")
-    fit(ddp_comm_state=fusedcomm.CommState(wire="int8"), ddp_comm_hook=fusedcomm.comm_hook)
+    fit(ddp_comm_state=fusedcomm.CommState("int8"), ddp_comm_hook=fusedcomm.comm_hook)
     training.write(FOLDER, results)
 
 

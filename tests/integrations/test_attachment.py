@@ -46,7 +46,7 @@ def test_a_hook_of_lightning_that_moved_is_named(monkeypatch):
 
     monkeypatch.delattr(pl.Callback, "on_exception")
     with pytest.raises(RuntimeError, match=r"Lightning [\d.]+ has no Callback.on_exception.*Tested with Lightning 2.6"):
-        FusedCommCallback(wire="bf16")
+        FusedCommCallback("bf16")
 
 
 def test_what_moved_in_transformers_is_named():
@@ -64,11 +64,11 @@ def test_what_moved_in_transformers_is_named():
 def test_a_model_that_the_trainer_has_not_wrapped_is_refused_with_how():
     with pytest.raises(TypeError, match="not Linear: wrap the model first.*Accelerate does with model = accel"):
         registered = types.SimpleNamespace(num_processes=2, register_for_checkpointing=None)
-        attach(registered, nn.Linear(2, 2), wire="bf16")
+        attach(registered, nn.Linear(2, 2), "bf16")
 
 
 def test_one_rank_has_nothing_to_attach_and_says_so(caplog):
-    attachment = Attachment(wire="int8")
+    attachment = Attachment("int8")
     with caplog.at_level(logging.INFO, logger="fusedcomm"):
         attachment.attach(nn.Linear(2, 2), world_size=1, how="")
     assert attachment.handle is None
@@ -181,7 +181,7 @@ def states_of_fsdp2(rank, world_size):
         Attachment(FEEDBACK).attach(
             DistributedDataParallel(nn.Linear(64, 64)), world_size, "", asked_for_fsdp="somebody asked"
         )
-    fusedcomm.attach(model, wire="bf16").detach()  # nothing was left attached
+    fusedcomm.attach(model, "bf16").detach()  # nothing was left attached
     return same_residuals(saved, loaded), saved["residuals"]["weight"].abs().sum().item(), loaded["calls"]
 
 
@@ -199,5 +199,5 @@ def test_the_handle_is_the_one_of_attach(ranks):
 def kind_of_handle(rank, world_size):
     registered = []
     accelerator = types.SimpleNamespace(num_processes=2, register_for_checkpointing=registered.append)
-    handle = attach(accelerator, DistributedDataParallel(nn.Linear(2, 2)), wire="bf16")
+    handle = attach(accelerator, DistributedDataParallel(nn.Linear(2, 2)), "bf16")
     return isinstance(handle, fusedcomm.Handle) and len(registered) == 1

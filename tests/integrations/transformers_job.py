@@ -5,10 +5,8 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
 import training
 import transformers
-from torch import nn
 
 from fusedcomm.integrations.transformers import FusedCommCallback
 
@@ -16,32 +14,6 @@ warnings.simplefilter("ignore")
 transformers.logging.set_verbosity_error()
 FOLDER = Path(sys.argv[1])
 SAVED = FOLDER / "run" / f"checkpoint-{training.RESUMED_AT}"
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.losses, self.failing = training.model(), [], False
-
-    def forward(self, inputs, labels):
-        if self.failing:
-            raise ArithmeticError("on purpose")
-        logits = self.model(inputs)
-        loss = nn.functional.cross_entropy(logits, labels)
-        self.losses.append(loss.item())
-        return {"loss": loss, "logits": logits}
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.tensors = training.dataset()
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __getitem__(self, index):
-        inputs, label = self.tensors[index]
-        return {"inputs": inputs, "labels": label}
 
 
 class Seen(FusedCommCallback):
@@ -70,8 +42,8 @@ def train(options=None, resumed=False, saved=False, failing=False, kind=Seen) ->
         seed=3,
         dataloader_num_workers=0,
     )
-    model = Classifier()
-    trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+    model = training.Classifier()
+    trainer = transformers.Trainer(model, arguments, train_dataset=training.Rows(len(training.dataset())))
     result, callback = {}, None
     if options is not None:
         callback = kind(trainer, **options)
@@ -90,11 +62,11 @@ def train(options=None, resumed=False, saved=False, failing=False, kind=Seen) ->
 def main() -> None:
     results = {"plain": train()}
     for wire in ("fp32", "int8"):
-        results[wire] = train({"wire": wire})
+        results[wire] = train({"config": wire})
     results["feedback, every rank"] = train({"config": training.FEEDBACK}, saved=True)
     results["files"] = sorted(path.name for path in SAVED.glob("fusedcomm*"))
     results["resumed, every rank"] = train({"config": training.FEEDBACK}, resumed=True)
-    results["after an error"] = train({"wire": "bf16"}, failing=True)
+    results["after an error"] = train({"config": "bf16"}, failing=True)
     training.write(FOLDER, results)
 
 

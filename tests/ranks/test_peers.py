@@ -72,9 +72,7 @@ def dies_while_connecting_half(ddp: DistributedDataParallel, is_victim: bool) ->
 
 def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
     """The hook is registered with a CommState, so the engine starts only in the first backward pass."""
-    state = fusedcomm.CommState(
-        wire="int8", local=LocalOptions(stall_after=STALL_AFTER_S), process_group=ddp.process_group
-    )
+    state = fusedcomm.CommState("int8", local=LocalOptions(stall_after=STALL_AFTER_S), process_group=ddp.process_group)
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
     if is_victim:
         die()
@@ -127,7 +125,7 @@ SEEN = {
     dies_while_connecting: "attaching: connecting with the other ranks",
     dies_while_connecting_half: "attaching: connecting with the other ranks",
     dies_in_its_first_step: "It has not come to attach",
-    dies_while_searching: "for wire='auto'",
+    dies_while_searching: "for config='auto'",
     dies_before_saving: "in training",
     dies_before_the_report: "in training",
     dies_in_a_traced_step: "in training",
@@ -147,6 +145,7 @@ def survive(rank, world_size, script, store_kind):
         return None, "", time.monotonic() - started
 
 
+@pytest.mark.sampled(by=lambda script: {"seen": SEEN[script]})
 @pytest.mark.parametrize("script", SEEN, ids=lambda script: script.__name__)
 def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, script):
     outcome = ranks.outcomes(survive, script, "tcp", world_size=3, lost=VICTIM)
@@ -210,7 +209,7 @@ def comes_late(rank, world_size):
             store.set("has come", "")
         if rank == 0:
             store.wait(["has come"], datetime.timedelta(seconds=HANG_S))
-        fusedcomm.attach(ddp, wire="int8", local=LocalOptions(stall_after=patient(1) if rank == 0 else HANG_S))
+        fusedcomm.attach(ddp, "int8", local=LocalOptions(stall_after=patient(1) if rank == 0 else HANG_S))
     gradients = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
     return said, [gradient.unique().tolist() for gradient in gradients]
 
@@ -345,7 +344,7 @@ def has_no_threads_left(rank, world_size):
     if rank == 1:
         set_thread_stacks(1 << 48)
     try:
-        fusedcomm.attach(ddp, wire="int8")
+        fusedcomm.attach(ddp, "int8")
     except RuntimeError as error:
         return str(error), str(error.__cause__)
     finally:

@@ -15,7 +15,7 @@ from fusedcomm.reducer.ddp_arguments import check_devices
 
 
 def wrapped(module: object, **kwargs) -> fusedcomm.DataParallel:
-    return fusedcomm.DataParallel(module, **{"wire": "fp32", "quiet": True, **kwargs})
+    return fusedcomm.DataParallel(module, **{"config": "fp32", "quiet": True, **kwargs})
 
 
 def error_of(call) -> str:
@@ -62,7 +62,7 @@ def arguments(rank, world_size):
     model = wrapped(module)
     found |= {
         "wrapper": error_of(lambda: wrapped(model)),
-        "attach": error_of(lambda: fusedcomm.attach(model, wire="fp32")),
+        "attach": error_of(lambda: fusedcomm.attach(model, "fp32")),
         "reducer": error_of(lambda: fusedcomm.GradReducer(model, "fp32")),
         "hook": error_of(lambda: model.register_comm_hook(None, lambda state, bucket: None)),
         "builtin hook": error_of(lambda: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
@@ -91,7 +91,7 @@ def test_refusals_say_the_reason(ranks):
         assert found["reducer"].startswith("TypeError") and "has one: model.comm" in found["reducer"]
         assert "a DistributedDataParallel already synchronizes" in found["in ddp"]
         assert found["attach"].startswith("TypeError") and "a fusedcomm.DataParallel, which sends" in found["attach"]
-        assert "wire=" in found["hook"] and "wire=" in found["builtin hook"] and "comm.stats()" in found["logging"]
+        assert "config=" in found["hook"] and "config=" in found["builtin hook"] and "comm.stats()" in found["logging"]
 
 
 CUDA_1 = torch.device("cuda", 1)
@@ -134,7 +134,7 @@ def differing(rank, world_size):
         "buffers": error_of(lambda: wrapped(Mlp(), broadcast_buffers=not is_odd)),
         "init_sync": error_of(lambda: wrapped(Mlp(), init_sync=is_odd)),
         "static": error_of(lambda: wrapped(Mlp(), static_graph=is_odd)),
-        "wire": error_of(lambda: wrapped(Mlp(), wire="bf16" if is_odd else "fp32")),
+        "wire": error_of(lambda: wrapped(Mlp(), config="bf16" if is_odd else "fp32")),
     }
     gc.collect()  # a watch that outlives the test would wait for its store
     return found

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from models import Branches, Gradients, constant, integers, mean_of_integers, reducer_of, synchronise
+from models import Branches, Gradients, by_kind, constant, integers, mean_of_integers, reducer_of, synchronise
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +34,7 @@ def accumulated(rank, world_size, wire):
     return during, local, model.weights[0].grad.unique().tolist(), reducer.stats().steps
 
 
+@pytest.mark.sampled(by=by_kind)
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_no_sync_adds_up_and_the_next_pass_sends_the_sum(ranks, wire):
     for rank, (during, local, seen, steps) in enumerate(ranks.run(accumulated, wire, world_size=2)):
@@ -154,6 +155,7 @@ def frozen(rank, world_size, wire, which):
     return shapes, seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("which", [(0,), (1, 2), (0, 1, 2)], ids=str)
 def test_frozen_parameters_are_not_sent_and_thawed_ones_are(ranks, wire, which):
@@ -191,6 +193,7 @@ def unused(rank, world_size, wire, stale):
     return never is marker, None if never is None else never.unique().tolist(), seen, model.never.bias.grad
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("stale", [False, True])
 def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks, wire, stale):

@@ -1,4 +1,4 @@
-"""Searches of a GradReducer: wire="auto" and bucket_mib="auto"."""
+"""Searches of a GradReducer: config="auto" and bucket_mib="auto"."""
 
 import contextlib
 import functools
@@ -55,13 +55,18 @@ def first_gradients(rank, shapes):
     return [integers(rank + 10 * i, shape) for i, shape in enumerate(shapes)]
 
 
+@functools.cache
+def first_mean(world_size, shapes):
+    of_ranks = (first_gradients(rank, shapes) for rank in range(world_size))
+    return [sum(parts) / world_size for parts in zip(*of_ranks, strict=True)]
+
+
 def gradients(rank, step, shapes=SHAPES):
     return [(step % 5 + 1) * value for value in first_gradients(rank, shapes)]
 
 
 def mean(world_size, step, shapes=SHAPES):
-    parts = zip(*(gradients(rank, step, shapes) for rank in range(world_size)), strict=True)
-    return [sum(part) / world_size for part in parts]
+    return [(step % 5 + 1) * value for value in first_mean(world_size, shapes)]
 
 
 def searched(rank, world_size, ms, wire, kwargs):
@@ -127,7 +132,7 @@ def test_wire_and_size_are_searched_together(ranks):
         # The exact finalist gets the size that was found, too.
         assert ("fp32", 10) in [(t.candidate.wire, t.candidate.bucket_mib) for t in tuning.trials]
         assert tuning.num_steps <= tuning.max_steps and ways[-1] == ("bf16", 3)
-        assert "chosen by wire='auto'" in plan and "it may choose fp32, bf16; fp16" in plan and "off" not in plan
+        assert "chosen by config='auto'" in plan and "it may choose fp32, bf16; fp16" in plan and "off" not in plan
 
 
 def test_auto_is_short_for_that_and_fp32_can_win(ranks):
@@ -214,6 +219,7 @@ def on_own_clock(rank, world_size, wires, every, freezes):
     return tuning, all(right), [w.grad.sum().item() for w in model.weights]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wires", "every", "freezes"), [(None, 1, False), (("bf16",), 2, False), (None, 1, True), (("bf16",), 1, True)]
 )
@@ -254,7 +260,7 @@ def saved_and_loaded(rank, world_size, path):
     clock = Clock(reducer, rank, AUTO_TIMES)
     with pytest.raises(RuntimeError, match="the search has not ended"):
         reducer.tuning().save(path)
-    with pytest.raises(RuntimeError, match="wire='auto' is still searching"):
+    with pytest.raises(RuntimeError, match="config='auto' is still searching"):
         reducer.trace(path)
     while not reducer.tuning().finished:
         clock()
@@ -287,7 +293,7 @@ def test_a_saved_choice_is_taken_at_once_if_it_fits(ranks, tmp_path):
         ranks.run(saved_and_loaded, str(path), world_size=2)
     ):
         assert (at_once.chosen, at_once.trials, at_once.loaded) == (tuning.chosen, tuning.trials, True)
-        assert (wire, num_buckets) == ("bf16", 3) and "chosen before by wire='auto'" in plan
+        assert (wire, num_buckets) == ("bf16", 3) and "chosen before by config='auto'" in plan
         texts = [text for text in warned if isinstance(text, str)]
         assert [flag for flag in warned if isinstance(flag, bool)] == [False, False]
         assert len(texts) == (2 if rank == 0 else 0)

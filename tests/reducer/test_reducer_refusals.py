@@ -121,7 +121,7 @@ def different_parameters(rank, world_size, kind):
     kwargs = {
         "bucket_mib": {"bucket_mib": 1 + rank},
         "auto size": {"bucket_mib": 25 if rank else "auto"},
-        "auto wire": {"wire": "fp32" if rank else "auto"},
+        "auto wire": {"config": "fp32" if rank else "auto"},
         "every": {"every": 1 + rank},
     }
     return error_of(lambda: reducer_of(model, **kwargs.get(kind, {})))

@@ -43,7 +43,7 @@ def train(rank, world_size, front_end, kind, init_scale, clips, accumulate):
         forward = DistributedDataParallel(model, bucket_cap_mb=0.001)
         no_sync = forward.no_sync
         if front_end == "hook":
-            comm = fusedcomm.attach(forward, wire="fp32", quiet=True)
+            comm = fusedcomm.attach(forward, "fp32", quiet=True)
             scaler = fusedcomm.GradScaler(comm, "cpu", **options)
         else:
             scaler = torch.amp.GradScaler("cpu", **options)
@@ -86,6 +86,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("front_end", ["hook", "reducer"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_torchs_scaler_bit_for_bit(ranks, front_end, name):
@@ -140,7 +141,7 @@ def front_end_of(model, front_end, way, wire, checks):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["weights.1"])
     options = {"find_unused_parameters": way == "unused"}
     if front_end == "DataParallel":
-        forward = fusedcomm.DataParallel(model, wire=config, quiet=True, **options)
+        forward = fusedcomm.DataParallel(model, config=config, quiet=True, **options)
         return forward, forward, forward.comm
     if front_end == "reducer":
         named = [pair for pair in model.named_parameters() if way != "not synchronized" or pair[0] != "weights.1"]
@@ -148,8 +149,7 @@ def front_end_of(model, front_end, way, wire, checks):
         return model, comm, comm
     model.weights[1].requires_grad_(way != "thawed")
     forward = DistributedDataParallel(model, **options)
-    given = {"wire": "off"} if way == "off" else {"config": config}
-    comm = fusedcomm.attach(forward, quiet=True, **given)
+    comm = fusedcomm.attach(forward, "off" if way == "off" else config, quiet=True)
     model.weights[1].requires_grad_(True)
     return forward, comm, comm
 
@@ -194,7 +194,7 @@ def findings(rank, world_size, front_end, way, wire):
     comm.detach()
 
 
-@pytest.mark.sampled(by=lambda found: {"way of a front end": found[:2], "wire": found[2]})
+@pytest.mark.sampled(by=lambda found: dict(zip(("front end", "way", "wire"), found, strict=True)))
 @pytest.mark.parametrize("found", FINDINGS, ids=", ".join)
 def test_a_gradient_that_is_not_finite_skips_the_step_whoever_finds_it(ranks, found):
     ranks.run(findings, *found, world_size=2)

@@ -24,8 +24,7 @@ def synchronized(front_end, model, wire, **options):
         return model, reducer_of(model, wire, **options)
     views = front_end == "hook with views"
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.005, gradient_as_bucket_view=views, **options)
-    config = {"config": wire} if isinstance(wire, Config) else {"wire": wire}
-    return ddp, fusedcomm.attach(ddp, quiet=True, **config)
+    return ddp, fusedcomm.attach(ddp, wire, quiet=True)
 
 
 def fp64_norm(parameters, norm_type=2.0):
@@ -82,6 +81,7 @@ def norms(rank, world_size, front_end, wire):
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -116,12 +116,14 @@ def mlp64():
     return Mlp(torch.float64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [Mixed, Sparse, mlp64])
 @pytest.mark.parametrize("front_end", ["hook", "reducer"])
 def test_gradients_that_the_codec_does_not_carry(ranks, front_end, make):
     ranks.run(odd_models, front_end, make, Config("bf16"), world_size=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checks", [Checks(verify_every=1), Checks(measure_every=1)], ids=["verified", "measured"])
 @pytest.mark.parametrize("front_end", ["hook", "reducer"])
 def test_buckets_that_are_checked(ranks, front_end, checks):

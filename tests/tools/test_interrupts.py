@@ -18,7 +18,7 @@ pytestmark = pytest.mark.alone
 # Commands, and what they have written when they are interrupted: ranks are at work then.
 COMMANDS = {
     "demo": (("demo", "--steps", "100000", "--seeds", "1", "--wires", "bf16"), "step/s"),
-    "probe": (("probe", "--seconds", "900", "--params", "1e5"), "the network"),
+    "probe": (("probe", "--seconds", "900", "--params", "1e5"), "real steps with each wire"),
     "a script": (("probe", "--seconds", "900", "--script", "{script}"), "the script is here"),
 }
 
@@ -123,7 +123,7 @@ def test_a_rank_of_torchrun_says_that_it_was_interrupted(tmp_path):
             process = start(tmp_path, "-m", "fusedcomm", "probe", "--seconds", "900", "--params", "1e5")
             ranks.append((process, variables["MASTER_PORT"]))
     (first, _), (second, _) = ranks
-    read_until(first, "the network")
+    read_until(first, "real steps with each wire")
     for process in (first, second):
         os.kill(process.pid, signal.SIGINT)
     for process in (first, second):

@@ -95,7 +95,7 @@ def failing_forward(ddp, optimizer):
 def traced(rank, world_size, path, make, ddp_kwargs, step, num_steps):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(make(), **ddp_kwargs)
-    comm = fusedcomm.attach(ddp, wire="bf16", quiet=True)
+    comm = fusedcomm.attach(ddp, "bf16", quiet=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for _ in range(2):
         step(ddp, optimizer)
@@ -129,6 +129,7 @@ def end(event):
     return round(event["ts"] + event["dur"], 3)  # whole nanoseconds
 
 
+@pytest.mark.sampled(by=lambda case: {"model": CASES[case][0], "shown": CASES[case][3]})
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_of_the_model_is_shown_as_it_ran(ranks, tmp_path, case):
     ranks.run(traced_case, str(tmp_path / "{rank}.json"), case, world_size=2)
@@ -183,7 +184,7 @@ def hooks_of(ddp):
 def hooks_around(rank, world_size, path):
     """The hooks before, in and after a trace that ends with an error, and those of an output afterwards."""
     ddp = DistributedDataParallel(Mlp())
-    comm = fusedcomm.attach(ddp, wire="bf16", quiet=True)
+    comm = fusedcomm.attach(ddp, "bf16", quiet=True)
     ddp(X).sum().backward()
     before = hooks_of(ddp)
     with contextlib.suppress(KeyError), comm.trace(path):

@@ -55,7 +55,7 @@ def train(rank, world_size, victim, fate, store_kind, wire):
 
 
 def late_for_the_end_of_a_trial(rank, world_size, folder):
-    """Trains with wire="auto" to the end of a trial, where ranks compare times. Rank 1 comes only after rank 0 has
+    """Trains with config="auto" to the end of a trial, where ranks compare times. Rank 1 comes only after rank 0 has
     warned about it. Returns what this rank writes to stderr meanwhile."""
     ddp = DistributedDataParallel(Gradients((4000,)))
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
@@ -73,9 +73,10 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
 def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks, tmp_path):
     warned, _ = ranks.run(late_for_the_end_of_a_trial, tmp_path, world_size=2)
     assert "rank 1 is slow" in warned and "is missing" not in warned, warned
-    assert "the times of wire='auto' trying off" in warned
+    assert "the times of config='auto' trying off" in warned
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
@@ -202,6 +203,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         assert "missing" not in warned
 
 
+@pytest.mark.sampled(by=lambda forged: {})
 @pytest.mark.parametrize("forged", ["", "opened by rank 2, after a failure: ", "call 1 0123456789abcdef\n1:2,"])
 def test_a_roll_call_that_cannot_be_read_is_answered_and_passed_over(ranks, tmp_path, forged):
     outcomes = ranks.run(slow, 1, patient(2), tmp_path, forged, world_size=3)

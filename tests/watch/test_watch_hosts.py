@@ -11,7 +11,7 @@ import datetime, os, signal, torch, torch.distributed as dist, fusedcomm
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
 ddp = DistributedDataParallel(torch.nn.Linear(2000, 500))
-comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+comm = fusedcomm.attach(ddp, "int8", quiet=True)
 try:
     for step in range(8):
         loss = ddp(torch.ones(1, 2000)).sum()
@@ -64,6 +64,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @needs_hosts
 def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys):
     # For each second of stall_after, rank 2 sends 2.7 MB in a step. From step 2 on these take 3.5 s.
@@ -113,7 +114,7 @@ def heal():
         time.sleep(0.05)
     neighbours("del")
 ddp = DistributedDataParallel(torch.nn.Linear(1000, 100))
-comm = fusedcomm.attach(ddp, wire="int8", local=fusedcomm.LocalOptions(stall_after=100), quiet=True)
+comm = fusedcomm.attach(ddp, "int8", local=fusedcomm.LocalOptions(stall_after=100), quiet=True)
 for step in range(4):
     if step == 2 and rank == {victim}:  # what it sends to the peers goes to an address that nobody has
         neighbours("replace", "lladdr", "02:00:00:00:00:63", "nud", "permanent")
@@ -170,7 +171,7 @@ from torch.nn.parallel import DistributedDataParallel
 os.dup2(1, 2)  # the test reads the warnings
 dist.init_process_group("gloo")
 ddp = DistributedDataParallel(torch.nn.Linear(1000, 500))
-comm = fusedcomm.attach(ddp, wire="bf16", local=fusedcomm.LocalOptions(stall_after=2), quiet=True)
+comm = fusedcomm.attach(ddp, "bf16", local=fusedcomm.LocalOptions(stall_after=2), quiet=True)
 for step in range(3):
     if step == 2:
         line = ["dev", os.environ["FUSEDCOMM_BENCH_INTERFACE"], "root", *"tbf rate 1mbit burst 16kb latency 4s".split()]

@@ -6,13 +6,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "lanes/threads.h"
+
 namespace fusedcomm::horovod {
 namespace {
 
-// A caller that has waited so long asks to stop the plan, so that rank 0 finds out who is missing.
-constexpr std::chrono::seconds kPatience{10};
-// A caller that polls so long for what the plan keeps back asks to stop it.
-constexpr std::chrono::milliseconds kPollPatience{5};
 // After a failure, what is under way may still end for so long.
 constexpr std::chrono::seconds kGrace{5};
 constexpr int kClosingMs = 5000;
@@ -42,7 +40,7 @@ Coordinator::Coordinator(const Options& options, Say say, OpenWire open_wire)
           return found != sets_.end() && found->second.num_under_way > 0;
         });
   }
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread("fc-coordinator", [this] { run(); });
 }
 
 Coordinator::~Coordinator() { shutdown(); }
@@ -64,7 +62,7 @@ void Coordinator::remove_set(int number) {
 
 int Coordinator::submit(RequestPtr request) {
   request->enqueued = enqueued(request->inputs);
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   const int handle = next_handle_++;
   if (!failure_.empty()) throw std::runtime_error(failure_);
   const auto found = sets_.find(request->set);
@@ -76,7 +74,6 @@ int Coordinator::submit(RequestPtr request) {
   request->key = request->signature.key();
   request->handle = handle;
   request->submitted = Clock::now();
-  request->after_wait = std::exchange(has_waited_, false);
   if (!set.requests.emplace(request->key, request).second) {
     throw std::invalid_argument("fusedcomm: " + request->key + " is under way on rank " +
                                 std::to_string(options_.rank) +
@@ -84,14 +81,8 @@ int Coordinator::submit(RequestPtr request) {
   }
   handles_[handle] = request;
   ++stats_.num_requests;
-  if (set.plan) {
-    give_to_plan(set, request);
-  } else {
-    set.unreported.push_back(request);
-    links_.wake();
-  }
-  lock.unlock();
-  issue_queued(true);
+  set.unreported.push_back(std::move(request));
+  links_.wake();
   return handle;
 }
 
@@ -99,45 +90,19 @@ bool Coordinator::poll(int handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Request& request = *handles_.at(handle);
   if (request.is_done) return true;
-  if (!failure_.empty()) return Clock::now() > failed_at_ + kGrace;
-  if (Clock::now() > request.submitted + kPollPatience) look_at_plan(request, false);
-  return false;
+  return !failure_.empty() && Clock::now() > failed_at_ + kGrace;
 }
 
 Result Coordinator::wait(int handle) {
   std::unique_lock<std::mutex> lock(mutex_);
   const RequestPtr request = handles_.at(handle);
-  look_at_plan(*request, false);
-  while (!request->is_done) {
-    if (failure_.empty()) {
-      if (changed_.wait_for(lock, kPatience) == std::cv_status::timeout) look_at_plan(*request, true);
-      continue;
-    }
-    if (!changed_.wait_until(lock, failed_at_ + kGrace, [&] { return request->is_done; })) {
-      request->is_done = true;
-      request->result.error = failure_;
-    }
+  changed_.wait(lock, [&] { return request->is_done || !failure_.empty(); });
+  if (!changed_.wait_until(lock, failed_at_ + kGrace, [&] { return request->is_done; })) {
+    request->is_done = true;
+    request->result.error = failure_;
   }
   handles_.erase(handle);
-  has_waited_ = true;
   return request->result;
-}
-
-void Coordinator::look_at_plan(const Request& request, bool is_late) {
-  const auto found = sets_.find(request.set);
-  if (found == sets_.end() || !found->second.plan || request.is_done) return;
-  if (!request.is_issued) {
-    deviate(request.set, found->second, found->second.plan->missing());
-  } else if (is_late) {
-    deviate(request.set, found->second, {});
-  }
-}
-
-void Coordinator::deviate(int number, Set& set, std::vector<Id> missing) {
-  if (!set.plan || set.plan->has_asked_to_stop || set.plan->is_stopped()) return;
-  set.plan->has_asked_to_stop = true;
-  outbox_.push_back(Deviate{number, set.epoch, std::move(missing)}.message());
-  links_.wake();
 }
 
 bool Coordinator::is_idle() const {
@@ -195,7 +160,6 @@ std::vector<Event> Coordinator::take_events() {
 
 void Coordinator::run() {
   while (!has_ended_) {
-    issue_queued(false);
     send_outbox();
     while (!inbox_.empty()) {
       const std::string message = std::move(inbox_.front());
@@ -218,7 +182,7 @@ void Coordinator::run() {
 
 int Coordinator::wait_ms() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!inbox_.empty() || !outbox_.empty() || (!queue_.empty() && !is_issuing_)) return 0;
+  if (!inbox_.empty() || !outbox_.empty()) return 0;
   double wait_s = negotiator_ ? negotiator_->next_look_s(seconds_since(began_)) : -1;
   if (is_leaving_) {
     const double left_s = std::max(0.0, kClosingMs / 1e3 - seconds_since(leaving_since_));
@@ -231,19 +195,13 @@ void Coordinator::send_outbox() {
   std::unique_lock<std::mutex> lock(mutex_);
   report();
   const std::deque<std::string> outbox = std::exchange(outbox_, {});
-  const auto done = std::exchange(done_, {});
   const auto changes = std::exchange(changes_, {});
-  const auto cycles = std::exchange(cycles_, {});
   const bool gives_up = is_leaving_ && seconds_since(leaving_since_) > kClosingMs / 1e3;
   lock.unlock();
   if (negotiator_) {
     for (const SetChange& change : changes) {
       change.ranks.empty() ? negotiator_->remove_set(change.set)
                            : negotiator_->add_set(change.set, change.ranks, seconds_since(began_));
-    }
-    for (const auto& [set, ids] : done) negotiator_->on_done(set, ids);
-    for (const auto& [set, when] : cycles) {
-      negotiator_->on_cycle(set, std::chrono::duration<double>(when - began_).count());
     }
   }
   for (const std::string& message : outbox) send(0, message);
@@ -272,42 +230,19 @@ void Coordinator::on_lost(int rank) {
 void Coordinator::handle_message(int from, const std::string& message) {
   Reader in(message);
   const auto type = in.number<MessageType>();
-  const double now_s = seconds_since(began_);
   switch (type) {
     case MessageType::kReady:
-      return negotiator_->on_ready(from, Ready::read(in), now_s);
-    case MessageType::kDeviate:
-      return negotiator_->on_deviate(Deviate::read(in), now_s);
-    case MessageType::kStopped:
-      return negotiator_->on_stopped(from, Stopped::read(in));
+      return negotiator_->on_ready(from, Ready::read(in), seconds_since(began_));
     case MessageType::kLeaving:
       return negotiator_->end(in.text());
-    default:
-      return handle_call(type, in);
-  }
-}
-
-void Coordinator::handle_call(MessageType type, Reader& in) {
-  if (has_ended_) return;
-  switch (type) {
     case MessageType::kExecute:
-      execute(Execute::read(in));
-      break;
-    case MessageType::kPlan:
-      begin_plan(Plan::read(in));
-      break;
-    case MessageType::kStop:
-      stop_plan(Stop::read(in));
-      break;
-    case MessageType::kResume:
-      resume(Resume::read(in));
-      break;
-    default: {
+      if (!has_ended_) execute(Execute::read(in));
+      return;
+    case MessageType::kEnd:
+      if (has_ended_) return;
       std::lock_guard<std::mutex> lock(mutex_);
       fail_all(in.text());
-    }
   }
-  issue_queued(false);
 }
 
 void Coordinator::fail_all(const std::string& why) {
@@ -315,17 +250,8 @@ void Coordinator::fail_all(const std::string& why) {
   if (!failure_.empty()) return;
   failure_ = why;
   failed_at_ = Clock::now();
-  for (const IssuedBucket& bucket : std::exchange(queue_, {})) {
-    --sets_.at(bucket.set).num_under_way;
-    for (const RequestPtr& request : bucket.requests) request->is_issued = false;
-  }
-  for (const Ended& ended : std::exchange(held_back_, {})) {
-    --sets_.at(ended.bucket.set).num_under_way;
-    for (const RequestPtr& request : ended.bucket.requests) request->is_issued = false;
-  }
   for (auto& [number, set] : sets_) {
     set.unreported.clear();
-    set.plan = nullptr;
     for (auto request = set.requests.begin(); request != set.requests.end();) {
       Request& of = *request->second;
       if (of.is_issued) {

@@ -1,7 +1,5 @@
 #include "frontends/horovod/fused_sum.h"
 
-#include <algorithm>
-
 #include "gradients/grad_dtype.h"
 
 namespace fusedcomm::horovod {
@@ -25,27 +23,9 @@ void check(const std::vector<std::string>& names, const std::vector<at::Tensor>&
 }  // namespace
 
 FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                        IsVoid is_void, Done done, bool ends_step) {
+                        Done done, bool ends_step) {
   check(names, tensors);
   auto gradients = std::make_shared<const Gradients>(tensors);
-  if (!synchroniser_->engine().config().feedback) {
-    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(done), ends_step);
-  }
-  under_way_->begin(names);
-  Done ended = [names, done = std::move(done), under_way = under_way_](std::exception_ptr error) {
-    under_way->end(names);
-    done(std::move(error));
-  };
-  try {
-    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(ended), ends_step);
-  } catch (...) {
-    under_way_->end(names);
-    throw;
-  }
-}
-
-FuturePtr FusedSum::begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
-                          Done done, bool ends_step) {
   std::vector<at::Tensor> parameters;
   parameters.reserve(names.size());
   for (size_t i = 0; i < names.size(); ++i) parameters.push_back(parameter(names[i], gradients->tensors()[i]));
@@ -53,28 +33,11 @@ FuturePtr FusedSum::begin(const std::vector<std::string>& names, GradientsPtr gr
   Bucket bucket(index, /*is_last_of_pass=*/ends_step, std::move(parameters), std::move(gradients));
   bucket.is_alone = true;
   bucket.factor = factor;
-  bucket.is_void = std::move(is_void);
   FuturePtr sum = synchroniser_->run(bucket);
   sum->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
     done(future.hasError() ? future.exception_ptr() : nullptr);
   });
   return sum;
-}
-
-void FusedSum::UnderWay::begin(const std::vector<std::string>& begun) {
-  std::unique_lock<std::mutex> lock(mutex);
-  changed.wait(lock, [&] {
-    return std::none_of(begun.begin(), begun.end(), [&](const std::string& name) { return names.count(name) != 0; });
-  });
-  names.insert(begun.begin(), begun.end());
-}
-
-void FusedSum::UnderWay::end(const std::vector<std::string>& ended) {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (const std::string& name : ended) names.erase(name);
-  }
-  changed.notify_all();
 }
 
 const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor& like) {

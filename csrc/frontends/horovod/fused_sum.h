@@ -3,16 +3,13 @@
 
 #include <ATen/ATen.h>
 
-#include <condition_variable>
 #include <cstddef>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,22 +21,18 @@ namespace fusedcomm::horovod {
 // thread at a time may call it.
 class FusedSum {
  public:
-  using IsVoid = std::function<bool()>;
   using Done = std::function<void(std::exception_ptr)>;
 
   explicit FusedSum(std::shared_ptr<Synchroniser> synchroniser) : synchroniser_(std::move(synchroniser)) {}
 
   // Replaces the tensors by their mean over the ranks × factor. Every rank must make the same calls in the same order,
-  // with the same names, shapes, dtypes and factors. Returns at once; with error feedback, when no earlier call has one
-  // of the names any longer: a sum that is void may end here after the other ranks have begun the next one.
+  // with the same names, shapes, dtypes and factors. Returns at once.
   //
   // names: of the tensors, without the kind of their operation, because the patterns of Config.wires are matched with
   //   them.
   // tensors: fp32, bf16 or fp16, all of one dtype and on one device, dense. They are read and written where they lie.
   // factor: the world size for a sum; pre- and postscale are in it. Sums of whole numbers that the wire can hold are
   //   exact.
-  // is_void: asked once, when every rank has handed over its tensors; it may wait. If it returns true, tensors and
-  //   residuals end as they were. May be empty. Only on CPU.
   // done: called once, without the GIL, on a thread of the engine or on this one: with an error, or with null. On an
   //   accelerator the sum has then been enqueued.
   // ends_step: whether the statistics count a step with this sum.
@@ -47,34 +40,20 @@ class FusedSum {
   // Returns the future of the sum: on an accelerator, a stream that waits for it has the sum.
   //
   // Throws ValueError if the tensors are not as said above.
-  FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                IsVoid is_void, Done done, bool ends_step = false);
+  FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor, Done done,
+                bool ends_step = false);
 
   const std::shared_ptr<Synchroniser>& synchroniser() const { return synchroniser_; }
 
  private:
   using Names = std::unordered_map<std::string, at::Tensor>;
 
-  FuturePtr begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
-                  Done done, bool ends_step);
   // A tensor without memory that stands for the parameter of this name.
   const at::Tensor& parameter(const std::string& name, const at::Tensor& like);
   // The index of the record of these parameters, which stays the same while they come together.
   size_t index_of(const std::vector<at::Tensor>& parameters, double factor);
 
-  // The names of sums that have not ended, if these change residuals.
-  struct UnderWay {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::unordered_set<std::string> names;
-
-    // Waits until none of them is under way, and adds them.
-    void begin(const std::vector<std::string>& begun);
-    void end(const std::vector<std::string>& ended);
-  };
-
   const std::shared_ptr<Synchroniser> synchroniser_;
-  const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>();  // sums may end after this object
   // Parameters by name. Names that have not come for long are dropped, because some callers make new ones for ever:
   // when `recent_` is full, it becomes `older_`.
   Names recent_, older_;

@@ -1,4 +1,4 @@
-// How a coordinator follows rank 0's calls and plans, and issues collectives.
+// How a coordinator follows rank 0's calls and issues collectives.
 #include <algorithm>
 #include <utility>
 
@@ -8,18 +8,8 @@
 namespace fusedcomm::horovod {
 namespace {
 
-// A caller issues smaller buckets by itself; larger ones take longer to pack than to hand to the thread.
-constexpr int64_t kSmallNbytes = 256 << 10;
 // How long a collective that has failed waits for rank 0's word about who is lost.
 constexpr std::chrono::seconds kExplanation{3};
-
-int64_t nbytes_of(const IssuedBucket& bucket) {
-  int64_t nbytes = 0;
-  for (const RequestPtr& request : bucket.requests) {
-    for (const at::Tensor& tensor : request->inputs) nbytes += static_cast<int64_t>(tensor.nbytes());
-  }
-  return nbytes;
-}
 
 // Whether the engine carries it.
 bool goes_in_wire(const Signature& as) {
@@ -34,13 +24,11 @@ bool goes_in_wire(const Signature& as) {
 
 void Coordinator::report() {
   for (auto& [number, set] : sets_) {
-    if (set.unreported.empty() || set.plan) continue;
+    if (set.unreported.empty()) continue;
     Ready ready;
     ready.set = number;
-    ready.epoch = set.epoch;
     for (const RequestPtr& request : std::exchange(set.unreported, {})) {
       Ready::Entry entry;
-      entry.after_wait = request->after_wait;
       const auto id = set.ids.find(request->key);
       if (id != set.ids.end() && signatures_.at(id->second) == request->signature) {
         entry.id = id->second;
@@ -54,9 +42,14 @@ void Coordinator::report() {
 }
 
 void Coordinator::execute(const Execute& execute) {
+  for (IssuedBucket& bucket : buckets_of(execute)) issue(std::move(bucket));
+}
+
+std::vector<IssuedBucket> Coordinator::buckets_of(const Execute& execute) {
+  std::vector<IssuedBucket> buckets;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = sets_.find(execute.set);
-  if (found == sets_.end()) return;
+  if (found == sets_.end()) return buckets;
   Set& set = found->second;
   if (keeps_events_ && marks_cycles_) {
     const auto now = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - began_).count();
@@ -86,16 +79,14 @@ void Coordinator::execute(const Execute& execute) {
       bucket.requests.push_back(std::move(request));
       bucket.entries.push_back(entry);
     }
-    if (!bucket.requests.empty()) queue(std::move(bucket));
+    if (bucket.requests.empty()) continue;
+    ++set.num_under_way;
+    buckets.push_back(std::move(bucket));
   }
+  return buckets;
 }
 
-void Coordinator::queue(IssuedBucket bucket) {
-  ++sets_.at(bucket.set).num_under_way;
-  queue_.push_back(std::move(bucket));
-}
-
-// A joined rank, and one that enters a void bucket, send what does not change the others' result.
+// A rank that has joined sends what does not change the others' result.
 RequestPtr Coordinator::zero_request(int set, const Signature& signature) const {
   auto request = std::make_shared<Request>();
   request->signature = signature;
@@ -109,95 +100,6 @@ RequestPtr Coordinator::zero_request(int set, const Signature& signature) const 
   return request;
 }
 
-void Coordinator::begin_plan(const Plan& plan) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  Set& set = sets_.at(plan.set);
-  set.epoch = plan.epoch;
-  set.plan = std::make_shared<RankPlan>(plan.buckets);
-  set.unreported.clear();
-  ++stats_.num_plans;
-  // Rank 0 has forgotten what was reported and not called.
-  for (const auto& [key, request] : set.requests) {
-    if (!request->is_issued) give_to_plan(set, request);
-  }
-}
-
-void Coordinator::give_to_plan(Set& set, const RequestPtr& request) {
-  const auto id = set.ids.find(request->key);
-  const bool is_known = id != set.ids.end() && signatures_.at(id->second) == request->signature;
-  request->id = is_known ? id->second : kNoId;
-  if (!is_known || !set.plan->holds(request->id)) {
-    set.unreported.push_back(request);
-    return deviate(request->set, set, {});
-  }
-  set.plan->hold(request);
-  queue_complete(request->set, set);
-}
-
-void Coordinator::queue_complete(int number, Set& set) {
-  IssuedBucket bucket;
-  while (auto requests = set.plan->take_next(&bucket.number)) {
-    bucket.set = number;
-    bucket.plan = set.plan;
-    for (const RequestPtr& request : *requests) request->is_issued = true;
-    bucket.requests = std::move(*requests);
-    queue(bucket);
-  }
-}
-
-void Coordinator::stop_plan(const Stop& stop) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  Set& set = sets_.at(stop.set);
-  if (!set.plan || stop.epoch != set.epoch) return;
-  set.plan->stop();
-  outbox_.push_back(Stopped{stop.set, stop.epoch, set.plan->num_issued()}.message());
-}
-
-void Coordinator::resume(const Resume& resume) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  Set& set = sets_.at(resume.set);
-  const std::shared_ptr<RankPlan> plan = std::exchange(set.plan, nullptr);
-  if (!plan) return;
-  set.epoch = resume.epoch;
-  plan->decide(resume.num_valid);
-  for (RequestPtr& request : plan->take_held()) set.unreported.push_back(std::move(request));
-  for (int64_t number = plan->num_issued(); number < resume.num_entered; ++number) {
-    IssuedBucket bucket;
-    bucket.set = resume.set;
-    bucket.plan = plan;
-    bucket.number = number;
-    for (const Id id : plan->bucket(number)) {
-      bucket.requests.push_back(zero_request(resume.set, signatures_.at(id)));
-    }
-    queue(std::move(bucket));
-  }
-  std::vector<Ended> ended = std::exchange(held_back_, {});
-  changed_.notify_all();
-  links_.wake();
-  lock.unlock();
-  for (Ended& of : ended) this->ended(of.bucket, nullptr, std::move(of.write));
-}
-
-void Coordinator::issue_queued(bool small) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (is_issuing_) return;
-  is_issuing_ = true;
-  while (!queue_.empty()) {
-    const IssuedBucket& next = queue_.front();
-    const bool is_plain = !goes_in_wire(next.requests.front()->signature);
-    if (small && (!is_plain || nbytes_of(next) > kSmallNbytes)) {
-      links_.wake();
-      break;
-    }
-    IssuedBucket bucket = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    issue(std::move(bucket));
-    lock.lock();
-  }
-  is_issuing_ = false;
-}
-
 void Coordinator::issue(IssuedBucket taken) {
   const auto bucket = std::make_shared<IssuedBucket>(std::move(taken));
   const Request& front = *bucket->requests.front();
@@ -208,17 +110,16 @@ void Coordinator::issue(IssuedBucket taken) {
     if (found != sets_.end()) plain = found->second.plain;
     for (const RequestPtr& request : bucket->requests) request->issued = Clock::now();
     ++stats_.num_buckets;
-    stats_.num_planned_buckets += bucket->plan != nullptr;
   }
   const Kind kind = front.signature.kind;
   if (!front.result.error.empty() || !plain || kind == Kind::kBarrier || kind == Kind::kJoin) {
-    return ended(*bucket, nullptr, nullptr);
+    return ended(*bucket, nullptr, {});
   }
   try {
     for (const RequestPtr& request : bucket->requests) wait_for(request->enqueued, request->inputs);
     goes_in_wire(front.signature) && plain->size() > 1 ? issue_in_wire(bucket, *plain) : issue_plain(bucket, *plain);
   } catch (...) {
-    ended(*bucket, std::current_exception(), nullptr);
+    ended(*bucket, std::current_exception(), {});
   }
 }
 
@@ -228,12 +129,11 @@ void Coordinator::issue_plain(const std::shared_ptr<IssuedBucket>& bucket, Plain
     inputs.insert(inputs.end(), request->inputs.begin(), request->inputs.end());
     outputs.insert(outputs.end(), request->outputs.begin(), request->outputs.end());
   }
-  Finish finish = [this, bucket](std::exception_ptr error, Write write) {
-    ended(*bucket, std::move(error), std::move(write));
+  Finish finish = [this, bucket](std::exception_ptr error, std::vector<at::Tensor> made) {
+    ended(*bucket, std::move(error), std::move(made));
   };
   const Signature& as = bucket->requests.front()->signature;
-  const auto& of_members =
-      bucket->entries.empty() ? std::vector<std::vector<int64_t>>() : bucket->entries.front().of_members;
+  const auto& of_members = bucket->entries.front().of_members;
   switch (as.kind) {
     case Kind::kAllgather:
       return plain.allgather(inputs, of_members, std::move(finish));
@@ -248,7 +148,7 @@ void Coordinator::issue_plain(const std::shared_ptr<IssuedBucket>& bucket, Plain
     case Kind::kReducescatter:
       return plain.reducescatter(as, inputs, std::move(finish));
     default:
-      return plain.allreduce(as, inputs, outputs, bucket->plan != nullptr, std::move(finish));
+      return plain.allreduce(as, inputs, outputs, std::move(finish));
   }
 }
 
@@ -264,16 +164,12 @@ void Coordinator::issue_in_wire(const std::shared_ptr<IssuedBucket>& bucket, Pla
       if (!request->inputs[i].is_alias_of(request->outputs[i])) request->outputs[i].copy_(request->inputs[i]);
     }
   }
-  if (tensors.empty()) return ended(*bucket, nullptr, nullptr);
+  if (tensors.empty()) return ended(*bucket, nullptr, {});
   const Signature& as = bucket->requests.front()->signature;
   const double factor = as.prescale * as.postscale * (as.op == Op::kAverage ? 1.0 : plain.size());
-  std::function<bool()> is_void;
-  if (bucket->plan) {
-    is_void = [this, plan = bucket->plan, number = bucket->number] { return waits_and_is_void(plan, number); };
-  }
-  wire_sums(bucket->set, as.wire)
-      ->run(names, tensors, factor, std::move(is_void),
-            [this, bucket](std::exception_ptr error) { ended(*bucket, std::move(error), nullptr); });
+  wire_sums(bucket->set, as.wire)->run(names, tensors, factor, [this, bucket](std::exception_ptr error) {
+    ended(*bucket, std::move(error), {});
+  });
 }
 
 std::shared_ptr<FusedSum> Coordinator::wire_sums(int set, const std::string& wire) {
@@ -282,31 +178,16 @@ std::shared_ptr<FusedSum> Coordinator::wire_sums(int set, const std::string& wir
   return sums;
 }
 
-bool Coordinator::waits_and_is_void(const std::shared_ptr<RankPlan>& plan, int64_t number) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return !plan->is_stopped() || plan->is_decided() || !failure_.empty(); });
-  return plan->is_void(number) || (plan->is_stopped() && !plan->is_decided());
-}
-
-void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, Write write) {
+void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, std::vector<at::Tensor> made) {
   std::unique_lock<std::mutex> lock(mutex_);
   // A backend says that a connection has ended, but not whose. The coordinator's own thread is the one that will know.
   if (error && std::this_thread::get_id() != thread_.get_id()) {
     changed_.wait_for(lock, kExplanation, [this] { return !failure_.empty(); });
   }
-  if (!error && bucket.plan) {
-    if (bucket.plan->is_stopped() && !bucket.plan->is_decided() && failure_.empty()) {
-      held_back_.push_back({bucket, std::move(write)});
-      return;
-    }
-    if (bucket.plan->is_void(bucket.number)) return take_back(bucket);
-  }
   lock.unlock();
   std::string text = bucket.requests.front()->result.error;
-  std::vector<at::Tensor> made;
   try {
     if (error) std::rethrow_exception(error);
-    if (write) made = write();
     for (const RequestPtr& request : bucket.requests) {
       if (const auto written = enqueued(request->inputs)) written->synchronize();
     }
@@ -342,35 +223,8 @@ void Coordinator::finish(const IssuedBucket& bucket, const std::string& error, s
     }
     if (keeps_events_) note(*request);
   }
-  if (negotiator_ && !bucket.plan) {
-    std::vector<Id> ids;
-    for (const Response::Entry& entry : bucket.entries) ids.push_back(entry.id);
-    done_.emplace_back(bucket.set, std::move(ids));
-  }
-  if (negotiator_ && bucket.plan && options_.negotiator.tuning.is_on && bucket.plan->is_last_of_cycle(bucket.number)) {
-    cycles_.emplace_back(bucket.set, Clock::now());
-    links_.wake();
-  }
   // What became ready meanwhile may go now.
-  if (negotiator_ && found != sets_.end() && !found->second.plan) links_.wake();
-  changed_.notify_all();
-}
-
-void Coordinator::take_back(const IssuedBucket& bucket) {
-  Set& set = sets_.at(bucket.set);
-  --set.num_under_way;
-  ++stats_.num_voided;
-  for (const RequestPtr& request : bucket.requests) {
-    if (request->handle < 0) continue;
-    request->is_issued = false;
-    if (failure_.empty()) {
-      set.plan ? give_to_plan(set, request) : set.unreported.push_back(request);
-      continue;
-    }
-    request->is_done = true;
-    request->result.error = failure_;
-  }
-  links_.wake();
+  if (negotiator_) links_.wake();
   changed_.notify_all();
 }
 

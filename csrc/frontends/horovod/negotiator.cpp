@@ -38,10 +38,6 @@ Negotiator::Negotiator(int size, const NegotiatorOptions& options, Send send, Sa
 void Negotiator::add_set(int number, std::vector<int> ranks, double now_s) {
   Set set;
   set.ranks = std::move(ranks);
-  if (std::find(set.ranks.begin(), set.ranks.end(), 0) != set.ranks.end()) {
-    set.planner = std::make_unique<Planner>(options_.plan_after, options_.fusion_nbytes);
-    set.tuner = std::make_unique<BucketTuner>(options_.tuning, options_.fusion_nbytes);
-  }
   sets_[number] = std::move(set);
   const auto early = early_.find(number);
   if (early == early_.end()) return;
@@ -68,8 +64,6 @@ void Negotiator::on_ready(int rank, const Ready& ready, double now_s) {
     early_[ready.set].emplace_back(rank, ready);
     return;
   }
-  // The rank had not heard of the change yet; it submits these again.
-  if (ready.epoch != set->epoch || set->has_plan) return;
   for (const Ready::Entry& entry : ready.entries) add(*set, rank, entry, now_s);
 }
 
@@ -98,7 +92,6 @@ void Negotiator::add(Set& set, int rank, const Ready::Entry& entry, double now_s
   const size_t index = member(set, rank);
   if (index >= num_members) return;
   pending.has[index] = true;
-  pending.after_wait = pending.after_wait || entry.after_wait;
   if (auto rows = rows_of(signature); !rows.empty()) {
     pending.of_members.resize(num_members);
     pending.of_members[index] = std::move(rows);
@@ -108,7 +101,6 @@ void Negotiator::add(Set& set, int rank, const Ready::Entry& entry, double now_s
 
 void Negotiator::join(Set& set, int rank) {
   joined_[static_cast<size_t>(rank)] = true;
-  if (set.planner) set.planner->note_other();
   for (auto& [number, other] : sets_) look_at_all(other);
   if (std::find(joined_.begin(), joined_.end(), false) != joined_.end()) return;
   joined_.assign(joined_.size(), false);
@@ -156,7 +148,7 @@ std::string Negotiator::missing_text(const Set& set, const Pending& pending) con
 void Negotiator::emit() {
   if (has_ended_) return;
   for (auto& [number, set] : sets_) {
-    if (set.ready.empty() || set.has_plan) continue;
+    if (set.ready.empty()) continue;
     if (is_busy_(number) && set.ready_nbytes < options_.fusion_nbytes) continue;
     emit(number, set);
   }
@@ -175,23 +167,13 @@ void Negotiator::emit(int number, Set& set) {
   kept.reserve(set.ready.size());
   const std::vector<std::string> ready = std::exchange(set.ready, {});
   set.ready_nbytes = 0;
-  bool cycle_has_ended = false;
   for (const std::string& key : ready) {
     Pending& pending = set.pending.at(key);
     kept.push_back(pending.first);
     const Signature& first = kept.back();
     Response response = response_of(set, key, pending);
     const bool is_good = response.error.empty();
-    const Id id = response.entries.front().id;
-    const bool after_wait = pending.after_wait;
     set.pending.erase(key);
-    if (set.planner) {
-      if (is_good && id != kNoId && first.is_plannable()) {
-        cycle_has_ended = set.planner->note_ready(id, after_wait) || cycle_has_ended;
-      } else {
-        set.planner->note_other();
-      }
-    }
     const int64_t nbytes = nbytes_of(first);
     const auto fits = std::find_if(open.begin(), open.end(), [&](const Open& bucket) {
       return is_good && bucket.first->fuses_with(first) && bucket.nbytes + nbytes <= options_.fusion_nbytes;
@@ -205,9 +187,6 @@ void Negotiator::emit(int number, Set& set) {
     execute.responses.push_back(std::move(response));
   }
   send_to_all(set, execute.message());
-  if (!cycle_has_ended || !set.planner->has_plan()) return;
-  set.planner->begin_circle();
-  publish_plan(number, set);
 }
 
 Response Negotiator::response_of(Set& set, const std::string& key, Pending& pending) {
@@ -217,7 +196,7 @@ Response Negotiator::response_of(Set& set, const std::string& key, Pending& pend
   entry.id = pending.id;
   entry.of_members = pending.of_members;
   const Signature& first = pending.first;
-  if (response.error.empty() && entry.id == kNoId && first.is_plannable() && signatures_.size() < kMaxIds &&
+  if (response.error.empty() && entry.id == kNoId && first.may_have_id() && signatures_.size() < kMaxIds &&
       first.name.compare(0, kNoName.size(), kNoName) != 0) {
     entry.id = static_cast<Id>(signatures_.size());
     signatures_.push_back(first);
@@ -232,68 +211,6 @@ Response Negotiator::response_of(Set& set, const std::string& key, Pending& pend
   if (entry.is_new) entry.signature = first;
   response.entries.push_back(std::move(entry));
   return response;
-}
-
-void Negotiator::publish_plan(int number, Set& set) {
-  if (std::find(joined_.begin(), joined_.end(), true) != joined_.end()) return;
-  auto buckets = set.planner->buckets([this](Id id) { return nbytes_of(signatures_[id]); },
-                                      [this](Id a, Id b) { return signatures_[a].fuses_with(signatures_[b]); });
-  set.has_plan = true;
-  set.stopped.clear();
-  set.pending.clear();
-  set.ready.clear();
-  set.ready_nbytes = 0;
-  set.cycle_began_s = -1;
-  set.tuner->forget_cycles();
-  set.plan = buckets;
-  send_to_all(set, Plan{number, ++set.epoch, std::move(buckets)}.message());
-}
-
-void Negotiator::on_done(int number, const std::vector<Id>& ids) {
-  Set* const set = find(number);
-  if (set && set->planner && !set->has_plan) set->planner->note_done(ids);
-}
-
-void Negotiator::on_deviate(const Deviate& deviate, double now_s) {
-  Set* const set = find(deviate.set);
-  if (has_ended_ || !set || !set->has_plan || deviate.epoch != set->epoch) return;
-  set->planner->note_deviation(deviate.missing);
-  set->is_tuned = false;
-  if (!set->is_stopping) stop_plan(deviate.set, *set, now_s);
-}
-
-void Negotiator::stop_plan(int number, Set& set, double now_s) {
-  set.is_stopping = true;
-  set.stopping_since_s = now_s;
-  set.was_reported = false;
-  send_to_all(set, Stop{number, set.epoch}.message());
-}
-
-void Negotiator::on_cycle(int number, double now_s) {
-  Set* const set = find(number);
-  if (has_ended_ || !set || !set->has_plan || set->is_stopping) return;
-  const double began_s = std::exchange(set->cycle_began_s, now_s);
-  if (began_s < 0 || !set->tuner->note_cycle(now_s - began_s)) return;
-  set->planner->set_nbytes(set->tuner->nbytes());
-  set->is_tuned = true;
-  stop_plan(number, *set, now_s);
-}
-
-void Negotiator::on_stopped(int rank, const Stopped& stopped) {
-  Set* const set = find(stopped.set);
-  if (has_ended_ || !set || !set->is_stopping || stopped.epoch != set->epoch) return;
-  set->stopped[rank] = stopped.num_issued;
-  if (set->stopped.size() < set->ranks.size()) return;
-  int64_t least = INT64_MAX, most = 0;
-  for (const auto& [of, num_issued] : set->stopped) {
-    least = std::min(least, num_issued);
-    most = std::max(most, num_issued);
-  }
-  set->has_plan = set->is_stopping = false;
-  send_to_all(*set, Resume{stopped.set, ++set->epoch, least, most}.message());
-  if (!std::exchange(set->is_tuned, false)) return;
-  set->planner->turn_circle(set->plan[static_cast<size_t>(least) % set->plan.size()].front());
-  publish_plan(stopped.set, *set);
 }
 
 void Negotiator::end(const std::string& why) {
@@ -318,8 +235,6 @@ double Negotiator::next_look_s(double now_s) const {
       if (!pending.was_reported) at(pending.since_s, options_.stall_warning_s);
       at(pending.since_s, options_.stall_shutdown_s);
     }
-    if (set.is_stopping && !set.was_reported) at(set.stopping_since_s, options_.stall_warning_s);
-    if (set.is_stopping) at(set.stopping_since_s, options_.stall_shutdown_s);
   }
   return next;
 }
@@ -348,20 +263,6 @@ void Negotiator::look_for_stalls(double now_s) {
       if (keys.size() > 8) text << ", … (" << keys.size() << ")";
       text << ". Every rank must submit the same names; see whether that rank runs, and what it does";
       say_(text.str());
-    }
-    if (!set.is_stopping) continue;
-    std::ostringstream silent;
-    for (const int rank : set.ranks) {
-      if (set.stopped.count(rank) == 0) silent << " " << rank;
-    }
-    const double age_s = now_s - set.stopping_since_s;
-    if (options_.stall_warning_s > 0 && age_s >= options_.stall_warning_s && !set.was_reported) {
-      set.was_reported = true;
-      say_("fusedcomm: these ranks do not answer, though their connections stand:" + silent.str() +
-           ". See whether their processes are stopped");
-    }
-    if (options_.stall_shutdown_s > 0 && age_s >= options_.stall_shutdown_s && fatal.empty()) {
-      fatal = "ranks" + silent.str() + " did not answer";
     }
   }
   if (!fatal.empty()) {

@@ -1,32 +1,26 @@
 // Rank 0's part: counts which ranks have submitted what, and tells all ranks what to issue, in one order for all. Uses
 // no torch; the coordinator's thread alone calls it.
 //
-//   cold    a rank sends a request's signature. When every member has, they are compared, and the collective begins
-//   warm    the signature has a number by then, and a rank sends that
-//   steady  the same names have come in the last cycles: rank 0 publishes a plan, and ranks send nothing until one
-//           cannot follow the plan
+//   the first time  a rank sends a request's signature. When every member has, they are compared, and the collective
+//                   begins
+//   later           the signature has a number by then, and a rank sends that
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
-#include "frontends/horovod/bucket_tuner.h"
 #include "frontends/horovod/messages.h"
-#include "frontends/horovod/planner.h"
 
 namespace fusedcomm::horovod {
 
 struct NegotiatorOptions {
-  int64_t fusion_nbytes = 25 << 20;
-  int64_t plan_after = 3;       // equal cycles before a plan; 0: never
-  double stall_warning_s = 60;  // 0: never
-  double stall_shutdown_s = 0;  // 0: never
-  TuningOptions tuning;
+  int64_t fusion_nbytes = 25 << 20;  // most bytes of a bucket
+  double stall_warning_s = 60;       // 0: never
+  double stall_shutdown_s = 0;       // 0: never
 };
 
 class Negotiator {
@@ -40,15 +34,9 @@ class Negotiator {
   void remove_set(int set);
 
   void on_ready(int rank, const Ready& ready, double now_s);
-  void on_deviate(const Deviate& deviate, double now_s);
-  void on_stopped(int rank, const Stopped& stopped);
   // Ends everything: after this nothing more is sent.
   void end(const std::string& why);
   bool has_ended() const { return has_ended_; }
-  // The collective of `ids` has ended on this rank.
-  void on_done(int set, const std::vector<Id>& ids);
-  // All buckets of a set's plan have ended once more.
-  void on_cycle(int set, double now_s);
 
   // Sends what is due. Call it after all messages that have come.
   void emit();
@@ -66,24 +54,14 @@ class Negotiator {
     std::vector<std::vector<int64_t>> of_members;
     std::string problem;
     double since_s = 0;
-    bool is_ready = false, was_reported = false, after_wait = false;
+    bool is_ready = false, was_reported = false;
   };
   struct Set {
     std::vector<int> ranks;
-    uint32_t epoch = 0;
     std::map<std::string, Pending> pending;
     std::vector<std::string> ready;  // keys, in the order in which they became ready
     int64_t ready_nbytes = 0;
-    std::unique_ptr<Planner> planner;  // null if this rank is no member, because it would not see collectives end
-    std::map<std::string, Id> ids;     // by key
-    bool has_plan = false, is_stopping = false;
-    bool is_tuned = false;  // whether it stops for another size of buckets alone
-    std::vector<std::vector<Id>> plan;
-    std::unique_ptr<BucketTuner> tuner;  // with the planner
-    double cycle_began_s = -1;           // negative: not known
-    std::map<int, int64_t> stopped;      // by rank: buckets issued
-    double stopping_since_s = 0;
-    bool was_reported = false;
+    std::map<std::string, Id> ids;  // by key
   };
   static size_t member(const Set& set, int rank);
   Set* find(int set);
@@ -93,9 +71,6 @@ class Negotiator {
   void look_at_all(Set& set);
   void emit(int number, Set& set);
   Response response_of(Set& set, const std::string& key, Pending& pending);
-  // Publishes the planner's plan, unless ranks have joined.
-  void publish_plan(int number, Set& set);
-  void stop_plan(int number, Set& set, double now_s);
   void send_to_all(const Set& set, const std::string& message) const;
   std::string missing_text(const Set& set, const Pending& pending) const;
 

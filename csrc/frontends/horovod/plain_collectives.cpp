@@ -96,6 +96,8 @@ class PlainCollectives::Works {
   Works(const Works&) = delete;
   Works& operator=(const Works&) = delete;
 
+  // Writes results, and returns new tensors if there are some.
+  using Write = std::function<std::vector<at::Tensor>()>;
   // `write` is called after all collectives, in the order of these calls.
   void then(Write write) { state_->writes.push_back(std::move(write)); }
   // start: returns the collective's Work.
@@ -128,19 +130,27 @@ class PlainCollectives::Works {
       std::lock_guard<std::mutex> lock(mutex);
       if (!error) error = std::move(why);
     }
+    std::vector<at::Tensor> write_all() const {
+      const at::NoGradGuard no_grad;
+      // On an accelerator a result is still being copied there, on a stream of the backend's.
+      for (const auto& work : works) work->synchronize();
+      std::vector<at::Tensor> made;
+      for (const Write& write : writes) {
+        for (at::Tensor& tensor : write()) made.push_back(std::move(tensor));
+      }
+      return made;
+    }
     static void end_one(const std::shared_ptr<State>& state) {
       if (--state->num_left != 0) return;
-      if (state->error) return state->finish(state->error, nullptr);
-      state->finish(nullptr, [state] {
-        const at::NoGradGuard no_grad;
-        // On an accelerator a result is still being copied there, on a stream of the backend's.
-        for (const auto& work : state->works) work->synchronize();
-        std::vector<at::Tensor> made;
-        for (const Write& write : state->writes) {
-          for (at::Tensor& tensor : write()) made.push_back(std::move(tensor));
+      std::vector<at::Tensor> made;
+      if (!state->error) {
+        try {
+          made = state->write_all();
+        } catch (...) {
+          state->error = std::current_exception();
         }
-        return made;
-      });
+      }
+      state->finish(state->error, std::move(made));
     }
   };
   const std::shared_ptr<State> state_;
@@ -164,7 +174,7 @@ at::Tensor neutral(const TensorMeta& meta, Op op) {
 }
 
 void PlainCollectives::allreduce(const Signature& as, const std::vector<at::Tensor>& inputs,
-                                 const std::vector<at::Tensor>& outputs, bool keeps_inputs, Finish finish) {
+                                 const std::vector<at::Tensor>& outputs, Finish finish) {
   const at::NoGradGuard no_grad;
   Works works(std::move(finish));
   if (as.op == Op::kAdasum) return adasum(inputs, outputs, as.prescale, as.postscale, works);
@@ -178,29 +188,18 @@ void PlainCollectives::allreduce(const Signature& as, const std::vector<at::Tens
       from.push_back(inputs[i]);
       to.push_back(outputs[i]);
     }
-    reduce_run(as, from, to, keeps_inputs, works);
+    reduce_run(as, from, to, works);
   }
 }
 
 void PlainCollectives::reduce_run(const Signature& as, const std::vector<at::Tensor>& inputs,
-                                  const std::vector<at::Tensor>& outputs, bool keeps_inputs, Works& works) {
+                                  const std::vector<at::Tensor>& outputs, Works& works) {
   const at::Tensor& front = inputs.front();
   const at::ScalarType dtype = sum_dtype(front.scalar_type());
   int64_t numel = 0;
   for (const at::Tensor& input : inputs) numel += input.numel();
-  if (numel == 0) {
-    // A planned bucket is valid once its collective ends, because every rank has issued it then: there has to be one.
-    if (size() == 1) return;
-    at::Tensor nothing = at::zeros({1}, front.options().dtype(at::kFloat));
-    works.add([&] {
-      std::vector<at::Tensor> tensors = {nothing};
-      return backend_->allreduce(tensors, c10d::AllreduceOptions());
-    });
-    works.then([nothing]() -> std::vector<at::Tensor> { return {}; });
-    return;
-  }
-  const bool is_in_place =
-      inputs.size() == 1 && dtype == front.scalar_type() && !(keeps_inputs && front.is_alias_of(outputs.front()));
+  if (numel == 0) return;
+  const bool is_in_place = inputs.size() == 1 && dtype == front.scalar_type();
   at::Tensor buffer;
   if (is_in_place) {
     if (!front.is_alias_of(outputs.front())) outputs.front().copy_(front);

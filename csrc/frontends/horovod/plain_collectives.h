@@ -1,7 +1,6 @@
 // Collectives of a process set on a c10d backend: any dtype and op, without a codec.
 //
-// An allreduce of several tensors copies them into one buffer for each dtype. Results are not written when a collective
-// ends, but when its caller calls `write`, or never: see Coordinator about void buckets.
+// An allreduce of several tensors copies them into one buffer for each dtype.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,20 +16,18 @@
 namespace fusedcomm::horovod {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-// Writes the results, and returns new tensors if the collective makes some.
-using Write = std::function<std::vector<at::Tensor>()>;
-// Called once, from any thread, perhaps within the call below. `write` is empty after an error.
-using Finish = std::function<void(std::exception_ptr error, Write write)>;
+// Called once, when the results are written, from any thread, perhaps within the call below. made: new tensors, if the
+// collective makes some; empty after an error.
+using Finish = std::function<void(std::exception_ptr error, std::vector<at::Tensor> made)>;
 
 // Tensors are contiguous. Every member calls the same functions in the same order.
 class PlainCollectives {
  public:
   explicit PlainCollectives(BackendPtr backend) : backend_(std::move(backend)) {}
 
-  // outputs[i] has inputs[i]'s shape, and may be the same tensor. keeps_inputs: inputs must be what they were until
-  // `write` is called; else an output that is an input may be overwritten before.
+  // outputs[i] has inputs[i]'s shape, and may be the same tensor.
   void allreduce(const Signature& as, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
-                 bool keeps_inputs, Finish finish);
+                 Finish finish);
   // rows[member][i]: of that member's inputs[i].
   void allgather(const std::vector<at::Tensor>& inputs, const std::vector<std::vector<int64_t>>& rows, Finish finish);
   void broadcast(int root, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
@@ -50,7 +47,7 @@ class PlainCollectives {
   void adasum(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs, double prescale,
               double postscale, Works& works);
   void reduce_run(const Signature& as, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
-                  bool keeps_inputs, Works& works);
+                  Works& works);
 
   const BackendPtr backend_;
 };

@@ -30,9 +30,7 @@ struct Request {
   std::shared_ptr<c10::Event> enqueued;  // what the caller had enqueued for the inputs; null on the CPU
   int set = 0;
   int handle = -1;  // -1: of a rank that takes part without a request of its own
-  Id id = kNoId;    // set when it is issued in a plan, or held for it
   bool is_issued = false, is_done = false;
-  bool after_wait = false;  // see Ready
   Clock::time_point submitted, issued;
   Result result;
 };
@@ -48,15 +46,11 @@ inline void describe(const std::vector<at::Tensor>& tensors, Signature* as) {
 
 using RequestPtr = std::shared_ptr<Request>;
 
-class RankPlan;
-
 // Collectives that are issued together.
 struct IssuedBucket {
   int set = 0;
   std::vector<RequestPtr> requests;
   std::vector<Response::Entry> entries;  // of the requests, in their order
-  std::shared_ptr<RankPlan> plan;        // null: rank 0 has called for it
-  int64_t number = -1;                   // in the plan
 };
 
 }  // namespace fusedcomm::horovod

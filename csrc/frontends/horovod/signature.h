@@ -44,8 +44,8 @@ struct Signature {
   std::string tensor_name(size_t i) const;
   std::string key() const { return std::string(kind_name(kind)) + "." + name; }
   int64_t numel() const;
-  // Whether a plan may hold it.
-  bool is_plannable() const { return kind == Kind::kAllreduce && op != Op::kAdasum; }
+  // Whether rank 0 may give it a number, which ranks then send in its place: it is the same on every rank.
+  bool may_have_id() const { return kind == Kind::kAllreduce && op != Op::kAdasum; }
   // Whether two requests may share a bucket.
   bool fuses_with(const Signature& other) const;
   bool operator==(const Signature& other) const;

@@ -129,7 +129,7 @@ def synchronised(model: nn.Module, spec: RunSpec) -> tuple[nn.Module, fusedcomm.
     if spec.name == STOCK_FP16_NAME:
         ddp.register_comm_hook(None, fp16_compress_hook)
         return ddp, None
-    return ddp, fusedcomm.attach(ddp, wire=spec.wire, quiet=True)
+    return ddp, fusedcomm.attach(ddp, spec.wire, quiet=True)
 
 
 class Run:

@@ -1,0 +1,63 @@
+"""Sums in a wire through the coordinator: their buckets hold other names in each step, and residuals follow names."""
+
+import random
+
+import pytest
+import torch
+from models import integers, normal
+from star import star
+
+from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.horovod.wire_texts import text_of
+
+SHAPES = {"a": (50, 101), "b": (64, 77), "c": (33, 300), "d": (91, 90), "bias": (300,)}
+NUM_STEPS = 12
+
+
+def changing_buckets(rank, size, wire, make):
+    """Returns each name's sum of all results, what was given in a step, and the residuals. In every third step a rank
+    submits a name only when the one before has ended."""
+    engines, order, names = {}, random.Random(rank), list(SHAPES)
+    given = {name: make(rank + 10 * index, shape) for index, (name, shape) in enumerate(SHAPES.items())}
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with star(rank, size, fusion_nbytes=60000, engines_by_wire=engines) as c:
+        for step in range(NUM_STEPS):
+            tensors = {name: tensor.clone() for name, tensor in given.items()}
+            handles = []
+            for name in names if step % 3 == 2 else order.sample(names, len(names)):
+                x = tensors[name]
+                handles.append(c.submit(kind="allreduce", name=name, inputs=[x], outputs=[x], op=1, wire=wire))
+                if step % 3 == 2:
+                    assert c.wait(handles.pop()).error == ""
+            assert all(c.wait(handle).error == "" for handle in handles)
+            for name, result in tensors.items():
+                total[name] += result
+        residuals = {name: values.view(SHAPES[name]) for name, values in engines[wire].residuals().items()}
+    return total, given, residuals
+
+
+def ints(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return integers(seed, shape)
+
+
+@pytest.mark.parametrize("wire", ["bf16", text_of(Config("fp16", chunks=Chunks(4096)))])
+def test_sums_in_a_wire_are_right_whatever_is_in_a_bucket(ranks, wire):
+    outcome = ranks.run(changing_buckets, wire, ints, world_size=3)
+    for total, _, _ in outcome:
+        for name in SHAPES:
+            assert torch.equal(total[name], NUM_STEPS * sum(given[name] for _, given, _ in outcome))
+
+
+def normals(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return normal(seed % 10, seed // 10, shape)
+
+
+def test_error_feedback_loses_nothing_when_buckets_change(ranks):
+    wire = text_of(Config("int4", feedback=Feedback(), chunks=Chunks(4096)))
+    outcome = ranks.run(changing_buckets, wire, normals, world_size=2)
+    for name, shape in SHAPES.items():
+        given = NUM_STEPS * sum(given[name].double() for _, given, _ in outcome)
+        left_out = sum(residuals.get(name, torch.zeros(shape)).double() for _, _, residuals in outcome)
+        assert (left_out.abs().max() > 0.01) == (name != "bias")
+        for total, _, _ in outcome:
+            torch.testing.assert_close(total[name].double() + left_out, given, rtol=0, atol=2e-3)
