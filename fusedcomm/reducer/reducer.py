@@ -20,6 +20,7 @@ from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronised_parameters
+from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 
 _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
