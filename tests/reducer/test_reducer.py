@@ -89,7 +89,7 @@ def handed_over_early(rank, world_size):
 
     def wait_for_a_bucket(gradient):
         before = 4 * len(ended)
-        while reducer._session.hook.stats().num_buckets <= before:
+        while reducer.session.synchroniser.stats().num_buckets <= before:
             pass
         ended.append(1)
         return gradient
@@ -222,12 +222,12 @@ def strange_gradients(rank, world_size, wire):
         gaps = base[:, 2:7].zero_()
         turned = torch.zeros(4, 8).t()
         model.weights[0].grad, model.weights[1].grad = gaps, turned
-        before = reducer._reducer.num_copied
+        before = reducer.native.num_copied
         # The gradients of both halves are views of one tensor.
         sum_of_views = ((model.halves[0].view(8, 2) + model.halves[1].view(8, 2)) * shared).sum()
         (model(gradients) + (model.complex.conj() * complex_).real.sum() + sum_of_views).backward()
         assert model.weights[0].grad is gaps and model.weights[1].grad is turned
-        copied.append(reducer._reducer.num_copied - before)
+        copied.append(reducer.native.num_copied - before)
         mean = [weight.grad.clone() for weight in model.weights]
         rest = torch.cat([base[:, :2], base[:, 7:]], 1).unique().tolist()
         found = (mean, rest, model.complex.grad.clone(), [half.grad.clone() for half in model.halves])
@@ -266,7 +266,7 @@ def ordinary(rank, world_size):
         addresses = [p.grad.data_ptr() for p in model.parameters()]
         model(torch.randn(8, 3, 8, 8)).sum().backward()
         assert [p.grad.data_ptr() for p in model.parameters()] == addresses
-    return reducer._reducer.num_copied
+    return reducer.native.num_copied
 
 
 def test_no_gradient_of_an_ordinary_model_is_copied(ranks):
@@ -283,7 +283,7 @@ def linear_layers(rank, world_size, keep):
     for _ in range(2):
         model.zero_grad()
         model(torch.randn(8, 64)).sum().backward()
-    return len(reducer.plan().buckets), reducer._reducer.num_copied
+    return len(reducer.plan().buckets), reducer.native.num_copied
 
 
 def nothing(gradient):
