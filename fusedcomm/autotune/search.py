@@ -68,6 +68,7 @@ class Candidate:
 
     @property
     def is_exact(self) -> bool:
+        """Whether gradients keep their bits."""
         return self.wire in ("off", "fp32")
 
     def __str__(self) -> str:
@@ -89,6 +90,8 @@ OFF = Candidate("off")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
+    """A candidate and how long its steps took."""
+
     candidate: Candidate
     step_ms: float
     """The largest of the ranks' median step times; infinite if the candidate could not be made."""
@@ -138,6 +141,7 @@ class Tuning:
 
     @property
     def has_tried_two_levels(self) -> bool:
+        """Whether a candidate with sums on two levels was tried."""
         return any(trial.candidate.by_host for trial in self.trials)
 
     @property

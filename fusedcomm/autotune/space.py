@@ -95,6 +95,7 @@ class Space:
         )
 
     def is_possible(self, candidate: Candidate) -> bool:
+        """Whether the user's options allow the candidate."""
         return is_possible(lambda: self.config(candidate))
 
     def allows(self, candidate: Candidate) -> bool:
@@ -192,12 +193,15 @@ class BucketSpace(Space):
         """Does nothing: the configuration has as many levels as without a search."""
 
     def config(self, candidate: Candidate) -> Config:
+        """See :meth:`Space.config`; the configuration is fixed."""
         return self._config
 
     def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
+        """Empty: the sum is fixed."""
         return []
 
     def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
+        """Empty: chunks are fixed."""
         return []
 
     @property

@@ -161,6 +161,7 @@ class Tuner:
 
     @property
     def is_searching(self) -> bool:
+        """Whether the search has not ended."""
         return self._tuning is None
 
     @property

@@ -91,6 +91,7 @@ class FusedReduceScatter:
         self._has_warned = False
 
     def use(self, pending: Pending, verifier: Verifier) -> None:
+        """Sets what is shared by the modules of a mesh. Called before the first reduce-scatter."""
         self._pending, self._verifier = pending, verifier
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -204,6 +204,7 @@ class GradReducer(GradientNorms):
         )
 
     def parameters_now(self) -> list[torch.Tensor]:
+        """The parameters that this object was given."""
         return [p.tensor for p in self.session.parameters]
 
     # ---- for DataParallel and optimizers' steps

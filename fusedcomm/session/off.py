@@ -11,7 +11,7 @@ from fusedcomm.ranks import agreement, groups
 from fusedcomm.ranks.peers import Peers
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.plan import Plan, predicted_rows
-from fusedcomm.session.stats import NonFinite, Stats, uncounted
+from fusedcomm.session.stats import NonFinite, Stats
 
 
 def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions, problem: Exception | None) -> None:
@@ -44,6 +44,7 @@ class KeptState:
         return dict(self._nonfinite)
 
     def restore_nonfinite(self, counts: dict[str, int]) -> None:
+        """Keeps the counts."""
         self._nonfinite = dict(counts)
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -75,19 +76,22 @@ class OffSession:
 
     @property
     def session(self) -> "OffSession":
+        """This object; see :class:`fusedcomm.session.handle.Runs`."""
         return self
 
     @property
     def rank(self) -> int:
+        """This process's rank in the group."""
         return self.process_group.rank()
 
     @property
     def world_size(self) -> int:
+        """The group's number of ranks."""
         return self.process_group.size()
 
     def stats(self) -> Stats:
         """All counts are 0, because nothing is counted; `off` is True."""
-        return uncounted()
+        return Stats(off=True)
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = True) -> Plan:
         """As :meth:`Session.plan`."""

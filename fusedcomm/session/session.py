@@ -94,7 +94,7 @@ class Session:
             self.levels = levels.find(cfg, self._host_names)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        synchroniser, problem, fallback = None, None, cfg.checks.fallback
+        synchroniser, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
@@ -106,10 +106,7 @@ class Session:
                     parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                     wire_1d=cfg.wire_number_1d,
                     grad_device=device,
-                    verify_every=cfg.checks.verify_every,
-                    measure_every=cfg.checks.measure_every,
-                    fallback_error=fallback.error if fallback else 0.0,
-                    fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
+                    **cfg.native_checks(),
                 )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
@@ -258,6 +255,7 @@ class Session:
 
     @property
     def native_config(self) -> "_C.WireConfig":
+        """The engine's configuration."""
         config = self.effective_config
         return config.native(config.chunks, self.ranks_per_host, self.levels.ranks_on_host)
 
@@ -341,6 +339,7 @@ class Session:
         return self._store.under(name).native
 
     def stats(self) -> Stats:
+        """Counts and times of this rank."""
         return collect(self.synchroniser, self.world_size)
 
     def nonfinite_report(self) -> list[NonFinite]:
