@@ -95,7 +95,7 @@ class Space:
         )
 
     def is_possible(self, candidate: Candidate) -> bool:
-        """Whether the user's options allow the candidate."""
+        """Whether :meth:`config` can make the candidate's configuration."""
         return is_possible(lambda: self.config(candidate))
 
     def allows(self, candidate: Candidate) -> bool:
@@ -193,15 +193,15 @@ class BucketSpace(Space):
         """Does nothing: the configuration has as many levels as without a search."""
 
     def config(self, candidate: Candidate) -> Config:
-        """See :meth:`Space.config`; the configuration is fixed."""
+        """The given configuration: only the size of buckets is searched."""
         return self._config
 
     def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
-        """Empty: the sum is fixed."""
+        """None: the sum is given."""
         return []
 
     def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
-        """Empty: chunks are fixed."""
+        """None: chunks are as given."""
         return []
 
     @property

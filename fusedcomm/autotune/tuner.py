@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import log
-from fusedcomm.autotune import bucket_cap
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Tuning
 from fusedcomm.autotune.space import Space
@@ -23,21 +22,13 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.session.parameters import NamedParameter, numbered, trainable
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats
 
 _MIB = 1 << 20
 _FIRST_BUCKET_MIB = 1
-
-
-class Observed(Protocol):
-    """A bucket that the target has handed over; see _C.ObservedBucket."""
-
-    nbytes: int
-    is_last: bool
-    handed_ms: float
-    done_ms: float
 
 
 class Target(Protocol):
@@ -50,16 +41,16 @@ class Target(Protocol):
         """Cuts buckets of this size from the next pass on. Called only if the search chooses it."""
 
     def watch(self, device: "_C.Device", begin_pass: Callable[[], object]) -> None:
-        """Calls `begin_pass` before each synchronized pass, and notes its buckets' times."""
+        """Calls `begin_pass` before each synchronized pass, and notes when each ends."""
 
     def unwatch(self) -> None:
         """Ends what :meth:`watch` began. Idempotent."""
 
-    def take_seen(self) -> Sequence[Observed]:
-        """The buckets since the last call."""
+    def take_pass_ends(self) -> list[float]:
+        """When the last bucket of each pass since the last call was handed over, in ms since the first of them."""
 
 
-class Tuner:
+class Tuner(Runs):
     """Keeps the sessions of all candidates and switches between them. They share the channels of the first session,
     which stands in for off where off is a candidate. Candidates that differ in the size of buckets share a session.
 
@@ -127,7 +118,6 @@ class Tuner:
         self._failure: Exception | None = None
         self._delivering = False  # whether this pass sends the last wire's residuals, before off
         self._num_passes = self._num_steps = 0
-        self._seen: dict[Candidate, list[list[bucket_cap.Bucket]]] = {}
         self._tuning = tuned
         self._search: Search | None = None
         try:
@@ -161,7 +151,7 @@ class Tuner:
 
     @property
     def is_searching(self) -> bool:
-        """Whether the search has not ended."""
+        """Whether no choice has been made yet."""
         return self._tuning is None
 
     @property
@@ -234,12 +224,10 @@ class Tuner:
         self._num_steps += not self._search.finished
 
     def _end_trial(self) -> None:
-        passes = _passes(self._target.take_seen())
-        ends = [buckets[-1].handed_ms for buckets in passes]
+        ends = self._target.take_pass_ends()
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-autotune.TIMED :]
         own_ms = statistics.median(steps) if steps else math.inf
         step_ms = self.session.max_over_ranks(own_ms, f"the times of {self._space.option} trying {self._running}")
-        self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
         self._search.record(step_ms)
         while not self._search.finished and not self._can_be_had(self._search.candidate):
             self._search.record(math.inf)
@@ -355,7 +343,7 @@ class Tuner:
 
     def _report(self, finished: bool) -> Tuning:
         trials = tuple(self._search.trials) if self._search is not None else ()
-        tuning = Tuning(
+        return Tuning(
             finished=finished,
             chosen=self._running if finished else None,
             trials=trials,
@@ -369,14 +357,6 @@ class Tuner:
             option=self._space.option,
             has_off=self._space.has_off,
         )
-        if not finished or not trials or not self._space.has_off:  # without off, buckets are not DDP's
-            return tuning
-        try:
-            cuts = {cap: _cut(self._base.parameters, [cap << 20]) for cap in bucket_cap.CAPS_MB}
-            cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
-        except Exception:  # only advice: an error here must not end the training
-            cap = None
-        return dataclasses.replace(tuning, bucket_cap=cap)
 
     def _misfit(self, tuned: Tuning, world_size: int, device: torch.device) -> str | None:
         """Why `tuned` does not fit these ranks, this model or these wires; None if it does."""
@@ -417,20 +397,3 @@ def _cut(parameters: Sequence[NamedParameter], caps: list[int]) -> list[int]:
     backwards = [p.tensor for p in trainable(parameters)][::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(backwards, caps)
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
-
-
-def _passes(seen: Sequence[Observed]) -> list[list[Observed]]:
-    """The buckets of each complete pass."""
-    passes, buckets = [], []
-    for bucket in seen:
-        buckets.append(bucket)
-        if bucket.is_last:
-            passes.append(buckets)
-            buckets = []
-    return passes
-
-
-def _since_first(buckets: Sequence[Observed]) -> list[bucket_cap.Bucket]:
-    """The buckets with times since the first. Leaves out sparse ones, whose bytes change from step to step."""
-    begin = buckets[0].handed_ms
-    return [bucket_cap.Bucket(b.nbytes, b.handed_ms - begin, b.done_ms - begin) for b in buckets if b.nbytes]

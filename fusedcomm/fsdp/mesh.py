@@ -15,6 +15,7 @@ from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
 
@@ -252,15 +253,13 @@ class MeshSums:
         return {name: count for comm in self.comms for name, count in comm.nonfinite().items()}
 
 
-class Meshes:
-    """What runs behind the handle of a model: see fusedcomm.session.handle.Runs.
+class Meshes(Runs):
+    """What runs behind the handle of a model.
 
     Attributes:
         meshes: that of the first module which is not left to torch first: as a rule the model's own.
         pending: the reduce-scatters under way.
     """
-
-    is_searching = False
 
     def __init__(self, meshes: list[MeshSums]) -> None:
         self.meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
@@ -287,9 +286,6 @@ class Meshes:
     def session(self) -> Session:
         """The first session of the model's own mesh."""
         return self.meshes[0].sessions[0]
-
-    def tuning(self) -> None:
-        """None: nothing is searched."""
 
     def plan(self, bucket_nbytes_caps: None) -> FsdpPlan:
         """The plan; its buckets are the modules."""

@@ -1,7 +1,6 @@
 """What a GradReducer does with a search: the buckets' size, and the reducer as the tuner's target."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from typing import Literal
@@ -18,17 +17,6 @@ from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter
 
 BucketMib = float | Literal["auto"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ObservedPass:
-    """One synchronized pass. To the tuner it is a pass with one bucket, because it needs only the time of its end."""
-
-    handed_ms: float
-    """When the pass ended, since the first pass that was observed with it."""
-    nbytes: int = 0
-    is_last: bool = True
-    done_ms: float = math.nan
 
 
 class BucketSize:
@@ -65,9 +53,9 @@ class ReducerTarget:
         """Ends what :meth:`watch` began. Idempotent."""
         self._reducer.end_observation()
 
-    def take_seen(self) -> list[ObservedPass]:
-        """The passes since the last call."""
-        return [ObservedPass(end_ms) for end_ms in self._reducer.take_pass_ends()]
+    def take_pass_ends(self) -> list[float]:
+        """When each pass ended since the last call, in milliseconds."""
+        return self._reducer.take_pass_ends()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,41 +2,18 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
 
 if TYPE_CHECKING:
     from fusedcomm.autotune.search import Tuning
-
-
-class Runs(Protocol):
-    """What runs behind a handle: a :class:`Session`, a stand-in where torch sums, or a search between sessions."""
-
-    session: Session
-    """The one that is running now."""
-    is_off: bool
-    """Whether gradients go through torch's own sums now."""
-    is_searching: bool
-    uses_engine: bool
-    """Whether the gradients of this pass, or between passes of the last one, go through fusedcomm."""
-
-    def stats(self) -> Stats:
-        """Counts and times of this rank."""
-
-    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
-        """See :meth:`Session.plan`."""
-
-    def tuning(self) -> "Tuning | None":
-        """What the search has found; None without one."""
-
-    def stop(self, reason: str) -> None:
-        """Ends it; buckets under way fail with `reason`. Idempotent."""
 
 
 class CommHandle:
@@ -59,7 +36,6 @@ class CommHandle:
 
     def _let_go(self) -> None:
         """Takes what the front end has registered away from the module. Called once, by detach()."""
-        raise NotImplementedError
 
     def _caps(self) -> list[int] | None:
         """The caps on the bytes of buckets, for the plan before the first pass; None: no buckets are predicted."""

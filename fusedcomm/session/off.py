@@ -11,6 +11,7 @@ from fusedcomm.ranks import agreement, groups
 from fusedcomm.ranks.peers import Peers
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.plan import Plan, predicted_rows
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats
 
 
@@ -55,10 +56,10 @@ class KeptState:
         """Nothing: a state with residuals has been refused."""
 
 
-class OffSession:
+class OffSession(Runs):
     """Stands for a :class:`Session` where torch sums: no hook, no engine, no connections. Arguments as for Session."""
 
-    is_off, is_searching, uses_engine, keeps_residuals = True, False, False, False
+    is_off, uses_engine, keeps_residuals = True, False, False
     config = Config("fp32", "exact", hosts=None)
     """Describes DDP's own all-reduce, for the plan."""
 
@@ -76,7 +77,7 @@ class OffSession:
 
     @property
     def session(self) -> "OffSession":
-        """This object; see :class:`fusedcomm.session.handle.Runs`."""
+        """This object."""
         return self
 
     @property
@@ -110,15 +111,9 @@ class OffSession:
             frozen=not now,
         )
 
-    def tuning(self) -> None:
-        """None: nothing is searched."""
-
     def nonfinite_report(self) -> list[NonFinite]:
         """Empty, because nothing is counted."""
         return []
-
-    def say_notices(self) -> None:
-        """Nothing: no engine has any."""
 
     def stop(self, reason: str) -> None:
         """Nothing: no engine runs."""

@@ -22,6 +22,7 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
 from fusedcomm.session import levels, plan
 from fusedcomm.session.parameters import NamedParameter, trainable
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
 
@@ -33,7 +34,7 @@ _GIVEN_UP = "given up"
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
-class Session:
+class Session(Runs):
     """A running engine on one process group.
 
     Args:
@@ -76,7 +77,6 @@ class Session:
         self.config = cfg
         self.keeps_residuals = cfg.feedback is not None
         self._reduces_rows = reduces_rows
-        self.is_off = False  # whether DDP's own all-reduce was chosen for good
         self.local = local
         self.device = device
         self.process_group = process_group
@@ -90,8 +90,8 @@ class Session:
             beside._num_beside += 1
             self.peers = beside.peers
             self._store = beside._store.under(f"beside/{beside._num_beside}")
-            self._host_names = beside._host_names
-            self.levels = levels.find(cfg, self._host_names)
+            self.host_names = beside.host_names
+            self.levels = levels.find(cfg, self.host_names)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
         synchroniser, problem = None, None
@@ -149,7 +149,7 @@ class Session:
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            record = self._record({**(also_agree or {}), **path.must_agree})
+            record = self._record(also_agree or {})
         except Exception as error:
             problem = error
         self.peers = Peers(self.process_group, store, timeout, stall_after_s)
@@ -157,8 +157,8 @@ class Session:
         hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
         # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        self._host_names = hosts.published_names(store, self.world_size)
-        self.levels = levels.find(self.config, self._host_names)
+        self.host_names = hosts.published_names(store, self.world_size)
+        self.levels = levels.find(self.config, self.host_names)
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
@@ -198,17 +198,10 @@ class Session:
         self._transport = beside._transport
         return beside.synchroniser.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
-    # ---- as what runs behind a handle: see fusedcomm.session.handle.Runs
-
-    is_searching, uses_engine = False, True
-
     @property
     def session(self) -> "Session":
         """This object."""
         return self
-
-    def tuning(self) -> None:
-        """None: nothing is searched."""
 
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
@@ -237,11 +230,6 @@ class Session:
         if self._is_watched:
             self._is_watched = False
             self.synchroniser.unwatch()
-
-    @property
-    def host_names(self) -> list[str]:
-        """Each rank's."""
-        return self._host_names
 
     @property
     def ranks_per_host(self) -> int:

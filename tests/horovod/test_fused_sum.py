@@ -89,6 +89,7 @@ def bits(rank, world_size, config, factors):
     return [sums.run({"x": normal(rank, step, SHAPE)}, factor)["x"] for step, factor in enumerate(factors)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("wire", "kwargs"),

@@ -20,7 +20,6 @@ from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import OFF, Candidate, Trial, Tuning
 from fusedcomm.config import Config, Feedback
-from fusedcomm.reducer.tuning import ObservedPass
 
 NUM_WEIGHTS = 12
 SHAPES = ((512, 512),) * NUM_WEIGHTS
@@ -39,13 +38,9 @@ class Clock:
     def __init__(self, reducer, rank, ms):
         self._tuner, self._ms = reducer.runs, ms
         self._chance, self._ends_ms = random.Random(rank), []
-        take = self._tuner._target.take_seen
+        take = self._tuner._target.take_pass_ends
 
-        def take_seen():
-            count = len(take())
-            return [ObservedPass(end_ms) for end_ms in self._ends_ms[-1 - count : -1]]
-
-        self._tuner._target.take_seen = take_seen
+        self._tuner._target.take_pass_ends = lambda: self._ends_ms[-1 - len(take()) : -1]
 
     def __call__(self):
         """Notes the end of the step that begins now. The candidate may change at its beginning, so it is the one before
