@@ -94,13 +94,6 @@ def exact_parity(rank, world_size, name, config):
     return seen[-1]
 
 
-def traits(name: str, **others: object) -> dict[str, object]:
-    """A scenario's properties, by which tests are sampled."""
-    scenario = SCENARIOS[name]
-    of_model = {"model": scenario.model.__name__, **scenario.model_kwargs}
-    return {"accumulate": scenario.accumulate, "uneven": scenario.uneven, **of_model, **scenario.ddp, **others}
-
-
 EXACT = [name for name in SCENARIOS if name not in ("bf16_parameters", "mixed_dtypes")]
 
 # (scenario, world size) with which DDP's default rounds differently. Before its sum DDP multiplies by 1/p when it
@@ -110,7 +103,7 @@ EXACT = [name for name in SCENARIOS if name not in ("bf16_parameters", "mixed_dt
 ROUNDED = [(name, 3) for name in EXACT if name.endswith("views")] + [("sparse", 2), ("sparse", 3)]
 
 
-@pytest.mark.sampled(by=traits)
+@pytest.mark.sampled(by=lambda name, world_size: {"model": SCENARIOS[name].model, "world_size": world_size})
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, p) for name in EXACT for p in (2, 3) if (name, p) not in ROUNDED]
 )
@@ -151,7 +144,7 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     return largest
 
 
-@pytest.mark.sampled(by=lambda name, wire: {"model": SCENARIOS[name].model.__name__, "wire": wire})
+@pytest.mark.sampled(by=lambda name, wire: {"wire": wire})
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # varies fastest: all of a scenario in a row
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("float64")])
 def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wire):

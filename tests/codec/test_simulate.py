@@ -43,6 +43,7 @@ def expected(grads, wire, rotate, exempt_mask=None, block=None, sum="two-shot"):
 # ---- the bits of the reference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
@@ -161,31 +162,25 @@ def real_means(rank, world_size, shape, wire, kwargs):
     return synchronise(ddp, [gradients(world_size, shape)[rank]])[0]
 
 
-def check_real(ranks, world_size, shape, wire, **kwargs):
+REAL = [
+    *(
+        (p, (71, 83), wire, {"sum": "two-shot", "blocks": Blocks(rotate=rotate)})
+        for wire, rotate in WAYS
+        for p in (2, 3)
+    ),
+    *((2, shape, wire, {}) for wire in ("fp32", "bf16", "fp16", "int8") for shape in ((1000,), (71, 83))),
+    (2, (71, 83), "fp32", {"sum": "exact"}),
+    (2, (71, 83), "bf16", {"sum": "direct"}),
+    (2, (71, 83), "fp16", {"sum": "direct", "predivide": 4.0}),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("world_size", "shape", "wire", "kwargs"), REAL, ids=str)
+def test_it_gives_the_bits_of_real_ranks(ranks, world_size, shape, wire, kwargs):
     mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, **kwargs))
     for of_rank in ranks.run(real_means, shape, wire, kwargs, world_size=world_size):
         assert torch.equal(of_rank, mean)
-
-
-@pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_two_shot_gives_the_bits_of_real_ranks(ranks, world_size, wire, rotate):
-    check_real(ranks, world_size, (71, 83), wire, sum="two-shot", **({"blocks": Blocks(rotate=True)} if rotate else {}))
-
-
-@pytest.mark.parametrize("shape", [(1000,), (71, 83)], ids=str)
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
-def test_auto_gives_the_bits_of_two_real_ranks(ranks, wire, shape):
-    check_real(ranks, 2, shape, wire)
-
-
-@pytest.mark.parametrize(
-    ("wire", "kwargs"),
-    [("fp32", {"sum": "exact"}), ("bf16", {"sum": "direct"}), ("fp16", {"sum": "direct", "predivide": 4.0})],
-    ids=str,
-)
-def test_sums_of_the_transport_give_the_bits_of_two_real_ranks(ranks, wire, kwargs):
-    check_real(ranks, 2, (71, 83), wire, **kwargs)
 
 
 def real_means_with_exempt(rank, world_size, wire, rotate):
@@ -196,6 +191,7 @@ def real_means_with_exempt(rank, world_size, wire, rotate):
     return torch.cat([seen[0].view(-1), seen[1]])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "rotate"), [("bf16", False), ("int8", False), ("int4", True), ("fp8", False)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exempt_elements_travel_as_on_real_ranks(ranks, world_size, wire, rotate):
@@ -265,5 +261,5 @@ def test_the_accuracy_benchmark_runs(tmp_path):
     document = json.loads((tmp_path / "accuracy.json").read_text())
     assert document["quick"] is True
     assert {row["way"] for row in document["error_by_ranks"]} >= {"bf16 ring", "bf16", "int8", "int4", "int4 rotated"}
-    assert {run["model"] for run in document["training"]} == {"digits", "characters"}
+    assert {run["model"] for run in document["training_summary"]} == {"digits", "characters"}
     assert (results.stat().st_mtime_ns if results.exists() else None) == before

@@ -6,14 +6,13 @@ import itertools
 
 import pytest
 import torch
+from values import BLOCK_WIRES, CODECS, DTYPES, uninitialised
+from values import signed as signed_by_seed
 
 from fusedcomm import reference
 from fusedcomm.native import _C
 
-BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}
 FORMATS = (None, "fp32", "bf16")
 NOTHING = torch.empty(0)
 KEY = reference.NoiseKey(seed=0x0123456789ABCDEF, parameter=5, step=3, source=2)
@@ -35,10 +34,9 @@ def layout_of(wire, numel, num_parts=3, block=64, exact_numel=37, max_chunk_nbyt
 
 
 def signed(numel, dtype=torch.float32, seed=0, specials=False):
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-12, 12, (numel,), generator=generator).float()
-    x = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
+    x = signed_by_seed(numel, dtype, seed, binades=12)
     if specials:
+        generator = torch.Generator().manual_seed(seed)
         x[torch.rand(numel, generator=generator) < 0.002] = torch.nan
         x[torch.rand(numel, generator=generator) < 0.002] = -torch.inf
         x[torch.rand(numel, generator=generator) < 0.01] = -0.0
@@ -70,7 +68,7 @@ def same_residual(ours, oracles):
 # ---- the codec against the oracle
 
 
-@pytest.mark.sampled(strength=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stochastic", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype, stochastic):
@@ -84,13 +82,13 @@ def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype, 
             # Slices end within blocks, and one begins at an odd element.
             slices = [lossy[:1], lossy[1:1200].clone(), lossy[1200:1203], lossy[1203:]]
             for chunk in range(layout.num_chunks):
-                out = torch.full((layout.chunk_nbytes,), 0xA5, dtype=torch.uint8)
+                out = uninitialised(layout.chunk_nbytes)
                 codec.pack(layout, chunk, slices, [exact], 1 / 3, out, noise(key), ours)
                 assert torch.equal(out, reference.pack(layout, chunk, lossy, exact, 1 / 3, key, oracles))
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
-@pytest.mark.sampled(strength=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stochastic", (False, True))
 def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stochastic):
     for format in FORMATS:
@@ -102,13 +100,13 @@ def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stoch
             lossy, exact = signed(5003, seed=step, specials=step == 1), signed(37, seed=9)
             for chunk in range(layout.num_chunks):
                 parts = reference.pack(layout, chunk, lossy, exact, 1.0)
-                out = torch.full((layout.part.nbytes,), 0xA5, dtype=torch.uint8)
+                out = uninitialised(layout.part.nbytes)
                 codec.reduce(layout, parts, 1 / 3, out, noise(key), ours, chunk, rank)
                 assert torch.equal(out, reference.reduce(layout, parts, 1 / 3, key, oracles, chunk, rank))
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
-@pytest.mark.sampled(strength=2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("from_wire", ("fp32", "bf16", "fp16"))
 def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
     """As on two levels: the part of each of a host's 2 ranks becomes 3 parts, one for each host."""
@@ -124,12 +122,13 @@ def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
             lossy, exact = signed(5003, seed=step, specials=step == 1), signed(37, seed=9)
             for chunk in range(to.num_chunks):
                 parts = reference.pack(host, chunk, lossy, exact, 1.0)
-                out = torch.full((3 * to.part_stride,), 0xA5, dtype=torch.uint8)
+                out = uninitialised(3 * to.part_stride)
                 codec.reduce(host, parts, 0.5, out, noise(key), ours, chunk, 3, to, 3)
                 assert torch.equal(out, reference.reduce(host, parts, 0.5, key, oracles, chunk, 3, to, 3))
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("format", ("fp32", "bf16"))
 def test_wires_share_a_message(codec, format):
     """Each layout's piece of every part has the bytes that it would have alone. The whole message is written."""
@@ -168,6 +167,7 @@ def test_wires_share_a_message(codec, format):
 # ---- bad input
 
 
+@pytest.mark.sampled
 def test_residuals_that_do_not_fit_are_refused(codec):
     layout = layout_of("int8", 1000)
     numel = layout.padded_numel

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, constant, synchronise
+from models import SMALL_BUCKETS, Gradients, Mlp, Sparse, by_kind, constant, synchronise
 from ranks import GROUP_TIMEOUT_S, Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -175,6 +175,7 @@ def skipping(rank, world_size, used, registered):
 
 
 @needs_skipping
+@pytest.mark.sampled
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("registered", [False, True])
 def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered):
@@ -285,6 +286,7 @@ def aliasing(rank, world_size, wire, views):
     return values, same_bucket
 
 
+@pytest.mark.sampled(by=by_kind)
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_the_result_is_the_mean_in_the_buckets_own_memory(ranks, wire):
     for values, same_bucket in ranks.run(aliasing, wire, True, world_size=2):
@@ -310,21 +312,15 @@ def rebuilt(rank, world_size, ddp_kwargs):
     return buckets
 
 
-def test_buckets_may_be_rebuilt_and_renumbered(ranks):
-    for buckets in ranks.run(rebuilt, {}, world_size=2):
-        assert len(buckets[0]) < len(buckets[3]), "DDP did not rebuild its buckets, so this test tests nothing"
+@pytest.mark.parametrize("kwargs", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_buckets_may_be_rebuilt_and_renumbered(ranks, kwargs):
+    """static_graph reports every first bucket as index 0, and find_unused_parameters never rebuilds."""
+    for buckets in ranks.run(rebuilt, kwargs, world_size=2):
         assert sorted(sum(buckets[3], ())) == sorted(f"weights.{i}" for i in range(8))
-        assert buckets[2] == buckets[3]
-
-
-def test_static_graph_reports_every_first_bucket_as_index_0(ranks):
-    for buckets in ranks.run(rebuilt, {"static_graph": True}, world_size=2):
-        assert sorted(sum(buckets[3], ())) == sorted(f"weights.{i}" for i in range(8))
-
-
-def test_find_unused_parameters_never_rebuilds(ranks):
-    for buckets in ranks.run(rebuilt, {"find_unused_parameters": True}, world_size=2):
-        assert all(b == buckets[0] for b in buckets)
+        if "static_graph" not in kwargs:
+            assert buckets[2] == buckets[3]
+            assert (len(buckets[0]) < len(buckets[3])) == (not kwargs)
+            assert not kwargs or buckets[0] == buckets[1] == buckets[2]
 
 
 def moved_to_other_group(rank, world_size):
@@ -347,17 +343,6 @@ def test_an_updated_process_group_is_followed(ranks):
     for rank, (before, after, world_size) in enumerate(outcome):
         assert before == [1.5]
         assert (after, world_size) == (([0.5], 2) if rank < 2 else (None, None))
-
-
-def on_a_subgroup(rank, world_size):
-    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    ddp = DistributedDataParallel(Gradients((6000,)), process_group=subgroups[rank // 2])
-    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
-
-
-def test_a_group_of_some_of_the_ranks(ranks):
-    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
 
 
 # --- contents -------------------------------------------------------------------------------------------------------
@@ -424,51 +409,6 @@ def test_sparse_gradients_pass_exactly_with_one_warning():
         assert len(messages) == 1 and "summed exactly" in messages[0]
 
 
-def unused(rank, world_size):
-    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.fill_(0.125)
-    marker = torch.full((16, 16), 7.0)
-    ddp.module.never.weight.grad = marker.clone()
-    ddp(torch.ones(1, 10)).sum().backward()
-    even, odd = ddp.module.even.weight.grad, ddp.module.odd.weight.grad
-    return torch.equal(ddp.module.never.weight.grad, marker), even, odd
-
-
-def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks):
-    (kept_0, even_0, odd_0), (kept_1, even_1, odd_1) = ranks.run(unused, world_size=2)
-    assert kept_0 and kept_1, "unused on all ranks: the old gradient must stay"
-    # Each branch was used on one of the two ranks. Its gradient is half of what use on both would give, and the same
-    # on both.
-    assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1) and torch.equal(even_0, odd_0)
-    assert even_0.unique().tolist() == [5 * 0.125 * (10 * 0.125 + 0.125) / 2]
-
-
-def accumulated(rank, world_size, views, wire):
-    ddp = DistributedDataParallel(Gradients((5000,)), gradient_as_bucket_view=views)
-    comm = fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
-    gradient = [torch.full((5000,), float(rank + 1))]
-    synchronise(ddp, gradient, steps=2)
-    ddp.zero_grad(set_to_none=not views)
-    before = comm.stats().buckets
-    with ddp.no_sync():
-        ddp(gradient).backward()
-        ddp(gradient).backward()
-    during = comm.stats().buckets - before
-    local = ddp.module.weights[0].grad.unique().tolist()
-    ddp(gradient).backward()
-    return during, local, ddp.module.weights[0].grad.unique().tolist()
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("wire", fusedcomm.WIRES)
-def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
-    for rank, (during, local, seen) in enumerate(ranks.run(accumulated, views, wire, world_size=2)):
-        assert during == 0 and local == [2.0 * (rank + 1)] and seen == [constant(4.5, wire)]
-
-
 def joined(rank, world_size, wire):
     """Rank 0 has two batches, rank 1 has five. Rank 0 then takes part with buckets of zeros at new addresses."""
     ddp = DistributedDataParallel(Gradients((5120,), (64, 40)), **SMALL_BUCKETS)
@@ -481,6 +421,7 @@ def joined(rank, world_size, wire):
     return seen
 
 
+@pytest.mark.sampled(by=by_kind)
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
     # The hook divides by the group's size, as Join does with divide_by_initial_world_size=True.

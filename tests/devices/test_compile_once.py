@@ -67,13 +67,8 @@ def load_kernels(rank, world_size, folder, library):
     return sorted(loaded)
 
 
-def test_ranks_that_attach_at_once_compile_each_kernel_once(ranks, tmp_path):
+def test_ranks_that_attach_at_once_compile_each_kernel_once(ranks, library, tmp_path):
     pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
-    import fake_cuda
-    from scripts import cxx
-
-    cxx()
-    library = fake_cuda.build(tmp_path)
     (tmp_path / "cache").mkdir()
     first, *others = ranks.run(load_kernels, str(tmp_path / "cache"), library, world_size=4)
     assert len(first) > 3 and all(other == first for other in others)

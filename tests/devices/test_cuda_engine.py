@@ -33,11 +33,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-
-
 @pytest.fixture
 def fake(library):
     fake = fake_cuda.gpu(library)
@@ -150,56 +145,22 @@ def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
     assert one < two == asked_for
 
 
-def features(name, world_size, dtype):
-    """A case's properties, by which `make test` samples. test_kernels_in_cuda_give_the_same always runs every
-    configuration."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = [
+    (name, 4 if config.needs_two_levels else 2 + index % 2, DTYPES[index % 3])
+    for index, (name, config) in enumerate(CONFIGS.items())
+]
+CASES += [(name, 1, torch.float32) for name in ("fp32", "int8", "int8 one-shot")]
+
+
+def features(name, world_size=None, dtype=None):
+    """A case's properties, by which `make test` samples."""
     config = CONFIGS[name]
-    named = {option: bool(getattr(config, option)) for option in ("wires", "needs_two_levels", "feedback")}
-    return {"dtype": dtype, "sum": config.sum, **named}
+    return {"sum": config.sum, "wire": config.wire, "needs_two_levels": config.needs_two_levels}
 
 
 @pytest.mark.sampled(by=features)
-@pytest.mark.parametrize(
-    ("name", "world_size", "dtype"),
-    [
-        ("fp32", 1, torch.float32),
-        ("fp32", 3, torch.float32),
-        ("fp32", 2, torch.bfloat16),
-        ("fp32 two-shot", 3, torch.float32),
-        ("bf16", 2, torch.float32),
-        ("bf16 two-shot chunked", 3, torch.float32),
-        ("bf16 two-shot chunked", 2, torch.bfloat16),
-        ("bf16 exempt", 2, torch.float32),
-        ("bf16 exempt", 3, torch.float16),
-        ("fp16 direct", 2, torch.float32),
-        ("int8", 1, torch.float32),
-        ("int8", 3, torch.float32),
-        ("int8", 2, torch.float16),
-        ("int8 chunked", 2, torch.float32),
-        ("int8 rotated", 2, torch.float32),
-        ("fp8", 3, torch.float32),
-        ("fp8", 2, torch.bfloat16),
-        ("fp8 all lossy", 2, torch.float32),
-        ("int4", 3, torch.float32),
-        ("int4 rotated", 2, torch.float32),
-        ("int4 rotated", 3, torch.float16),
-        ("bf16 feedback", 2, torch.float32),
-        ("fp16 stochastic", 3, torch.float32),
-        ("fp8 stochastic feedback", 2, torch.bfloat16),
-        ("int4 rotated stochastic feedback", 3, torch.float32),
-        ("several wires", 2, torch.float32),
-        ("two levels", 4, torch.float32),
-        ("two levels measured", 4, torch.bfloat16),
-        ("int8 one-shot", 2, torch.float32),
-        ("int8 one-shot", 1, torch.float32),
-        ("int4 one-shot rotated", 3, torch.float32),
-        ("several wires one-shot", 2, torch.bfloat16),
-        ("fp32 one-shot", 3, torch.float16),
-        ("all exempt", 2, torch.bfloat16),
-        ("all exempt one-shot", 2, torch.bfloat16),
-        ("measured", 2, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("name", "world_size", "dtype"), CASES)
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
     check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size))
 
@@ -223,13 +184,15 @@ def in_cuda_cpp(rank, world_size, library, config, dtype, in_cuda):
     return both_paths(rank, world_size, library, config, dtype, takes_over)
 
 
+@pytest.mark.sampled(by=features)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
+    dtype = DTYPES[list(CONFIGS).index(name) % 3]
     world_size = 4 if CONFIGS[name].needs_two_levels else 2
     check_both_paths(ranks.run(in_cuda_cpp, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
 
 
+@pytest.mark.sampled(by=lambda name: {"in place": name == "fp32"})
 @pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
 def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
     for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
@@ -412,7 +375,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
     with fake.takes_over(Config("bf16")):
         ddp = DistributedDataParallel(Gradients((3000,)))
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-        hook = comm._session.hook
+        hook = comm.session.synchroniser
 
         def call():
             entered.wait()
@@ -442,8 +405,8 @@ def test_nobody_waits_for_the_engine_with_the_gil_in_hand(ranks, library):
 def captured(rank, world_size, library, is_watched):
     """Runs the hook under capture, and then a step.
 
-    Returns (the error under capture, (launches, reported passes, observed buckets) by then, the step's gradient, the
-    buckets observed in the step).
+    Returns (the error under capture, (launches, reported passes, observed passes) by then, the step's gradient, the
+    passes observed in the step).
     """
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
@@ -452,13 +415,13 @@ def captured(rank, world_size, library, is_watched):
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
         if is_watched:  # as while config="auto" searches
-            target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
+            target.watch(comm.session.native_device, lambda: begun.append(len(fake.launches)))
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with fake.capturing(), pytest.raises(RuntimeError) as raised:
             ddp.reducer._run_comm_hook(bucket).wait()
-        done = len(fake.launches), len(begun), len(target.take_seen())
+        done = len(fake.launches), len(begun), len(target.take_pass_ends())
         (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
-        num_seen = len(target.take_seen())
+        num_seen = len(target.take_pass_ends())
         comm.detach()
     return str(raised.value), done, seen.unique().tolist(), num_seen
 
@@ -540,6 +503,7 @@ def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
         cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [0, 133, 2.0, True, "all"])
 def test_an_impossible_sm_limit_is_an_error(value):
     with pytest.raises(ValueError, match=r"sm_limit=.* is not possible: use a whole number from 1 to 132"):

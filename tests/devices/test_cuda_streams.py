@@ -21,6 +21,7 @@ def library(made_once) -> Path:
     return made_once("cuda-streams", build)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(library, scene, seed):

@@ -76,6 +76,7 @@ def bucket_error_again(ddp, gradients):
     ddp.reducer._run_comm_hook(zero_buckets[0]).wait()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("through_state", [False, True])

@@ -7,18 +7,17 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, on_host, synchronise
+from models import Gradients, on_host, synchronise
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 from traces import read
 
 import fusedcomm
 from fusedcomm import chunks, reference
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, Rounding, TwoLevels
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.native import _C
 from fusedcomm.session import session
-from fusedcomm.tools import tcp_counter as transport
 from fusedcomm.trace import document as trace
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
@@ -37,35 +36,6 @@ def in_order_of_hosts(of_ranks: list, hosts: list[list[int]]) -> list:
 
 
 # --- results that are exactly predictable ---------------------------------------------------------------------------
-
-SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
-
-
-def exact_means(rank, world_size, wire, kwargs, dtype):
-    ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.02)
-    comm = fusedcomm.attach(ddp, Config(wire, **kwargs))
-    seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in SHAPES], steps=3)
-    exact = [torch.equal(s, mean_of_integers(world_size, shape, dtype)) for s, shape in zip(seen, SHAPES, strict=True)]
-    return all(exact), [row.sum for row in comm.plan().buckets]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("hosts", [TWO_BY_TWO, INTERLEAVED], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("wire", "kwargs", "local_wire"),
-    [
-        ("fp32", {}, "fp32"),
-        ("bf16", {}, None),
-        ("bf16", {"sum": "two-shot"}, "fp32"),
-        ("bf16", {"wires": {"1d": "fp32"}}, None),
-        ("fp16", {"predivide": 2.0}, "fp16"),
-    ],
-    ids=str,
-)
-def test_means_are_exact_where_the_wires_can_carry_them(ranks, hosts, dtype, wire, kwargs, local_wire):
-    for exact, sums in ranks.run(exact_means, wire, {**kwargs, "hosts": TwoLevels(hosts, local_wire)}, dtype):
-        assert exact and "two-shot" in sums
 
 
 def result(rank, world_size, wire, kwargs, shapes, local=None):
@@ -157,43 +127,6 @@ def test_parameters_with_wires_of_their_own(ranks):
             begin += numel
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
-def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire):
-    shapes = ((301, 77), (1000,), (7,), (50021,))
-    kwargs = {"hosts": TWO_BY_TWO, "rounding": Rounding("stochastic", 3)}
-    results = [
-        ranks.run(result, wire, {**kwargs, "chunks": chunks}, shapes, local)
-        for chunks, local in (
-            (Chunks(), LocalOptions()),
-            (Chunks(4096), LocalOptions()),
-            (Chunks(12345, in_flight=1), LocalOptions()),
-            (Chunks(12345, in_flight=2), LocalOptions()),
-            (Chunks(12345, in_flight=3), LocalOptions()),
-            (Chunks(65536), LocalOptions(codec_threads=3)),
-            (Chunks(in_flight=7), LocalOptions(isa="portable")),
-        )
-    ]
-    for on_ranks in results:
-        for _, seen in on_ranks:
-            assert torch.equal(seen, results[0][0][1])
-
-
-def forced_sync_result(rank, world_size, *args):
-    os.environ["FUSEDCOMM_SYNC"] = "1"
-    try:
-        return result(rank, world_size, *args)
-    finally:
-        del os.environ["FUSEDCOMM_SYNC"]
-
-
-@pytest.mark.parametrize("chunks_in_flight", [1, 2, 4])
-def test_one_stage_at_a_time_gives_identical_bits(ranks, chunks_in_flight):
-    kwargs = {"chunks": Chunks(12345, in_flight=chunks_in_flight), "hosts": TWO_BY_TWO}
-    overlapped = ranks.run(result, "int8", kwargs, ((301, 77), (50021,)))
-    for _, seen in ranks.run(forced_sync_result, "int8", kwargs, ((301, 77), (50021,))):
-        assert torch.equal(seen, overlapped[0][1])
-
-
 def over_the_other_transport(rank, world_size, *args):
     """Runs result() over StreamTransport, which serves NCCL, on gloo. Each collective ends before the next begins."""
     from fusedcomm.session import session
@@ -239,41 +172,6 @@ def on_both_devices(rank, world_size, kwargs):
 def test_on_cuda_the_bits_are_those_of_the_cpu(ranks, kwargs):
     for cpu, gpu in ranks.run(on_both_devices, kwargs, backend="cpu:gloo,cuda:nccl"):
         assert torch.equal(cpu, gpu)
-
-
-def shapes_result(rank, world_size, wire):
-    shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
-    ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=TWO_BY_TWO))
-    gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
-    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
-
-
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
-def test_empty_single_and_odd_sized_parameters(ranks, wire):
-    mean = [constant(2.0, wire)]
-    for on_rank in ranks.run(shapes_result, wire):
-        assert on_rank == [[], mean, mean, [], mean, [], mean]
-
-
-def nonfinite_result(rank, world_size, wire):
-    gradients = [torch.ones(70, 100), torch.ones(9000)]
-    if rank == 1:
-        gradients[0].view(-1)[17] = float("nan")
-        gradients[1][5000] = float("inf")
-    ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
-    comm = fusedcomm.attach(
-        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(8192), hosts=TWO_BY_TWO)
-    )
-    a, b = synchronise(ddp, gradients)
-    return a.view(-1)[17].item(), b[5000].item(), comm.stats().nonfinite_by_parameter
-
-
-@pytest.mark.parametrize("wire", ["fp8", "int4"])
-def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire):
-    for rank, (nan, inf, counts) in enumerate(ranks.run(nonfinite_result, wire)):
-        assert nan != nan and inf == float("inf")
-        assert counts == ({"weights.0": 1, "weights.1": 1} if rank == 1 else {})
 
 
 # --- noise and residuals --------------------------------------------------------------------------------------------
@@ -352,6 +250,7 @@ def test_what_was_delivered_and_what_is_left_out_are_all_there_was(ranks, wire, 
         assert left_out.norm() > 1e-3 * given.norm()
 
 
+@pytest.mark.sampled(by=lambda format: {})
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
 def test_residuals_of_every_format_keep_a_constant_gradient_from_getting_lost(ranks, format):
     outcome = ranks.run(mean_of_many_steps, Feedback(format))
@@ -369,10 +268,6 @@ def mean_of_many_steps(rank, world_size, feedback, num_steps=20):
 
 
 # --- order, and ranks that are lost ---------------------------------------------------------------------------------
-
-
-def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
-    assert ranks.run(beside_the_users_own_sums, {"hosts": TWO_BY_TWO}) == [(True, {6.0})] * 4
 
 
 class Mixed(torch.nn.Module):
@@ -439,6 +334,7 @@ def train_until_error(rank, world_size, lost):
     return None, time.monotonic() - started
 
 
+@pytest.mark.sampled(by=lambda lost: {})
 @pytest.mark.parametrize("lost", [0, 3])
 def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, lost):
     outcome = ranks.outcomes(train_until_error, lost, lost=lost)
@@ -516,7 +412,7 @@ def named(rank, world_size, names):
 def test_hosts_are_found_by_their_names(six_ranks):
     for kind, text, groups in six_ranks.run(named, ["b", "a", "c", "b", "a", "c"]):
         assert kind is None and groups == ((0, 3), (1, 4), (2, 5))
-        assert "3 hosts × 2 ranks, bf16 inside a host" in text.splitlines()[0]
+        assert "3 hosts × 2 ranks, bf16 inside a host" in text.splitlines()[0] and "MiB go to other hosts" in text
 
 
 def needing_two_levels(rank, world_size, names):
@@ -616,6 +512,7 @@ def moved_to_one_host(rank, world_size, kwargs):
         return before, of_two_hosts, after, str(comm.plan()), comm.stats().sent_between_hosts_nbytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kwargs", [{}, {"feedback": Feedback()}], ids=str)
 def test_levels_follow_the_process_group(ranks, kwargs):
     for rank, (before, of_two_hosts, after, of_one_host, between) in enumerate(ranks.run(moved_to_one_host, kwargs)):
@@ -689,47 +586,7 @@ def test_a_comm_state_has_hosts_too(ranks):
     assert ranks.run(through_state) == [[1.5]] * 4
 
 
-# --- what is sent ---------------------------------------------------------------------------------------------------
-
-
-def sent(rank, world_size, wire, hosts, numel, num_steps):
-    """Takes steps. Returns the bytes sent over TCP in one step as the kernel counts them, as planned, and as planned
-    between hosts, and the bytes of all steps in the statistics. The kernel counts the bytes inside a host, too, because
-    all ranks are on this machine."""
-    ddp = DistributedDataParallel(Gradients((numel,)))
-    comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=hosts))
-    gradients = [torch.ones(numel)]
-    synchronise(ddp, gradients, steps=3)
-    dist.barrier()
-    before = transport.tcp_nbytes_sent()
-    stats_before = comm.stats().sent_nbytes
-    synchronise(ddp, gradients, steps=num_steps)
-    dist.barrier()
-    counted = (transport.tcp_nbytes_sent() - before) / num_steps
-    dist.barrier()  # a rank that leaves closes its end of the sockets
-    plan = comm.plan()
-    return counted, plan.sent_nbytes, plan.sent_between_hosts_nbytes, (comm.stats().sent_nbytes - stats_before)
-
-
-@pytest.mark.skipif(transport.tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
-@pytest.mark.parametrize(("wire", "nbytes"), [("int8", 1 + 4 / 128), ("int4", 0.5 + 2 / 32), ("bf16", 2.0)])
-def test_the_network_carries_what_was_planned(ranks, wire, nbytes):
-    numel, steps = 1 << 18, 5
-    for counted, planned, between, in_stats in ranks.run(sent, wire, TWO_BY_TWO, numel, steps):
-        assert counted == pytest.approx(planned, rel=0.03)
-        assert in_stats == steps * planned
-        # With H hosts of L ranks, a rank sends between hosts 2 (H − 1) / H of its L-th part in the wire dtype. Inside a
-        # host it sends (L − 1) / L of the bucket in the local wire dtype, and as much in the wire dtype.
-        assert between == pytest.approx(2 * 0.5 * nbytes / 2 * numel, rel=0.01)
-        assert planned - between == pytest.approx(0.5 * (2.0 + nbytes) * numel, rel=0.01)
-    for counted, planned, between, _ in ranks.run(sent, wire, None, numel, steps):
-        assert counted == pytest.approx(planned, rel=0.03) and between is None
-
-
-def test_the_plan_tells_what_crosses_and_what_stays(ranks):
-    (_, text, _), *_ = ranks.run(attached, {"hosts": TWO_BY_TWO})
-    assert "2 hosts × 2 ranks, bf16 inside a host" in text.splitlines()[0]
-    assert "MiB go to other hosts" in text
+# --- what is seen ---------------------------------------------------------------------------------------------------
 
 
 def traced(rank, world_size, path):
@@ -765,6 +622,7 @@ def test_a_trace_shows_the_stages_of_both_levels_in_order(ranks, tmp_path):
 # --- workspaces -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks_per_host", [2, 8])

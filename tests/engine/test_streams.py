@@ -23,6 +23,7 @@ def test_scene(program, scene):
     assert f"stream_stress: {scene}:" in stream_stress.run(program, scene)
 
 
+@pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene_with_other_pauses(program, scene, seed):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Chunks, Config, TwoLevels
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, Rounding, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -139,7 +139,7 @@ def sent_by_steps(plan: "_C.BucketPlan") -> int:
     return sum(step.sent_nbytes(plan.num_chunks) for step in plan.steps)
 
 
-def test_every_rank_ends_with_every_ranks_gradients_once():
+def test_every_rank_ends_with_every_ranks_gradients_once_and_sends_the_bytes_of_the_plan():
     for plan, world_size, per_host, what in ALL:
         ranks = Ranks(plan, world_size, per_host)
         for step in plan.steps:
@@ -147,13 +147,6 @@ def test_every_rank_ends_with_every_ranks_gradients_once():
         everybodys = [Counter(range(world_size))] * plan.layout.num_parts
         for buffers in ranks.buffers:
             assert buffers == {"gradients": everybodys}, what
-
-
-def test_the_bytes_of_a_plan_are_those_that_its_ranks_send_each_other():
-    for plan, world_size, per_host, what in ALL:
-        ranks = Ranks(plan, world_size, per_host)
-        for step in plan.steps:
-            ranks.do(step)
         for sent_nbytes, between_nbytes in zip(ranks.sent_nbytes, ranks.between_hosts_nbytes, strict=True):
             assert plan.sent_nbytes == int(plan.num_chunks * sent_nbytes), what
             if per_host > 1 and plan.sum == "two-shot":
@@ -234,6 +227,7 @@ def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
         assert plan.sent_between_hosts_nbytes(1) == sent, (sum, wire)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_chunks", [1, 4])
 @pytest.mark.parametrize("local_wire", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3), (12, 2), (12, 3), (12, 4), (12, 6)])
@@ -371,6 +365,7 @@ def counted_by_engines(rank, world_size, num_steps, configs):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
     num_steps = 3
@@ -385,6 +380,7 @@ def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
             assert seen["off"] == 0 or wire in WITH_SCALES, (sum, wire)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
 def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
     num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
@@ -422,6 +418,7 @@ def counted(rank, world_size, kwargs, num_steps):
     return over_tcp, comm.plan().sent_nbytes, comm.stats().sent_nbytes - stats_before
 
 
+@pytest.mark.sampled(by=lambda kwargs: {"sum": kwargs.get("sum"), "hosts": "hosts" in kwargs})
 @pytest.mark.skipif(tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
 @pytest.mark.parametrize(
     "kwargs",
@@ -431,7 +428,8 @@ def counted(rank, world_size, kwargs, num_steps):
         {"wire": "bf16", "sum": "one-shot", "wires": {"1d": "fp32"}},
         {"wire": "int8", "sum": "one-shot"},
         {"wire": "fp16", "sum": "two-shot"},
-        {"wire": "int4", "sum": "two-shot"},
+        {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
+        {"wire": "fp8", "wires": {"1d": "fp8"}, "rounding": Rounding("stochastic"), "feedback": Feedback()},
         {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
     ],
     ids=str,
@@ -439,5 +437,4 @@ def counted(rank, world_size, kwargs, num_steps):
 def test_the_network_carries_the_bytes_of_the_steps(ranks, kwargs):
     num_steps = 5
     for over_tcp, planned, in_stats in ranks.run(counted, kwargs, num_steps, world_size=4):
-        assert over_tcp == pytest.approx(planned, rel=0.03)
-        assert in_stats == num_steps * planned
+        assert planned <= over_tcp < 1.03 * planned and in_stats == num_steps * planned

@@ -54,11 +54,6 @@ def built(kind, world_size):
     return fully_shard(model, mp_policy=policy)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-
-
 @functools.cache
 def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
     """The compiler of this process."""

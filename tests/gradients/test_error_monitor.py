@@ -54,6 +54,7 @@ def of_bucket(errors, index):
     return error
 
 
+@pytest.mark.sampled(by=lambda wire: {"rotated": "rotated" in wire})
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8", "int4", "int4 rotated"])
 def test_quantization_errors_are_those_of_the_oracle(ranks, wire):
     name, _, rotated = wire.partition(" ")
@@ -105,6 +106,7 @@ def wires_by_step(rank, world_size, fallback, num_steps, feedback=None):
     return wires, results, messages, delivered, residuals
 
 
+@pytest.mark.sampled(by=lambda fallback_wire, row: {"sum": row[1]})
 @pytest.mark.parametrize(
     ("fallback_wire", "row"),
     [("bf16", ("bf16", "two-shot")), ("fp16", ("fp16", "two-shot")), ("fp32", ("fp32", "exact"))],
@@ -125,6 +127,7 @@ def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fall
     ), message
 
 
+@pytest.mark.sampled(by=lambda world_size, sum_of_codes: {})
 @pytest.mark.parametrize(("world_size", "sum_of_codes"), [(2, "one-shot"), (3, "two-shot")])
 def test_a_fallback_takes_residuals_along(ranks, world_size, sum_of_codes):
     """They become residuals of the next wire. Under fp32, which has no residuals, they are added to the gradients."""
@@ -255,6 +258,7 @@ def with_wires(rank, world_size, kwargs):
     return gradients, results, bucket, comm.plan().exempt, comm.stats().sent_nbytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
     kwargs = {
@@ -294,6 +298,7 @@ def with_empty_parameters(rank, world_size, kwargs):
     return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
 
 
+@pytest.mark.sampled(by=lambda kwargs: {"feedback": "feedback" in kwargs})
 @pytest.mark.parametrize(
     "kwargs",
     [

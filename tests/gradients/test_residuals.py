@@ -24,6 +24,7 @@ def bits(rank, world_size, num_steps, wire, kwargs):
     return [synchronise(ddp, [normal(rank, step, SHAPE)])[0] for step in range(num_steps)]
 
 
+@pytest.mark.sampled(by=lambda wire, kwargs: {"rotate": "blocks" in kwargs})
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
     [
@@ -44,6 +45,7 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs):
             assert torch.equal(on_rank[step], expected), step
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world_size", "sum"), [(2, "one-shot"), (3, "one-shot"), (2, "two-shot"), (3, "two-shot")])
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
@@ -124,6 +126,7 @@ def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
         return delivered, comm.state_dict()["residuals"]["weights.0"]
 
 
+@pytest.mark.sampled(by=lambda wire, kwargs, world_size: {"sum": kwargs["sum"]})
 @pytest.mark.parametrize(
     ("wire", "kwargs", "world_size"),
     [
@@ -189,6 +192,7 @@ def what_was_delivered(rank, world_size, scenario, kwargs):
     return delivered, handed_in, buckets, comm.stats().nonfinite
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scenario", ["plain", "no_sync", "join"])
 @pytest.mark.parametrize(
     "kwargs",
@@ -224,6 +228,7 @@ def after_an_overflow(rank, world_size, format):
     return bool(first.isfinite().all()), bool(second.isfinite().all()), comm.state_dict()["residuals"]["weights.0"]
 
 
+@pytest.mark.sampled(by=lambda format: {})
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
 def test_an_overflow_does_not_live_on(ranks, format):
     for first_finite, second_finite, residual in ranks.run(after_an_overflow, format, world_size=2):

@@ -41,12 +41,13 @@ _DTYPES = {
 }
 
 
-def build(folder: Path) -> str:
-    """Compiles the driver; returns its path."""
-    source = Path(__file__).parent.parent / "native" / "fake_cuda.cpp"
-    library = folder / "libfakecuda.so"
+LIBRARY = "libfakecuda.so"
+
+
+def build(folder: Path) -> None:
+    """Compiles the driver to folder / LIBRARY."""
+    source, library = Path(__file__).parent.parent / "native" / "fake_cuda.cpp", folder / LIBRARY
     subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    return str(library)
 
 
 @functools.cache
@@ -118,8 +119,6 @@ class FakeCuda:
             max_programs=MAX_PROGRAMS,
             max_programs_of_last=self.max_programs_of_last,
             forced_sync=False,
-            backend=backend,
-            register_memory=False,
         )
 
     @contextlib.contextmanager
@@ -144,7 +143,6 @@ class FakeCuda:
             codec = "fake"
             s_per_byte = None
             has_two_levels = True
-            must_agree: dict = {}
 
             def __init__(self, reduces_rows: bool) -> None:
                 self.reduces_rows = reduces_rows

@@ -14,6 +14,7 @@ from test_kernels import (
     guarded,
     lay_out,
     nonfinite_by_slice,
+    place,
     signed,
     test_scales_in_place,
 )
@@ -54,15 +55,9 @@ def streams(flat: bool, dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]
     lossy, end = lay_out(numels[0], [0] if flat else [0, 3], 0)
     exact, end = lay_out(numels[1], [0, 3], end)
     gradients = torch.full((end + 11,), GAP, dtype=dtype)
-    place((lossy, exact), values, gradients)
+    for slices, flat in zip((lossy, exact), values, strict=True):
+        place(slices, flat, gradients)
     return values, (lossy, exact), gradients
-
-
-def place(slices: tuple, values: tuple, gradients: torch.Tensor) -> None:
-    """Writes each stream's values where its slices lie."""
-    for of_stream, flat in zip(slices, values, strict=True):
-        for (offset, numel), piece in zip(of_stream, flat.split([numel for _, numel in of_stream]), strict=True):
-            gradients[offset : offset + numel] = piece
 
 
 def with_residual(variant: "_C.KernelKey", source: int, numel: int, device: str) -> Encoder:
@@ -86,7 +81,7 @@ def check_pack(variant: "_C.KernelKey", device: str) -> None:
     encoder.check()
     assert_same_bits(gradients, original)
     for stream, flat, of_stream in zip((bucket.lossy, bucket.exact), flats, slices, strict=True):
-        assert stream.counts.tolist() == nonfinite_by_slice(flat, of_stream, SCALE).tolist()
+        assert stream.counts.tolist() == nonfinite_by_slice(flat, of_stream, SCALE)
 
 
 def check_unpack(variant: "_C.KernelKey", device: str) -> None:
@@ -98,7 +93,8 @@ def check_unpack(variant: "_C.KernelKey", device: str) -> None:
     messages = torch.cat([reference.pack(layout, 0, *of_rank, SCALE) for of_rank in sent])
     gradients = torch.full_like(original, GAP, device=device)
     unpack(make_bucket(layout, gradients, *slices), 0, messages.to(device), 3.0, PROGRAMS, num_messages=num_messages)
-    place(slices, reference.unpack(layout, 0, messages, 3.0, dtype, num_messages), original)
+    for of_stream, flat in zip(slices, reference.unpack(layout, 0, messages, 3.0, dtype, num_messages), strict=True):
+        place(of_stream, flat, original)
     assert_same_bits(gradients, original)
 
 

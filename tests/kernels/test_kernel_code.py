@@ -168,12 +168,8 @@ def compiled(made_once):
 VARIANT = ("kernel", "wire", "dtype", "flat", "rotated", "capability")
 
 
-def every_kernel(capabilities=CAPABILITIES):
-    return [
-        pytest.param(*kernel, id=f"{kernel_key(*kernel[:-1])}-{kernel[-1]}")
-        for kernel in all_kernels()
-        if kernel[-1] in capabilities
-    ]
+def every_kernel():
+    return [pytest.param(*kernel, id=f"{kernel_key(*kernel[:-1])}-{kernel[-1]}") for kernel in all_kernels()]
 
 
 @pytest.fixture
@@ -199,10 +195,9 @@ def accesses(ptx, verb, nbytes, predicated=False):
     return [line for line in lines if predicated or "@" not in line.split(verb)[0]]
 
 
-@pytest.mark.sampled(strength=2)
-@pytest.mark.parametrize(VARIANT, every_kernel())
-def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, rotated, capability):
-    """The wider of gradient and code moves in 128 bits, the other in as many bits as the same elements have."""
+def check_full_tiles(code, kernel, wire, dtype):
+    """Checks that the wider of gradient and code moves in 128 bits, the other in as many bits as the same elements
+    have."""
     numel = wide_side_numel(kernel, wire, dtype)
     grad, wire_nbytes = GRAD_NBYTES.get(dtype, 0), CODE_NBYTES.get(wire, 0)
     loaded, stored = {
@@ -233,9 +228,7 @@ def test_a_full_tile_is_packed_without_barriers_and_its_loads_come_first(compile
     code_store = r"(?m)^\s*" + access("st", 4 * CODE_NBYTES[wire])
     stores = [match.start() for match in re.finditer(code_store, ptx) if match.start() > loads[-1]]
     assert len(loads) == len(stores) == 4
-    body = ptx[loads[0] : stores[-1]]
-    assert "bar." not in body
-    assert ".shared" not in body
+    assert not re.search(r"bar\.|\.shared", ptx[loads[0] : stores[-1]])
     assert "mul.f32" not in ptx[loads[0] : loads[-1]].replace("mul.rn.f32", "mul.f32")
 
 
@@ -248,40 +241,29 @@ def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, rotated, capab
     stores = [match.start() for match in re.finditer(access("st", 16), ptx)]
     assert len(stores) == 4
     body = ptx[load : stores[-1]]
-    assert "bar." not in body
-    assert ".shared" not in body
+    assert not re.search(r"bar\.|\.shared", body)
     # A thread holds four neighbors at a time, so three of a rotation's five stages exchange each of its 16 elements.
     assert body.count("shfl.sync") == 3 * 16 * rotated
 
 
-@pytest.mark.sampled(strength=2)
-@pytest.mark.parametrize(VARIANT, every_kernel())
-def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, rotated, capability):
-    check_arithmetic_and_resources(code)
-    check_sum(code, kernel)
-    assert code["symbol"] == f"{kernel}_kernel"
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize(VARIANT, every_kernel((OLDEST_CAPABILITY,)))
-def test_so_it_is_for_the_oldest_gpus(code, kernel, wire, dtype, flat, rotated, capability):
-    check_arithmetic_and_resources(code)
-    check_sum(code, kernel)
-    assert code["symbol"] == f"{kernel}_kernel"
+@pytest.mark.parametrize(VARIANT, every_kernel())
+def test_full_tiles_move_in_128_bits_and_round_as_the_reference(code, kernel, wire, dtype, flat, rotated, capability):
+    if capability != OLDEST_CAPABILITY:
+        check_full_tiles(code, kernel, wire, dtype)
+    check_code(code, kernel)
+    assert 0 <= code["num_scratch_pointers"] <= 2
 
 
-def check_sum(code, kernel):
-    """Checks that a reduce has no shared memory and no barrier: a thread adds and stores the elements that it loads."""
-    if kernel == "reduce":
-        assert code["shared_nbytes"] == 0 and "bar.sync" not in code["ptx"]
-
-
-def check_arithmetic_and_resources(code):
-    """Checks arithmetic and resources, and that the installed Triton, the newest, extends no constant wrongly.
-    tests/kernels/test_kernel_constants.py checks the oldest Triton."""
+def check_code(code, kernel):
+    """Checks parameters, arithmetic and resources, and that the installed Triton, the newest, extends no constant
+    wrongly. tests/kernels/test_kernel_constants.py checks the oldest Triton."""
     from test_kernel_constants import wrong_constants
 
     ptx = code["ptx"]
+    assert code["params"] == PARAMS[kernel] and code["symbol"] == f"{kernel}_kernel"
+    # A thread of a reduce adds and stores the elements that it loads.
+    assert kernel != "reduce" or (code["shared_nbytes"] == 0 and "bar.sync" not in ptx)
     assert not wrong_constants(ptx)
     assert not re.search(r"\bfma\.", ptx)
     assert ".ftz" not in ptx
@@ -306,13 +288,6 @@ PARAMS = {
 }
 
 
-@pytest.mark.sampled(strength=2)
-@pytest.mark.parametrize(VARIANT, every_kernel())
-def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, rotated, capability):
-    assert code["params"] == PARAMS[kernel]
-    assert 0 <= code["num_scratch_pointers"] <= 2
-
-
 # ---- encoders with noise and residuals
 
 
@@ -325,9 +300,7 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
     code, compiled, kernel, wire, dtype, flat, encoding, capability
 ):
     """A thread has as many neighbors as fill 16 bytes of the widest of gradient, code and residual."""
-    check_arithmetic_and_resources(code)
-    check_sum(code, kernel)
-    assert code["params"] == PARAMS[kernel]
+    check_code(code, kernel)
     feedback, in_wire = encoding.get("feedback"), encoding.get("in_wire", wire)
     sums, rotated = (encoding.get(name, False) for name in ("sums", "rotated"))
     plain = compiled(f"{kernel_key(kernel, wire, dtype, flat, rotated=rotated and sums)}-90")["ptx"]

@@ -35,6 +35,7 @@ def has_nvrtc():
         pytest.skip(str(error))
 
 
+@pytest.mark.sampled(by=lambda capability, variant: {"capability": capability, "kernel": variant.kernel})
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_without_a_gpu(has_nvrtc, variant, capability):

@@ -195,7 +195,7 @@ def write(rows: list[Row], version: str) -> None:
 
 
 @pytest.mark.executed
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda kernel, wire: {"kernel": kernel})
 @pytest.mark.parametrize(("kernel", "wire"), CASES)
 def test_moves_little_more_than_it_must(compilers, kernel, wire):
     row = measure(compilers("newest"), kernel, wire)

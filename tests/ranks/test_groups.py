@@ -14,8 +14,6 @@ import fusedcomm
 from fusedcomm.config import Chunks, Config
 from fusedcomm.ranks import groups, hosts
 
-pytestmark = pytest.mark.alone
-
 
 def timed(rank, world_size):
     group, cpu = dist.group.WORLD, torch.device("cpu")
@@ -23,6 +21,7 @@ def timed(rank, world_size):
     return groups.time_link(channels.scatter)
 
 
+@pytest.mark.alone
 def test_all_ranks_time_the_link_alike(ranks):
     for world_size in (2, 3):
         first, *others = ranks.run(timed, world_size=world_size)
@@ -125,6 +124,8 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
+@pytest.mark.alone
 @needs_hosts
 def test_a_slow_link_is_timed(tmp_path, capsys):
     printed = printed_by(TIME_LINK, tmp_path, capsys)

@@ -78,10 +78,7 @@ def chunks_of(config: Config, world_size: int, numel: int, device_type: str = "c
 def test_ddp_alone_copies_and_reduces():
     sent = 2 * 3 / 4 * 4 * NUMEL
     assert step_s(None, cluster(), one_bucket()) == pytest.approx(ALPHA + sent * BETA)
-    viewed = predict(one_bucket(bucket_views=True), Choice(None, 1 << 40), cluster())
-    copied = predict(one_bucket(), Choice(None, 1 << 40), cluster())
-    assert copied.step_s - viewed.step_s == pytest.approx(4 * NUMEL * COPY)
-    assert viewed.sent_nbytes == sent
+    assert predict(one_bucket(), Choice(None, 1 << 40), cluster()).sent_nbytes == sent
 
 
 def test_one_rank_sends_nothing():
@@ -97,15 +94,7 @@ def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
     assert step_s(config, cluster(), one_bucket()) == pytest.approx(by_hand)
 
 
-def test_two_shot_on_two_ranks_where_it_is_asked_for():
-    exchange = ALPHA + 1 / 2 * 2 * NUMEL * BETA
-    by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
-    config = Config(wire="bf16", sum="two-shot", chunks=Chunks(2 * NUMEL))
-    assert step_s(config, cluster(2), one_bucket()) == pytest.approx(by_hand)
-
-
-@pytest.mark.parametrize(("world_size", "sum"), [(2, "auto"), (2, "one-shot"), (4, "one-shot")])
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize(("wire", "world_size", "sum"), [("bf16", 2, "auto"), ("int8", 4, "one-shot")])
 def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
     """A rank sends as much as the engine's plan says: the whole chunk to every other rank."""
     config = Config(wire=wire, sum=sum, chunks=Chunks(2 * NUMEL))
@@ -227,16 +216,6 @@ def test_two_levels_sum_within_hosts_first():
     assert sent == 4 * plan.sent_between_hosts_nbytes(4)
 
 
-def test_each_message_takes_of_a_core():
-    def on_half_a_core(cpu_fixed_s):
-        busy = Network(*[Cost(0.0, 0.0, cpu_s_per_unit=1e-9, cpu_fixed_s=cpu_fixed_s)] * 2)
-        free = Codec(*[Cost(0.0, 0.0)] * 4)
-        ranks = Cluster(4, busy, {"bf16": free}, 0.0, cores=0.5)
-        return step_s(Config(wire="bf16", chunks=Chunks(2 * NUMEL)), ranks, one_bucket())
-
-    assert on_half_a_core(1e-3) - on_half_a_core(0.0) == pytest.approx(2 * 1e-3 / 0.5)  # an exchange and a gather
-
-
 def test_sums_on_two_levels_have_networks_of_their_own():
     hosts = cluster(8, ranks_per_host=4, local=LOCAL)
     twice = Network(*[Cost(2 * ALPHA, 2 * BETA)] * 2), Network(*[Cost(4e-4, 4e-9)] * 2)
@@ -248,12 +227,6 @@ def test_sums_on_two_levels_have_networks_of_their_own():
     )
     for config in (flat, None):
         assert step_s(config, own, one_bucket()) == step_s(config, hosts, one_bucket())
-
-
-def test_two_levels_on_one_host_are_one():
-    single = cluster(4, ranks_per_host=4, local=LOCAL)
-    levels, flat = (Config(wire="int8", chunks=Chunks(1 << 24), hosts=hosts) for hosts in ("auto", None))
-    assert step_s(levels, single, one_bucket()) == step_s(flat, single, one_bucket())
 
 
 def test_a_ring_gathers_across_each_link_once():
@@ -296,8 +269,8 @@ def test_cores_limit_a_step():
 def test_bytes_delay_a_backward_pass_that_leaves_them_no_core(busy_cores, delayed):
     # There is one core. The first bucket's all-reduce keeps it busy for an eighth of the backward pass.
     reduced_s = ALPHA + 6 * NUMEL * BETA
-    all_reduce = Cost(ALPHA, BETA, cpu_fixed_s=ALPHA, cpu_s_per_unit=BETA)
-    ranks = cluster(network=dataclasses.replace(NETWORK, all_reduce=all_reduce), cores=1.0, copy_s_per_byte=0.0)
+    network = dataclasses.replace(NETWORK, cpu_s_per_byte=reduced_s / (6 * NUMEL))
+    ranks = cluster(network=network, cores=1.0, copy_s_per_byte=0.0)
     gradients = [Gradient(NUMEL, reduced_s), Gradient(1, 8 * reduced_s)]
     workload = Workload(0.1, 8 * reduced_s, 0.0, gradients, busy_cores=busy_cores)
     of_last_s = ALPHA + 6 * BETA
@@ -338,14 +311,6 @@ def test_buckets_are_cut_as_ddp_cuts_them(numels, cap):
     indices, _ = dist._compute_bucket_assignment_by_size(tensors, caps)
     gradients = linear_gradients(numels, 1.0)
     assert cut_buckets(gradients, cap) == [[gradients[index] for index in bucket] for bucket in indices]
-
-
-def test_buckets_may_be_given():
-    workload = Workload(0.1, 0.2, 0.0, linear_gradients([NUMEL] * 4, 0.2))
-    halves = [workload.gradients[:2], workload.gradients[2:]]
-    assert predict(workload, Choice(None), cluster(), halves).num_buckets == 2
-    together = predict(workload, Choice(None, 1 << 40), cluster())
-    assert predict(workload, Choice(None), cluster(), [workload.gradients]) == together
 
 
 # ---- properties
@@ -406,16 +371,6 @@ def test_a_faster_network_is_never_slower(workload, ranks, config):
     choice = Choice(config, 1 << 20)
     before = predict(workload, choice, ranks).step_s
     assert predict(workload, choice, dataclasses.replace(ranks, network=faster)).step_s <= before * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
-def test_a_much_faster_network_is_faster(wire):
-    workload = Workload(0.01, 0.02, 0.001, linear_gradients([1 << 20] * 8, 0.02))
-    steps = []
-    for factor in (1, 4, 16, 64):
-        network = Network(*[Cost(ALPHA / factor, BETA / factor)] * 2)
-        steps.append(predict(workload, Choice(Config(wire=wire)), cluster(network=network)).step_s)
-    assert steps == sorted(steps, reverse=True)
 
 
 # ---- against a measurement

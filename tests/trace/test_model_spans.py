@@ -129,6 +129,7 @@ def end(event):
     return round(event["ts"] + event["dur"], 3)  # whole nanoseconds
 
 
+@pytest.mark.sampled(by=lambda case: {"model": CASES[case][0], "shown": CASES[case][3]})
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_of_the_model_is_shown_as_it_ran(ranks, tmp_path, case):
     ranks.run(traced_case, str(tmp_path / "{rank}.json"), case, world_size=2)

@@ -236,6 +236,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.alone
 @needs_hosts
 def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):

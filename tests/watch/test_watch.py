@@ -60,7 +60,7 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
     ddp = DistributedDataParallel(Gradients((4000,)))
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
-    trial_steps = comm._runs._search.trial_steps
+    trial_steps = comm.runs._search.trial_steps
     synchronise(ddp, gradients, steps=trial_steps)
     log = folder / f"{rank}.log"
     with stderr_to(log):
@@ -76,6 +76,7 @@ def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks, tmp_path):
     assert "the times of config='auto' trying off" in warned
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
@@ -168,8 +169,8 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
     if forged is not None and rank == 0:
-        comm._session._store.set("watch/call/1", forged)
-        comm._session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
+        comm.session._store.set("watch/call/1", forged)
+        comm.session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronise(ddp, gradients, steps=3)
     log = folder / f"{rank}.log"
@@ -202,6 +203,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         assert "missing" not in warned
 
 
+@pytest.mark.sampled(by=lambda forged: {})
 @pytest.mark.parametrize("forged", ["", "opened by rank 2, after a failure: ", "call 1 0123456789abcdef\n1:2,"])
 def test_a_roll_call_that_cannot_be_read_is_answered_and_passed_over(ranks, tmp_path, forged):
     outcomes = ranks.run(slow, 1, patient(2), tmp_path, forged, world_size=3)

@@ -64,6 +64,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @needs_hosts
 def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys):
     # For each second of stall_after, rank 2 sends 2.7 MB in a step. From step 2 on these take 3.5 s.

@@ -152,7 +152,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
         with stderr_to(log.name):
             if rank == 1:
                 if in_a_roll_call:
-                    comm._session._store.native.wait(["watch/answer/1/1"])
+                    comm.session._store.native.wait(["watch/answer/1/1"])
                 obey(control, b"h")
                 time.sleep(silent_s)
                 obey(control, b"g")
@@ -164,6 +164,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
     return text, all((mean == (world_size + 1) / 2).all().item() for mean in means)
 
 
+@pytest.mark.sampled(by=lambda in_a_roll_call, silent_s, silences: {"reported": silences})
 @pytest.mark.parametrize(
     ("in_a_roll_call", "silent_s", "silences"), [(False, 3, {0}), (False, 8, {1}), (True, 3.1, {0, 1})]
 )
@@ -237,6 +238,7 @@ def attached_without_its_store(rank, world_size, port, control, moment):
     return text, waited_s
 
 
+@pytest.mark.sampled(by=lambda moment: {"error": moment != "watching"})
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_attaching_ends_soon_when_the_store_is_gone_and_says_which_store(ranks, proxy, moment):
     for text, waited_s in ranks.run(attached_without_its_store, proxy.port, proxy.control, moment, world_size=2):
@@ -281,6 +283,7 @@ def without_its_host(rank, world_size, moment):
         return "", time.monotonic() - started
 
 
+@pytest.mark.sampled(by=lambda moment: {"training": moment == "training"})
 @pytest.mark.parametrize("moment", [*MOMENTS, "training"])
 def test_a_rank_that_dies_with_the_store_is_named_soon(ranks, moment):
     outcome = ranks.outcomes(without_its_host, moment, world_size=3, lost=0)
