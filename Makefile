@@ -71,6 +71,7 @@ demo: build
 test test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test-all: override ARGS += --all
 test test-all: build $(KERNELS) $(CHECKER)
+	$(PY) tests/helpers/native_objects.py
 	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
 	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]

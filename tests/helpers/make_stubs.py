@@ -40,7 +40,7 @@ def spelled(text: str) -> str:
         text = text.replace(theirs, ours)
     # A default value that is no literal, and a C++ type that no binding names.
     text = re.sub(r"<[^<>]*(?:<[^<>]*>[^<>]*)*>", "...", text)
-    text = re.sub(r"\b\w+(?:::\w+)+(?:<.*?>)?", "typing.Any", text)
+    text = re.sub(r"\b\w+(?:::\w+)+(?:<.*?>)?|\bobject\b", "typing.Any", text)
     return re.sub(r"(?<!\| None) = None", " | None = None", text)
 
 
