@@ -20,7 +20,17 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from lib.common import Row, interleave, keep_memory, make_row, print_table, run_command, with_ratios, write_json
+from lib.common import (
+    Row,
+    drop_memory,
+    interleave,
+    keep_memory,
+    make_row,
+    print_table,
+    run_command,
+    with_ratios,
+    write_json,
+)
 from tqdm import tqdm
 
 from fusedcomm import reference
@@ -358,6 +368,8 @@ def main() -> None:
         case = STAGES[stage](wire, numel, num_buffers, codec, torch_impls)
         twin = case if numel <= CHECKED_NUMEL else STAGES[stage](wire, CHECKED_NUMEL, 1, codec, {})
         rows += measure(case, twin, rounds)
+        del case, twin  # their functions refer to them
+        drop_memory()
     rows = with_ratios(rows, ["memcpy", "torch"])
     print(f"codec {codec.isa}, {codec.num_threads} thread(s)")
     print_table(rows)

@@ -20,6 +20,7 @@ from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronised_parameters
+from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 
 _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
@@ -176,6 +177,11 @@ class GradReducer(GradientNorms):
         """
         self.refuse_detached("it takes part in no pass")
         self.native.shadow_pass()
+
+    def plan(self) -> Plan:
+        """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""
+        self.refuse_detached("nothing is sent")
+        return super().plan()
 
     def _let_go(self) -> None:
         # Backward passes leave gradients as they are on each rank from now on.

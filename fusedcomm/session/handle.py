@@ -92,8 +92,8 @@ class CommHandle:
         """What runs behind this object, for fusedcomm itself. Raises RuntimeError if this object is a copy."""
         if self._runs is None:
             raise RuntimeError(
-                f"fusedcomm: this {self._kind} is a copy, made with copy or pickle, and is attached to nothing: "
-                f"{self._anew}"
+                f"fusedcomm: this {self._kind} is a copy, made with copy or pickle, and is attached to nothing: for "
+                f"the copied module {self._anew}"
             )
         return self._runs
 
@@ -141,7 +141,6 @@ class CommHandle:
 
     def plan(self) -> Plan:
         """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
-        self.refuse_detached("nothing is sent")
         return self.runs.plan(self._caps())
 
     def tuning(self) -> "Tuning | None":

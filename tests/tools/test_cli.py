@@ -32,26 +32,10 @@ def refusal(capsys, *argv: str) -> str:
 # ---- arguments
 
 
-def test_demo_names_the_wires_there_are(capsys, demo_packages):
-    text = refusal(capsys, "demo", "--wires", "bf16", "int3")
-    assert "int3" in text
-    assert all(wire in text for wire in fusedcomm.WIRES)
-
-
-@pytest.mark.parametrize("ranks", ["1", "1000"])
-def test_demo_refuses_ranks(capsys, tmp_path, demo_packages, ranks):
-    assert f"--ranks {ranks} is not possible" in refusal(capsys, "demo", "--ranks", ranks, "--out", str(tmp_path))
-
-
 def test_demo_refuses_other_ranks_than_torchrun_started(capsys, tmp_path, monkeypatch, demo_packages):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "torchrun started 2" in refusal(capsys, "demo", "--ranks", "3", "--out", str(tmp_path))
-
-
-def test_demo_refuses_a_folder_that_cannot_be(capsys, tmp_path, demo_packages):
-    (tmp_path / "file").write_text("")
-    assert "cannot be made" in refusal(capsys, "demo", "--out", str(tmp_path / "file"))
 
 
 def test_demo_refuses_a_folder_that_it_may_not_write_to(capsys, tmp_path, monkeypatch, demo_packages):
@@ -205,11 +189,9 @@ def test_the_demos_picture_has_a_color_for_each_way_and_nothing_is_cut_off(tmp_p
     assert len(names) == len(losses.lines) == len({line.get_color() for line in losses.lines}) == 9
     assert [line.get_label() for line in losses.lines][-1] == "fusedcomm bf16"
     assert [label.get_text() for label in finals.get_yticklabels()] == names
-    assert {axes.get_xscale() for axes in figure.axes} == {losses.get_yscale()} == {"linear"}
     titles = [axes._left_title for axes in figure.axes]
-    shown = [*titles, *(axes.xaxis.label for axes in figure.axes), *finals.get_yticklabels()]
     width, height = figure.bbox.size
-    for text in shown:
+    for text in (*titles, *(axes.xaxis.label for axes in figure.axes), *finals.get_yticklabels()):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text.get_text()
     boxes = [title.get_window_extent() for title in titles]

@@ -140,19 +140,6 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-@pytest.mark.full
-def test_an_interrupt_ends_a_benchmark_and_its_ranks(tmp_path):
-    benchmark = Path(__file__).parents[2] / "bench" / "hook_overhead.py"
-    process = start(tmp_path, str(benchmark), "--ranks", "2", "--rounds", "100000000")
-    while len(members(process.pid)) < 3:  # the benchmark and its ranks
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=HANG_S)
-    assert (process.returncode, errors) == (130, "interrupted\n")
-    assert all_end(process.pid)
-
-
 def test_a_reader_that_leaves_is_no_error(tmp_path):
     """As with: fusedcomm plan ... | head -1"""
     plan = ("-m", "fusedcomm", "plan", "--ranks", "2", "--params", "1e6", "--step-ms", "9")
