@@ -117,6 +117,18 @@ def count_of_bits(name: str, modifiers: Modifiers, kind: str) -> Operation:
     return Operation((kind,), "u32", compute)
 
 
+def reversed_bits(name: str, modifiers: Modifiers, kind: str) -> Operation:
+    require(kind, "b32", "b64")
+    dtype = DTYPES[kind]
+
+    def compute(a):
+        in_bytes = np.ascontiguousarray(a).view(np.uint8).reshape(-1, dtype.itemsize)
+        bits = np.unpackbits(in_bytes, axis=1)[:, ::-1]  # the highest bit of the last byte becomes the first
+        return np.packbits(bits, axis=1).reshape(-1).view(dtype)
+
+    return same(kind, 1, compute)
+
+
 def extracted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, *INTEGERS[1:3], *INTEGERS[4:])
     nbits, dtype = nbits_of(kind), DTYPES[kind]
@@ -277,6 +289,7 @@ BUILDERS = {
     **dict.fromkeys(("shl", "shr"), shift),
     **dict.fromkeys(("sqrt", "rcp"), float_operation),
     "selp": selection,
+    "brev": reversed_bits,
     "bfe": extracted_field,
     "lop3": by_table,
     "shf": funnel_shift,

@@ -75,6 +75,8 @@ INTEGERS = [
     ("bfind.shiftamt.u32", (0x00010000,), 15),
     ("bfind.shiftamt.u32", (0,), 0xFFFFFFFF),
     ("bfind.u64", (1 << 63,), 63),
+    ("brev.b32", (0x00000003,), 0xC0000000),
+    ("brev.b64", (0x1,), 1 << 63),
     ("bfe.u32", (0x12345678, 8, 8), 0x56),
     ("bfe.s32", (0x12348678, 8, 8), 0xFFFFFF86),
     ("bfe.s32", (0x80000000, 28, 8), 0xFFFFFFF8),  # the field ends with the number: its sign fills the rest
