@@ -23,6 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_THRESHOLD, MALLOPT_MMAP_MAX = -1, -3, -4
 """Parameters of mallopt(), as glibc's malloc.h numbers them."""
 
+LINE_WIDTH, ROW_WIDTH = 118, 500
+"""Most characters of a line of a JSON file; the second where it holds an item of a list, such as a row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -80,6 +83,13 @@ def give_back_memory() -> None:
 
     As keep_memory() where the C library is not glibc, or refuses."""
     _mallopt((MALLOPT_MMAP_THRESHOLD, 1 << 16))
+
+
+def drop_memory() -> None:
+    """Frees objects that refer to each other, and gives the system what keep_memory() has kept so far."""
+    gc.collect()
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
 
 
 def _mallopt(*settings: tuple[int, int]) -> None:
@@ -179,8 +189,23 @@ def write_document(path: str | os.PathLike, document: dict) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.write_text(as_json(document) + "\n")
     unfinished.replace(path)
+
+
+def as_json(value: object, indent: int = 0, used: int = 0, width: int = LINE_WIDTH) -> str:
+    """JSON with a row on a line: what fits into `width` characters, of which `used` are taken, is not broken up."""
+    text = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or not value or indent + used + len(text) <= width:
+        return text
+    if isinstance(value, dict):
+        items = [
+            f"{json.dumps(str(key))}: {as_json(of_key, indent + 1, len(str(key)) + 4)}" for key, of_key in value.items()
+        ]
+    else:
+        items = [as_json(item, indent + 1, width=ROW_WIDTH) for item in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return begin + "\n" + ",\n".join(" " * (indent + 1) + item for item in items) + "\n" + " " * indent + end
 
 
 class Report:

@@ -48,6 +48,7 @@ class AdasumOptimizer:
     param_groups: list[dict]
 
     def set_up(self, names: dict[torch.Tensor, str], compression: Any, backward_passes_per_step: int) -> None:
+        """Arguments: see DistributedOptimizer(). names: of all parameters that it may ever have."""
         self._parameter_names = names
         self._compression = compression
         self._handles: dict[torch.Tensor, tuple[int, Any, torch.Tensor]] = {}
@@ -61,6 +62,7 @@ class AdasumOptimizer:
             self._hooks[each] = each.register_post_accumulate_grad_hook(self._on_gradient)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on `passes` backward passes are added up before a parameter is stepped."""
         self.backward_passes_per_step = passes
         self._passes_left = dict.fromkeys(self._hooks, passes)
 
@@ -94,11 +96,13 @@ class AdasumOptimizer:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
+        """Raises AssertionError: step() cannot do without."""
         raise AssertionError("skip_synchronize() is not possible with op=hvd.Adasum: step() has to wait for the steps")
         yield
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Waits for the steps of all parameters and adds the reduced ones. Returns the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -119,6 +123,7 @@ class AdasumOptimizer:
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Raises AssertionError while steps are being reduced."""
         if self._handles:
             raise AssertionError(ZERO_GRAD_TOO_EARLY)
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]

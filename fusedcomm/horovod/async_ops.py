@@ -1,8 +1,9 @@
-"""The collectives that return a handle. None of them is seen by autograd; see ops.py for those that are.
+"""The collectives that return a handle, for hvd.poll() and hvd.synchronize(). Autograd sees none of them. ops.py has
+those that can be differentiated, and tells the arguments and errors that all have in common.
 
 Every function checks its arguments, gives the operation a name that all ranks share, and hands it to the coordinator.
-`process_set`: the ranks that take part. `name`: the operation's name on every rank; without one, all ranks must call
-unnamed operations of a kind in the same order."""
+Tensors must not change, and those of functions whose name ends with _ must not be read, until the handle is
+synchronized."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,19 +29,31 @@ from fusedcomm.horovod.world import World
 Tensors = Sequence[torch.Tensor]
 
 
-def _one(result: Any) -> torch.Tensor:
-    return result.outputs[0]
+def _begin(
+    kind: str, given: Any, dtypes: frozenset[torch.dtype], name: str | None, process_set: ProcessSet, is_group: bool
+) -> tuple[World, list[torch.Tensor], str]:
+    """The world, the checked tensors, and the operation's name. `given`: a tensor, or a list if it is a group, whose
+    names are kept apart from those of single tensors."""
+    found, _ = member_of(process_set)
+    if is_group:
+        tensors = check_group(kind, given, dtypes)
+    else:
+        check_tensor(kind, given, dtypes)
+        tensors = [given]
+    if name is None:
+        name = next_name(process_set.process_set_id, f"grouped {kind}" if is_group else kind)
+    return found, tensors, f"grouped.{name}" if is_group else name
 
 
-def _many(result: Any) -> list[torch.Tensor]:
-    return list(result.outputs)
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def _reduce(
-    found: World,
-    inputs: list[torch.Tensor],
-    name: str,
-    op: int,
+def _allreduce(
+    given: Any,
+    average: bool | None,
+    name: str | None,
+    op: int | None,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
@@ -49,6 +62,8 @@ def _reduce(
     in_place: bool,
     is_group: bool = False,
 ) -> int:
+    found, inputs, name = _begin("allreduce", given, REDUCED, name, process_set, is_group)
+    op = parse_op(op, average)
     check_adasum(op, process_set, found.size)
     outputs = inputs if in_place else [_empty_like(tensor) for tensor in inputs]
     result = outputs if is_group else outputs[0]
@@ -68,17 +83,36 @@ def _reduce(
     )
 
 
-def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
-    return next_name(process_set.process_set_id, kind) if name is None else name
-
-
-def _group_name(name: str | None, kind: str, process_set: ProcessSet) -> str:
-    """A group's name, kept apart from those of single tensors."""
-    return f"grouped.{_name(name, 'grouped ' + kind, process_set)}"
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+def reduce_gradients(
+    tensors: list[torch.Tensor],
+    name: str,
+    tensor_names: list[str],
+    op: int,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+    wire: str,
+    is_group: bool,
+) -> int:
+    """For DistributedOptimizer: allreduces contiguous tensors in place. The result is their list. tensor_names: by
+    which a configuration chooses wires. scales: the factors before and after the sum."""
+    found, _ = member_of(process_set)
+    for tensor in tensors:
+        check_tensor("allreduce", tensor, REDUCED)
+    return submit(
+        found,
+        kind="allreduce",
+        name=f"grouped.{name}" if is_group else name,
+        inputs=tensors,
+        outputs=tensors,
+        finish=lambda _: tensors,
+        written=tensors,
+        op=op,
+        prescale=scales[0],
+        postscale=scales[1],
+        set_id=process_set.process_set_id,
+        wire=wire,
+        tensor_names=tensor_names,
+    )
 
 
 def allreduce_async(
@@ -92,11 +126,10 @@ def allreduce_async(
     *,
     wire: str = "",
 ) -> int:
-    """Reduces tensors of one shape and dtype over the ranks. The result is a new tensor. `wire`: see compression.py."""
-    found, _ = member_of(process_set)
-    check_tensor("allreduce", tensor, REDUCED)
-    return _reduce(found, [tensor], _name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
-                   postscale_factor, process_set, wire, in_place=False)  # fmt: skip
+    """Begins allreduce(). The result is a new tensor. `wire`: in which the engine sums; see compression.py ("": none).
+
+    Raises ValueError and HorovodInternalError as in ops.py."""
+    return _allreduce(tensor, average, name, op, prescale_factor, postscale_factor, process_set, wire, in_place=False)
 
 
 def allreduce_async_(
@@ -110,11 +143,8 @@ def allreduce_async_(
     *,
     wire: str = "",
 ) -> int:
-    """Like allreduce_async(), in place: `tensor` must not be used until the handle is synchronised."""
-    found, _ = member_of(process_set)
-    check_tensor("allreduce", tensor, REDUCED)
-    return _reduce(found, [tensor], _name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
-                   postscale_factor, process_set, wire, in_place=True)  # fmt: skip
+    """As allreduce_async(), in place: the result is `tensor`."""
+    return _allreduce(tensor, average, name, op, prescale_factor, postscale_factor, process_set, wire, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -128,11 +158,9 @@ def grouped_allreduce_async(
     *,
     wire: str = "",
 ) -> int:
-    """Reduces several tensors as one operation, with one handle and a list as its result."""
-    found, _ = member_of(process_set)
-    inputs = check_group("allreduce", tensors, REDUCED)
-    return _reduce(found, inputs, _group_name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
-                   postscale_factor, process_set, wire, in_place=False, is_group=True)  # fmt: skip
+    """As allreduce_async(), of several tensors as one operation: the result is a list of new tensors."""
+    return _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, wire,
+                      in_place=False, is_group=True)  # fmt: skip
 
 
 def grouped_allreduce_async_(
@@ -146,11 +174,9 @@ def grouped_allreduce_async_(
     *,
     wire: str = "",
 ) -> int:
-    """Like grouped_allreduce_async(), in place."""
-    found, _ = member_of(process_set)
-    inputs = check_group("allreduce", tensors, REDUCED)
-    return _reduce(found, inputs, _group_name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
-                   postscale_factor, process_set, wire, in_place=True, is_group=True)  # fmt: skip
+    """As grouped_allreduce_async(), in place: the result is the list of `tensors`."""
+    return _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, wire,
+                      in_place=True, is_group=True)  # fmt: skip
 
 
 def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,52 +184,43 @@ def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def _gather(
-    found: World,
-    tensors: list[torch.Tensor],
-    name: str,
-    finish: Callable[[list[torch.Tensor]], Any],
-    process_set: ProcessSet,
-) -> int:
+def _allgather(given: Any, name: str | None, process_set: ProcessSet, *, is_group: bool) -> int:
+    found, tensors, name = _begin("allgather", given, MOVED, name, process_set, is_group)
     for tensor in tensors:
         check_has_rows("allgather", tensor)
     dtypes = [tensor.dtype for tensor in tensors]
 
-    def in_dtypes(result: Any) -> Any:
-        return finish([out.view(dtype) if dtype is torch.bool else out
-                       for out, dtype in zip(result.outputs, dtypes, strict=True)])  # fmt: skip
+    def finish(result: Any) -> Any:
+        gathered = [out.view(dtype) if dtype is torch.bool else out
+                    for out, dtype in zip(result.outputs, dtypes, strict=True)]  # fmt: skip
+        return gathered if is_group else gathered[0]
 
     inputs = [_as_moved(tensor) for tensor in tensors]
-    return submit(found, kind="allgather", name=name, inputs=inputs, outputs=[], finish=in_dtypes,
+    return submit(found, kind="allgather", name=name, inputs=inputs, outputs=[], finish=finish,
                   set_id=process_set.process_set_id)  # fmt: skip
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Concatenates the ranks' tensors along the first dimension, in which they may differ, in rank order."""
-    found, _ = member_of(process_set)
-    check_tensor("allgather", tensor, MOVED)
-    return _gather(found, [tensor], _name(name, "allgather", process_set), lambda outputs: outputs[0], process_set)
+    """Begins allgather(). The result is a new tensor."""
+    return _allgather(tensor, name, process_set, is_group=False)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Gathers several tensors as one operation, with one handle and a list as its result."""
-    found, _ = member_of(process_set)
-    inputs = check_group("allgather", tensors, MOVED)
-    return _gather(found, inputs, _group_name(name, "allgather", process_set), list, process_set)
+    """Begins grouped_allgather(). The result is a list of new tensors."""
+    return _allgather(tensors, name, process_set, is_group=True)
 
 
 def _broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool
 ) -> int:
-    found, _ = member_of(process_set)
-    check_tensor("broadcast", tensor, MOVED)
+    found, _, name = _begin("broadcast", tensor, MOVED, name, process_set, is_group=False)
     output = tensor if in_place else _empty_like(tensor)
     return submit(
         found,
         kind="broadcast",
-        name=_name(name, "broadcast", process_set),
+        name=name,
         inputs=[_as_moved(tensor)],
         outputs=[_as_moved(output)],
         finish=lambda _: output,
@@ -216,14 +233,14 @@ def _broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Copies the root's tensor into a new one on every rank. `root_rank`: a rank of the job, also in a process set."""
+    """Begins broadcast(). The result is a new tensor."""
     return _broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Like broadcast_async(), in place."""
+    """As broadcast_async(), in place: the result is `tensor`."""
     return _broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
@@ -233,15 +250,11 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Sends splits[r] rows of `tensor` to rank r of the set, in rank order; rows beyond their sum are not sent. Where
-    `splits` are wrong, this rank gets a ValueError, and the others a HorovodInternalError.
-
-    The result is a pair: the received rows in rank order, and how many came from each rank, int32 of shape (ranks of
-    the set,), on the device of `splits`."""
-    found, _ = member_of(process_set)
-    check_tensor("alltoall", tensor, MOVED)
+    """Begins alltoall(). The result is a pair, also without `splits`: the received rows, a new tensor, and how many
+    came from each rank, int32 of shape (ranks of the set,), on the device of `splits`. Where `splits` are wrong, this
+    rank gets a ValueError, and the others a HorovodInternalError."""
+    found, _, name = _begin("alltoall", tensor, MOVED, name, process_set, is_group=False)
     check_has_rows("alltoall", tensor)
-    name = _name(name, "alltoall", process_set)
     try:
         parsed = parse_splits(splits, tensor.shape[0], len(process_set.ranks))
     except ValueError as error:
@@ -259,19 +272,21 @@ def alltoall_async(
                   finish=finish, splits=parsed, set_id=process_set.process_set_id)  # fmt: skip
 
 
-def _scatter(
-    found: World,
-    tensors: list[torch.Tensor],
-    name: str,
-    finish: Callable[[Any], Any],
+def _reducescatter(
+    given: Any,
+    name: str | None,
     op: int,
     process_set: ProcessSet,
     prescale_factor: float,
     postscale_factor: float,
+    *,
+    is_group: bool,
 ) -> int:
+    found, tensors, name = _begin("reducescatter", given, REDUCED, name, process_set, is_group)
     check_scattered_op(op)
     for tensor in tensors:
         check_has_rows("reducescatter", tensor)
+    finish: Callable[[Any], Any] = lambda result: list(result.outputs) if is_group else result.outputs[0]  # noqa: E731
     return submit(found, kind="reducescatter", name=name, inputs=tensors, outputs=[], finish=finish, op=op,
                   prescale=prescale_factor, postscale=postscale_factor, set_id=process_set.process_set_id)  # fmt: skip
 
@@ -284,11 +299,8 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Sums tensors of one shape; each rank keeps its share of the rows. The first `rows % ranks` ranks get one more."""
-    found, _ = member_of(process_set)
-    check_tensor("reducescatter", tensor, REDUCED)
-    return _scatter(found, [tensor], _name(name, "reducescatter", process_set), _one, op, process_set,
-                    prescale_factor, postscale_factor)  # fmt: skip
+    """Begins reducescatter(). The result is a new tensor."""
+    return _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor, is_group=False)
 
 
 def grouped_reducescatter_async(
@@ -299,8 +311,5 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Scatters several sums as one operation, with one handle and a list as its result."""
-    found, _ = member_of(process_set)
-    inputs = check_group("reducescatter", tensors, REDUCED)
-    return _scatter(found, inputs, _group_name(name, "reducescatter", process_set), _many, op, process_set,
-                    prescale_factor, postscale_factor)  # fmt: skip
+    """Begins grouped_reducescatter(). The result is a list of new tensors."""
+    return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_group=True)

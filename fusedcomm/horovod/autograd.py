@@ -2,6 +2,8 @@
 
 An allreduce's gradient is reduced like its tensor. Gradients of allgather and broadcast are averaged over the ranks,
 as the loss is taken to be. A reducescatter's gradient is gathered, times what the sum was scaled by.
+
+`is_group`: whether the tensors are one grouped operation; else there is one tensor. Results are tuples.
 """
 
 from typing import Any
@@ -13,62 +15,59 @@ from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set
 
+Tensors = tuple[torch.Tensor, ...]
+
+
+def allreduced(is_group: bool, tensors: Tensors, name: str | None, how: dict) -> Tensors:
+    """Without a derivative. how: the other arguments of allreduce_async()."""
+    if is_group:
+        return tuple(synchronize(async_ops.grouped_allreduce_async(list(tensors), name=name, **how)))
+    return (synchronize(async_ops.allreduce_async(tensors[0], name=name, **how)),)
+
+
+def allgathered(is_group: bool, tensors: Tensors, name: str | None, process_set: ProcessSet) -> Tensors:
+    """Without a derivative."""
+    if is_group:
+        return tuple(synchronize(async_ops.grouped_allgather_async(list(tensors), name, process_set)))
+    return (synchronize(async_ops.allgather_async(tensors[0], name, process_set)),)
+
+
+def scattered(is_group: bool, tensors: Tensors, name: str | None, how: dict) -> Tensors:
+    """Without a derivative. how: the other arguments of reducescatter_async()."""
+    if is_group:
+        return tuple(synchronize(async_ops.grouped_reducescatter_async(list(tensors), name, **how)))
+    return (synchronize(async_ops.reducescatter_async(tensors[0], name, **how)),)
+
 
 class Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, how: dict) -> torch.Tensor:
-        ctx.how = how
-        return synchronize(async_ops.allreduce_async(tensor, name=name, **how))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return synchronize(async_ops.allreduce_async(grad.contiguous(), **ctx.how)), None, None
-
-
-class GroupedAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, how: dict, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.how = how
-        return tuple(synchronize(async_ops.grouped_allreduce_async(tensors, name=name, **how)))
+    def forward(ctx: Any, is_group: bool, name: str | None, how: dict, *tensors: torch.Tensor) -> Tensors:
+        ctx.is_group, ctx.how = is_group, how
+        return allreduced(is_group, tensors, name, how)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        contiguous = [grad.contiguous() for grad in grads]
-        return None, None, *synchronize(async_ops.grouped_allreduce_async(contiguous, **ctx.how))
-
-
-def _own_rows(grads: list[torch.Tensor], num_rows: list[int], process_set: ProcessSet) -> list[torch.Tensor]:
-    """The averages of gradients of gathered tensors, narrowed to the rows that this rank gave. `num_rows`: of each."""
-    _, rank = member_of(process_set)
-    counts = synchronize(
-        async_ops.allgather_async(torch.tensor([num_rows], dtype=torch.int64), process_set=process_set)
-    )
-    begins = counts[:rank].sum(0).tolist()
-    handles = [async_ops.allreduce_async(grad.contiguous(), op=Average, process_set=process_set) for grad in grads]
-    averages = [synchronize(handle) for handle in handles]
-    return [average.narrow(0, begin, rows) for average, begin, rows in zip(averages, begins, num_rows, strict=True)]
+        contiguous = tuple(grad.contiguous() for grad in grads)
+        return None, None, None, *allreduced(ctx.is_group, contiguous, None, ctx.how)
 
 
 class Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-        ctx.num_rows, ctx.process_set = [tensor.shape[0]] if tensor.dim() else [0], process_set
-        return synchronize(async_ops.allgather_async(tensor, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _own_rows([grad], ctx.num_rows, ctx.process_set)[0], None, None
-
-
-class GroupedAllgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> tuple:
+    def forward(ctx: Any, is_group: bool, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Tensors:
         ctx.num_rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors], process_set
-        return tuple(synchronize(async_ops.grouped_allgather_async(tensors, name, process_set)))
+        return allgathered(is_group, tensors, name, process_set)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return None, None, *_own_rows(list(grads), ctx.num_rows, ctx.process_set)
+        """The averages, narrowed to the rows that this rank gave."""
+        _, rank = member_of(ctx.process_set)
+        own = torch.tensor([ctx.num_rows], dtype=torch.int64)
+        begins = synchronize(async_ops.allgather_async(own, process_set=ctx.process_set))[:rank].sum(0).tolist()
+        how = dict(op=Average, process_set=ctx.process_set)
+        handles = [async_ops.allreduce_async(grad.contiguous(), **how) for grad in grads]
+        averages = [synchronize(handle) for handle in handles]
+        narrowed = zip(averages, begins, ctx.num_rows, strict=True)
+        return None, None, None, *(average.narrow(0, begin, rows) for average, begin, rows in narrowed)
 
 
 class Broadcast(torch.autograd.Function):
@@ -105,33 +104,18 @@ class Alltoall(torch.autograd.Function):
         return own, None, None, None
 
 
-def _scattered_back(grads: tuple[torch.Tensor, ...], how: dict) -> list[torch.Tensor]:
-    process_set = how["process_set"]
-    factor = how["prescale_factor"] * how["postscale_factor"]
-    if how["op"] == Sum:
-        factor *= len(process_set.ranks)
-    scaled = [grad.contiguous() * factor if factor != 1 else grad.contiguous() for grad in grads]
-    handles = [async_ops.allgather_async(grad, process_set=process_set) for grad in scaled]
-    return [synchronize(handle) for handle in handles]
-
-
 class Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, how: dict) -> torch.Tensor:
+    def forward(ctx: Any, is_group: bool, name: str | None, how: dict, *tensors: torch.Tensor) -> Tensors:
         ctx.how = how
-        return synchronize(async_ops.reducescatter_async(tensor, name, **how))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _scattered_back((grad,), ctx.how)[0], None, None
-
-
-class GroupedReducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, how: dict, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.how = how
-        return tuple(synchronize(async_ops.grouped_reducescatter_async(tensors, name, **how)))
+        return scattered(is_group, tensors, name, how)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return None, None, *_scattered_back(grads, ctx.how)
+        process_set = ctx.how["process_set"]
+        factor = ctx.how["prescale_factor"] * ctx.how["postscale_factor"]
+        if ctx.how["op"] == Sum:
+            factor *= len(process_set.ranks)
+        scaled = [grad.contiguous() * factor if factor != 1 else grad.contiguous() for grad in grads]
+        handles = [async_ops.allgather_async(grad, process_set=process_set) for grad in scaled]
+        return None, None, None, *(synchronize(handle) for handle in handles)

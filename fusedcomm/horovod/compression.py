@@ -26,10 +26,13 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The result in the tensor's own dtype. ctx: what compress() returned beside `tensor`."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor, None
@@ -54,22 +57,32 @@ class _Cast(Compressor):
 
 
 class BF16Compressor(_Cast):
+    """On cpu sent as bfloat16 and summed in fp32; on cuda cast, and summed in bfloat16."""
+
     wire, dtype = "bf16", torch.bfloat16
 
 
 class FP16Compressor(_Cast):
+    """On cpu sent as float16 and summed in fp32; on cuda cast, and summed in float16."""
+
     wire, dtype = "fp16", torch.float16
 
 
 class Int8Compressor(NoneCompressor):
+    """Sent as int8 codes with scales, and summed in fp32. On cpu only."""
+
     wire = "int8"
 
 
 class FP8Compressor(NoneCompressor):
+    """Sent as 8-bit floats with scales, and summed in fp32. On cpu only."""
+
     wire = "fp8"
 
 
 class Int4Compressor(NoneCompressor):
+    """Sent as int4 codes with scales, and summed in fp32. On cpu only."""
+
     wire = "int4"
 
 

@@ -124,6 +124,7 @@ def flag(name: str) -> bool:
 
 
 def whole(name: str) -> int:
+    """Raises ValueError for what is no whole number of at least 0."""
     value = os.environ.get(name) or _DEFAULTS[name]
     if not value.strip().isdecimal():
         raise ValueError(f"{name}={value!r} is not possible: use a whole number, at least 0")
@@ -131,6 +132,7 @@ def whole(name: str) -> int:
 
 
 def seconds(name: str) -> float:
+    """Raises ValueError for what is no number of at least 0."""
     value = os.environ.get(name) or _DEFAULTS[name]
     try:
         found = float(value)

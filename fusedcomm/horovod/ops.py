@@ -1,7 +1,27 @@
 """The collectives that wait for their result. Those that return a new tensor can be differentiated; see autograd.py.
 
-`process_set`: the ranks that take part. `name`: the operation's name on every rank; without one, all ranks must
-call unnamed operations of a kind in the same order. `compression`: how gradients travel; see compression.py."""
+Common arguments, of these functions and of those in async_ops.py:
+
+    tensor, tensors: dense and contiguous, on cpu or cuda, of the same shape, dtype and device type on every rank unless
+        said otherwise. Sums, averages and so on are of int32, int64, float16, bfloat16, float32 or float64; other
+        collectives also take uint8, int8, int16 and bool. A grouped function takes a list of at least one tensor, of
+        any such shapes and dtypes, on one device.
+    name: the operation's name, the same on every rank, and not that of one under way. None: operations of a kind are
+        counted for each process set, and all its ranks call those without a name in the same order.
+    op: Average, which is the default, Sum, Adasum, Min, Max or Product. Averages of whole numbers are truncated.
+    average: Horovod's older spelling: True is op=Average, False is op=Sum. Not together with op.
+    prescale_factor, postscale_factor: multiply each tensor before, and the result after (1.0).
+    compression: how the tensors travel; see compression.py (Compression.none: as they are).
+    process_set: the ranks that take part, of which this process is one (global_process_set: all).
+
+Common errors:
+
+    ValueError: hvd.init() has not been called; an argument is not possible; this rank is not in `process_set`; an
+        operation of this name is under way.
+    TypeError: `compression` is none.
+    HorovodInternalError: the ranks do not agree on the operation: the text names both ranks and both values, and the
+        next operation works. Or a rank was lost or has called hvd.shutdown(): every later operation fails, too.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +43,21 @@ def _is_differentiated(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
+def _reduced(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
+    if wire := wire_of(check_compression(compression), tensors[0]):
+        pairs, how = [(tensor, None) for tensor in tensors], {**how, "wire": wire}
+    else:
+        pairs = [compression.compress(tensor) for tensor in tensors]
+    sent = [each for each, _ in pairs]
+    if _is_differentiated(*sent):
+        reduced = autograd.Allreduce.apply(is_group, name, how, *sent)
+    else:
+        reduced = autograd.allreduced(is_group, tuple(sent), name, how)
+    if wire:
+        return list(reduced)
+    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+
+
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -33,19 +68,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduces tensors of one shape and dtype over the ranks into a new tensor."""
+    """Reduces the ranks' tensors into a new one, the same on every rank: with op=None the average.
+
+    Arguments and errors: see this module. NotImplementedError: Adasum over a process set, or over a number of ranks
+    that is no power of 2."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
-    if wire := wire_of(check_compression(compression), tensor):
-        return _allreduce(tensor, name, {**how, "wire": wire})
-    compressed, context = compression.compress(tensor)
-    return compression.decompress(_allreduce(compressed, name, how), context)
-
-
-def _allreduce(tensor: torch.Tensor, name: str | None, how: dict) -> torch.Tensor:
-    if _is_differentiated(tensor):
-        return autograd.Allreduce.apply(tensor, name, how)
-    return synchronize(async_ops.allreduce_async(tensor, name=name, **how))
+    return _reduced(False, [tensor], name, compression, how)[0]
 
 
 def allreduce_(
@@ -57,7 +86,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Like allreduce(), in place. Returns `tensor`."""
+    """As allreduce(), in place, without compression and derivative. Returns `tensor`."""
     return synchronize(async_ops.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor,
                                                   process_set))  # fmt: skip
 
@@ -72,21 +101,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduces several tensors as one operation into new tensors."""
+    """As allreduce(), of several tensors as one operation: none is reduced before every rank has submitted all."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
-    tensors = check_group("allreduce", tensors, REDUCED)
-    if wire := wire_of(check_compression(compression), tensors[0]):
-        return _grouped_allreduce(tensors, name, {**how, "wire": wire})
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _grouped_allreduce([compressed for compressed, _ in pairs], name, how)
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
-
-
-def _grouped_allreduce(tensors: Tensors, name: str | None, how: dict) -> list[torch.Tensor]:
-    if _is_differentiated(*tensors):
-        return list(autograd.GroupedAllreduce.apply(name, how, *tensors))
-    return synchronize(async_ops.grouped_allreduce_async(tensors, name=name, **how))
+    return _reduced(True, check_group("allreduce", tensors, REDUCED), name, compression, how)
 
 
 def grouped_allreduce_(
@@ -98,7 +116,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Like grouped_allreduce(), in place. Returns the tensors."""
+    """As grouped_allreduce(), in place, without compression and derivative. Returns the list of `tensors`."""
     return synchronize(async_ops.grouped_allreduce_async_(tensors, average, name, op, prescale_factor,
                                                           postscale_factor, process_set))  # fmt: skip
 
@@ -106,25 +124,27 @@ def grouped_allreduce_(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenates the ranks' tensors along the first dimension, in which they may differ, in rank order."""
+    """Concatenates the ranks' tensors of shape (rows, …) along the first dimension, in rank order. `rows` may differ
+    from rank to rank, and be 0. Arguments and errors: see this module."""
     if _is_differentiated(tensor):
-        return autograd.Allgather.apply(tensor, name, process_set)
-    return synchronize(async_ops.allgather_async(tensor, name, process_set))
+        return autograd.Allgather.apply(False, name, process_set, tensor)[0]
+    return autograd.allgathered(False, (tensor,), name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Gathers several tensors as one operation."""
+    """As allgather(), of several tensors as one operation."""
     if _is_differentiated(*tensors):
-        return list(autograd.GroupedAllgather.apply(name, process_set, *tensors))
+        return list(autograd.Allgather.apply(True, name, process_set, *tensors))
     return synchronize(async_ops.grouped_allgather_async(tensors, name, process_set))
 
 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Copies the root's tensor into a new one on every rank. `root_rank`: a rank of the job, also in a process set."""
+    """Copies the root's tensor into a new one on every rank. `root_rank`: a rank of the job, also in a process set.
+    Other arguments and errors: see this module."""
     if _is_differentiated(tensor):
         return autograd.Broadcast.apply(tensor, root_rank, name, process_set)
     return synchronize(async_ops.broadcast_async(tensor, root_rank, name, process_set))
@@ -133,7 +153,7 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Like broadcast(), in place. Returns `tensor`."""
+    """As broadcast(), in place, without derivative. Returns `tensor`."""
     return synchronize(async_ops.broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -143,13 +163,27 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends splits[r] rows to rank r of the set. Returns the received rows in rank order; if `splits` are given, as a
-    pair with how many came from each rank, int32 of shape (ranks of the set,)."""
+    """Sends the next splits[r] rows of `tensor`, of shape (rows, …), to rank r of the set. Rows beyond their sum are
+    not sent. splits: a list, or int32 or int64 of shape (ranks of the set,); None: as many rows to each.
+
+    Returns the received rows in rank order; if `splits` are given, as a pair with how many came from each rank, int32
+    of shape (ranks of the set,). Other arguments and errors: see this module."""
     if _is_differentiated(tensor):
         output, received = autograd.Alltoall.apply(tensor, splits, name, process_set)
     else:
         output, received = synchronize(async_ops.alltoall_async(tensor, splits, name, process_set))
     return output if splits is None else (output, received)
+
+
+def _scattered(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
+    check_compression(compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    sent = [each for each, _ in pairs]
+    if _is_differentiated(*sent):
+        reduced = autograd.Reducescatter.apply(is_group, name, how, *sent)
+    else:
+        reduced = autograd.scattered(is_group, tuple(sent), name, how)
+    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def reducescatter(
@@ -161,14 +195,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Sums tensors of one shape; each rank keeps its share of the rows. The first `rows % ranks` ranks get one more."""
+    """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows. The first `rows % ranks`
+    ranks get one more. Arguments: see this module; `op` is Average or Sum, and compression only casts. Errors: see this
+    module; HorovodInternalError also for another op."""
     how = dict(op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set)
-    compressed, context = check_compression(compression).compress(tensor)
-    if _is_differentiated(compressed):
-        reduced = autograd.Reducescatter.apply(compressed, name, how)
-    else:
-        reduced = synchronize(async_ops.reducescatter_async(compressed, name, **how))
-    return compression.decompress(reduced, context)
+    return _scattered(False, [tensor], name, compression, how)[0]
 
 
 def grouped_reducescatter(
@@ -180,22 +211,17 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Scatters several sums as one operation."""
+    """As reducescatter(), of several tensors as one operation."""
     how = dict(op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set)
-    check_compression(compression)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    compressed = [each for each, _ in pairs]
-    if _is_differentiated(*compressed):
-        reduced = list(autograd.GroupedReducescatter.apply(name, how, *compressed))
-    else:
-        reduced = synchronize(async_ops.grouped_reducescatter_async(compressed, name, **how))
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    return _scattered(True, tensors, name, compression, how)
 
 
 def join(device: int = -1) -> int:
     """Tells the others that this rank has no more data, and waits until every rank has joined. Until then this rank
     adds nothing to the others' allreduces; Average divides by all ranks still. Returns the rank that joined last, the
-    same on every rank. `device` is accepted for Horovod's sake and has no effect."""
+    same on every rank. `device` is accepted for Horovod's sake and has no effect.
+
+    Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
     number = synchronize(submit(found, kind="join", name="noname", inputs=[], outputs=[],
                                 finish=lambda result: result.number))  # fmt: skip
@@ -204,7 +230,9 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until every rank of the set has called it. Operations under way do not hold it up."""
+    """Waits until every rank of the set has called it. Operations under way do not hold it up.
+
+    Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
     synchronize(submit(found, kind="barrier", name="noname", inputs=[], outputs=[], finish=lambda _: None,
                        set_id=process_set.process_set_id))  # fmt: skip

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 
 import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY, new_parameters
-from fusedcomm.horovod.checks import Average, Max
-from fusedcomm.horovod.compression import Compression, wire_of
+from fusedcomm.horovod.checks import Max
+from fusedcomm.horovod.compression import wire_of
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.objects import broadcast_object
@@ -29,22 +31,50 @@ SECOND_SYNCHRONIZE = (
 )
 
 
+@dataclasses.dataclass(slots=True)
+class Gradient:
+    """A parameter's gradient on its way. `whole`: the parameter's `.grad`, or a tensor that becomes its values. `sent`:
+    `whole`, or a view of it that is contiguous."""
+
+    whole: torch.Tensor
+    sent: torch.Tensor
+
+
 @dataclasses.dataclass(eq=False)
 class Unit:
-    """Parameters whose gradients are one operation. `num_ready`: those whose gradient is ready in this step. `wait`,
+    """Parameters whose gradients are one operation. `ready`: their gradients, once they are ready in this step. `wait`,
     once submitted: waits for the operation and writes the gradients."""
 
     name: str
     parameters: list[torch.Tensor]
     is_group: bool
-    num_ready: int = 0
+    ready: dict[torch.Tensor, Gradient] = dataclasses.field(default_factory=dict)
     wait: Callable[[], None] | None = None
+
+
+def _hook_of(optimizer: "ReducedOptimizer", parameter: torch.Tensor) -> Callable[[Any, tuple], None]:
+    """A hook of the node that adds to the parameter's gradient. It does not keep the optimizer alive, whose successor
+    may have hooks on the same parameters."""
+    alive = weakref.ref(optimizer)
+
+    def hook(_: Any, arriving: tuple[torch.Tensor | None, ...]) -> None:
+        if (found := alive()) is not None:
+            found._on_gradient(parameter, arriving[0])
+
+    return hook
 
 
 def _empty_sparse(parameter: torch.Tensor, num_sparse_dims: int) -> torch.Tensor:
     indices = torch.empty((num_sparse_dims, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty((0, *parameter.shape[num_sparse_dims:]), requires_grad=False)
     return torch.sparse_coo_tensor(indices, values, parameter.shape)
+
+
+def split_list(values: list, num_parts: int) -> list[list]:
+    """Parts as equal as possible, the first ones longer."""
+    short, num_longer = divmod(len(values), num_parts)
+    bounds = [i * short + min(i, num_longer) for i in range(num_parts + 1)]
+    return [values[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 class ReducedOptimizer:
@@ -63,13 +93,11 @@ class ReducedOptimizer:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
+        """Arguments: see DistributedOptimizer(). names: of all parameters that it may ever have."""
         self._parameter_names = names
         self._compression = compression
-        self._how = dict(op=op, process_set=process_set)
-        if op == Average:
-            self._how.update(
-                prescale_factor=1.0 / gradient_predivide_factor, postscale_factor=gradient_predivide_factor
-            )
+        # The factor can differ from 1 for averages only.
+        self._scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
         self.op, self.process_set, self.sparse_as_dense = op, process_set, sparse_as_dense
         self._is_synchronized, self._should_synchronize = False, True
         self._units: list[Unit] = []
@@ -82,48 +110,20 @@ class ReducedOptimizer:
         if process_set.included():
             self._make_units(groups)
         self._num_hooked = 0  # the first of `_units`
-        self._native: _C.GradientSubmitter | None = None
-        self._hooks: list[Any] = []
+        # The nodes that have the hooks: autograd makes new ones when nobody holds these.
+        self._nodes: list[torch.autograd.graph.Node] = []
         self.backward_passes_per_step = backward_passes_per_step
         self._add_hooks()
 
     def _add_hooks(self) -> None:
         """Gives hooks to the units that have none. Call it when no operation is under way."""
-        without = self._units[self._num_hooked :]
+        for unit in self._units[self._num_hooked :]:
+            for parameter in unit.parameters:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                node.register_hook(_hook_of(self, parameter))
+                self._nodes.append(node)
         self._num_hooked = len(self._units)
-        if without and self._is_native():
-            if self._native is not None:
-                self._native.detach()
-            self._native = self._native_hooks()
-        else:
-            parameters = [each for unit in without for each in unit.parameters]
-            self._hooks += [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
         self.set_backward_passes_per_step(self.backward_passes_per_step)
-
-    def _is_native(self) -> bool:
-        """Whether native hooks submit the gradients. That does not change once a parameter has a hook."""
-        if self._hooks or self._native is not None:
-            return self._native is not None
-        # The debug mode looks at what the calls of handles.py submit.
-        is_possible = not self._is_alone() and not world().settings.check
-        return is_possible and (self._compression is Compression.none or bool(self._wire()))
-
-    def _wire(self) -> str:
-        """The wire in which all gradients are summed; empty: none."""
-        return wire_of(self._compression, next(iter(self._unit_of)))
-
-    def _native_hooks(self) -> "_C.GradientSubmitter":
-        """Hooks that submit dense gradients without the GIL. A compressor written in Python needs others."""
-        index_of = {each: i for i, each in enumerate(self._unit_of)}
-        return _C.GradientSubmitter(
-            parameters=[(each, self._parameter_names[each]) for each in self._unit_of],
-            units=[([index_of[each] for each in unit.parameters], unit.is_group) for unit in self._units],
-            op=self.op,
-            prescale=self._how.get("prescale_factor", 1.0),
-            postscale=self._how.get("postscale_factor", 1.0),
-            set_id=self.process_set.process_set_id,
-            wire=self._wire(),
-        )
 
     def _make_units(self, groups: int | list[list[torch.Tensor]] | None) -> None:
         updated = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
@@ -153,56 +153,61 @@ class ReducedOptimizer:
         names = broadcast_object(names, root, name="optimizer.groups", process_set=self.process_set)
         order = {name: i for i, name in enumerate(names)}
         updated = sorted(updated, key=lambda each: order.get(self._parameter_names[each], len(order)))
-        # As equal as possible, the first ones longer.
-        short, num_longer = divmod(len(updated), groups)
-        bounds = [i * short + min(i, num_longer) for i in range(groups + 1)]
-        return [updated[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False) if begin < end]
+        return [group for group in split_list(updated, groups) if group]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on `passes` backward passes are added up: also for gradients of this step that are not yet on their
+        way."""
         self.backward_passes_per_step = passes
-        if self._native is not None:
-            self._native.set_passes(passes)
-        self._passes_left = dict.fromkeys(self._unit_of, passes)
+        for unit in self._units:
+            if unit.wait is None:
+                unit.ready.clear()
+        self._passes_left = {each: 0 if unit.wait else passes for each, unit in self._unit_of.items()}
 
     def _is_alone(self) -> bool:
         """Whether there is nothing to reduce. An elastic job may get ranks later and behaves the same with one."""
         return world().size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._is_alone():
+    def _on_gradient(self, parameter: torch.Tensor, arriving: torch.Tensor | None) -> None:
+        """`arriving`: what autograd has just added to the gradient, and still holds."""
+        # A parameter that was frozen after the forward pass has been given nothing.
+        if not parameter.requires_grad or self._is_alone():
             return
-        if self._passes_left[parameter] <= 0:
+        passes_left = self._passes_left[parameter]
+        if passes_left <= 0:
             raise AssertionError(TOO_MANY_PASSES.format(self.backward_passes_per_step))
-        self._passes_left[parameter] -= 1
-        if self._passes_left[parameter] == 0:
-            unit = self._unit_of[parameter]
-            unit.num_ready += 1
-            if unit.num_ready == len(unit.parameters):
-                self._submit(unit)
+        self._passes_left[parameter] = passes_left - 1
+        if passes_left > 1:
+            return
+        unit = self._unit_of[parameter]
+        unit.ready[parameter] = self._gradient(parameter, arriving)
+        if len(unit.ready) == len(unit.parameters):
+            self._submit(unit, [unit.ready[each] for each in unit.parameters])
 
-    def _submit(self, unit: Unit) -> None:
-        gradients = [self._gradient(each) for each in unit.parameters]
-        if any(gradient.is_sparse for gradient in gradients):
+    def _submit(self, unit: Unit, gradients: list[Gradient]) -> None:
+        if any(gradient.sent.is_sparse for gradient in gradients):
             unit.wait = self._submit_sparse(unit, gradients)
         else:
             unit.wait = self._submit_dense(unit, gradients)
         self._submitted.append(unit)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient(self, parameter: torch.Tensor, arriving: torch.Tensor | None = None) -> Gradient:
         """The gradient as it travels; zeros, which become the parameter's gradient, if there is none in this step."""
         if parameter.grad is None:
             kind = self._kinds.get(parameter, UNKNOWN)
             parameter.grad = _empty_sparse(parameter, kind - DENSE) if kind > DENSE else torch.zeros_like(parameter)
-        if parameter.grad.is_sparse and self.sparse_as_dense:
-            return parameter.grad.to_dense()
-        return parameter.grad
+        if parameter.grad.is_sparse:
+            gradient = parameter.grad.to_dense().contiguous() if self.sparse_as_dense else parameter.grad
+            return Gradient(gradient, gradient)
+        # A copy, if what is still to be computed in this pass may read the gradient's memory.
+        return Gradient(*_C.gradient_as_sent(parameter, arriving))
 
-    def _submit_sparse(self, unit: Unit, gradients: list[torch.Tensor]) -> Callable[[], None]:
+    def _submit_sparse(self, unit: Unit, gradients: list[Gradient]) -> Callable[[], None]:
         waits = []
         for parameter, gradient in zip(unit.parameters, gradients, strict=True):
-            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            sparse = gradient.whole if gradient.whole.is_sparse else gradient.whole.to_sparse(1)
             name = self._parameter_names[parameter]
-            waits.append((parameter, sparse_allreduce_async(gradient, name, self.op, self.process_set)))
+            waits.append((parameter, sparse_allreduce_async(sparse, name, self.op, self.process_set)))
 
         def wait() -> None:
             for parameter, each in waits:
@@ -210,29 +215,32 @@ class ReducedOptimizer:
 
         return wait
 
-    def _submit_dense(self, unit: Unit, gradients: list[torch.Tensor]) -> Callable[[], None]:
-        how = dict(self._how)
-        if wire := wire_of(self._compression, gradients[0]):
-            how["wire"] = wire
-            sent = [(gradient.contiguous(), None) for gradient in gradients]
+    def _submit_dense(self, unit: Unit, gradients: list[Gradient]) -> Callable[[], None]:
+        wire = wire_of(self._compression, gradients[0].sent)
+        if wire:
+            tensors, contexts = [each.sent for each in gradients], None
         else:
-            sent = [self._compression.compress(gradient.contiguous()) for gradient in gradients]
-        tensors = [tensor for tensor, _ in sent]
-        if unit.is_group:
-            handle = async_ops.grouped_allreduce_async_(tensors, name=unit.name, **how)
-        else:
-            handle = async_ops.allreduce_async_(tensors[0], name=unit.name, **how)
+            pairs = [self._compression.compress(each.sent) for each in gradients]
+            tensors, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+        names = [self._parameter_names[each] for each in unit.parameters]
+        handle = async_ops.reduce_gradients(
+            tensors, unit.name, names, self.op, self._scales, self.process_set, wire, unit.is_group
+        )
 
         def wait() -> None:
             outputs = synchronize(handle)
-            outputs = outputs if unit.is_group else [outputs]
-            for parameter, output, (_, context) in zip(unit.parameters, outputs, sent, strict=True):
-                self._receive(parameter, output if wire else self._compression.decompress(output, context))
+            for i, (parameter, gradient) in enumerate(zip(unit.parameters, gradients, strict=True)):
+                output = outputs[i] if contexts is None else self._compression.decompress(outputs[i], contexts[i])
+                if output is not gradient.sent:
+                    gradient.sent.copy_(output)
+                self._receive(parameter, gradient.whole)
 
         return wait
 
     def _receive(self, parameter: torch.Tensor, reduced: torch.Tensor) -> None:
-        if parameter.grad.is_sparse:
+        if parameter.grad is None:
+            parameter.grad = reduced
+        elif parameter.grad.is_sparse:
             parameter.grad = reduced.to_sparse(parameter.grad.sparse_dim())
         elif parameter.grad is not reduced:
             parameter.grad.copy_(reduced)
@@ -246,27 +254,16 @@ class ReducedOptimizer:
         if not self._units:
             return
         self._agree_on_kinds()
-        hooked, unhooked = self._units[: self._num_hooked], self._units[self._num_hooked :]
-        for unit in [*(hooked if self._native is None else self._left_by_native()), *unhooked]:
+        for unit in self._units:
             if unit.wait is None:
-                self._submit(unit)
+                # Something may have changed a gradient since it was ready.
+                self._submit(unit, [self._gradient(each) for each in unit.parameters])
         self._finish()
-
-    def _left_by_native(self) -> list[Unit]:
-        """Submits what the hooks have not, zeros for gradients that this step has not computed. Returns the units with
-        sparse gradients, which are none of its."""
-        for parameter, kind in self._kinds.items():
-            if kind > DENSE and parameter.grad is None:
-                self._gradient(parameter)
-        self._native.submit_missing()
-        parameters = list(self._unit_of)
-        left = [self._unit_of[parameters[i]] for i in self._native.missing()]
-        return list(dict.fromkeys(left))
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Waits for what was submitted and makes the next step ready, also after an error. Raises the first error."""
-        failure = self._finish_native()
+        failure: Exception | None = None
         for unit in self._submitted:
             try:
                 unit.wait()
@@ -277,23 +274,10 @@ class ReducedOptimizer:
         if failure is not None:
             raise failure
 
-    def _finish_native(self) -> Exception | None:
-        """Waits for what the hooks have submitted. Returns the first error."""
-        if self._native is None:
-            return None
-        coordinator, error = world().coordinator, ""
-        for handle, _ in self._native.take_handles():
-            error = error or (coordinator.failure if handle < 0 else coordinator.wait(handle).error)
-        if error:
-            return HorovodInternalError(error)
-        self._native.write_back()
-        return None
-
     def _forget(self) -> None:
-        if self._native is not None:
-            self._native.reset()
         for unit in self._units:
-            unit.num_ready, unit.wait = 0, None
+            unit.ready.clear()
+            unit.wait = None
         self._submitted.clear()
         self.set_backward_passes_per_step(self.backward_passes_per_step)
 
@@ -364,11 +348,13 @@ class ReducedOptimizer:
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._submitted or (self._native is not None and self._native.outstanding()):
+        """Raises AssertionError while gradients are being reduced."""
+        if self._submitted:
             raise AssertionError(ZERO_GRAD_TOO_EARLY)
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Begins a step anew: what is being reduced is forgotten."""
         # Not waited for: the job may have failed.
         self._forget()
         self._is_synchronized, self._should_synchronize = False, True

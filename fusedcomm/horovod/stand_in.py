@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from fusedcomm.horovod.reduced_optimizer import split_list
+
 ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
 
 # Modules of Horovod's, and the module of ours that is put in the place of each.
@@ -115,22 +117,18 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
+    """See state.py."""
     return ours.gloo_built()
 
 
 def mpi_built(verbose: bool = False) -> bool:
+    """See state.py."""
     return ours.mpi_built()
 
 
 def nccl_built(verbose: bool = False) -> bool:
+    """Whether torch has NCCL and a GPU."""
     return bool(ours.nccl_built())
-
-
-def split_list(values: list, num_parts: int) -> list[list]:
-    """Parts as equal as possible, the first ones longer."""
-    short, num_longer = divmod(len(values), num_parts)
-    bounds = [i * short + min(i, num_longer) for i in range(num_parts + 1)]
-    return [values[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
 
 
 def in_thread(

@@ -197,8 +197,8 @@ def _leave_to_parent() -> None:
     )
     # The end of an engine waits for threads. These references are never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
-    for opened in list(engines._open):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
+    for pair in list(engines.opened):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
     # Otherwise the other ranks would not notice the parent's end while the child lives.
     for descriptor in old.sockets:
         os.close(descriptor)
@@ -209,14 +209,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_initialized() -> bool:
+    """Whether hvd.init() has been called, and hvd.shutdown() not since then."""
     return world_if_any() is not None
 
 
 def rank() -> int:
+    """This process's number in the job, from 0. Raises ValueError before hvd.init(), as the functions below."""
     return world().rank
 
 
 def size() -> int:
+    """The number of processes in the job."""
     return world().size
 
 
@@ -226,6 +229,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
+    """The number of ranks on this host."""
     return world().local_size
 
 
@@ -235,6 +239,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
+    """The number of hosts that have a rank of this local rank."""
     return world().cross_size
 
 
@@ -251,10 +256,12 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
+    """False: there is no MPI here."""
     return False
 
 
 def mpi_built() -> bool:
+    """False: there is no MPI here."""
     return False
 
 
@@ -264,6 +271,7 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
+    """Whether torch was built with gloo."""
     return dist.is_gloo_available()
 
 
@@ -276,16 +284,20 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
+    """False: there is no DDL here."""
     return False
 
 
 def ccl_built() -> bool:
+    """False: there is no oneCCL here."""
     return False
 
 
 def cuda_built() -> bool:
+    """Whether torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
+    """Whether torch was built for ROCm."""
     return torch.version.hip is not None

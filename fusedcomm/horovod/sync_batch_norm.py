@@ -31,6 +31,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the input's shape. Raises ValueError for fewer than 2 dimensions."""
         self._check_input_dim(input)
         if world().size == 1 or not (self.training or not self.track_running_stats):
             return super().forward(input)

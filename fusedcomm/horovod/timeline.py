@@ -53,11 +53,13 @@ def stop_timeline() -> None:
 
 
 def start(world: World, file_path: str | os.PathLike, mark_cycles: bool) -> None:
+    """Begins a timeline of `world` in a file. Raises OSError if the file cannot be written."""
     global _writer
     _writer = Writer(Path(file_path), world.coordinator, mark_cycles)
 
 
 def stop() -> None:
+    """Ends the timeline, if there is one, and completes its file."""
     global _writer
     if _writer is not None:
         ended, _writer = _writer, None
@@ -113,11 +115,13 @@ class Writer:
             warn_alone(f"fusedcomm: the timeline ends early, and may be cut off: {where}", stacklevel=2)
 
     def leave_file(self) -> None:
+        """In a child of fork(): nothing that its buffer still holds goes into the parent's file."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)
 
     def end(self) -> None:
+        """Writes the events that are left, and closes the file."""
         self._is_ended.set()
         self._thread.join()
         self._drain()

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from fusedcomm.horovod.environment import Settings
 from fusedcomm.horovod.errors import NOT_INITIALISED
-from fusedcomm.native import _C
 
 
 @dataclasses.dataclass
@@ -67,10 +66,11 @@ def world() -> World:
 
 
 def world_if_any() -> World | None:
+    """None before hvd.init()."""
     return _world
 
 
 def set_world(new: World | None) -> None:
+    """Makes `new` what world() returns. None: hvd.shutdown() was called."""
     global _world
     _world = new
-    _C.make_current(None if new is None else new.coordinator)

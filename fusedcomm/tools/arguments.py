@@ -24,6 +24,8 @@ _REWORDED = (
     (r"expected (?:one|at least one) argument", "has no value: write one after it"),
     (r"ignored explicit argument (.+)", r"takes no value, and \1 is one: leave it out"),
     (r"^the following arguments are required: (.+)", r"\1 is missing: add it"),
+    (r"^one of the arguments (\S+) (\S+) is required", r"\1 or \2 is missing: add one of them"),
+    (r"not allowed with argument (\S+)", r"cannot be combined with \1: leave out one"),
 )
 """Patterns of argparse's own messages, and our wording. Each of ours says what to change."""
 

@@ -1,15 +1,11 @@
 """The costs of single operations on a cluster: the inputs from which cost_model.py predicts a step.
 
 An operation on n units takes  fixed + n · per unit  seconds (:class:`Cost`). A collective takes α + β · bytes sent. A
-codec stage takes its own fixed part + γ · elements. ``fusedcomm probe`` measures these costs, and ``fusedcomm plan``
-assumes them.
+codec stage takes its own fixed part + γ · elements. ``fusedcomm plan`` assumes these costs.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
-
-from fusedcomm.native import _C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +14,6 @@ class Cost:
 
     fixed_s: float
     per_unit_s: float
-    occupied_s: float = 0.0
-    """Collectives: the part of `fixed_s` that occupies the network, however short the message. The rest is latency."""
-    cpu_s_per_unit: float | None = None
-    """Collectives: core seconds per unit. None: the network's `cpu_s_per_byte` applies."""
-    cpu_fixed_s: float = 0.0
-    """Collectives: core seconds per message, in addition to those per byte."""
 
     def __call__(self, units: float) -> float:
         """Seconds for `units` units."""
@@ -46,8 +36,6 @@ class Network:
     """Core seconds for each byte that a rank sends."""
     tree: Cost | None = None
     """A tree all-reduce that sends as many bytes; the model uses it where it is faster. None: there is no tree."""
-    direct: Cost | None = None
-    """An all-reduce in a 16-bit wire. None: `all_reduce` of as many bytes applies."""
     gather: Cost | None = None
     """An all-gather around a ring that leaves each host once. None: `exchange` applies."""
 
@@ -62,11 +50,6 @@ class TwoLevels:
     """Within a host. A collective has all ranks of the host."""
 
 
-def kind_of_all_reduce(wire: str) -> str:
-    """The name of the :class:`Network` field with the cost of an all-reduce in this wire."""
-    return "all_reduce" if wire == "fp32" else "direct"
-
-
 COSTS_OF_OPERATIONS = {
     "scale": "pack",
     "pack": "pack",
@@ -77,11 +60,6 @@ COSTS_OF_OPERATIONS = {
 }
 """The :class:`Codec` field with the cost of each codec operation. Only sums of gradients in their own memory have a
 "scale"; the "fp32" codec's `pack` is its cost."""
-
-
-def codec_costs(plan: "_C.BucketPlan") -> list[str]:
-    """The :class:`Codec` fields that a chunk of this plan uses, in the order of its steps."""
-    return [COSTS_OF_OPERATIONS[step.operation] for step in plan.steps if not step.is_collective]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +80,12 @@ class Codec:
         """Seconds of one stage on `numel` elements.
 
         Raises:
-            ValueError: the cost of the stage is unknown. The probe measures only stages that its sums have.
+            ValueError: the cost of the stage is unknown.
         """
         cost: Cost | None = getattr(self, stage)
         if cost is None:
             raise ValueError(f"how long the codec's {stage!r} takes is not known: choose a sum without this stage")
         return cost(numel)
-
-    def whole_s(self, plan: "_C.BucketPlan", numel: float) -> float:
-        """Seconds of all codec stages of a chunk of `numel` elements, for a plan on one level."""
-        return math.fsum(self.seconds(cost, numel) for cost in codec_costs(plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +112,6 @@ class Cluster:
     """The network within a host; required if hosts have several ranks."""
     two_levels: TwoLevels | None = None
     """The networks of sums on two levels. None: `network` and `local` serve them, too."""
-    link_bytes_s: float = math.inf
-    """The highest rate at which `network` was seen to carry bytes; bytes per second."""
     slowdown: float = 0.0
     """How much communication slows an accelerator down: collectives and codec stages that run for t seconds during the
     backward pass make it longer by slowdown · t."""
@@ -157,6 +129,7 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
+        """Hosts, each with `ranks_per_host` ranks."""
         return self.world_size // self.ranks_per_host
 
     def codec(self, wire: str) -> Codec:

@@ -8,9 +8,9 @@ cluster.py gives the time of each operation on a cluster. This file schedules th
   they move.
 - Each resource (the network between hosts, the network within a host, each codec lane) does one thing at a time, in the
   order in which work becomes ready. A collective sends its bytes between hosts and within hosts at the same time.
-- On CPU the fixed part of a collective is latency, except its `occupied_s`: it delays the chunk and leaves the network
-  free. On an accelerator collectives follow one another on one stream, fixed parts included, and every codec stage
-  except pack shares a stream with unpack.
+- On CPU the fixed part of a collective is latency: it delays the chunk and leaves the network free. On an accelerator
+  collectives follow one another on one stream, fixed parts included, and every codec stage except pack shares a stream
+  with unpack.
 - At most as many chunks are in flight as the configuration allows.
 - Where ranks compute on the cores that also move bytes, a step takes at least the core time of all work, divided by the
   cores of a rank. Communication that finds no idle core delays the backward pass.
@@ -27,7 +27,7 @@ import torch
 from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.tools.cluster import COSTS_OF_OPERATIONS, Cluster, Cost, Network, kind_of_all_reduce
+from fusedcomm.tools.cluster import COSTS_OF_OPERATIONS, Cluster, Cost, Network
 
 # The cap of DDP's first bucket if bucket_cap_mb is DDP's default, in bytes.
 FIRST_BUCKET_NBYTES = 1 << 20
@@ -61,18 +61,18 @@ class Workload:
     optimizer_s: float
     gradients: Sequence[Gradient]
     """In the order in which they become ready, usually from the model's last parameter to its first."""
-    bucket_views: bool = False
-    """DDP's gradient_as_bucket_view: gradients are views of buckets, so nothing is copied out of them."""
     busy_cores: float = 1.0
     """Cores that computing keeps busy on average, where ranks compute on the cores that also move bytes. Near zero if
     the step mostly waits for something else."""
 
     @property
     def numel(self) -> int:
+        """Elements of all gradients."""
         return sum(gradient.numel for gradient in self.gradients)
 
     @property
     def compute_s(self) -> float:
+        """Seconds of the step."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
@@ -122,19 +122,13 @@ def cut_buckets(gradients: Sequence[Gradient], cap_nbytes: int) -> list[list[Gra
     return [bucket for bucket in buckets if bucket]
 
 
-def predict(
-    workload: Workload, choice: Choice, cluster: Cluster, buckets: Sequence[Sequence[Gradient]] | None = None
-) -> Prediction:
+def predict(workload: Workload, choice: Choice, cluster: Cluster) -> Prediction:
     """Predicts one step. All ranks are alike and begin together.
-
-    Args:
-        buckets: the gradients of each bucket; None: as DDP cuts them.
 
     Raises:
         ValueError: `cluster` lacks the costs of a wire or of a codec stage that the choice needs.
     """
-    if buckets is None:
-        buckets = cut_buckets(workload.gradients, choice.cap_nbytes)
+    buckets = cut_buckets(workload.gradients, choice.cap_nbytes)
     prediction, delay_s = _predict(workload, choice, cluster, buckets, stretch=1.0)
     # On cores that also move bytes, a delayed backward pass overlaps with more stages, which delay it further.
     for _ in range(1 if cluster.cores is None else MAX_DELAYS):
@@ -162,10 +156,8 @@ def _predict(
     done_s = simulation.run()
     backward_end_s = now = workload.forward_s + stretch * workload.backward_s + copied_s
     for bucket_done_s, copy_s in zip(done_s, copies_s, strict=True):
-        now = max(now, bucket_done_s)
-        if not workload.bucket_views:
-            now += copy_s
-            copied_s += copy_s
+        now = max(now, bucket_done_s) + copy_s
+        copied_s += copy_s
     compute_s = workload.compute_s + copied_s
     lanes_s = {lane: busy_s for lane, busy_s in simulation.busy_s.items() if lane not in _WIRES}
     parts = {"compute": compute_s, "network": simulation.network_s, "codec": max(lanes_s.values(), default=0.0)}
@@ -265,20 +257,20 @@ class _Simulation:
         """The stages of one step of a chunk that has `numel` elements."""
         layout = plan.host_layouts[0] if step.in_local_wire else plan.layout
         if step.is_collective:
-            return self._of_collective(step, layout.wire)
+            return self._of_collective(step)
         cost = COSTS_OF_OPERATIONS[step.operation]
         if cost == "reduce":
             numel *= step.nbytes / layout.chunk_nbytes  # between hosts a rank reduces its part only
         return [self._codec_stage(step.stage, self.cluster.codec(layout.wire).seconds(cost, numel))]
 
-    def _of_collective(self, step: "_C.Step", wire: str) -> list[_Stage]:
+    def _of_collective(self, step: "_C.Step") -> list[_Stage]:
         num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
         if step.channel.startswith("local"):
             num_hosts = 1
         elif step.channel.startswith("cross"):
             per_host = 1
         if step.operation == "all-reduce":
-            return self._all_reduce(step.nbytes, num_hosts, per_host, kind_of_all_reduce(wire))
+            return self._all_reduce(step.nbytes, num_hosts, per_host)
         collective = {"all-to-all": self._exchange, "all-gather": self._gather}[step.operation]
         return collective(step.nbytes, num_hosts, per_host)
 
@@ -294,11 +286,11 @@ class _Simulation:
         levels = {"network": self._network} if num_hosts > 1 else {}
         return {**levels, "local": self._local} if per_host > 1 else levels
 
-    def _all_reduce(self, nbytes: float, num_hosts: int, per_host: int, kind: str = "all_reduce") -> list[_Stage]:
+    def _all_reduce(self, nbytes: float, num_hosts: int, per_host: int) -> list[_Stage]:
         """An all-reduce around a ring that leaves each host once, or along a tree where that is faster."""
         levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
         sent = self._round_ring(2 * (p - 1) / p * nbytes, per_host)
-        ways = [self._collective(kind, levels, sent)]
+        ways = [self._collective("all_reduce", levels, sent)]
         if all(level.tree is not None for level in levels.values()):
             ways.append(self._collective("tree", levels, sent))
         return min(ways, key=lambda stages: sum(stage.alone_s for stage in stages))
@@ -332,12 +324,11 @@ class _Simulation:
             return []
         busy_s, latency_s, cpu_s = {}, 0.0, 0.0
         for name, level in levels.items():
-            cost: Cost = getattr(level, kind) or level.all_reduce
-            busy_s[name] = cost.occupied_s + sent[name] * cost.per_unit_s
-            latency_s += cost.fixed_s - cost.occupied_s
+            cost: Cost = getattr(level, kind)
+            busy_s[name] = sent[name] * cost.per_unit_s
+            latency_s += cost.fixed_s
             of_rank = sent[name] / self.cluster.ranks_per_host if name == "network" else sent[name]
-            per_byte_s = level.cpu_s_per_byte if cost.cpu_s_per_unit is None else cost.cpu_s_per_unit
-            cpu_s += cost.cpu_fixed_s + of_rank * per_byte_s
+            cpu_s += of_rank * level.cpu_s_per_byte
         network_s, sent_nbytes = max(busy_s.values()), sent["network"] if "network" in levels else 0.0
         if self._on_streams:
             busy_s, latency_s = {"wire stream": network_s + latency_s}, 0.0

@@ -1,16 +1,12 @@
 """What the benchmarks count and report, for inputs with known results. test_make_gpu.py covers the GPU's benchmarks."""
 
-import argparse
 import contextlib
 import json
-import math
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -106,127 +102,6 @@ def test_a_processor_is_named_with_its_generation(bench_modules):
     assert common.cpu_name("processor\t: 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
     assert common.cpu_name("processor\t: 0\nCPU implementer\t: 0x41\n") == common.cpu_name("") == ""
     assert common.env()["cpu"]
-
-
-# ---- bench/entropy.py
-
-
-@pytest.fixture
-def entropy_bench(bench_modules):
-    for module in ("sklearn", "matplotlib", "tqdm"):
-        pytest.importorskip(module)
-    import entropy
-
-    return entropy
-
-
-@pytest.mark.full
-def test_the_entropy_benchmark_runs(entropy_bench, tmp_path):
-    path = tmp_path / "entropy.json"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "entropy.py"), "--quick", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(path.read_text())
-    assert document["quick"] is True
-    assert all(row["checked"] for row in document["rows"])
-    assert {row["wire"] for row in document["entropy"]} == set(entropy_bench.WIRES)
-    assert all(0 < row["coded_bits"] < row["wire_bits"] for row in document["entropy"])
-    assert {(way["source"], way["stream"]) for way in document["break_even"]} == {
-        (source, stream) for source in ("digits", "characters", "gaussian") for stream in entropy_bench.STREAMS
-    }
-    missing = {entry["impl"] for entry in document["not_measured"]}
-    assert missing | set(document["packages"]) == {"zstandard", "lz4"}
-    assert all(f"pip install {package}" in done.stdout for package in missing)
-
-
-def test_entropy_of_known_distributions(entropy_bench):
-    entropy = entropy_bench.entropy
-    assert entropy(torch.zeros(100, dtype=torch.uint8)) == 0
-    assert entropy(torch.arange(256).to(torch.uint8).repeat(3)) == 8
-    halves = torch.tensor([7] * 8 + [1] * 4 + [250] * 2 + [0, 3])
-    assert entropy(halves) == 1.875  # 1/2, 1/4, 1/8, 1/16, 1/16
-    assert entropy(torch.tensor([0, 65535, 0, 65535])) == 1
-    # Two constant runs, and a shorter run with two symbols.
-    assert entropy(torch.tensor([5, 5, 5, 5, 9, 9, 9, 9, 1, 2]), run=4) == pytest.approx(0.2)
-
-
-def test_entropy_counts_every_section_of_the_wire(entropy_bench):
-    codes, zeros = torch.arange(-127.0, 128, 2), torch.zeros(128)
-    grads = torch.cat([codes, zeros, 2 * codes, zeros]).repeat(8)
-    bits = entropy_bench.section_bits("int8", entropy_bench.pack("int8", grads), len(grads))
-    # Half of the codes are 0. The 128 odd codes share the other half.
-    assert bits["codes"] == pytest.approx(0.5 * 1 + 0.5 * 8)
-    # The scales are 3F800000, 0, 40000000 and 0 in turn. Two bytes are always 0. One byte is 80 in a quarter of the
-    # scales. One byte is 3F, 0, 40 and 0 in turn.
-    quarter = 0.25 * 2 + 0.75 * math.log2(4 / 3)
-    assert bits["scales"] == pytest.approx((quarter + 1.5) / 128)
-
-
-def test_bf16_planes_fit_together_again(entropy_bench):
-    every_symbol = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.uint8)
-    exponents, rest = entropy_bench.split_planes(every_symbol)
-    assert torch.equal(entropy_bench.merge_planes(exponents, rest), every_symbol)
-    bits = entropy_bench.section_bits("bf16", every_symbol, 1 << 16)
-    assert (bits["exponent, one table"], bits["sign and mantissa"], bits["whole symbol"]) == (8, 8, 16)
-    exponents, rest = entropy_bench.split_planes(torch.tensor([-1.5], dtype=torch.bfloat16).view(torch.uint8))
-    assert (exponents.item(), rest.item()) == (127, 0xC0)
-
-
-def test_break_even_by_hand(entropy_bench):
-    """On two ranks a rank sends, compresses and decompresses one byte for each byte of a bucket."""
-    rates = entropy_bench.Rates(16, 0.5, compress_bytes_s=1e9, decompress_bytes_s=2e9)
-
-    def gain(gbit, threads, overlap, ranks=2):
-        return entropy_bench.gain(rates, gbit * 1e9 / 8, ranks, threads, overlap)
-
-    # 1 Gbit/s: 8 ns on the wire, 4 when coded; 1 ns to compress and 0.5 to decompress
-    assert gain(1, 1, True) == pytest.approx(2)
-    assert gain(1, 1, False) == pytest.approx(8 / 5.5)
-    # 10 Gbit/s: 0.8 ns on the wire, 0.4 when coded; 1.5 ns of coding, 0.375 with four threads
-    assert gain(10, 1, True) == pytest.approx(0.8 / 1.5)
-    assert gain(10, 4, True) == pytest.approx(2)
-    assert gain(10, 4, False) == pytest.approx(0.8 / 0.775)
-    # Four ranks send 1.5 bytes: 12 ns on the wire, 6 when coded; 1 + 0.75 ns of coding
-    assert gain(1, 1, False, ranks=4) == pytest.approx(12 / 7.75)
-    # Coding takes 1.5 ns. With overlap that must not exceed the time of a byte, which is 1.5 ns at 16/3 Gbit/s. Without
-    # overlap it must not exceed the saved half of a byte, which is 1.5 ns at 8/3 Gbit/s.
-    assert entropy_bench.break_even_gbit(rates, 2, 1, True) == pytest.approx(16 / 3)
-    assert entropy_bench.break_even_gbit(rates, 2, 4, False) == pytest.approx(4 * 8 / 3)
-    for overlap in (True, False):
-        assert gain(entropy_bench.break_even_gbit(rates, 2, 1, overlap), 1, overlap) == pytest.approx(1)
-    grown = entropy_bench.Rates(16, 1.0, 1e12, 1e12)
-    assert entropy_bench.break_even_gbit(grown, 2, 1, True) == 0
-
-    rows = entropy_bench.break_even({("int8", "slow"): grown, ("int8", "good"): rates}, ranks=2)
-    way = {(row["overlap"], row["threads"], row["link_gbit"]): row for row in rows}[True, 1, 1]
-    assert (way["coder"], way["gain"], way["beside_bf16"]) == ("good", pytest.approx(2), pytest.approx(2))
-
-
-def test_errors_and_regret_of_the_probe(bench_modules):
-    import probe_check
-    from lib.common import Row
-
-    def row(impl: str, measured_s: float, predicted_s: float) -> Row:
-        ratio = predicted_s / measured_s
-        figures = {"ratio": ratio, "ratio_at_speed": 1 + 0.4 * (ratio - 1), "unfitted_ratio": 1 + 2 * (ratio - 1)}
-        return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
-
-    rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
-    by_default = {"recommended": "bf16 25", "among": ["off 25", "bf16 25", "not measured 25"]}
-    found = probe_check.verdict(rows, {"recommended": "bf16 25", "by_default": by_default})
-    assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
-    assert found["max_error_at_speed"] == pytest.approx(0.1) and found["max_error_unfitted"] == pytest.approx(0.5)
-    assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
-    assert (found["by_default"]["best"], found["by_default"]["regret"]) == ("bf16 25", 0)
-    assert probe_check.verdict([], {"recommended": "bf16 25", "by_default": by_default}) == {}
-    arguments = argparse.Namespace(hosts=2, params=None)
-    assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
-    assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
 
 
 def test_the_reducers_benchmark_checks_its_means(tmp_path):

@@ -44,73 +44,54 @@ def trained(rank: int, step, optimizer, parameters, scaler=None, overflow_at: in
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def with_zero(rank, world_size, wire):
-    results = []
-    for attached in (False, True):
-        ddp = DistributedDataParallel(model())
-        comm = fusedcomm.attach(ddp, wire) if attached else None
-        parameters = list(ddp.parameters())
-        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
-        results.append(trained(rank, ddp, optimizer, parameters))
-        if attached:
-            assert comm.stats().steps == 2 * NUM_STEPS
-            comm.detach()
-    return results
-
-
-def with_compile(rank, world_size, wire, order):
+def beside_plain_ddp(rank: int, world_size: int, way: str, wire: str) -> list[list[torch.Tensor]]:
+    """The parameters after training without and with fusedcomm."""
+    attaches_first, compiled, kind = WAYS[way]
     results = []
     for attached in (False, True):
         torch._dynamo.reset()
-        ddp = DistributedDataParallel(model())
-        step, comm = ddp, None
-        if order == "compile(ddp), attach":
+        ddp = step = DistributedDataParallel(model())
+        comm = fusedcomm.attach(ddp, wire) if attached and attaches_first else None
+        if compiled == "compile(ddp)":
             step = torch.compile(ddp, backend="aot_eager")
-            comm = fusedcomm.attach(step, wire) if attached else None
-        elif order == "ddp.compile(), attach":
+        elif compiled == "ddp.compile()":
             ddp.compile(backend="aot_eager")
-            comm = fusedcomm.attach(ddp, wire) if attached else None
-        elif order == "attach, compile(ddp)":
-            comm = fusedcomm.attach(ddp, wire) if attached else None
-            step = torch.compile(ddp, backend="aot_eager")
-        else:
-            comm = fusedcomm.attach(ddp, wire) if attached else None
-            ddp.compile(backend="aot_eager")
-        parameters = list(ddp.parameters())
-        results.append(trained(rank, step, torch.optim.SGD(parameters, lr=0.1), parameters))
-        if attached:
+        if attached and not attaches_first:
+            comm = fusedcomm.attach(step, wire)
+        parameters, scaler, overflow_at = list(ddp.parameters()), None, None
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        if kind == "ZeroRedundancyOptimizer":
+            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+        if kind == "GradScaler":
+            scaler, overflow_at = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4), 5
+        results.append(trained(rank, step, optimizer, parameters, scaler, overflow_at))
+        # It grows after steps 4, 10, 14 and 18, and step 6 halves it.
+        assert scaler is None or scaler.get_scale() == 1024.0 * 2**3
+        if comm is not None:
             assert comm.stats().steps == 2 * NUM_STEPS
             comm.detach()
     return results
 
 
-def with_scaler(rank, world_size, wire):
-    results = []
-    for attached in (False, True):
-        ddp = DistributedDataParallel(model())
-        comm = fusedcomm.attach(ddp, wire) if attached else None
-        parameters = list(ddp.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        results.append(trained(rank, ddp, optimizer, parameters, scaler, overflow_at=5))
-        # It grows after steps 4, 10, 14 and 18, and step 6 halves it.
-        assert scaler.get_scale() == 1024.0 * 2**3
-        if attached:
-            comm.detach()
-    return results
+WAYS = {  # whether it attaches first, what is compiled, and what else of torch's is there
+    "ZeroRedundancyOptimizer": (True, "", "ZeroRedundancyOptimizer"),
+    "GradScaler": (True, "", "GradScaler"),
+    "compile(ddp), attach": (False, "compile(ddp)", ""),
+    "attach, ddp.compile()": (True, "ddp.compile()", ""),
+    "ddp.compile(), attach": (False, "ddp.compile()", ""),
+    "attach, compile(ddp)": (True, "compile(ddp)", ""),
+}
 
 
-ORDERS = ["compile(ddp), attach", "ddp.compile(), attach", "attach, compile(ddp)", "attach, ddp.compile()"]
+def by_way(way: str, wire: str) -> dict:
+    return {"wire": wire, **dict(zip(("attaches first", "compiled", "kind"), WAYS[way], strict=True))}
 
 
+@pytest.mark.sampled(by=by_way)
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-@pytest.mark.parametrize(
-    ("job", "args"),
-    [(with_zero, ()), (with_scaler, ()), *((with_compile, (order,)) for order in ORDERS)],
-    ids=["ZeroRedundancyOptimizer", "GradScaler", *ORDERS],
-)
-def test_it_trains_as_ddp_alone_does(ranks, job, args, wire):
-    results = ranks.run(job, wire, *args, world_size=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_as_ddp_alone_does(ranks, way, wire):
+    results = ranks.run(beside_plain_ddp, way, wire, world_size=2)
     (_, ours), (_, theirs) = results
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)  # the ranks

@@ -74,6 +74,7 @@ def frozen_between_steps(rank, world_size, attached, frozen, ddp_kwargs):
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ddp_kwargs", [{}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_parameters_frozen_for_some_steps_are_as_ddp_has_them_without(ranks, frozen, ddp_kwargs):

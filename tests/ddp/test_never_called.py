@@ -42,6 +42,7 @@ def printed_at_exit(script: str, rank: str = "0", returncode: int = 0) -> str:
     return run.stderr
 
 
+@pytest.mark.sampled(by=lambda trainer, reason: {})  # each case starts Python and torch; make test runs one
 @pytest.mark.parametrize(
     ("trainer", "reason"),
     [
@@ -57,6 +58,7 @@ def test_it_is_said_once_with_the_likely_reason(trainer, reason):
     assert printed.count(reason) == 1
 
 
+@pytest.mark.sampled(by=lambda script, rank, returncode: {"code": returncode})
 @pytest.mark.parametrize(
     ("script", "rank", "returncode"),
     [
@@ -72,6 +74,7 @@ def test_else_nothing_is_said(script, rank, returncode):
     assert "never called" not in printed_at_exit(script, rank, returncode)
 
 
+@pytest.mark.full
 def test_other_hooks_of_optimizers_are_called():
     printed = printed_at_exit(MADE + STEP_WITH_HOOKS_AFTER_OURS)
     assert printed.count("the user's hook") == 2

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp
+from models import Branches, Mlp, Normalised
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -17,31 +17,6 @@ from fusedcomm.config import Config
 
 STEPS = 50
 NUMEL = 256
-
-
-class Normalised(nn.Module):
-    """Has buffers that differ between ranks until they are broadcast."""
-
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(10, 32), norm(32), nn.ReLU(), nn.Linear(32, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-class Branches(nn.Module):
-    """Each rank skips a different branch, and another one in every step. No rank uses the last branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(10, 5) for _ in range(4))
-        self.num_steps = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_steps += 1
-        left_out = (dist.get_rank() + self.num_steps) % 3
-        return sum(branch(x) for index, branch in enumerate(self.branches[:3]) if index != left_out)
 
 
 class Square(nn.Module):
@@ -91,13 +66,13 @@ def train(ddp: DistributedDataParallel, rank: int, steps: int = STEPS, accumulat
 
 
 CASES = {
-    "buffers broadcast before the forward pass": lambda: (Normalised(nn.BatchNorm1d), {}),
-    "buffers broadcast after the forward pass": lambda: (Normalised(nn.BatchNorm1d), {}),
-    "collectives of SyncBatchNorm": lambda: (Normalised(nn.BatchNorm1d), {}),
+    "buffers broadcast before the forward pass": lambda: (Normalised(), {}),
+    "buffers broadcast after the forward pass": lambda: (Normalised(), {}),
+    "collectives of SyncBatchNorm": lambda: (Normalised(), {}),
     "bitmap of unused parameters": lambda: (Branches(), {"find_unused_parameters": True}),
     "static graph": lambda: (Mlp(), {"static_graph": True}),
     "buckets rebuilt": lambda: (Mlp(), {"bucket_cap_mb": 0.005}),
-    "buffers broadcast beside no_sync": lambda: (Normalised(nn.BatchNorm1d), {}),
+    "buffers broadcast beside no_sync": lambda: (Normalised(), {}),
     "delayed all-reduce": lambda: (model := Square(), delayed(model)),
 }
 
@@ -158,7 +133,7 @@ def test_ranks_have_the_same_bits_after_fifty_steps_beside(ranks, case, wire):
 
 def joined(rank: int, world_size: int, wire: str, unused: bool) -> str:
     """Ranks run out of data at different times. The last one takes 50 steps."""
-    model, kwargs = (Branches(), {"find_unused_parameters": True}) if unused else (Normalised(nn.BatchNorm1d), {})
+    model, kwargs = (Branches(), {"find_unused_parameters": True}) if unused else (Normalised(), {})
     ddp = DistributedDataParallel(model, **kwargs)
     fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     with Join([ddp]):
@@ -194,28 +169,23 @@ def delayed_through_a_state(rank: int, world_size: int) -> str:
     model = Square()
     ddp = DistributedDataParallel(model, **delayed(model))
     ddp.register_comm_hook(fusedcomm.CommState("int8"), fusedcomm.comm_hook)
-    try:
+    with pytest.raises(RuntimeError) as error:
         train(ddp, rank, steps=1)
-    except RuntimeError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_registered_hook_refuses_a_delayed_all_reduce_by_name(ranks):
-    for error in ranks.run(delayed_through_a_state, world_size=2):
-        assert "delay_all_reduce_named_params" in error and "fusedcomm.attach" in error
-
-
-def test_a_delayed_all_reduce_that_is_not_found_is_refused_by_name(ranks):
-    for error in ranks.run(delayed_by_a_foreign_tensor, world_size=2):
-        assert "delay_all_reduce_named_params" in error and "param_to_hook_all_reduce" in error
+    return str(error.value)
 
 
 def delayed_by_a_foreign_tensor(rank: int, world_size: int) -> str:
     model, other = Square(), nn.Parameter(torch.zeros(3))
     ddp = DistributedDataParallel(model, **{**delayed(model), "param_to_hook_all_reduce": other})
-    try:
+    with pytest.raises(RuntimeError) as error:
         fusedcomm.attach(ddp, "int8")
-    except RuntimeError as error:
-        return str(error)
-    return "attached"
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [(delayed_through_a_state, "fusedcomm.attach"), (delayed_by_a_foreign_tensor, "param_to_hook_all_reduce")],
+)
+def test_a_delayed_all_reduce_that_cannot_be_awaited_is_refused_by_name(ranks, refused, words):
+    for error in ranks.run(refused, world_size=2):
+        assert "delay_all_reduce_named_params" in error and words in error

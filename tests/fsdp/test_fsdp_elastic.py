@@ -1,34 +1,21 @@
 """A rank of an FSDP2 training dies, torchrun starts both again, and they go on from their distributed checkpoint."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from patience import HANG_S
+from scripts import torchrun
 
+pytestmark = pytest.mark.full  # it starts nine processes; tests/horovod/elastic has a restart that `make test` runs
 JOB = Path(__file__).with_name("elastic_job.py")
-ROOT = JOB.parents[2]
 NUM_STEPS, RESUMED_AT, ACCUMULATED = 30, 10, 2
 AT_RANDOM, FEEDBACK = "int8 rounded at random", "int4 with feedback"
 
 
 def train(folder: Path, dying: int) -> None:
     """Each rank writes what it has found at the end of its last life."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")},
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        # Else torchrun's store outlives a restart, and gloo reads dead ranks' addresses there: pytorch issue 135712.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command += [str(JOB), str(folder), str(dying)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert run.returncode == 0, run.stderr
+    # Else torchrun's store outlives a restart, and gloo reads dead ranks' addresses there: pytorch issue 135712.
+    torchrun(JOB, folder, dying, options=("--max-restarts=1",), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
 def found_by(folder: Path) -> list[dict]:
@@ -40,7 +27,7 @@ def whole(made_once) -> list[dict]:
     return found_by(made_once("fsdp-whole", lambda folder: train(folder, -1)))
 
 
-@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.full)], ids=["rank 0 dies", "rank 1 dies"])
+@pytest.fixture(params=[0, 1], ids=["rank 0 dies", "rank 1 dies"])
 def interrupted(request, made_once) -> list[dict]:
     folder = made_once(f"fsdp-interrupted-{request.param}", lambda folder: train(folder, request.param))
     assert (folder / "died").read_text() == str(request.param)

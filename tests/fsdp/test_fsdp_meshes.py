@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from sampling import few
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,7 +97,7 @@ def _as_plain(rank, world_size, name):
     return errors, again, (stats.steps, stats.buckets), [plan.num_shards, *(p.num_shards for p in plan.others)], text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, "experts over two ranks", "weights and biases apart"))
 def test_one_attachment_takes_modules_of_several_meshes(ranks, name):
     shards = {"experts of one rank": [4, 1], "copies of dense layers": [2, 4], "weights and biases apart": [2, 2]}
     num_buckets = {"experts of one rank": 6, "weights and biases apart": 6}.get(name, 12)

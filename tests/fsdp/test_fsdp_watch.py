@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from models import stderr_to
 from patience import patient, wait_for_words
+from sampling import few
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -53,7 +54,7 @@ def _die(rank: int, world_size: int, victim: int) -> str:
     return error
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", few([0, 2], 2))
 def test_a_rank_that_dies_is_named_on_every_other(ranks, victim):
     pid = ranks.processes[victim].pid
     outcomes = ranks.outcomes(_die, victim, world_size=3, lost=victim)
@@ -88,6 +89,7 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     return ""
 
 
+@pytest.mark.sampled(by=lambda victim, is_backward: {})  # make test runs one: a death takes patience
 @pytest.mark.parametrize(("victim", "is_backward"), [(0, False), (2, True)], ids=["0 in forward", "2 in backward"])
 def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backward):
     pid = ranks.processes[victim].pid

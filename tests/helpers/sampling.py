@@ -7,11 +7,12 @@ runs. This is a covering array. The choice depends only on the cases, so all pyt
 With ``sampled(by=function)``, the values to cover are those of the dictionary that the function returns for a case's
 parameters. It serves cases that have only a name as their parameter: the function returns what the name means.
 
-Tests marked ``full`` (whole benchmarks and the largest sizes) run only in `make test-all`.
+Tests marked ``full`` (whole benchmarks and the largest sizes) run only in `make test-all`; of parameters from
+``few(cases, …)`` only the named ones run in `make test`.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -32,6 +33,11 @@ def covering(cases: list[dict[str, str]], strength: int) -> list[int]:
         missing -= combinations[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def few(cases: Iterable, *default: object) -> list:
+    """Parameters for `pytest.mark.parametrize`: all cases except `default` are marked ``full``."""
+    return [case if case in default else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 def values(item: pytest.Item, by: Callable[..., dict] | None) -> dict[str, str]:

@@ -56,6 +56,29 @@ def printed_by_two_ranks(script: str, folder: Path, *args: str, **environment: s
     return printed
 
 
+def torchrun(
+    script: Path, *args: object, options: tuple[str, ...] = (), cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """Runs a script on two ranks under torchrun. Fails if one fails. `options`: torchrun's own, besides the usual."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ours = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    run = subprocess.run(
+        [*command, *options, *map(str, (script, *args))],
+        cwd=cwd,
+        env={**os.environ, **ours, **environment},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
 def cxx() -> str:
     """The C++ compiler. Skips the test if there is none."""
     compiler = os.environ.get("CXX") or shutil.which("g++")

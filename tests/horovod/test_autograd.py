@@ -46,7 +46,7 @@ def check_allreduce(rank, size):
             assert torch.equal(each, all_values(size, (2 + i,), salt=1 + i).sum(0))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_gradient_of_an_allreduce_is_reduced_alike(ranks, size):
     ranks.run(check_allreduce, world_size=size)
 
@@ -69,7 +69,7 @@ def check_allgather(rank, size):
             torch.testing.assert_close(each, everyone[begin : begin + rows[rank]])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_gradient_of_an_allgather_is_averaged_and_narrowed(ranks, size):
     ranks.run(check_allgather, world_size=size)
 
@@ -82,7 +82,7 @@ def check_broadcast(rank, size):
         torch.testing.assert_close(got, average if rank == root else torch.zeros(4))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_gradient_of_a_broadcast_is_averaged_on_the_root_and_zero_elsewhere(ranks, size):
     ranks.run(check_broadcast, world_size=size)
 
@@ -109,7 +109,7 @@ def check_alltoall(rank, size):
         assert num_received == received_grads[rank].shape[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_gradient_of_an_alltoall_goes_back_to_where_the_rows_came_from(ranks, size):
     ranks.run(check_alltoall, world_size=size)
 
@@ -131,7 +131,7 @@ def check_reducescatter(rank, size):
         assert all(torch.equal(each, size * grads) for each in got)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_gradient_of_a_reducescatter_is_gathered_and_scaled(ranks, size):
     ranks.run(check_reducescatter, world_size=size)
 

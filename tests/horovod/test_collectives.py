@@ -7,6 +7,7 @@ from jobs import MOVED, REDUCED, SHAPES, all_values, job, values
 import fusedcomm.horovod as hvd
 
 SIZES = [2, 1, 3, 4]
+SOME_SIZES = [1, 3, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 4))]
 FORMS = ["sync", "async", "in place", "async in place"]
 OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Min": hvd.Min, "Max": hvd.Max, "Product": hvd.Product}
 
@@ -98,7 +99,7 @@ def check_allgathers(rank, size):
             assert torch.equal(result, torch.cat([theirs[i] for theirs in group]))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME_SIZES)
 def test_an_allgather_concatenates_in_rank_order_also_where_ranks_have_no_rows(ranks, size):
     ranks.run(check_allgathers, world_size=size)
 
@@ -117,7 +118,7 @@ def check_broadcasts(rank, size):
             assert hvd.synchronize(handle) is own and torch.equal(own, values(root, ()))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME_SIZES)
 def test_a_broadcast_copies_any_ranks_tensor(ranks, size):
     ranks.run(check_broadcasts, world_size=size)
 
@@ -149,7 +150,7 @@ def check_alltoalls(rank, size):
         assert received.tolist() == [1] * size and result.shape == (size,)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME_SIZES)
 def test_an_alltoall_sends_each_rank_its_rows(ranks, size):
     ranks.run(check_alltoalls, world_size=size)
 
@@ -175,7 +176,7 @@ def check_reducescatters(rank, size):
             assert torch.equal(result, all_values(size, (size + i, 2), salt=i).sum(0)[share(size + i, size, rank)])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME_SIZES)
 def test_a_reducescatter_gives_each_rank_its_rows_of_the_sum(ranks, size):
     ranks.run(check_reducescatters, world_size=size)
 
@@ -211,7 +212,7 @@ def check_scaled(rank, size):
             assert all(torch.equal(each, 4 * everyone.sum(0).to(dtype)) for each in grouped)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_factors_apply_before_and_after_the_sum_and_whole_numbers_are_truncated(ranks, size):
     ranks.run(check_scaled, world_size=size)
 
@@ -259,6 +260,6 @@ def check_adasum(rank, size):
         torch.testing.assert_close(hvd.allreduce(same, op=hvd.Adasum), same)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_adasum_adds_what_is_orthogonal_and_averages_what_is_equal(ranks, size):
     ranks.run(check_adasum, world_size=size)

@@ -1,12 +1,7 @@
 """Each variable has its effect; impossible values are errors that name the variable; ignored ones are said."""
 
-import json
-
 import pytest
-import torch
-from jobs import job
 
-import fusedcomm.horovod as hvd
 from fusedcomm.horovod import environment
 
 
@@ -49,41 +44,3 @@ def test_autotune_says_once_what_to_set_instead():
     said = environment.without_effect({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "log.csv"})
     assert said.startswith("HOROVOD_AUTOTUNE=1, HOROVOD_AUTOTUNE_LOG=log.csv have no effect: ")
     assert said.count("set HOROVOD_FUSION_THRESHOLD") == 1
-
-
-def write_timeline(rank, size, path):
-    with job(HOROVOD_TIMELINE=path, HOROVOD_TIMELINE_MARK_CYCLES="1"):
-        for _ in range(3):
-            hvd.allreduce(torch.ones(3), name="gradient")
-    return "ended"
-
-
-def test_rank_0_writes_a_timeline_with_names_phases_and_cycles(ranks, tmp_path):
-    path = tmp_path / "timeline.json"
-    ranks.run(write_timeline, str(path), world_size=2)
-    events = json.loads(path.read_text())
-    names = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
-    of_gradient = [each for each in events if each["pid"] == names["allreduce.gradient"] and each["ph"] == "X"]
-    assert [event["name"] for event in of_gradient] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 3
-    assert all(event["dur"] >= 0 for event in of_gradient)
-    assert "CYCLE_START" in {event["name"] for event in events}
-
-
-def write_part_of_it(rank, size, path):
-    with job(HOROVOD_TIMELINE="DYNAMIC"):
-        hvd.allreduce(torch.ones(3), name="before")
-        hvd.start_timeline(path)
-        hvd.allreduce(torch.ones(3), name="within")
-        hvd.stop_timeline()
-        hvd.allreduce(torch.ones(3), name="after")
-    with job():
-        with pytest.raises(ValueError, match="HOROVOD_TIMELINE=DYNAMIC"):
-            hvd.start_timeline(path)
-    return "ended"
-
-
-def test_a_timeline_begins_and_ends_where_the_script_says(ranks, tmp_path):
-    path = tmp_path / "timeline.json"
-    ranks.run(write_part_of_it, str(path), world_size=2)
-    names = {event["args"]["name"] for event in json.loads(path.read_text()) if event["ph"] == "M"}
-    assert "allreduce.within" in names and not names & {"allreduce.before", "allreduce.after"}

@@ -33,6 +33,7 @@ def accuracies(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"epoch \d: ([\d.]+)% right", text)]
 
 
+@pytest.mark.full
 def test_the_example_learns_on_two_ranks(tmp_path):
     found = accuracies(printed(tmp_path, str(EXAMPLES / "horovod_after.py")))
     assert len(found) == 3 and found[-1] > 95 and found[-1] >= found[0]
@@ -56,6 +57,7 @@ def test_before_and_after_differ_in_the_import_and_the_wire_alone():
     }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's ranks meet over Linux's loopback interface")
 def test_the_elastic_example_ends_with_all_ranks_if_none_is_lost(tmp_path):
     text = printed(tmp_path, str(EXAMPLES / "horovod_elastic.py"))

@@ -71,9 +71,8 @@ def check_calls(rank, size, folder):
         assert kind == "ValueError" and "HOROVOD_TIMELINE=DYNAMIC" in said
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_timelines_can_be_started_and_stopped(ranks, tmp_path, size):
-    ranks.run(check_calls, str(tmp_path), world_size=size)
+def test_timelines_can_be_started_and_stopped(ranks, tmp_path):
+    ranks.run(check_calls, str(tmp_path), world_size=2)
 
 
 class Events:

@@ -24,7 +24,7 @@ def check_uneven(rank, size):
             assert torch.equal(hvd.allgather(torch.tensor([rank])), torch.arange(size))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_ranks_may_have_different_numbers_of_batches(ranks, size):
     ranks.run(check_uneven, world_size=size)
 
@@ -49,9 +49,8 @@ def check_identities(rank, size):
                 hvd.join()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_has_joined_changes_no_sum_minimum_maximum_or_product(ranks, size):
-    ranks.run(check_identities, world_size=size)
+def test_a_rank_that_has_joined_changes_no_sum_minimum_maximum_or_product(ranks):
+    ranks.run(check_identities, world_size=3)
 
 
 def check_refused(rank, size):
@@ -72,23 +71,6 @@ def check_refused(rank, size):
 
 def test_only_an_allreduce_is_possible_once_a_rank_has_joined(ranks):
     ranks.run(check_refused, world_size=3)
-
-
-def check_steady(rank, size):
-    """Joins after many equal steps, when the ranks no longer negotiate."""
-    with job():
-        for round in range(3):
-            for step in range(20 + 5 * rank):
-                members = [other for other in range(size) if step < 20 + 5 * other]
-                handles = [hvd.allreduce_async(values(rank, (9,), salt=i), name=f"w{i}", op=hvd.Sum) for i in range(6)]
-                for i, handle in enumerate(handles):
-                    expected = sum(values(other, (9,), salt=i) for other in members)
-                    assert torch.equal(hvd.synchronize(handle), expected), f"round {round}, step {step}, w{i}"
-            hvd.join()
-
-
-def test_a_rank_may_join_in_the_steady_state(ranks):
-    ranks.run(check_steady, world_size=3)
 
 
 def check_grouped(rank, size):

@@ -60,7 +60,7 @@ def check_ranks(rank, size):
         assert not hvd.is_initialized()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_job_can_be_started_and_ended_again_and_again(ranks, size):
     ranks.run(check_ranks, world_size=size)
 
@@ -178,7 +178,7 @@ for code in (0, 7):
         assert (hvd.rank(), hvd.size()) == (rank, 2), "for workers that load data"
         assert "was forked from rank" in refusal(lambda: hvd.allreduce(torch.ones(1)))
         assert "hvd.shutdown() first" in refusal(hvd.init)
-        assert "before the process was forked" in refusal(lambda: model(torch.ones(1, 64)).sum().backward())
+        assert "was forked from rank" in refusal(lambda: model(torch.ones(1, 64)).sum().backward())
         sys.exit(code)
     steps(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
@@ -192,7 +192,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 """
 
 
-@pytest.mark.parametrize("wire", ["none", "int8"])
+@pytest.mark.parametrize("wire", ["int8", pytest.param("none", marks=pytest.mark.full)])
 def test_a_forked_child_ends_with_its_status_and_the_job_goes_on(wire, tmp_path):
     timeline = tmp_path / "timeline.json"
     ended = run_with_horovods_variables(FORKS, 2, tmp_path, WIRE=wire, HOROVOD_TIMELINE=str(timeline))
@@ -229,6 +229,7 @@ def test_a_rank_is_lost_although_its_child_lives(tmp_path):
     assert lost == (5, "")
 
 
+@pytest.mark.full
 def test_torchrun_starts_a_job(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -203,6 +203,7 @@ def check_sparse(rank, size, as_dense, is_missing):
             assert table.weight.grad.is_sparse
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_missing", [False, True])
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients_are_reduced_also_where_a_rank_has_none(ranks, as_dense, is_missing):
@@ -369,9 +370,8 @@ def check_adasum(rank, size):
         torch.testing.assert_close(everyone, everyone[:1].expand_as(everyone))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_adasum_joins_the_ranks_steps(ranks, size):
-    ranks.run(check_adasum, world_size=size)
+def test_adasum_joins_the_ranks_steps(ranks):
+    ranks.run(check_adasum, world_size=4)
 
 
 def check_wrong(rank, size):

@@ -27,7 +27,7 @@ def check_sums(rank, size):
         assert torch.equal(some.to_dense(), torch.eye(4) * (size * (size + 1) // 2))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_sparse_tensors_are_summed(ranks, size):
     ranks.run(check_sums, world_size=size)
 

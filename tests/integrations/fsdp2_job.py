@@ -21,33 +21,9 @@ NUM_STEPS, SAVED_AT = 8, 4
 TRAINER, FOLDER = sys.argv[1], Path(sys.argv[2])
 ROUNDED_AT_RANDOM = Config("int4", rounding=fusedcomm.Rounding("stochastic"))
 FEEDBACK = Config("int8", feedback=Feedback(unsharded=True))
+ROWS = training.Rows(2 * SAVED_AT * training.ACCUMULATED * training.BATCH)  # of two ranks until the first save
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.losses = training.model(), []
-
-    def forward(self, inputs, labels):
-        logits = self.model(inputs)
-        loss = nn.functional.cross_entropy(logits, labels)
-        self.losses.append(loss.item())
-        return {"loss": loss, "logits": logits}
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.tensors = training.dataset()
-
-    def __len__(self) -> int:
-        """Of two ranks in the steps until the first save."""
-        return 2 * SAVED_AT * training.ACCUMULATED * training.BATCH
-
-    def __getitem__(self, index):
-        inputs, labels = self.tensors[index]
-        return {"inputs": inputs, "labels": labels}
 
 
 def result(model: nn.Module, losses: list[float], comm: fusedcomm.Handle | None) -> dict:
@@ -67,7 +43,7 @@ def with_lightning(config: Config | None, folder: Path, resumed: bool) -> dict:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.of = Classifier()
+            self.of = training.Classifier()
 
         def configure_model(self):
             for layer in (*self.of.model, self.of):
@@ -100,7 +76,7 @@ def with_lightning(config: Config | None, folder: Path, resumed: bool) -> dict:
         enable_model_summary=False,
     )
     module = Module()
-    loader = torch.utils.data.DataLoader(Rows(), training.BATCH)
+    loader = torch.utils.data.DataLoader(ROWS, training.BATCH)
     trainer.fit(module, loader, ckpt_path=folder / "epoch=0.ckpt" if resumed else None)
     return module.result
 
@@ -132,9 +108,9 @@ def with_accelerate(config: Config | None, folder: Path, resumed: bool) -> dict:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
     )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=training.ACCUMULATED, fsdp_plugin=plugin)
-    model = inner = Classifier()
+    model = inner = training.Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=training.LEARNING_RATE, momentum=0.9)
-    loader = torch.utils.data.DataLoader(Rows(), training.BATCH)
+    loader = torch.utils.data.DataLoader(ROWS, training.BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     comm = None if config is None else attach(accelerator, model, config)
     if resumed:
@@ -164,31 +140,14 @@ def with_transformers(config: Config | None, folder: Path, resumed: bool) -> dic
             self.result = result(model, model.losses, self.handle)
             super().on_train_end(args, state, control, **kwargs)
 
-    model = Classifier()
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        fsdp=True,
-        fsdp_config={
-            "version": 2,
-            "transformer_layer_cls_to_wrap": ["Linear"],
-            "state_dict_type": "SHARDED_STATE_DICT",
-        },
-        per_device_train_batch_size=training.BATCH,
-        gradient_accumulation_steps=training.ACCUMULATED,
-        max_steps=NUM_STEPS,
-        learning_rate=training.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        seed=3,
-        dataloader_num_workers=0,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+    model = training.Classifier()
+    sharding = {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["Linear"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    arguments = training.transformers_arguments(folder, NUM_STEPS, SAVED_AT, fsdp=True, fsdp_config=sharding)
+    trainer = transformers.Trainer(model, arguments, train_dataset=ROWS)
     callback = None
     if config is not None:
         callback = Seen(trainer, config)

@@ -2,36 +2,17 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import training
-from patience import HANG_S
+from sampling import few
+from scripts import torchrun
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
+# `make test` runs one trainer in each file of this folder, and another one in each.
 TRAINERS = ("lightning", "accelerate", "transformers")
-
-
-def torchrun(script: Path, *args: object) -> subprocess.CompletedProcess:
-    """Runs a script on two ranks. Fails if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *args]
-    python_path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": python_path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        list(map(str, command)),
-        cwd=script.parent if script.parent != FOLDER else None,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return run
 
 
 def need_trainer(name: str) -> None:
@@ -42,17 +23,24 @@ def need_trainer(name: str) -> None:
             pytest.skip(f"needs {package}: pip install {package}")
 
 
-@pytest.fixture(scope="module", params=TRAINERS)
-def results(request, made_once) -> list[dict]:
-    """What each rank has found: {name of a run: {"losses", "digest", "steps", …}}."""
-    need_trainer(request.param)
-    folder = made_once(f"trained-by-{request.param}", lambda folder: train(request.param, folder))
+def trained(made_once: Callable, trainer: str, job: str, *args: object) -> Path:
+    """The folder in which each rank of a job has written what it found, once in a test run."""
+    need_trainer(trainer)
+
+    def train(folder: Path) -> None:
+        (folder / "stderr").write_text(torchrun(FOLDER / f"{job}_job.py", *args, folder).stderr)
+
+    return made_once(f"{job}-job-of-{trainer}", train)
+
+
+def found_in(folder: Path) -> list[dict]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def train(trainer: str, folder: Path) -> None:
-    run = torchrun(FOLDER / f"{trainer}_job.py", folder)
-    (folder / "stderr").write_text(run.stderr)
+@pytest.fixture(scope="module", params=few(TRAINERS, "lightning"))
+def results(request, made_once) -> list[dict]:
+    """What each rank has found: {name of a run: {"losses", "digest", "steps", …}}."""
+    return found_in(trained(made_once, request.param, request.param))
 
 
 def runs(results: list[dict], name: str) -> list[dict]:
@@ -114,8 +102,6 @@ def test_with_the_mean_of_residuals_it_trains_on_within_their_noise(results):
 
 
 def test_lightnings_own_argument_for_hooks_does_nothing_on_cpu_and_that_is_said_once(made_once):
-    need_trainer("lightning")
-    folder = made_once("trained-by-lightning", lambda folder: train("lightning", folder))
-    printed = (folder / "stderr").read_text()
+    printed = (trained(made_once, "lightning", "lightning") / "stderr").read_text()
     assert printed.count("CommState('int8') was made and never called") == 1
     assert "Lightning registers ddp_comm_hook= on CUDA only: use fusedcomm.integrations.lightning.FusedComm" in printed

@@ -1,25 +1,16 @@
 """Each trainer with a model that FSDP2 shards, on two real ranks: plain, attached, saved and resumed."""
 
-import json
-from pathlib import Path
-
 import pytest
-from test_trainers import FOLDER, TRAINERS, need_trainer, torchrun
+from sampling import few
+from test_trainers import TRAINERS, found_in, trained
 
 NUM_LOSSES = 16  # of eight steps with two passes each
 
 
-@pytest.fixture(scope="module", params=TRAINERS)
+@pytest.fixture(scope="module", params=few(TRAINERS, "transformers"))
 def results(request, made_once) -> list[dict]:
     """What each rank has found: {name of a run: {"losses", "digest", …}}."""
-    need_trainer(request.param)
-    folder = made_once(f"sharded-by-{request.param}", lambda folder: _train(request.param, folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-
-
-def _train(trainer: str, folder: Path) -> None:
-    run = torchrun(FOLDER / "fsdp2_job.py", trainer, folder)
-    (folder / "stderr").write_text(run.stderr)
+    return found_in(trained(made_once, request.param, "fsdp2", request.param))
 
 
 def test_the_model_is_sharded_and_attached_as_fsdp2(results):

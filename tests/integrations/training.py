@@ -35,6 +35,60 @@ def dataset() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, (inputs @ teacher).argmax(dim=1))
 
 
+class Classifier(nn.Module):
+    """With the labels in its forward pass, as Transformers wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.losses, self.failing = model(), [], False
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.failing:
+            raise ArithmeticError("on purpose")
+        logits = self.model(inputs)
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": logits}
+
+
+class Rows(torch.utils.data.Dataset):
+    """The first `num_rows` of the data set by name."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.tensors, self.num_rows = dataset(), num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        inputs, labels = self.tensors[index]
+        return {"inputs": inputs, "labels": labels}
+
+
+def transformers_arguments(folder: Path, max_steps: int, save_steps: int, saved: bool = True, **options: object):
+    """TrainingArguments of Transformers. `options`: further ones."""
+    import transformers
+
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_steps=max_steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        save_strategy="steps" if saved else "no",
+        save_steps=save_steps,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        seed=3,
+        dataloader_num_workers=0,
+        **options,
+    )
+
+
 def digest(trained: nn.Module) -> str:
     """A hash of all parameters."""
     values = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])

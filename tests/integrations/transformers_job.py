@@ -5,10 +5,8 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
 import training
 import transformers
-from torch import nn
 
 from fusedcomm.integrations.transformers import FusedCommCallback
 
@@ -18,32 +16,6 @@ FOLDER = Path(sys.argv[1])
 SAVED = FOLDER / "run" / f"checkpoint-{training.RESUMED_AT}"
 
 
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.losses, self.failing = training.model(), [], False
-
-    def forward(self, inputs, labels):
-        if self.failing:
-            raise ArithmeticError("on purpose")
-        logits = self.model(inputs)
-        loss = nn.functional.cross_entropy(logits, labels)
-        self.losses.append(loss.item())
-        return {"loss": loss, "logits": logits}
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.tensors = training.dataset()
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __getitem__(self, index):
-        inputs, label = self.tensors[index]
-        return {"inputs": inputs, "labels": label}
-
-
 class Seen(FusedCommCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self.steps = self.handle.stats().steps
@@ -51,27 +23,16 @@ class Seen(FusedCommCallback):
 
 
 def train(options=None, resumed=False, saved=False, failing=False, kind=Seen) -> dict:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(FOLDER / "run"),
-        use_cpu=True,
-        per_device_train_batch_size=training.BATCH,
-        gradient_accumulation_steps=training.ACCUMULATED,
-        max_steps=training.NUM_STEPS,
-        learning_rate=training.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
+    arguments = training.transformers_arguments(
+        FOLDER / "run",
+        training.NUM_STEPS,
+        training.RESUMED_AT,
+        saved,
         max_grad_norm=training.CLIPPED_TO,
         ddp_find_unused_parameters=True,
-        save_strategy="steps" if saved else "no",
-        save_steps=training.RESUMED_AT,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        seed=3,
-        dataloader_num_workers=0,
     )
-    model = Classifier()
-    trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+    model = training.Classifier()
+    trainer = transformers.Trainer(model, arguments, train_dataset=training.Rows(len(training.dataset())))
     result, callback = {}, None
     if options is not None:
         callback = kind(trainer, **options)

@@ -105,7 +105,7 @@ def changed(rank, world_size, name, ours, is_everywhere):
 @pytest.mark.parametrize("is_everywhere", [True, False])
 @pytest.mark.parametrize("ours", ["DataParallel", "GradReducer"])
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.sampled(strength=2)
+@pytest.mark.sampled
 def test_changed_parameters_are_an_error_of_the_next_step_on_every_rank(ranks, name, ours, is_everywhere):
     first, second = ranks.run(changed, name, ours, is_everywhere, world_size=2)
     expected, instead = CHANGES[name][1], "ake the GradReducer or DataParallel again"

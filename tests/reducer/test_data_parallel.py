@@ -180,7 +180,7 @@ def joined(rank, world_size, ours, nums, kwargs, divide, joins_optimizer):
 @pytest.mark.parametrize("divide", [True, False])
 @pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("nums", [(2, 5), (5, 2), (0, 3)])
-@pytest.mark.sampled(strength=2)
+@pytest.mark.sampled
 def test_uneven_inputs_end_with_ddps_bits(ranks, nums, kwargs, divide, joins_optimizer):
     arguments = (nums, kwargs, divide, joins_optimizer)
     ours, theirs = (ranks.run(joined, ours, *arguments, world_size=2) for ours in (True, False))

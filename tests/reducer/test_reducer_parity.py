@@ -170,6 +170,7 @@ def test_two_ranks_get_ddps_bits(ranks, name):
     compare(ours[0], ours[1], torch.equal)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("name", ["plain", "small_buckets", "unused", "complex", "sparse", "float64", "accumulated"])
 def test_more_ranks_get_ddps_gradients_up_to_the_order_of_sums(ranks, name, world_size):
@@ -193,9 +194,10 @@ def exact_sums(rank, world_size, bucket_mib):
         model.zero_grad()
         model(gradients).backward()
         seen.append([weight.grad.clone() for weight in model.weights])
-    return seen, len(reducer.plan().buckets), reducer._reducer.num_copied
+    return seen, len(reducer.plan().buckets), reducer.native.num_copied
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("bucket_mib", "num_buckets"), [(25, 1), (0.004, 2)])
 def test_exact_sums_have_the_bits_of_the_mean(ranks, world_size, bucket_mib, num_buckets):
@@ -242,6 +244,7 @@ def with_wire(rank, world_size, name, ours):
 
 
 # With more than two ranks the hook adds up fp32 in DDP's buffer, whose elements lie elsewhere in the message.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, n) for name in WIRES for n in (2, 3, 4) if name != "fp32" or n == 2]
 )

@@ -56,6 +56,7 @@ def trained(rank, world_size, kwargs, through, ignored):
     return model.lm_head.weight.grad, model.body.weight.grad, sorted(comm.state_dict()["residuals"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("through", ["attach", "CommState"])
 @pytest.mark.parametrize(
     "kwargs",
@@ -82,6 +83,7 @@ def test_state_of_a_tied_weight_goes_by_its_first_name(ranks, through):
         assert residuals == ["body.weight", "embed_tokens.weight"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("through", ["attach", "CommState"])
 @pytest.mark.parametrize(
     ("ignored", "names"),

@@ -1,16 +1,13 @@
-"""The user's script that the probe trains: errors if it cannot, and the measurement of its steps."""
+"""The user's script that the probe trains, and errors if it cannot."""
 
 import textwrap
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fusedcomm.tools.errors import ProbeError, ScriptError
 from fusedcomm.tools.probe.script import load, naming_the_line
-from fusedcomm.tools.probe.team import Team
-from fusedcomm.tools.probe.workload import PARAMETER_NUMEL, checked, measure_workload, synthetic, work
+from fusedcomm.tools.probe.workload import checked
 
 SCRIPT = """
 import torch
@@ -116,39 +113,3 @@ DATA = torch.ones(2, 3)
 def test_tasks_that_cannot_be_used(task, text):
     with pytest.raises(ProbeError, match=text):
         checked(task, CPU)
-
-
-# ---- the measurement
-
-
-UNTIMED_STEPS = 3
-"""Steps that measure_workload takes before the steps that it times."""
-
-
-def busy_cores(rank, world_size, compute):
-    """(the measured workload, the cores that this rank's computation had in the timed steps, by its own clocks). On a
-    busy machine these are fewer than the computation would keep busy alone."""
-    task = synthetic(3 * PARAMETER_NUMEL, torch.device("cpu"))
-    computing = {"sleeps": lambda: time.sleep(0.02), "works": lambda: work(4000, torch.device("cpu"))}[compute]
-    wall_s, cpu_s = [], []
-
-    def timed():
-        began, began_cpu = time.perf_counter(), time.process_time()
-        computing()
-        cpu_s.append(time.process_time() - began_cpu)
-        wall_s.append(time.perf_counter() - began)
-
-    task[0]._compute = timed
-    workload = measure_workload(Team(dist.group.WORLD, torch.device("cpu")), task, 2.0)
-    return workload, sum(cpu_s[UNTIMED_STEPS:]) / sum(wall_s[UNTIMED_STEPS:])
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("compute", ["sleeps", "works"])
-def test_cores_are_as_busy_as_computing_keeps_them(ranks, compute):
-    (of_all, busy), (other, other_busy) = ranks.run(busy_cores, compute, world_size=2)
-    # The rest of a step computes, too, but little compared with what the ranks do here.
-    assert of_all.busy_cores == pytest.approx((busy + other_busy) / 2, abs=0.2)
-    assert of_all.busy_cores == other.busy_cores
-    assert of_all.busy_cores < (0.4 if compute == "sleeps" else 1.1)
-    assert of_all.backward_s > 0.02 and of_all.numel == 3 * PARAMETER_NUMEL

@@ -21,36 +21,46 @@ class StateHandler:
         self.save()
 
     def save(self) -> None:
+        """Keeps a copy of what the value's state_dict() returns."""
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        """Makes the value what it was at the last save()."""
         # Some load_state_dict() keep what they are given.
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
+        """Gives the value of the rank `root_rank` to all, and saves it. A collective call."""
         raise NotImplementedError
 
     def reset(self) -> None:
         """The ranks have changed."""
 
     def set_value(self, value: Any) -> None:
+        """Holds and saves another value."""
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
+    """A torch.nn.Module: its parameters and buffers."""
+
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=self.root_rank)
         self.save()
 
 
 class OptimizerStateHandler(StateHandler):
+    """A torch.optim.Optimizer: its state and options."""
+
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=self.root_rank)
         self.save()
 
 
 class SamplerStateHandler(StateHandler):
+    """An ElasticSampler: its epoch, and how much of that is processed."""
+
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.root_rank, name="elastic.sampler"))
         self.save()
@@ -72,6 +82,7 @@ def get_handler_registry() -> list[tuple[type, type]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type]]) -> None:
+    """Replaces the pairs that get_handler_registry() returns, for states that are made from now on."""
     global _registry
     _registry = registry
 

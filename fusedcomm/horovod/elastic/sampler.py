@@ -41,9 +41,11 @@ class ElasticSampler(Sampler):
         self.record_batch(0, len(indices))
 
     def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its samples all ranks have processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continues where state_dict() was taken, perhaps with other ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         if worlds.world_if_any() is not None:  # else the ranks are about to meet again, and reset() follows
             self.reset()

@@ -26,6 +26,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
+        """The ranks have met again: calls reset() and what register_reset_callbacks() was given."""
         self._updates.clear()
         self.reset()
         for callback in self._reset_callbacks:
@@ -66,12 +67,15 @@ class State:
         return counts.index(self._num_commits)
 
     def save(self) -> None:
+        """Keeps a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
+        """Goes back to what the last save() kept."""
         raise NotImplementedError
 
     def sync(self) -> None:
+        """Gives the state of the rank that has committed most to all ranks. A collective call."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -118,6 +122,7 @@ class ObjectState(State):
         self.sync_attributes(self.newest_rank())
 
     def sync_attributes(self, root_rank: int) -> None:
+        """Gives the attributes of `root_rank` to all ranks, and saves them. A collective call."""
         if self._saved_state:
             ObjectState.save(self)  # not a subclass's, which saves more
             self._saved_state = self._bcast_object(self._saved_state, root_rank)

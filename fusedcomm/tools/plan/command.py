@@ -18,20 +18,15 @@ from fusedcomm.tools.plan.hardware import DEVICES, CpuHosts, GpuHosts, Hosts, op
 if TYPE_CHECKING:
     from fusedcomm.tools.plan.paper import Recommendation, Row, Training
 
-PRESETS = ("horovod-2018", "ddp-bucket-size")
 DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
 DEFAULT_BACKWARD_SHARE = 2 / 3
 DESCRIPTION = """Predicts how long a training step takes on a cluster that you cannot use now, and
 recommends the line of code that makes it shorter. Prints the answer, then a table of all
 ways, then every assumption."""
 USAGE = """fusedcomm plan --ranks N (--model NAME | --params N) (--step-ms MS | --samples-per-s N --batch N)
-                      [further options]
-       fusedcomm plan --preset NAME [--json PATH] [--plot PATH]"""
+                      [further options]"""
 EXAMPLE = """fusedcomm plan --ranks 64 --gpus-per-host 8 --nic-gbps 25 --model bert-large --step-ms 300
-fusedcomm plan --device cpu --ranks 4 --cores 8 --nic-gbps 1 --params 25e6 --step-ms 500
-fusedcomm plan --preset horovod-2018"""
-_OF_A_PRESET = ("preset", "json", "plot", "command", "run", "parser")
-"""Names of arguments that --preset can be combined with. A preset has its own values for all others."""
+fusedcomm plan --device cpu --ranks 4 --cores 8 --nic-gbps 1 --params 25e6 --step-ms 500"""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -44,25 +39,27 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         example=EXAMPLE,
     )
     step = parser.add_argument_group("the model and its step")
-    step.add_argument(
+    model = step.add_mutually_exclusive_group(required=True)
+    model.add_argument(
         "--model",
         choices=architectures.NAMES,
         metavar="NAME",
         help=f"the model whose gradients are sent: {', '.join(architectures.NAMES)}",
     )
-    step.add_argument(
+    model.add_argument(
         "--params",
         type=number(least=1, below=1e13),
         metavar="N",
         help="or: gradient elements, in parameters of equal size",
     )
-    step.add_argument(
+    duration = step.add_mutually_exclusive_group(required=True)
+    duration.add_argument(
         "--step-ms",
         type=number(above=0, below=1e12),
         metavar="MS",
         help="time of a step of one rank without synchronization",
     )
-    step.add_argument(
+    duration.add_argument(
         "--samples-per-s", type=number(above=0), metavar="N", help="or: samples per second of one rank; needs --batch"
     )
     step.add_argument(
@@ -84,6 +81,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
             *field.metadata["aliases"],
             type=field.metadata["parse"],
             metavar="N",
+            required=field.default is dataclasses.MISSING,
             help=field.metadata["help"] + _defaults_of(field.name),
         )
     choices = parser.add_argument_group("what to compare, and what to write")
@@ -91,12 +89,6 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     caps = " ".join(map(str, DEFAULT_CAPS_MIB))
     choices.add_argument(
         "--caps", nargs="+", type=number(least=0), metavar="MIB", help=f"bucket_cap_mb of DDP to try ({caps})"
-    )
-    choices.add_argument(
-        "--preset",
-        choices=PRESETS,
-        metavar="NAME",
-        help=f"compare the model with published figures instead: {', '.join(PRESETS)}",
     )
     choices.add_argument("--json", type=Path, metavar="PATH", help="file for all results (none)")
     choices.add_argument(
@@ -117,18 +109,6 @@ def _defaults_of(name: str) -> str:
     return f" ({', '.join(dict.fromkeys(defaults))})" if defaults else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Picture:
-    """What --plot draws."""
-
-    label: str
-    """Label of the values' axis."""
-    series: dict[str, dict[str, float]]
-    """By name in the legend: values by the text on the other axis."""
-    ordered: bool = False
-    """Whether the other axis is a scale, so that points are joined."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit status.
 
@@ -136,45 +116,26 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an argument is impossible, or a file cannot be written.
         ImportError: a package is not installed.
     """
-    _refuse_what_a_preset_has(args)
-    hosts = _hosts(args) if args.preset is None else None
-    if hosts is not None:
-        _check_step(args)
-        accepted(args.wires or COMPARED, args.accept)
+    hosts = _hosts(args)
+    _check_batch(args)
+    accepted(args.wires or COMPARED, args.accept)
     output.check((("--json", args.json), ("--plot", args.plot)))
     if args.plot is not None:
         output.pyplot()  # if matplotlib is missing, fail before the work
-    if hosts is not None:
-        written, picture = _plan(args, hosts)
-    else:
-        written, picture = _horovod() if args.preset == "horovod-2018" else _bucket_size()
+    written = _plan(args, hosts)
     try:
         if args.json is not None:
             files.write_text(args.json, json.dumps(written, indent=1) + "\n")
         if args.plot is not None:
-            _draw(args.plot, picture)
+            _draw(args.plot, written["rows"])
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}; name another file") from error
     output.say_written(*(path for path in (args.json, args.plot) if path is not None))
     return 0
 
 
-def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
-    """Raises UsageError if an argument is given that --preset would ignore."""
-    if args.preset is None:
-        return
-    for name, value in vars(args).items():
-        if value is not None and name not in _OF_A_PRESET:
-            option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} would do nothing: --preset {args.preset} has its own clusters and models; leave out one"
-            )
-
-
 def _hosts(args: argparse.Namespace) -> Hosts:
     """The machines. Raises UsageError if they are impossible."""
-    if args.ranks is None:
-        raise UsageError("how many ranks train? Use --ranks, or --preset for a comparison with published figures")
     device = args.device or "gpu"
     here = dict(options_of(DEVICES[device]))
     given = {}
@@ -193,23 +154,10 @@ def _hosts(args: argparse.Namespace) -> Hosts:
         raise UsageError(str(error)) from error
 
 
-def _check_step(args: argparse.Namespace) -> None:
-    """Raises UsageError unless the arguments describe one model and one step."""
-    if args.model is None and args.params is None:
-        raise UsageError("which gradients are sent? Use --model or --params")
-    if args.model is not None and args.params is not None:
-        raise UsageError(f"--model {args.model} and --params {args.params:g} describe two models: leave out one")
-    if args.step_ms is None and args.samples_per_s is None:
-        raise UsageError("how long does a step of one rank take? Use --step-ms, or --samples-per-s and --batch")
-    if args.step_ms is not None and args.samples_per_s is not None:
-        raise UsageError(
-            f"--step-ms {args.step_ms:g} and --samples-per-s {args.samples_per_s:g} describe two steps: leave out one"
-        )
-    if args.step_ms is not None and args.batch is not None:
-        raise UsageError(
-            f"--batch {args.batch:g} would do nothing beside --step-ms {args.step_ms:g}: it belongs to "
-            "--samples-per-s; leave out one of the two"
-        )
+def _check_batch(args: argparse.Namespace) -> None:
+    """Raises UsageError unless --batch and --samples-per-s are given together."""
+    if args.samples_per_s is None and args.batch is not None:
+        raise UsageError(f"--batch {args.batch:g} would do nothing without --samples-per-s: leave it out")
     if args.samples_per_s is not None and args.batch is None:
         raise UsageError(
             f"--samples-per-s {args.samples_per_s:g} does not say how long a step takes: add --batch, its samples"
@@ -229,8 +177,8 @@ def _training(args: argparse.Namespace, hosts: Hosts) -> "Training":
     return Training(parameters, step_s, backward_share, busy_cores)
 
 
-def _plan(args: argparse.Namespace, hosts: GpuHosts | CpuHosts) -> tuple[dict, _Picture]:
-    """Prints the prediction. Returns what --json and --plot write."""
+def _plan(args: argparse.Namespace, hosts: GpuHosts | CpuHosts) -> dict:
+    """Prints the prediction. Returns what --json writes."""
     from fusedcomm.tools.plan import paper
 
     training = _training(args, hosts)
@@ -250,7 +198,7 @@ def _plan(args: argparse.Namespace, hosts: GpuHosts | CpuHosts) -> tuple[dict, _
     _print_answer(found, rows[0])
     _print_rows(rows, found, may_be_recommended)
     _print_assumptions(assumptions)
-    written = {
+    return {
         "assumptions": assumptions,
         "hardware": {"device": args.device or "gpu", **dataclasses.asdict(hosts)},
         "rows": [dataclasses.asdict(row) for row in rows],
@@ -258,51 +206,6 @@ def _plan(args: argparse.Namespace, hosts: GpuHosts | CpuHosts) -> tuple[dict, _
         "recommendation": found.line,
         "faster_but_not_accepted": found.faster and dataclasses.asdict(found.faster),
     }
-    steps = {f"{row.way}, {row.cap_mib:g} MiB": row.step_s * 1e3 for row in rows}
-    return written, _Picture("step, ms", {"predicted": steps})
-
-
-def _horovod() -> tuple[dict, _Picture]:
-    """Prints the comparison with Horovod's figures. Returns what --json and --plot write."""
-    from fusedcomm.tools.plan import published
-
-    rows, assumptions = published.horovod(), published.horovod_assumptions()
-    worst = max(abs(row.predicted / row.published - 1) for row in rows)
-    print(f"The model is within {worst:.1%} of Horovod's published scaling efficiencies.\n")
-    print(f"{'scaling efficiency':<20} {'GPUs':>5} {'published':>10} {'model':>7} {'off by':>7}")
-    for row in rows:
-        off = row.predicted / row.published - 1
-        print(f"{row.model:<20} {row.ranks:>5} {row.published:>10.0%} {row.predicted:>7.1%} {off:>+7.1%}")
-    _print_assumptions(assumptions)
-    series = {
-        name: {f"{row.model}\n{row.ranks} GPUs": getattr(row, name) for row in rows}
-        for name in ("published", "predicted")
-    }
-    return {"assumptions": assumptions, "rows": [dataclasses.asdict(row) for row in rows]}, _Picture(
-        "scaling efficiency", series
-    )
-
-
-def _bucket_size() -> tuple[dict, _Picture]:
-    """Prints predicted steps by DDP's bucket size. Returns what --json and --plot write."""
-    from fusedcomm.tools.plan import published
-
-    curves, assumptions = published.bucket_size(), published.bucket_assumptions()
-    print("Step in ms by DDP's bucket size in MiB. Published: resnet50 best at 10 to 25 MB, BERT at more")
-    for curve in curves:
-        steps = "  ".join(f"{mib:g}: {step_s * 1e3:.1f}" for mib, step_s in curve.step_s_by_mib.items())
-        print(f"{curve.model}, {curve.ranks} GPUs, best {curve.best_mib:g}:  {steps}")
-    _print_assumptions(assumptions)
-    rows = [{**dataclasses.asdict(curve), "best_mib": curve.best_mib} for curve in curves]
-    # Steps relative to the best one, so that both models fit on one axis.
-    lines = {
-        f"{curve.model}, {curve.ranks} GPUs": {
-            f"{mib:g}": step_s / curve.step_s_by_mib[curve.best_mib] for mib, step_s in curve.step_s_by_mib.items()
-        }
-        for curve in reversed(curves)  # the curve with the most sizes comes first: it sets the order on the axis
-    }
-    picture = _Picture("step, relative to the best, by MiB of a bucket", lines, ordered=True)
-    return {"assumptions": assumptions, "rows": rows}, picture
 
 
 def _print_assumptions(assumptions: dict[str, str]) -> None:
@@ -339,15 +242,15 @@ def _print_rows(rows: Sequence["Row"], found: "Recommendation", accepted: Sequen
         print((line + ("  <- use" if row is found.row else note)).rstrip())
 
 
-def _draw(path: Path, picture: _Picture) -> None:
+def _draw(path: Path, rows: Sequence[dict]) -> None:
+    """Draws a point for the step of each of the rows, in ms."""
     pyplot = output.pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for name, values in picture.series.items():
-        axes.plot(list(values), list(values.values()), "o-" if picture.ordered else "o", label=name)
-    if not picture.ordered:
-        axes.set_ylim(bottom=0)
-        pyplot.setp(axes.get_xticklabels(), rotation=30, ha="right")
-    axes.set_ylabel(picture.label)
+    names = [f"{row['way']}, {row['cap_mib']:g} MiB" for row in rows]
+    axes.plot(names, [row["step_s"] * 1e3 for row in rows], "o", label="predicted")
+    axes.set_ylim(bottom=0)
+    pyplot.setp(axes.get_xticklabels(), rotation=30, ha="right")
+    axes.set_ylabel("step, ms")
     axes.grid(alpha=0.3)
     axes.legend()
     output.save_picture(figure, path, dpi=120)

@@ -1,5 +1,4 @@
-"""The costs that follow from the machines of hardware.py: the inputs of cost_model.py that ``fusedcomm probe``
-measures, and ``fusedcomm plan`` assumes.
+"""The costs that follow from the machines of hardware.py: the inputs of cost_model.py.
 
 Over NCCL, latencies come from the model by which it chooses its algorithms (src/graph/tuning.cc of NCCL 2.8). With p
 ranks on H hosts, L = p/H ranks on each, a latency of aₙ for a hop between hosts and aₗ for one within a host, and c for
@@ -32,7 +31,7 @@ from fusedcomm.tools.plan.hardware import (
 )
 
 CODEC_STAGE_S = 3e-6
-"""CPU: the fixed part of a codec stage, rounded from bench/results/probe-check.json."""
+"""CPU: the fixed part of a codec stage, rounded from a measurement."""
 
 
 def cluster_of(hosts: GpuHosts | CpuHosts) -> Cluster:

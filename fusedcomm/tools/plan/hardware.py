@@ -20,8 +20,8 @@ short ones. Short messages take NCCL's faster protocols, which are not modeled."
 # Messages of an all-to-all that a rank has in flight at a time; an assumption.
 MESSAGES_UNDER_WAY = 16
 GLOO_RING = 5
-"""Latencies of a step of gloo's ring. bench/results/probe-check.json has 1.4 to 2.3 ms for an all-reduce of two ranks,
-which has two steps, and 0.2 ms for an all-to-all."""
+"""Latencies of a step of gloo's ring. An all-reduce of two ranks, which has two steps, took 1.4 to 2.3 ms, and an
+all-to-all 0.2 ms."""
 
 
 def described(
@@ -75,6 +75,7 @@ class Hosts:
 
     @property
     def num_hosts(self) -> int:
+        """Hosts, each with `ranks_per_host` ranks."""
         return self.ranks // self.ranks_per_host
 
 
@@ -96,8 +97,8 @@ class GpuHosts(Hosts):
 
     launch_us: float = described(8.4, number(least=0))
     """Time to launch a collective."""
-    # Whether all-reduces may take a tree.
     tree: bool = True
+    """Whether all-reduces may take a tree."""
     codec_share: float = described(0.25, number(above=0, most=1))
     """Share of the memory rate that fusedcomm's kernels reach beside the backward pass."""
     kernel_us: float = described(10.0, number(least=0))
@@ -147,7 +148,7 @@ def _with_default(name: str, default: float) -> object:
 @dataclasses.dataclass(frozen=True)
 class CpuHosts(Hosts):
     """Hosts that train on their cores, over gloo and TCP. Defaults of latencies, rates and core times are rounded from
-    what the probe measured on two hosts with one core of an AMD EPYC each (bench/results/probe-check.json)."""
+    a measurement of two hosts with one core of an AMD EPYC each."""
 
     efficiency: float = _with_default("efficiency", 0.949)
     nic_latency_us: float = _with_default("nic_latency_us", 200.0)
@@ -160,7 +161,7 @@ class CpuHosts(Hosts):
 
     def assumptions(self) -> dict[str, str]:
         """As GpuHosts.assumptions."""
-        measured = "rounded from bench/results/probe-check.json: AMD EPYC, torch 2.13"
+        measured = "rounded from a measurement: AMD EPYC, torch 2.13"
         said = {
             "ranks": f"{self.ranks}: {self.num_hosts} hosts × {self.ranks_per_host} ranks with {self.cores:g} cores "
             "each, which compute with all of them; all alike and always equally fast",

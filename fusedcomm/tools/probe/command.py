@@ -14,7 +14,7 @@ from fusedcomm.tools.probe.script import script_path
 MIN_SECONDS = 5
 """The smallest --seconds."""
 DEFAULT_SECONDS, DEFAULT_PARAMS, DEFAULT_CAPS_MB = 60.0, 25e6, (5.0, 25.0, 100.0)
-DEFAULT_JSON, DEFAULT_PLOT = Path("out/probe.json"), Path("out/probe.png")
+DEFAULT_JSON = Path("out/probe.json")
 EXAMPLE = """torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id probe --rdzv-endpoint host0:29500 \\
     -m fusedcomm probe --script model.py    (the same line on every host)
 fusedcomm probe --seconds 20                (two ranks on this machine, to see how it works)"""
@@ -25,8 +25,8 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     probe = commands.add_parser(
         "probe",
         help="measure your cluster for a minute: which wire, if any, makes your step shorter, and by how much",
-        description="Measures links, codec and a model's step on torchrun's ranks, predicts a step for each wire, sum "
-        "and\nbucket size, checks the best of them with real steps, and recommends one, or to leave it off.",
+        description="Takes real steps of a model on torchrun's ranks with each wire, sum and bucket size, in turns,\n"
+        "and recommends the fastest, or to leave it off.",
         example=EXAMPLE,
     )
     probe.add_argument("--script", metavar="PATH[:FUNCTION]", help="make() there returns (model, step[, optimizer])")
@@ -61,16 +61,13 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         help=f"bucket_cap_mb of DDP to compare ({' '.join(f'{cap:g}' for cap in DEFAULT_CAPS_MB)})",
     )
     probe.add_argument(
-        "--cores",
+        "--nic-gbps",
         metavar="N",
         type=number(above=0),
-        help="cores of each rank of this host; the smallest number of all hosts applies (counted)",
+        help="line rate of a host in Gbit/s: adds the time that each choice's bytes need on it (not known)",
     )
     probe.add_argument(
         "--json", type=Path, metavar="PATH", default=DEFAULT_JSON, help=f"file for all findings ({DEFAULT_JSON})"
-    )
-    probe.add_argument(
-        "--plot", type=Path, metavar="PATH", help=f"file for a picture, with matplotlib ({DEFAULT_PLOT})"
     )
     probe.set_defaults(run=_run, parser=probe)
 
@@ -95,11 +92,8 @@ def _run(args: argparse.Namespace) -> int:
             script_path(args.script)
     except ProbeError as error:
         raise UsageError(str(error)) from None
-    plot = args.plot or DEFAULT_PLOT
     if os.environ.get("RANK", "0") == "0":  # only rank 0 writes
-        output.check((("--json", args.json), ("--plot", plot)))
-    if args.plot is not None:
-        output.pyplot()  # if matplotlib is missing, fail before the work
+        output.check((("--json", args.json),))
 
     from fusedcomm.tools.probe.launch import Options, launch
     from fusedcomm.tools.probe.run import Settings
@@ -112,6 +106,6 @@ def _run(args: argparse.Namespace) -> int:
         wires=wires,
         accept=accept,
         caps_mb=tuple(dict.fromkeys(args.caps)),
-        cores=args.cores,
+        nic_gbps=args.nic_gbps,
     )
-    return launch(Options(settings, args.json, plot, began))
+    return launch(Options(settings, args.json, began))

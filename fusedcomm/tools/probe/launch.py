@@ -12,11 +12,11 @@ from fusedcomm import env
 from fusedcomm.ranks import groups
 from fusedcomm.tools import local_ranks, output
 from fusedcomm.tools.errors import ProbeError, ScriptError
-from fusedcomm.tools.probe import plot, report
+from fusedcomm.tools.probe import report
 from fusedcomm.tools.probe.run import Findings, Settings, probe
 
-# Ranks to start without torchrun.
 LOCAL_RANKS = 2
+"""Ranks to start without torchrun."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Options:
 
     settings: Settings
     json: Path
-    plot: Path
-    # When the command began, by time.monotonic().
+    """The file for all findings."""
     began: float
+    """When the command began, by time.monotonic()."""
 
 
 def launch(options: Options) -> int:
@@ -87,12 +87,7 @@ def _fail_alone(error: ScriptError) -> None:
 
 
 def _say(findings: Findings, options: Options) -> None:
-    """Prints the report and writes the files."""
+    """Prints the report and writes the file."""
     print(report.text(findings))
     report.write_json(findings, options.json)
     output.say_written(options.json)
-    try:
-        plot.picture(findings, options.plot)
-        output.say_written(options.plot)
-    except ImportError as error:
-        print(f"No picture: {error}", flush=True)

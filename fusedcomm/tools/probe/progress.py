@@ -7,11 +7,10 @@ import time
 from fusedcomm.tools import output
 
 STAGES = {
-    "workload": "the step without synchronization",
-    "network": "the network",
-    "local": "packing and copies",
-    "cpu": "core time of communication",
-    "check": "real steps through DDP",
+    "alone": "the step without synchronization",
+    "wires": "real steps with each wire",
+    "buckets": "real steps with other bucket sizes",
+    "finals": "the fastest choices, in turns",
 }
 """By stage: what is measured in it."""
 
@@ -20,8 +19,9 @@ class Progress:
     """The stages so far. Does nothing unless `shown`. First says how long the whole takes, and why.
 
     Args:
-        start_s: what starting the ranks took.
-        measuring_s: what the stages may take.
+        start_s: seconds that starting the ranks took.
+        measuring_s: seconds that the stages may take.
+        shown: whether this rank shows them.
     """
 
     def __init__(self, start_s: float, measuring_s: float, shown: bool) -> None:

@@ -1,51 +1,53 @@
-"""Real steps through DDP. They check predictions, and show how much core time communication takes in a step."""
+"""Real steps of the user's model with each choice, in turns."""
 
 import contextlib
-import copy
-import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.tools.cluster import Cluster, Cost, Network, TwoLevels
-from fusedcomm.tools.cost_model import Gradient, Workload
-from fusedcomm.tools.probe.choices import OFF, Way, predict_option
-from fusedcomm.tools.probe.fit import theil_sen
-from fusedcomm.tools.probe.team import Team, cpu_s
-from fusedcomm.tools.probe.workload import Task, measure_workload, synthetic
+from fusedcomm.autotune.search import Candidate
+from fusedcomm.ddp.attach import attach
+from fusedcomm.ddp.handle import Handle
+from fusedcomm.tools.errors import ProbeError
+from fusedcomm.tools.probe.choices import Seen, config_of, own_cap_mb, way_of
+from fusedcomm.tools.probe.team import Team
+
+Step = Callable[[nn.Module], Tensor]
+Task = tuple[nn.Module, Step, torch.optim.Optimizer | None]
+"""(model, step, optimizer). `step` runs the model's forward pass on a batch and returns the loss. The optimizer is None
+if its time is not to be measured."""
 
 WARMUP_STEPS = 2
 """DDP rebuilds its buckets after the first step."""
-# Elements of the model whose steps show core time: at most, and fewest with which they show it.
-MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 500_000
-MIN_CPU_ROUNDS, MAX_CPU_ROUNDS, CPU_STEPS = 4, 16, 2
-"""Rounds over all choices: as many as fit the budget. The model is small enough for MIN_CPU_ROUNDS if predictions are
-right. The last number is the steps of a choice that count in a round."""
-CPU_CHOICES = {
-    "all_reduce": (Way(OFF),),
-    "direct": (Way("bf16", sum="direct"),),
-    "exchange": (Way("bf16"), Way("int8"), Way("int4")),
-}
-"""The ways whose steps show the core time of each kind of collective. Exchanges of several sizes separate the core time
-of bytes from that of elements."""
-MAX_DEVIATION = 3.0
-"""A collective's core time within a step is trusted only within this factor of what it takes alone. A larger deviation
-has another cause."""
-MIN_CORE_USE = 0.85
-"""The smallest share of the cores that a step is taken to use. The rest is the kernel's time for the step, or is lost
-where one rank waits for another's core. A ring's all-reduce loses more than an all-to-all."""
+STEPS_OF_A_TURN = 2
+"""Steps that count in a turn. One step before them does not count, because the previous choice has left other data in
+the caches."""
+MIN_TURNS, MAX_TURNS, MAX_ALONE = 2, 30, 20
+"""Turns of each choice, and most steps without synchronization."""
+MIN_CHOICES = 2
+"""Choices that take steps however little time there is: DDP's own all-reduce and one other."""
+MAX_BUCKETS_NBYTES = 2 << 30
+"""Limit for the buckets of all choices that take turns together: each choice has a DDP with its own buckets."""
 
 
 @contextlib.contextmanager
-def synchronised(team: Team, model: nn.Module, way: Way, cap_mb: float | None) -> Iterator[nn.Module]:
-    """The model in DDP, with gradients synchronized this way. cap_mb: None for DDP's default. A collective call."""
-    ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=cap_mb)
-    handle = way.attach(ddp)
+def synchronised(
+    team: Team, model: nn.Module, choice: Candidate, init_sync: bool = False
+) -> Iterator[tuple[DistributedDataParallel, Handle | None]]:
+    """The model in DDP with gradients synchronized by this choice, and fusedcomm's handle, which is None for DDP's own
+    all-reduce. init_sync: all ranks get rank 0's parameters. A collective call."""
+    config = config_of(choice)
+    ddp = DistributedDataParallel(
+        model, process_group=team.group, init_sync=init_sync, bucket_cap_mb=own_cap_mb(choice)
+    )
+    handle = None if config is None else attach(ddp, config, quiet=True)
     try:
-        yield ddp
+        yield ddp, handle
     finally:
         if handle is not None:
             handle.detach()
@@ -53,8 +55,16 @@ def synchronised(team: Team, model: nn.Module, way: Way, cap_mb: float | None) -
         del ddp  # this removes its hooks on the parameters, too
 
 
-def take_steps(team: Team, module: nn.Module, task: Task, num_steps: int) -> list[float]:
-    """Seconds of each step on the slowest rank. All ranks begin a step together. A collective call."""
+def take_steps(
+    team: Team, module: nn.Module, task: Task, num_steps: int, check: Callable[[], None] | None = None
+) -> list[float]:
+    """Seconds of each step on the slowest rank. All ranks begin a step together. A collective call.
+
+    Args:
+        module: the model, in DDP or plain. A plain one's gradients differ between ranks, so its optimizer gets zeros:
+            parameters stay equal on all ranks.
+        check: is called after each backward pass.
+    """
     _, step, optimizer = task
     seconds = []
     for _ in range(num_steps):
@@ -62,144 +72,137 @@ def take_steps(team: Team, module: nn.Module, task: Task, num_steps: int) -> lis
         begin = time.perf_counter()
         module.zero_grad()
         step(module).backward()
+        if check is not None:
+            team.settle()
+            check()
         if optimizer is not None:
+            if not isinstance(module, DistributedDataParallel):
+                module.zero_grad(set_to_none=False)
             optimizer.step()
         team.settle()
         seconds.append(time.perf_counter() - begin)
     return team.slowest(seconds)
 
 
-# ---- core time of communication
-
-
-@dataclasses.dataclass(frozen=True)
-class CpuOfSteps:
-    """The core time of one choice's steps."""
-
-    # The kind of collective, a key of CPU_CHOICES.
-    kind: str
-    sent_nbytes: float
-    """Bytes that a rank sends in a step; where hosts have several ranks, its share of its host's bytes."""
-    extra_s: float
-    """Core seconds of a step beyond the same step without synchronization, DDP's copies and the codec."""
-
-
-def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget_s: float) -> Cluster:
-    """`cluster` with the core time that copies and collectives take in a step. A collective call.
-
-    Alone they take more or less: in a step buffers have left the caches, and threads hand work over to each other. A
-    step of a synthetic model takes x · elements + y · bytes of core time beyond the step without synchronization, DDP's
-    copies and the codec. x is added to the copies, y is the collective's.
-
-    Separating x from y takes exchanges of more and of fewer bytes. If int8 or bf16 is not among the `wires`, whose
-    codecs have been measured, on accelerators, or if the budget is too small, the cluster is returned unchanged.
-    """
-    if cluster.cores is None or not {"int8", "bf16"} <= set(wires):
-        return cluster
-    choices = [(kind, way) for kind, ways in CPU_CHOICES.items() for way in ways if way.wire in (OFF, *wires)]
-    numel = _numel_for(cluster, [way for _, way in choices], budget_s)
-    if numel < MIN_CPU_NUMEL:
-        return cluster
+def alone(team: Team, task: Task, budget_s: float) -> list[float]:
+    """Seconds of steps without synchronization on the slowest rank, as many as fit the budget, at least one. A
+    collective call."""
     began = time.perf_counter()
-    task = synthetic(numel, team.device)
-    workload = measure_workload(team, task, 0.0)
-    steps = [_Steps() for _ in choices]
-    alone = _Steps()
-    with contextlib.ExitStack() as stack:
-        # All choices exist at once and take turns: a machine's speed varies more than the differences to be measured.
-        modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), way, None)) for _, way in choices]
-        for module in modules:
-            take_steps(team, module, task, WARMUP_STEPS)
-
-        of_a_round_s = 0.0
-        for number in range(MAX_CPU_ROUNDS):
-            (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
-            if number and left_s < of_a_round_s:
-                break
-            before = time.perf_counter()
-            for module, taken in zip([task[0], *modules], [alone, *steps], strict=True):
-                taken.take(team, module, task)
-            (of_a_round_s,) = team.slowest([time.perf_counter() - before])
-    (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
-    measured = []
-    for (kind, way), (cpu, wall) in zip(choices, found, strict=True):
-        use = min(max(MIN_CORE_USE, cpu / (wall * cluster.cores)), 1.0)
-        sent_nbytes = predict_option(workload, cluster, way, 25).prediction.sent_nbytes
-        known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, way, numel)
-        measured.append(CpuOfSteps(kind, sent_nbytes / cluster.ranks_per_host, cpu / use - known_s))
-    return attributed(cluster, numel, measured)
+    *_, last_s = take_steps(team, task[0], task, WARMUP_STEPS)
+    (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
+    found = take_steps(team, task[0], task, round(min(max(left_s / last_s, 1), MAX_ALONE)))
+    task[0].zero_grad()
+    return found
 
 
-def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> Cluster:
-    """`cluster` with the core time of the measured steps, see :func:`with_cpu_of_steps`.
+def in_turns(
+    team: Team, task: Task, choices: Sequence[Candidate], ranks_per_host: int, budget_s: float
+) -> dict[Candidate, Seen]:
+    """What steps with each of the choices show. Choices for which the budget is too small are left out, the last ones
+    first; MIN_CHOICES are tried whatever it takes. A collective call.
+
+    Every choice has its own DDP around the same module. The choices take turns, so a disturbance of seconds affects all
+    of them alike. A DDP's hooks on parameters do nothing unless the last forward pass was its own.
 
     Args:
-        numel: elements that each step synchronizes.
-        measured: among others, exchanges of at least two sizes.
+        choices: DDP's own all-reduce first; the others are compared with it.
+        ranks_per_host: 1 if all ranks are on one host, or if hosts have different numbers of ranks.
+
+    Raises:
+        ProbeError: on every rank, if gradients differ between ranks after a backward pass.
     """
-    network = cluster.network
-
-    def bounded(kind: str, per_byte_s: float) -> Cost:
-        cost = getattr(network, kind)
-        least_s, most_s = cost.cpu_s_per_unit / MAX_DEVIATION, cost.cpu_s_per_unit * MAX_DEVIATION
-        return dataclasses.replace(cost, cpu_s_per_unit=min(max(per_byte_s, least_s), most_s))
-
-    exchanges = [step for step in measured if step.kind == "exchange"]
-    line = theil_sen([(step.sent_nbytes, step.extra_s) for step in exchanges])
-    costs = {"exchange": bounded("exchange", line.per_unit_s)}
-    of_bytes_s = costs["exchange"].cpu_s_per_unit
-    of_elements_s = max(0.0, statistics.median(step.extra_s - of_bytes_s * step.sent_nbytes for step in exchanges))
-    for step in measured:
-        if step.kind != "exchange":
-            costs[step.kind] = bounded(step.kind, (step.extra_s - of_elements_s) / step.sent_nbytes)
-    copy_s_per_byte = min(
-        cluster.copy_s_per_byte + of_elements_s / (8 * numel), MAX_DEVIATION * cluster.copy_s_per_byte
-    )
-    two_levels = cluster.two_levels
-    if two_levels is not None:
-        # Exchanges on two levels change by the same factor as those among all ranks.
-        ratio = of_bytes_s / network.exchange.cpu_s_per_unit
-
-        def exchanging(level: Network) -> Network:
-            exchange = dataclasses.replace(level.exchange, cpu_s_per_unit=ratio * level.exchange.cpu_s_per_unit)
-            return dataclasses.replace(level, exchange=exchange)
-
-        two_levels = TwoLevels(exchanging(two_levels.network), exchanging(two_levels.local))
-    network = dataclasses.replace(network, **costs)
-    return dataclasses.replace(cluster, network=network, two_levels=two_levels, copy_s_per_byte=copy_s_per_byte)
+    numel = sum(parameter.numel() for parameter in task[0].parameters() if parameter.requires_grad)
+    together = max(MIN_CHOICES, MAX_BUCKETS_NBYTES // (4 * numel))
+    baseline, others = choices[0], list(choices[1:])
+    seen: dict[Candidate, Seen] = {}
+    began = time.perf_counter()
+    while others:
+        group, others = [baseline, *others[: together - 1]], others[together - 1 :]
+        (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
+        if len(seen) >= MIN_CHOICES and left_s <= 0:
+            break
+        share_s = left_s * (len(group) - 1) / (len(group) - 1 + len(others))
+        found = _turns(team, task, group, ranks_per_host, share_s, MIN_CHOICES if not seen else 1)
+        seen = found | seen
+        if len(found) < len(group):
+            break
+    return {choice: seen[choice] for choice in choices if choice in seen}
 
 
-class _Steps:
-    """Core time and time of one choice's steps, taken in turns with other choices."""
+def _turns(
+    team: Team, task: Task, choices: Sequence[Candidate], ranks_per_host: int, budget_s: float, least: int
+) -> dict[Candidate, Seen]:
+    """What steps with the choices show that fit the budget, at least of the first `least` ones."""
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        modules: list[tuple[DistributedDataParallel, Handle | None]] = []
+        of_a_round_s = longest_s = 0.0
+        for choice in choices:
+            needs_s = MIN_TURNS * of_a_round_s + (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)) * longest_s
+            (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
+            if len(modules) >= least and needs_s > left_s:
+                break
+            modules.append(stack.enter_context(synchronised(team, task[0], choice)))
+            check = functools.partial(check_gradients, team, task[0], way_of(choice))
+            take_steps(team, modules[-1][0], task, 1, check)
+            (last_s,) = take_steps(team, modules[-1][0], task, WARMUP_STEPS - 1)
+            of_a_round_s += (1 + STEPS_OF_A_TURN) * last_s
+            longest_s = max(longest_s, last_s)
+        (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
+        num_turns = round(min(max(left_s / of_a_round_s, MIN_TURNS), MAX_TURNS))
+        turns: list[list[list[float]]] = [[] for _ in modules]
+        for turn in range(num_turns):
+            for index in range(len(modules)):
+                index = (index + turn) % len(modules)
+                turns[index].append(take_steps(team, modules[index][0], task, 1 + STEPS_OF_A_TURN)[1:])
+        numel = sum(parameter.numel() for parameter in task[0].parameters() if parameter.requires_grad)
+        sent = [_sent(team, handle, numel, ranks_per_host) for _, handle in modules]
+    off = [statistics.mean(turn) for turn in turns[0]]
+    return {
+        choice: Seen(
+            [step_s for turn in of_choice for step_s in turn],
+            [statistics.mean(turn) / off_s for turn, off_s in zip(of_choice, off, strict=True)],
+            *nbytes,
+        )
+        for choice, of_choice, nbytes in zip(choices, turns, sent, strict=False)
+    }
 
-    def __init__(self) -> None:
-        self._cpu_s: list[float] = []
-        self._wall_s: list[float] = []
 
-    def take(self, team: Team, module: nn.Module, task: Task) -> None:
-        """One turn. A collective call."""
-        take_steps(team, module, task, 1)
-        before = cpu_s()
-        self._wall_s += take_steps(team, module, task, CPU_STEPS)
-        (taken_s,) = team.mean([(cpu_s() - before) / CPU_STEPS])
-        self._cpu_s.append(taken_s)
-
-    def medians(self) -> tuple[float, float]:
-        """(core seconds, seconds) of a step."""
-        return statistics.median(self._cpu_s), statistics.median(self._wall_s)
+def _sent(team: Team, handle: Handle | None, numel: int, ranks_per_host: int) -> tuple[int, int | None]:
+    """Bytes of a step that (a rank sends, its host sends to other hosts; None if that is not known)."""
+    if handle is None:
+        ring = round(2 * (team.world_size - 1) / team.world_size * 4 * numel)
+        return ring, ring  # a ring leaves each host once
+    plan = handle.plan()
+    if ranks_per_host == 1:
+        return plan.sent_nbytes, plan.sent_nbytes
+    between = plan.sent_between_hosts_nbytes
+    return plan.sent_nbytes, None if between is None else between * ranks_per_host
 
 
-def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
-    """Core seconds of all codec stages of a step."""
-    config = way.config
-    if config is None:
-        return 0.0
-    return cluster.codecs[way.wire].whole_s(config.plan_of_large_buckets(cluster.world_size), numel)
+def check_gradients(team: Team, model: nn.Module, way: str) -> None:
+    """Checks that the gradients of all ranks are equal, bit for bit. A collective call.
+
+    Args:
+        way: what has synchronized them, for the message.
+
+    Raises:
+        ProbeError: on every rank; names a rank and a parameter with another gradient.
+    """
+    named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    own = [_digest(gradient) for _, gradient in named]
+    everybodys = team.gather(torch.stack(own).tolist() if own else [])
+    for rank, theirs in enumerate(everybodys):
+        for (name, _), first, other in zip(named, everybodys[0], theirs, strict=False):
+            if first != other:
+                raise ProbeError(
+                    f"with {way} the gradient of {name} on rank {rank} differs from that on rank 0 after the backward "
+                    "pass, where all ranks must have the same: nothing is recommended. Please report it, with the "
+                    "output of `fusedcomm doctor`"
+                )
 
 
-def _numel_for(cluster: Cluster, ways: Sequence[Way], budget_s: float) -> int:
-    """Elements of a model for which steps with all of these ways fit the budget."""
-    workload = Workload(0.0, 0.0, 0.0, [Gradient(MAX_CPU_NUMEL, 0.0)])
-    steps_s = sum(predict_option(workload, cluster, way, 25).prediction.step_s for way in ways)
-    num_steps = WARMUP_STEPS + MIN_CPU_ROUNDS * (1 + CPU_STEPS)
-    return int(MAX_CPU_NUMEL * min(1.0, budget_s / (num_steps * steps_s)))
+def _digest(gradient: Tensor) -> Tensor:
+    """int64 []: the sum of all elements' bits. NaNs of all kinds count alike."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.nan_to_num(values.detach()).contiguous().view(torch.int32).sum(dtype=torch.int64)

@@ -1,20 +1,12 @@
 """The ranks of the probe. They act at the same time, and agree on what they measured."""
 
 import pickle
-import resource
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm.tools.errors import ProbeError
-
-
-def cpu_s() -> float:
-    """Core seconds of all threads of this process so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 class Team:
@@ -47,12 +39,6 @@ class Team:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values.tolist()
 
-    def mean(self, values: list[float]) -> list[float]:
-        """The mean of all ranks, for each value. A collective call."""
-        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums, group=self.group)
-        return (sums / self.world_size).tolist()
-
     def gather(self, value: object) -> list:
         """The values of all ranks, in rank order. A collective call.
 
@@ -74,18 +60,3 @@ class Team:
         if errors:
             rank, text = errors[0]
             raise ProbeError(text if len(errors) == self.world_size else f"on rank {rank}: {text}")
-
-    def time(self, function: Callable[[], object], rounds: int, warmup: int = 1) -> list[float]:
-        """Seconds of each of `rounds` calls of `function` on the slowest rank. All ranks make a call at the same time.
-
-        The `warmup` calls before them do not count. A collective call.
-        """
-        seconds = []
-        for index in range(-warmup, rounds):
-            self.barrier()
-            begin = time.perf_counter()
-            function()
-            self.settle()
-            if index >= 0:
-                seconds.append(time.perf_counter() - begin)
-        return self.slowest(seconds)

@@ -1,24 +1,20 @@
 """The step whose gradients are synchronized: a user's, from a script, or a synthetic one."""
 
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from fusedcomm.tools.cost_model import Gradient, Workload
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.script import SHAPE
-from fusedcomm.tools.probe.team import Team, cpu_s
-
-Step = Callable[[nn.Module], Tensor]
-Task = tuple[nn.Module, Step, torch.optim.Optimizer | None]
-"""(model, step, optimizer). `step` runs the model's forward pass on a batch and returns the loss. The optimizer is None
-if its time is not to be measured."""
+from fusedcomm.tools.probe.steps import Task, take_steps
+from fusedcomm.tools.probe.team import Team
 
 PARAMETER_NUMEL = 1 << 20
 """Elements of each parameter of the synthetic model; its last one may have fewer."""
+TIMED_REPEATS = 2000
+"""Repeats of the synthetic work that are timed first."""
 
 
 # ---- a user's step
@@ -101,11 +97,13 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(context, value: Tensor, parameter: Tensor, gradient: Tensor, compute: Callable[[], object]) -> Tensor:
+        """`value` float32 []. `gradient` has the shape of `parameter`."""
         context.gradient, context.compute = gradient, compute
         return value.clone()
 
     @staticmethod
     def backward(context, output: Tensor) -> tuple:
+        """The gradients of `value` and `parameter`."""
         context.compute()
         # The copy is fresh memory, as in a real backward pass.
         return output, context.gradient.clone(), None, None
@@ -138,6 +136,7 @@ class Synthetic(nn.Module):
         work(self.num_repeats, self._device)
 
     def forward(self) -> Tensor:
+        """Returns float32 [], on which backward() can be called."""
         value = torch.zeros((), dtype=torch.float32, requires_grad=True, device=self.weights[0].device)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             value = Layer.apply(value, weight, gradient, self._compute)
@@ -151,122 +150,31 @@ def synthetic(numel: int, device: torch.device) -> Task:
 
 TUNING_ROUNDS, TUNING_STEPS = 3, 3
 """Rounds in which the synthetic backward pass approaches the time that it should take, and steps of a round."""
-# Repeats of the work that is timed first.
-TIMED_REPEATS = 2000
 
 
 def tune_backward(team: Team, task: Task, backward_s: float) -> None:
-    """Makes the backward pass of a synthetic task take `backward_s` on the slowest rank, gradients included. A
-    collective call.
+    """Makes a step of a synthetic task, which is little but a backward pass, take `backward_s` seconds on the slowest
+    rank, gradients included. A collective call.
 
-    The pass itself is timed, because a core is slower in it than in a loop that has the caches to itself. All ranks do
-    the same work. If writing the gradients alone takes longer, they do none; the report then says so.
+    The steps themselves are timed, because a core is slower in them than in a loop that has the caches to itself. All
+    ranks do the same work. If writing the gradients alone takes longer, they do none; the report then says so.
     """
-    model, step, _ = task
-    num_steps = TUNING_STEPS if backward_s < 1 else 1
+    model = task[0]
 
     def taken_s() -> float:
-        rows = _steps(team, model, step, None, {}, 0, num_steps)
-        return min(team.slowest([row[1] for row in rows]))  # a disturbance makes steps longer, never shorter
+        # A disturbance makes steps longer, never shorter.
+        return min(take_steps(team, model, task, TUNING_STEPS if backward_s < 1 else 1))
 
     taken_s()  # does not count: memory is fresh
     writing_s = taken_s()
-    if backward_s <= writing_s:
+    wanted_s = backward_s - writing_s
+    if wanted_s <= 0:
         return
-    (of_one_s,) = team.slowest([_timed_work(team)])
-    for _ in range(TUNING_ROUNDS):
-        wanted_s = backward_s - writing_s
-        model.num_repeats = max(1, round(wanted_s / len(model.weights) / of_one_s))
-        of_one_s = max(taken_s() - writing_s, wanted_s / 4) / len(model.weights) / model.num_repeats
-    model.num_repeats = max(1, round((backward_s - writing_s) / len(model.weights) / of_one_s))
-
-
-def _timed_work(team: Team) -> float:
-    """Seconds of one repeat of :func:`work`."""
     begin = time.perf_counter()
     work(TIMED_REPEATS, team.device)
     team.settle()
-    return (time.perf_counter() - begin) / TIMED_REPEATS
-
-
-# ---- measuring
-
-
-MAX_STEPS = 50
-"""Steps that count: at most; there are as many as fit the budget, and at least one."""
-
-
-def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
-    """Measures steps without synchronization, on all ranks at once. A collective call.
-
-    The first three steps do not count, except the last one if there is no time for more. A step is as long as the
-    slowest rank's. The shares of its parts are means over ranks.
-    """
-    model, step, optimizer = task
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ready: dict[int, float] = {}
-    handles = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, index=index: ready.__setitem__(index, time.perf_counter())
-        )
-        for index, parameter in enumerate(parameters)
-    ]
-
-    def timed(num_steps: int) -> list[list[float]]:
-        return _steps(team, model, step, optimizer, ready, len(parameters), num_steps)
-
-    began = time.perf_counter()
-
-    def fitting(last: list[list[float]]) -> int:
-        """How many steps as long as the `last` one fit what is left of the budget."""
-        left_s, last_s = team.slowest([budget_s - (time.perf_counter() - began), sum(last[-1][:3])])
-        return int(max(left_s, 0.0) / max(last_s, 1e-6))
-
-    try:
-        rows = timed(1)
-        for most in (1, 1, MAX_STEPS):
-            if (fits := fitting(rows)) > 0:
-                rows = timed(min(fits, most))
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad()
-    # A step is as long as the slowest rank's; its parts are shares of that.
-    steps_s = [sum(row[:3]) for row in rows]
-    total_s = statistics.median(team.slowest(steps_s))
-    shares = [
-        statistics.median(row[part] / step_s for row, step_s in zip(rows, steps_s, strict=True)) for part in range(3)
-    ]
-    shares += [statistics.median(row[4 + index] / row[1] for row in rows) for index in range(len(parameters))]
-    busy_cores = sum(row[3] for row in rows) / sum(steps_s)
-    *shares, busy_cores = team.mean([*shares, busy_cores])
-    forward_s, backward_s, optimizer_s = (total_s * share / sum(shares[:3]) for share in shares[:3])
-    ready_s = [backward_s * min(share, 1.0) for share in shares[3:]]
-    order = sorted(range(len(parameters)), key=lambda index: (ready_s[index], -index))
-    gradients = [Gradient(parameters[index].numel(), ready_s[index], parameters[index].dim() <= 1) for index in order]
-    return Workload(forward_s, backward_s, optimizer_s, gradients, busy_cores=busy_cores)
-
-
-def _steps(team: Team, model: nn.Module, step: Step, optimizer, ready: dict, num_ready: int, num_steps: int) -> list:
-    """A row for each step: seconds of forward, backward and optimizer, core seconds of all three, and for each gradient
-    the seconds from the start of the backward pass until it was ready."""
-    rows = []
-    for _ in range(num_steps):
-        team.barrier()
-        ready.clear()
-        begin, begin_cpu_s = time.perf_counter(), cpu_s()
-        model.zero_grad()
-        loss = step(model)
-        team.settle()
-        forward = time.perf_counter()
-        loss.backward()
-        team.settle()
-        backward = time.perf_counter()
-        if optimizer is not None:
-            optimizer.step()
-            team.settle()
-        end, taken_cpu_s = time.perf_counter(), cpu_s() - begin_cpu_s
-        # A parameter without a gradient is sent as zeros, at the end.
-        since = [ready.get(index, backward) - forward for index in range(num_ready)]
-        rows.append([forward - begin, backward - forward, end - backward, taken_cpu_s, *since])
-    return rows
+    (of_one_s,) = team.slowest([(time.perf_counter() - begin) * len(model.weights) / TIMED_REPEATS])
+    for _ in range(TUNING_ROUNDS):
+        model.num_repeats = max(1, round(wanted_s / of_one_s))
+        of_one_s = max(taken_s() - writing_s, wanted_s / 4) / model.num_repeats
+    model.num_repeats = max(1, round(wanted_s / of_one_s))

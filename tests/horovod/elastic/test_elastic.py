@@ -115,7 +115,7 @@ def check(folder: Path) -> dict:
     return result
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, *(pytest.param(rank, marks=pytest.mark.full) for rank in (1, 2))])
 def test_two_of_three_go_on_when_one_is_killed_in_mid_epoch(start, tmp_path, lost):
     said = start(*launched(3), str(tmp_path), str(lost), "4")
     result = check(tmp_path)
@@ -127,6 +127,7 @@ def test_two_of_three_go_on_when_one_is_killed_in_mid_epoch(start, tmp_path, los
     assert "rank 0 of 2 at step 4" in said
 
 
+@pytest.mark.full
 def test_a_worker_that_is_started_again_joins_the_others(start, tmp_path):
     said = start(*launched(3, "--max-restarts", "1"), str(tmp_path), "1", "2", "3")
     result = check(tmp_path)
@@ -134,18 +135,21 @@ def test_a_worker_that_is_started_again_joins_the_others(start, tmp_path):
     assert "rank 2 of 3 at step" in said
 
 
+@pytest.mark.full
 def test_a_job_ends_when_fewer_than_min_np_are_left(start, tmp_path):
     said = start(*launched(2, "--min-np", "2"), str(tmp_path), "1", "2", status=137)
     assert "1 workers are left, fewer than 2" in said
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.full
 def test_a_worker_that_comes_too_late_does_not_train_anew(start, tmp_path):
     run = ["-m", "fusedcomm", "run", "-np", "2", "--elastic", "--max-restarts", "1"]
     said = start(*run, sys.executable, "-c", LATE, str(tmp_path))
     assert said.count("trains in") == 1 and "worker 0 trains in 1" in said
 
 
+@pytest.mark.full
 def test_a_script_that_fails_each_time_ends_at_the_reset_limit(start):
     run = ["-m", "fusedcomm", "run", "-np", "2", "--elastic", "--reset-limit", "1"]
     said = start(*run, sys.executable, "-c", DISAGREES, status=1)
@@ -153,6 +157,7 @@ def test_a_script_that_fails_each_time_ends_at_the_reset_limit(start):
     assert said.count("Going on from the last commit") == 4  # two ranks, twice
 
 
+@pytest.mark.full
 def test_workers_that_torchrun_restarts_go_on_from_the_file(start, tmp_path):
     folder = tmp_path / "states"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]

@@ -1,0 +1,144 @@
+"""The hooks of DistributedOptimizer: which gradients travel when, and where their results go."""
+
+import gc
+
+import torch
+from jobs import job
+from models import Gradients, integers
+from torch import nn
+
+import fusedcomm.horovod as hvd
+import fusedcomm.horovod.async_ops as async_ops
+
+SHAPES = ((4, 5), (3,), (2, 3, 4))
+
+
+class Sent:
+    """Notes what reduce_gradients() is given."""
+
+    def __init__(self) -> None:
+        self.names, self.tensors, self._real = [], [], async_ops.reduce_gradients
+        async_ops.reduce_gradients = self._note
+
+    def _note(self, tensors, name, tensor_names, *rest):
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self.names.append(tensor_names)
+        self.tensors.append(tensors)
+        return self._real(tensors, name, tensor_names, *rest)
+
+
+def wrapped(model: nn.Module, **options):
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    return hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), op=hvd.Sum, **options)
+
+
+def gradients(rank: int) -> list[torch.Tensor]:
+    return [integers(10 * rank + i, shape) for i, shape in enumerate(SHAPES)]
+
+
+def sums(size: int, factor: int = 1) -> list[torch.Tensor]:
+    return [factor * torch.stack(each).sum(0) for each in zip(*map(gradients, range(size)), strict=True)]
+
+
+def assert_sums(model: Gradients, size: int, factor: int = 1) -> None:
+    for weight, wanted in zip(model.weights, sums(size, factor), strict=True):
+        assert torch.equal(weight.grad, wanted)
+
+
+def check_when(rank, size):
+    with job():
+        sent = Sent()
+        model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+        optimizer = wrapped(model)
+        before = []
+        hidden = model[0](torch.ones(2, 5))
+        hidden.register_hook(lambda grad: before.append(sent.names.copy()))
+        model[1](hidden).sum().backward()
+        assert before == [[["1.weight"]]] and sent.names == [["1.weight"], ["0.weight"]]
+        optimizer.synchronize()
+
+        sent.names.clear()
+        model = Gradients(*SHAPES)
+        optimizer = wrapped(model, groups=[[model.weights[2], model.weights[0]], [model.weights[1]]])
+        for index in range(3):
+            (model.weights[index] * gradients(rank)[index]).sum().backward()
+            assert sent.names == [[], [["weights.1"]], [["weights.1"], ["weights.2", "weights.0"]]][index]
+        optimizer.synchronize()
+        assert_sums(model, size)
+
+
+def test_a_gradient_travels_when_it_is_ready_and_a_group_when_its_last_one_is(ranks):
+    ranks.run(check_when, world_size=2)
+
+
+def check_passes(rank, size):
+    with job():
+        sent, model = Sent(), Gradients(*SHAPES)
+        optimizer = wrapped(model)
+        output = model(gradients(rank))
+        model.weights[0].requires_grad_(False)  # after the forward pass: autograd gives it no gradient
+        output.backward()
+        model.weights[0].requires_grad_(True)
+        assert sorted(sent.names) == [["weights.1"], ["weights.2"]] and model.weights[0].grad is None
+        optimizer.set_backward_passes_per_step(2)  # what is on its way is kept
+        for num_sent in (2, 3):
+            (model.weights[0] * gradients(rank)[0]).sum().backward()
+            assert len(sent.names) == num_sent
+        optimizer.synchronize()
+        model.weights[0].grad /= 2
+        assert_sums(model, size)
+
+
+def test_frozen_parameters_send_nothing_and_another_number_of_passes_holds_at_once(ranks):
+    ranks.run(check_passes, world_size=2)
+
+
+def check_memory(rank, size):
+    with job():
+        sent = Sent()
+        # Dimensions in another order are not copied.
+        model = nn.Conv2d(3, 5, 2, bias=False).to(memory_format=torch.channels_last)
+        optimizer = wrapped(model)
+        model(torch.ones(2, 3, 4, 4)).sum().backward()
+        gradient = model.weight.grad
+        assert not gradient.is_contiguous() and sent.tensors[0][0].shape == (5, 2, 2, 3)
+        assert sent.tensors[0][0].data_ptr() == gradient.data_ptr()
+        optimizer.synchronize()
+        assert model.weight.grad is gradient and torch.equal(gradient, torch.full_like(gradient, 18.0 * size))
+        # Nor are those of a linear layer, which arrive as views.
+        model = nn.Linear(3, 4, bias=False)
+        optimizer = wrapped(model)
+        model(torch.ones(2, 3)).sum().backward()
+        assert sent.tensors[1][0].data_ptr() == model.weight.grad.data_ptr()
+        optimizer.synchronize()
+        # What the backward pass has yet to read keeps its values: here the gradient of `late` is computed from the
+        # memory that autograd has given to the gradient of `early`.
+        early, late = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(2, 3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([early, late], lr=1.0), op=hvd.Sum)
+        doubled = late.clone()
+        doubled.register_hook(lambda grad: (hvd.barrier(), grad * 2)[1])  # `early` may have its sum by then
+        (early.view(2, 3) + doubled).backward(torch.full((2, 3), rank + 1.0))
+        optimizer.synchronize()
+        total = size * (size + 1) / 2
+        assert early.grad.tolist() == [total] * 6 and late.grad.flatten().tolist() == [2 * total] * 6
+
+
+def test_gradients_are_summed_where_they_lie_unless_the_pass_still_reads_there(ranks):
+    ranks.run(check_memory, world_size=2)
+
+
+def check_successor(rank, size):
+    with job():
+        model = Gradients(*SHAPES)
+        wrapped(model)
+        gc.collect()
+        optimizer = wrapped(model)
+        sent = Sent()
+        model(gradients(rank)).backward()
+        optimizer.synchronize()
+        assert len(sent.names) == 3
+        assert_sums(model, size)
+
+
+def test_hooks_end_with_their_optimizer(ranks):
+    ranks.run(check_successor, world_size=2)
