@@ -1,6 +1,7 @@
 """Sums on two levels: real ranks over gloo, some of which pretend to share a host; results that are known exactly."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -266,7 +267,7 @@ def mean_of_many_steps(rank, world_size, feedback, num_steps=20):
     return gradient, sum(synchronise(ddp, [gradient])[0] for _ in range(num_steps)) / num_steps
 
 
-# --- order ----------------------------------------------------------------------------------------------------------
+# --- order, and ranks that are lost ---------------------------------------------------------------------------------
 
 
 class Mixed(torch.nn.Module):
@@ -312,6 +313,38 @@ def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks, verify_ever
         assert bool(stats.verified) == bool(verify_every)
         assert all(verified.relative_error < 0.01 for verified in stats.verified)
         assert all(error < 0.01 for error in stats.quantization_error.values()) and stats.quantization_error
+
+
+def train_until_error(rank, world_size, lost):
+    """Trains. In the fourth step one rank is killed in the middle of its backward pass. Returns a rank's error, None if
+    there is none, and the seconds that the rank waited."""
+    ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), hosts=TWO_BY_TWO))
+    gradients = [torch.ones(400, 300), torch.ones(500, 600)]
+    synchronise(ddp, gradients, steps=3)
+    if rank == lost:
+        ddp.module.weights[0].register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    try:
+        synchronise(ddp, gradients)
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        comm.detach()
+        return str(error), waited
+    return None, time.monotonic() - started
+
+
+@pytest.mark.sampled(by=lambda lost: {})
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, lost):
+    outcome = ranks.outcomes(train_until_error, lost, lost=lost)
+    for rank in {*range(4)} - {lost}:
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, waited = value
+        assert error is not None and f"fusedcomm: rank {rank} of 4" in error
+        assert "bucket" in error and "restart the job" in error
+        assert waited < 15
 
 
 # --- hosts ----------------------------------------------------------------------------------------------------------
