@@ -1,4 +1,4 @@
-"""Draws the charts in docs/pictures/ from the JSON in bench/results/. bench/_diagrams.py draws the diagrams there.
+"""Draws the charts in docs/pictures/ from the JSON in bench/results/. The diagrams there are drawn by hand.
 
 python bench/_pictures.py
 """

@@ -238,19 +238,19 @@ def make_row(runner: Runner, arguments: argparse.Namespace) -> Row:
     def slowest(name: str) -> list[float]:
         return [max(getattr(times, name) for times in of_step) for of_step in zip(*of_ranks, strict=True)]
 
-    seconds, traffic = slowest("step_s"), runner.way.traffic(arguments.amp)
+    seconds = slowest("step_s")
     numel = sum(parameter.numel() for parameter in runner.parameters)
     medians = {name: statistics.median(slowest(name)) for name in ("forward_s", "backward_s", "after_s")}
     return Row(
         case=case_of(arguments, len(runner.parameters)),
         impl=runner.way.name,
         numel=numel,
-        traffic_bytes=numel * sum(traffic.values()),
+        traffic_bytes=4 * numel,
         median_s=statistics.median(seconds),
         best_s=min(seconds),
         checked=True,
         percentiles_s=percentiles(seconds),
-        figures={**medians, **{f"{name}_per_element": nbytes for name, nbytes in traffic.items()}},
+        figures=medians,
     )
 
 

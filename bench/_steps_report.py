@@ -112,12 +112,14 @@ class Result:
         """The speed-up in each run; empty if there was only one run, or if the ways did not run equally often."""
         names = [name for name in (DEFAULT, TUNED, way) if name in self.rows]
         of_runs_s = [self.rows[name]["figures"].get("medians_s", []) for name in names]
-        if len({len(medians_s) for medians_s in of_runs_s}) > 1:
+        if len(names) < 2 or len({len(medians_s) for medians_s in of_runs_s}) > 1:
             return []
         return [min(seconds[:-1]) / seconds[-1] for seconds in zip(*of_runs_s, strict=True)]
 
     def speed_up(self, way: str) -> float | None:
-        return self.baseline_s / self.rows[way]["median_s"] if way in self.rows else None
+        """None if the way, or DDP without a hook, was not run."""
+        has_baseline = DEFAULT in self.rows or TUNED in self.rows
+        return self.baseline_s / self.rows[way]["median_s"] if way in self.rows and has_baseline else None
 
 
 def processor(env: dict) -> str:
@@ -133,22 +135,13 @@ def load(paths: Sequence[Path]) -> list[Result]:
     return results
 
 
-def one_of_each(results: Sequence[Result]) -> list[Result]:
-    """One result for each title. If a case was measured on several processors, the result with the shortest name: the
-    others' names add the processor."""
-    by_title: dict[str, Result] = {}
-    for result in sorted(results, key=lambda result: len(result.name)):
-        by_title.setdefault(result.title, result)
-    return [result for result in results if by_title[result.title] is result]
-
-
 def speed_up_table(results: Sequence[Result]) -> str:
     """A line for each case: how many times as fast as DDP without a hook. The other ways are in the cases' tables."""
     lines = [
         _line("", ["computing, ms", "communication", "DDP, ms", STOCK, *SHOWN_WAYS.values()]),
         "|---" * (5 + len(SHOWN_WAYS)) + "|",
     ]
-    for result in one_of_each(results):
+    for result in results:
         cells = [f"{result.compute_s * 1e3:.0f}", result.share, f"{result.baseline_s * 1e3:.0f}", _stock(result)]
         lines.append(_line(result.title, [*cells, *(_speed_up(result, way) for way in SHOWN_WAYS)]))
     return "\n".join(lines)
@@ -210,7 +203,9 @@ def shell_block(words: Sequence[str]) -> str:
     return "```\n" + " \\\n    ".join(lines).replace(SPACE, " ") + "\n```"
 
 
-def _with_range(speed_up: float, of_runs: Sequence[float]) -> str:
+def _with_range(speed_up: float | None, of_runs: Sequence[float]) -> str:
+    if speed_up is None:
+        return NOT_RUN
     return f"{speed_up:.2f}" + (f" ({min(of_runs):.2f}–{max(of_runs):.2f})" if of_runs else "")
 
 

@@ -7,7 +7,9 @@
                      each wire: final loss, gradient error, error of the gradient's norm
 
 fusedcomm.simulate computes every mean, with the CPU codec. In one case every way gets the same gradients.
-bench/_accuracy_report.py makes tables of the JSON, bench/_pictures.py draws it, and docs/accuracy.md discusses it.
+bench/_report.py makes tables of the JSON, bench/_pictures.py draws it, and docs/accuracy.md discusses it.
+
+Needs scikit-learn, 2.6 GiB of memory, and one core for hours; minutes with --quick.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import _report
 import torch
 import torch.nn.functional as F
 from lib.common import env, run_command, worst, write_document
@@ -41,8 +44,6 @@ MATRIX_NUMEL = 1 << 24
 NUM_TRAINING_RANKS = 4
 # Steps from one measurement of the gradient's error to the next.
 GRADIENT_ERROR_EVERY = 10
-# Steps whose mean loss is one point of a curve.
-LOSS_STEPS = 10
 # Growth of an error up to this factor counts as none: sampling alone may cause it.
 NO_GROWTH = 1.1
 
@@ -154,24 +155,21 @@ def _spans(numel: int, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def error_by_ranks(kind: str, num_ranks: int, samples: Iterator[list[Tensor]]) -> list[dict]:
-    """One row for each way: the median of the samples, and their range, which shows what may be chance."""
+    """One row for each way: the median of the samples."""
     found: dict[str, list[float]] = {way.name: [] for way in WAYS}
-    numel = 0
     for pieces in samples:
         errors, energy = dict.fromkeys(found, 0.0), 0.0
         for grads in pieces:
             mean = grads.mean(dim=0, dtype=torch.float64)
             energy += mean.square().sum().item()
-            numel += len(mean)
             for way in WAYS:
                 errors[way.name] += (way.mean(grads) - mean).square().sum().item()
         for name, error in errors.items():
             found[name].append(error / energy)
     rows = []
     for name, values in found.items():
-        row = {"gradients": kind, "ranks": num_ranks, "way": name, "samples": len(values), "numel": numel}
-        vnmse, low, high = (float(f"{value:.6g}") for value in (statistics.median(values), min(values), max(values)))
-        rows.append({**row, "vnmse": vnmse, "range": [low, high]})
+        vnmse = float(f"{statistics.median(values):.6g}")
+        rows.append({"gradients": kind, "ranks": num_ranks, "way": name, "vnmse": vnmse})
     return rows
 
 
@@ -344,16 +342,14 @@ def digits_task() -> Task:
     return Task("digits", demo.network, optimizer, loss, batches, final)
 
 
-def rank_gradients(task: Task, model: nn.Module, batches: Sequence[Iterator]) -> tuple[list[Tensor], list[float]]:
-    """The flat gradient and the loss of every rank, each on the rank's next batch."""
-    grads, losses = [], []
+def rank_gradients(task: Task, model: nn.Module, batches: Sequence[Iterator]) -> list[Tensor]:
+    """The flat gradient of every rank, each on the rank's next batch."""
+    grads = []
     for of_rank in batches:
         model.zero_grad()
-        loss = task.loss(model, next(of_rank))
-        loss.backward()
-        losses.append(loss.item())
+        task.loss(model, next(of_rank)).backward()
         grads.append(flat_gradient(model))
-    return grads, losses
+    return grads
 
 
 def set_gradient(model: nn.Module, flat: Tensor) -> None:
@@ -376,10 +372,9 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
     batches = [task.batches(seed, rank) for rank in range(NUM_TRAINING_RANKS)]
     residuals = fusedcomm.Residuals(way.error_feedback) if way.error_feedback else None
-    losses, errors, norm_errors = [], [], []
+    errors, norm_errors = [], []
     for step in range(steps):
-        grads, step_losses = rank_gradients(task, model, batches)
-        losses.append(statistics.mean(step_losses))
+        grads = rank_gradients(task, model, batches)
         mean = way.mean(grads, exempt, step, residuals)
         if step % GRADIENT_ERROR_EVERY == 0:
             right = torch.stack(grads).mean(dim=0, dtype=torch.float64)
@@ -400,7 +395,6 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
         "vnmse_max": worst(errors),
         "norm_error_median": statistics.median(norm_errors),
         "norm_error_max": worst(norm_errors),
-        "loss_curve": [round(statistics.mean(losses[i : i + LOSS_STEPS]), 5) for i in range(0, steps, LOSS_STEPS)],
     }
 
 
@@ -420,52 +414,6 @@ def training_summary(runs: list[dict]) -> list[dict]:
         row["norm_error_max"] = worst([run["norm_error_max"] for run in own])
         result.append(row)
     return result
-
-
-# ---- tables
-
-
-def print_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print("\n| " + " | ".join(headings) + " |\n|" + "---|" * len(headings))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-
-
-def print_errors(rows: list[dict]) -> None:
-    for kind in dict.fromkeys(row["gradients"] for row in rows):
-        own = [row for row in rows if row["gradients"] == kind]
-        ranks = sorted({row["ranks"] for row in own})
-        found = {(row["way"], row["ranks"]): row["vnmse"] for row in own}
-        body = [[way.name, *[f"{found[way.name, p]:.2g}" for p in ranks]] for way in WAYS]
-        print_markdown([kind, *map(str, ranks)], body)
-
-
-def print_targets(rows: list[dict]) -> None:
-    body = [
-        [t["gradients"], t["what"], f"{t['figure']:.3g}", t["wanted"], "yes" if t["reached"] else "**no**"]
-        for t in rows
-    ]
-    print_markdown(["gradients", "target", "measured", "wanted", "reached"], body)
-
-
-def print_training(summary: list[dict]) -> None:
-    headings = [
-        "model",
-        "way",
-        "final loss: seeds",
-        "− fp32's of the seed",
-        "accuracy",
-        "vNMSE",
-        "norm error (greatest)",
-    ]
-    body = []
-    for row in summary:
-        accuracy = ", ".join(f"{value:.2%}" for value in row.get("accuracy", ()))
-        norm = f"{row['norm_error_median']:.1e} ({row['norm_error_max']:.1e})"
-        losses = ", ".join(f"{value:.5f}" for value in row["loss"])
-        differences = ", ".join(f"{value:+.5f}" for value in row["loss_difference"])
-        body.append([row["model"], row["way"], losses, differences, accuracy, f"{row['vnmse_median']:.1e}", norm])
-    print_markdown(headings, body)
 
 
 # ---- command line
@@ -524,16 +472,15 @@ def main() -> None:
             rows += error_by_ranks(kind, ranks, random_samples(kind, ranks, sizes.total_numel))
             done(f"{kind}, {ranks} ranks")
         document["targets"] = targets(rows)
-        print_errors(rows)
-        print_targets(document["targets"])
+        print(_report.error_table(document), _report.targets_table(document), sep="\n\n")
     if "training" in arguments.parts:
-        runs = document["training"] = []
+        runs = []
         for task in (digits_task(), characters_task(characters, sizes.held_out)):
             for seed, way in itertools.product(range(sizes.seeds), TRAINING_WAYS):
                 runs.append(train(task, way, seed, sizes.train_steps))
+                document["training_summary"] = training_summary(runs)
                 done(f"{task.name}, {way.name}, seed {seed}: loss {runs[-1]['loss']:.5f}")
-        document["training_summary"] = training_summary(runs)
-        print_training(document["training_summary"])
+        print(_report.training_table(document))
     done("all")
 
 

@@ -19,19 +19,23 @@ the best bucket size, too.
 Before that, each way is checked with gradients that are known on every rank, in three steps: the result must be as near
 to their exact mean as the wire allows, and have the same bits on every rank.
 
-Columns, besides percentiles of the step and speed relative to DDP's default and tuned:
+The columns of the printed table, which bench/results/steps.md explains, too:
 
-    MB/host    bytes that a host sends in a step, by its interface's counter (with --hosts 0: a rank, by its sockets')
-    sync ms    a step's synchronization alone: a backward pass that has nothing to compute
-    exposed    time that a step takes beyond the same step without synchronization ("compute alone")
-    overlap    part of "sync ms" that a step hides behind its compute
+    x DDP      speed relative to the faster of "ddp default" and "ddp tuned"; x sync alone: of a backward pass that has
+               nothing to compute
     x bytes    bytes that DDP's default sends / bytes that this way sends: the gain if a step were all communication
     of ideal   ideal step / step. The ideal is the longer of compute alone and the bytes' time on the line with headers
-    busy       part of all cores' time that is not idle during steps, on rank 0's machine (with --hosts: on this one)
+    cores busy part of all cores' time that is not idle during steps, on rank 0's machine (with --hosts: on this one)
+    exposed    time that a step takes beyond the same step without synchronization ("compute alone")
+    overlap    part of the synchronization that a step hides behind its compute
+    MB/host    bytes that a host sends in a step, by its interface's counter (with --hosts 0: a rank, by its sockets')
     error      ‖mean − exact mean‖ / ‖exact mean‖ of known gradients: normal ones, of rank 1 or 2 for PowerSGD
 
 Not measured: DDP over MPI or UCC, because torch's wheels have neither backend, and mpi4py does not add one; Horovod,
 because its last release, 0.28.1, compiles as C++14, which the headers of torch 2.13 refuse.
+
+Needs 1 GiB of memory for each rank with 10 million parameters; root, ip, tc and taskset with --hosts. Half an hour,
+a few minutes with --quick.
 """
 
 import argparse
@@ -44,7 +48,8 @@ from pathlib import Path
 
 import hosts
 import torch.distributed as dist
-from lib.common import Report, Row, print_table, run_command, with_ratios
+from _steps_report import Result, case_table
+from lib.common import Report, Row, run_command, with_ratios
 from lib.models import MODELS
 from lib.namespaces import CONGESTION, line_s
 from lib.ways import COMPUTE, DEFAULT, TUNED, ways_by_name
@@ -161,34 +166,6 @@ def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:
     return result
 
 
-def print_steps(rows: list[Row]) -> None:
-    """Prints the columns that the common table does not have."""
-    width = max((len(row.impl) for row in rows), default=4)
-    names = ("p50", "p75", "p90", "p95")
-    print(
-        f"\n{'way':<{width}} " + " ".join(f"{name + ' ms':>9}" for name in names) + f" {'x default':>9} {'x tuned':>9} "
-        f"{'x bytes':>8} {'of ideal':>8} {'busy':>5} {'MB/host':>9} {'sync ms':>9} {'exposed':>9} {'overlap':>8} "
-        f"{'error':>8}"
-    )
-    case = None
-    for row in rows:
-        if row.case != case:
-            case = row.case
-            print(f"{case}, {row.numel:,} parameters")
-        figures = row.figures
-        cells = [f"{row.percentiles_s[name] * 1e3:9.1f}" for name in names]
-        cells += [_cell(row.ratios.get(name), "9.2f") for name in (DEFAULT, TUNED)]
-        cells += [_cell(figures.get("bytes_ratio"), "8.2f"), _cell(figures.get("of_ideal"), "8.2f")]
-        cells += [_cell(figures.get("cores_busy"), "5.0%"), _cell(figures.get("wire_nbytes"), "9.2f", 1e-6)]
-        cells += [_cell(figures.get(name), "9.1f", 1e3) for name in ("sync_s", "exposed_s")]
-        cells += [_cell(figures.get("overlap"), "8.0%"), _cell(figures.get("error"), "8.1e")]
-        print(f"{row.impl:<{width}} {' '.join(cells)}{'' if row.checked else '  WRONG'}")
-
-
-def _cell(value: float | None, form: str, factor: float = 1) -> str:
-    return " " * int(form.split(".")[0]) if value is None else format(value * factor, form)
-
-
 def main() -> None:
     arguments = parse()
     with hosts.measuring("ddp_step.py", arguments) as (report, links):
@@ -196,8 +173,10 @@ def main() -> None:
             report.missing("any", impl, reason, failed=False)
         for model, link in [(model, link) for model in arguments.model for link in links]:
             measure(arguments, link, model, report)
-    print_table(report.rows)
-    print_steps(report.rows)
+    document = {"env": report.env, **report.extra, "not_measured": report.not_measured}
+    document["rows"] = [dataclasses.asdict(row) for row in report.rows]
+    for case in {row.case: None for row in report.rows}:
+        print(f"\n{case_table(Result('', document, case))}")
     report.finish()
 
 

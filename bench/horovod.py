@@ -16,6 +16,8 @@ the slowest rank's. Parts:
 
 "samples/s" has the mean over steps ± 1.96 standard deviations, as Horovod's synthetic benchmarks print it. "x hook" is
 the speed relative to fusedcomm's hook with the same wire.
+
+Needs 1 GiB of memory for each rank; root, ip, tc and taskset with --hosts. A few minutes.
 """
 
 import argparse

@@ -16,6 +16,8 @@ environment variables, besides torchrun's:
 
     FUSEDCOMM_BENCH_HOSTS, FUSEDCOMM_BENCH_LINK      the number of hosts, and the value of --link
     FUSEDCOMM_BENCH_INTERFACE, GLOO_SOCKET_IFNAME    the interface that leads to the other hosts
+
+Needs root, ip, tc and taskset, half a GiB of memory for each process; a minute for the links.
 """
 
 import argparse

@@ -16,6 +16,8 @@ JSON says so under "host_bound". A result is checked before it is timed: fusedco
 the others against that or against float64.
 
 With --json, rows are written as soon as they are measured. Cases that are left when --seconds have passed are named.
+
+Needs a CUDA GPU with 24 GiB, Triton and tqdm; some minutes. --dry-run needs no GPU.
 """
 
 import argparse

@@ -9,6 +9,8 @@ in turn, with 4, 8, 16, … programs (one saturates an SM). There are two duties
 Each duty has four medians, measured in turn: a product alone and beside the codec, a codec kernel alone and beside the
 products. A kernel's time begins when it could have started, at its predecessor's end, so it includes waiting for SMs.
 Only kernels that ran while both streams were busy count. The kernels are checked before anything is timed.
+
+Needs a CUDA GPU and Triton; a minute. --dry-run needs no GPU.
 """
 
 import argparse

@@ -17,10 +17,7 @@ own, in which malloc gives freed memory back at once. (In the timed processes it
 first three steps stands beside it: in them DDP rebuilds its buckets, and fusedcomm measures its errors, which it does
 again in every 1,000th step.
 
-Memory traffic is counted from the code, not measured: for each element, the bytes that code of torch, gloo and
-fusedcomm reads and writes, from the gradient that autograd has written until the optimizer reads it. A value that is in
-a cache counts as any other. The kernel's copies to and from sockets count as one read and one write; what the kernel
-copies within itself is left out, as is the optimizer, which is the same for all. The passes are in _step_ways.py.
+Needs 6 GiB of memory for all ranks; a quarter of an hour, a minute with --quick.
 """
 
 import argparse
@@ -30,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 import _step_rank
-from _step_ways import DDP, STOCK, Way, ways
+from _step_ways import DDP, STOCK, ways
 from lib.common import Report, Row, run_command, with_ratios
 
 from fusedcomm.tools import local_ranks
@@ -107,14 +104,6 @@ def medians_s(row: Row) -> dict[str, float]:
     return {**parts, "step": row.median_s}
 
 
-def print_traffic(chosen: list[Way], amp: bool) -> None:
-    print("\nbytes read + written for each element, counted from the code")
-    for way in chosen:
-        passes = [*way.sync, *(way.unscale_passes if amp else ()), *way.clip_passes]
-        parts = ", ".join(f"{part.what} {part.read_nbytes}+{part.written_nbytes}" for part in passes)
-        print(f"{way.name:<24} {sum(part.nbytes for part in passes):>3}: {parts}")
-
-
 def main() -> None:
     arguments = parse()
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
@@ -127,7 +116,6 @@ def main() -> None:
     report.extra["load_after"] = os.getloadavg()
     report.add(with_ratios(rows, [STOCK]))
     print_steps(report.rows)
-    print_traffic(chosen, arguments.amp)
     report.finish()
 
 

@@ -10,6 +10,8 @@ torch.profiler more; medians of as many steps without a trace are printed beside
 A bucket's bar ends when its mean is there. Of fusedcomm it begins when DDP hands the bucket over; of DDP when the
 backend begins the all-reduce, because torch.profiler does not show how long a bucket waits before that. Buckets that
 are under way at the same time are in several rows.
+
+Needs matplotlib, and 1 GiB of memory for each rank; root, ip, tc and taskset with --hosts. A minute.
 """
 
 import argparse

@@ -9,38 +9,19 @@ from fusedcomm import memory
 from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
 
-# Seconds that one chunk takes on the link, which is timed at attach. Each chunk costs some tenths of a millisecond
-# beside its bytes, so small chunks waste time. The codec stages wait while a chunk is on the link, so large chunks
-# overlap less. Speed-up over DDP's default in bench/hosts.py: with 4 hosts, 100 Mbit/s and int4, ×6.0 in chunks of 512
-# KiB, ×6.2 in 256 KiB, 2% more in 128 KiB; with 2 hosts, 10 Gbit/s and bf16, ×1.0 in 512 KiB, ×1.4 in 2 MiB.
 _SECONDS = 2e-3
+"""Seconds that one chunk takes on the link, which is timed at attach. Each chunk costs some tenths of a millisecond
+beside its bytes, so small chunks waste time. The codec stages wait while a chunk is on the link, so large chunks
+overlap less."""
 _LARGER_IF_ONE_SHOT, _MIN_NBYTES_IF_ONE_SHOT = 2, 128 << 10
 """Factor on _SECONDS for a one-shot, and the least bytes that a rank sends for one of its chunks. A one-shot chunk has
-a single collective, so larger chunks pay.
-
-With 2 hosts and 1 Gbit/s, in chunks of 256 KiB instead of 128 KiB, a step of a ResNet takes 5% less time with bf16, 3%
-less with int4 and the same with int8. Synchronization alone takes 1% less with bf16 and int8, 4% less with int4. With
-512 KiB bf16 is slower again. With 100 Mbit/s, in 128 KiB instead of 32 KiB, the fastest of ten steps took 868.8 ms
-instead of 872.5 ms with bf16 (torch's C++ fp16 hook: 869.5 ms), 459.7 ms instead of 461.7 ms with int8."""
-_LARGER_AMONG_MANY = 1.5
-"""Factor on _SECONDS for a two-shot of more than two ranks. Its chunks cost more, because each is a message to every
-other rank.
-
-With 4 hosts and 1 Gbit/s, all on two cores, a step in chunks of 128, 256 and 512 KiB took 886, 779 and 760 ms with
-bf16; 546, 470 and 474 ms with int8; 371, 365 and 331 ms with int4. That link is timed as 6 to 10 ns a byte: without the
-factor, chance chose between 128 and 256 KiB."""
-_MIN_NBYTES_AMONG_MANY = 256 << 10
-"""Least bytes of a chunk of such a two-shot. _MAX_IN_FLIGHT chunks of 128 KiB are only half of _UNDER_WAY_NBYTES.
-
-With 4 hosts and 100 Mbit/s, a step in chunks of 256 KiB instead of 128 KiB took 1,316 ms instead of 1,324 ms with bf16
-(torch's fp16 hook: 1,303 ms), 696 ms instead of 705 ms with int8, and the same with int4. Chunks of 128 KiB with as
-many bytes under way took 1,321 ms with bf16, 706 ms with int8 and the same with int4."""
+a single collective, so larger chunks pay."""
+_LARGER_AMONG_MANY, _MIN_NBYTES_AMONG_MANY = 1.5, 256 << 10
+"""Factor on _SECONDS, and least bytes of a chunk, for a two-shot of more than two ranks. Its chunks cost more, because
+each is a message to every other rank. _MAX_IN_FLIGHT chunks of 128 KiB are only half of _UNDER_WAY_NBYTES."""
 _LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT = 4, 1 << 20
 """Factor on _SECONDS, and least bytes of a chunk, for a direct sum of two ranks. Its all-reduce cuts the message itself
-and is the chunk's only collective, so larger chunks only save the cost of a chunk.
-
-With 2 hosts and 1 Gbit/s, beside a step that computes, that cost is 0.24 ms of a core. With 100 Mbit/s, chunks of 256
-KiB took 0.9% more time and 1% more bytes than 1 MiB; 2 MiB took no less time."""
+and is the chunk's only collective, so larger chunks only save the cost of a chunk."""
 _DEFAULT_S_PER_BYTE = 8e-9
 """Seconds a byte of a link that was not timed: 1 Gbit/s."""
 # Least and most bytes of each part of a chunk. A one-shot's chunk has one part.
@@ -60,12 +41,7 @@ _MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 16
 _SLOW_S_PER_BYTE = 2e-8
 _MAX_SENDING_IF_SLOW = 2
 """Exchanges of one channel that may send at once, on a slow link of more than two ranks. TCP shares a line unevenly
-among connections; without a limit some ranks end a step later than others.
-
-With 4 hosts and 100 Mbit/s, the slowest rank's first three steps after a barrier took 1,287, 1,291 and 1,289 ms with
-bf16; 1,293, 1,288 and 1,292 ms where three exchanges may send; 1,303, 1,296 and 1,297 ms without a limit (torch's fp16
-hook: 1,286, 1,292 and 1,287 ms). With int8 they took 683, 684 and 681 ms instead of 692, 686 and 684 ms; with int4
-there was no difference. With 1 Gbit/s no difference repeats; with 10 Gbit/s the limit makes bf16 4% slower."""
+among connections; without a limit some ranks end a step later than others."""
 
 # Bytes of a chunk on an accelerator, where each chunk costs up to three launches and two collectives. DDP's buckets (25
 # MiB of gradients) are not cut: a chunk holds 32 MiB of fp32 gradients on a 16-bit wire, 62 MiB on int8.
@@ -82,6 +58,8 @@ def resolved(
     """Returns `config` with both numbers of its chunks: those that were open are chosen here.
 
     Args:
+        world_size: ranks that sum together.
+        device_type: that of the gradients, "cpu" or "cuda".
         s_per_byte: seconds that the link takes for each byte that a rank sends; equal on every rank. None: not timed.
         ranks_per_host: ranks on each host for sums on two levels, 1 for sums on one level.
     """
@@ -97,7 +75,8 @@ def resolved(
 
 
 def native(config: Config, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
-    """The engine's configuration, with the chunks that :func:`resolved` chooses for a link that was not timed."""
+    """The engine's configuration, with the chunks that :func:`resolved` chooses for a link that was not timed; its
+    arguments are the same."""
     whole = resolved(config, world_size, device_type, ranks_per_host=ranks_per_host)
     return whole.native(whole.chunks, ranks_per_host)
 
@@ -148,8 +127,7 @@ def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per
     nbytes = min(max(nbytes, least), _MAX_NBYTES_PER_RANK * num_parts)
     if ranks_per_host > 1:
         # Between hosts a message is as long as it would be among num_hosts ranks on one level. Within a host it holds
-        # the parts of every rank on the host, mostly in a wider wire. With 2 hosts × 2 ranks, 1 Gbit/s, int4 and 10 M
-        # parameters, a step took 214 ms where the message within a host is 128 KiB, 78 ms where it is 2 MiB.
+        # the parts of every rank on the host, mostly in a wider wire.
         wider = nbytes_per_element(config.local_wire) / nbytes_per_element(config.wire)
         nbytes *= ranks_per_host * max(1, 1 << round(math.log2(wider)))
     return min(nbytes, MAX_DEFAULT_NBYTES)

@@ -19,15 +19,12 @@ SYNC = "FUSEDCOMM_SYNC"
 """1: every stage ends before the next begins. No race can happen, and a fault is reported at the stage that caused it.
 Slow, for debugging; the gradients must have the same bits."""
 
-REGISTERED_MEMORY = "FUSEDCOMM_REGISTERED_MEMORY"
-"""1: on cuda, workspaces come from memory that the process group registers with the network, if it has such memory. Set
-it on every rank or on none."""
-
 KERNELS = "FUSEDCOMM_KERNELS"
 """GPU kernels that run: "triton", or "cuda" for the kernels in CUDA C++. Default: Triton's where Triton can be used."""
 
 
 def isa() -> str:
+    """ISA's value as it stands; "auto" if it is not set."""
     return os.environ.get(ISA, "auto")
 
 
@@ -55,15 +52,13 @@ def cache_folder() -> str:
 
 
 def quiet() -> bool:
+    """Whether QUIET is set to anything but 0."""
     return os.environ.get(QUIET, "0") not in ("", "0")
 
 
 def sync() -> bool:
+    """Whether SYNC is set to anything but 0."""
     return os.environ.get(SYNC, "0") not in ("", "0")
-
-
-def registered_memory() -> bool:
-    return os.environ.get(REGISTERED_MEMORY, "0") not in ("", "0")
 
 
 def cuda_queues() -> int | None:

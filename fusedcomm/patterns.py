@@ -32,11 +32,13 @@ class Rule:
     """Whether it takes the place of the default rule, which would otherwise come before all others."""
 
     def matches(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether the pattern is for a parameter of this name; "1d" is for all with at most one dimension."""
         if self.pattern == ONE_DIMENSIONAL:
             return parameter.dim() <= 1
         return fnmatch.fnmatchcase(name, self.pattern)
 
     def matches_any(self, names: Sequence[str], parameter: torch.Tensor) -> bool:
+        """:meth:`matches` for a parameter that has several names, such as a shared one."""
         return any(self.matches(name, parameter) for name in names)
 
     def __str__(self) -> str:

@@ -118,6 +118,14 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
+def torchs_ranks():
+    """Two ranks for torch's own tests alone: their helpers change the process that imports them."""
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def library(made_once):
     """The path of the driver of tests/helpers/fake_cuda.py."""
     import fake_cuda

@@ -1,8 +1,10 @@
 """README.md, docs/ and the tables in bench/results/: their commands are valid and have produced the results below them,
 their examples run, their links lead somewhere, every page can be reached, and pages keep their length."""
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import os
 import re
@@ -154,10 +156,10 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", path.read_text())
 
 
+@pytest.mark.full
 def test_readmes_script_prints_what_stands_below_it(tmp_path):
     (script,) = [block for block in blocks(README, "python") if "init_process_group" in block]
     (command,) = [block for block in blocks(README, "bash") if block.startswith("torchrun")]
-    (shown,) = [block for block in blocks(README, "text") if block.startswith("fusedcomm: wire")]
     (tmp_path / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]],
@@ -168,15 +170,38 @@ def test_readmes_script_prints_what_stands_below_it(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
     )
     assert done.returncode == 0, done.stderr
-    printed, expected = done.stdout.splitlines(), shown.splitlines()
-    # The instruction set, threads, chunks and times depend on the machine.
+    check_printed(done.stdout, same_loss=True)
+
+
+def printed_by(rank, world_size, script):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(script, {})
+    return printed.getvalue()
+
+
+def test_two_steps_of_readmes_script_print_the_plan_that_stands_below_it(ranks):
+    (script,) = [block for block in blocks(README, "python") if "init_process_group" in block]
+    # The ranks have a process group already.
+    few = re.sub(r"(?m)^dist\.(init|destroy)_process_group.*$", "", script).replace("range(20)", "range(2)")
+    assert few.count("process_group") == 0 and "range(2)" in few
+    printed, other = ranks.run(printed_by, few, world_size=2)
+    check_printed(printed, same_loss=False)
+    assert other == ""
+
+
+def check_printed(text: str, same_loss: bool) -> None:
+    """Checks that README's script has printed what stands below it, but for what depends on the machine: the
+    instruction set, threads, chunks and times. same_loss: it has taken as many steps."""
+    (shown,) = [block for block in blocks(README, "text") if block.startswith("fusedcomm: wire")]
+    printed, expected = text.splitlines(), shown.splitlines()
     assert [shape(line) for line in printed] == [shape(line) for line in expected]
     for line, wanted in zip(printed, expected, strict=True):
         if " MiB a step" in line or ONE_BUCKET.match(line):
             assert numbers(line) == pytest.approx(numbers(wanted), rel=0.01)
     assert sum(bool(ONE_BUCKET.match(line)) for line in printed) > 2
     loss, ratio, exposed_ms = numbers(printed[-1])
-    assert [loss, ratio] == pytest.approx(numbers(expected[-1])[:2], rel=0.05) and exposed_ms > 0
+    assert ratio == pytest.approx(numbers(expected[-1])[1], rel=0.05) and exposed_ms > 0
+    assert not same_loss or loss == pytest.approx(numbers(expected[-1])[0], rel=0.05)
 
 
 ONE_BUCKET = re.compile(r" +\d+ +(?P<mib>[\d.]+) +int8 +one-shot +(?P<chunks>\d+) ")
@@ -259,4 +284,4 @@ def code_by_attach(code: str) -> list[str]:
 def test_every_environment_variable_is_told_of():
     variables = [value for name, value in inspect.getmembers(env) if name.isupper() and isinstance(value, str)]
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert len(variables) == 6 and [name for name in variables if f"`{name}" not in text] == []
+    assert len(variables) == 5 and [name for name in variables if f"`{name}" not in text] == []

@@ -1,5 +1,5 @@
-"""What holds for every front end: it heeds neither torch's default dtype nor inference mode, and calls nothing of torch
-by a deprecated name."""
+"""What holds for every front end: which passes it synchronizes, and what parameters get that some ranks do not use. It
+heeds neither torch's default dtype nor inference mode, and calls nothing of torch by a deprecated name."""
 
 import ast
 import re
@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from models import Gradients, integers, reducer_of
+import torch.distributed as dist
+from models import Branches, Gradients, by_kind, constant, integers, no_sync_of, reducer_of, synchronise, synchronized
 from scripts import ROOT
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -198,30 +199,11 @@ def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way)
 # --- inference mode -------------------------------------------------------------------------------------------------
 
 
-def stateful(kind):
-    """A front end with error feedback: what runs the forward pass, what is trained, and what has the state."""
-    trained, config = model(), Config("int4", feedback=Feedback(unsharded=kind == "FSDP2"))
-    if kind == "FSDP2":
-        fully_shard(trained)
-        return trained, fusedcomm.attach(trained, config, quiet=True)
-    if kind == "GradReducer":
-        return trained, reducer_of(trained, config)
-    if kind == "DataParallel":
-        wrapped = fusedcomm.DataParallel(trained, config=config, quiet=True)
-        return wrapped, wrapped.comm
-    ddp = DistributedDataParallel(trained)
-    if kind == "handle":
-        return ddp, fusedcomm.attach(ddp, config, quiet=True)
-    state = fusedcomm.CommState(config, module=trained)
-    ddp.register_comm_hook(state, fusedcomm.comm_hook)
-    return ddp, state
-
-
 def in_inference_mode(rank, world_size, kind, consolidated):
     """State saved in inference mode, and loaded there and outside, beside that of a run without it."""
     found = []
     for mode in (False, True):
-        forward, comm = stateful(kind)
+        forward, comm = synchronized(kind, model(), Config("int4", feedback=Feedback(unsharded=kind == "FSDP2")))
         backward(forward, rank, forward)
         with torch.inference_mode(mode):
             state = comm.state_dict(**({"consolidated": True} if consolidated else {}))
@@ -242,9 +224,9 @@ def in_inference_mode(rank, world_size, kind, consolidated):
 @pytest.mark.parametrize(
     ("kind", "consolidated"),
     [
-        ("handle", False),
-        ("handle", True),
-        ("GradReducer", False),
+        ("hook", False),
+        ("hook", True),
+        ("reducer", False),
         ("DataParallel", True),
         ("CommState", False),
         ("FSDP2", False),
@@ -252,3 +234,79 @@ def in_inference_mode(rank, world_size, kind, consolidated):
 )
 def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, kind, consolidated):
     ranks.run(in_inference_mode, kind, consolidated, world_size=2)
+
+
+# --- passes, groups, unused parameters ------------------------------------------------------------------------------
+
+
+def accumulated(rank, world_size, wire, front_end):
+    model = Gradients((5000,))
+    forward, comm = synchronized(front_end, model, Config(wire, wires={"1d": wire}))
+    no_sync, gradient = no_sync_of(forward, comm), [torch.full((5000,), float(rank + 1))]
+    synchronise(forward, gradient, steps=2)
+    forward.zero_grad(set_to_none="views" not in front_end)
+    before = comm.stats().buckets
+    with no_sync():
+        forward(gradient).backward()
+        with no_sync():
+            forward(gradient).backward()
+        forward(gradient).backward()
+    during = comm.stats().buckets - before
+    local = model.weights[0].grad.unique().tolist()
+    forward(gradient).backward()
+    return during, local, model.weights[0].grad.unique().tolist(), comm.stats().steps
+
+
+@pytest.mark.sampled(by=by_kind)
+@pytest.mark.parametrize("front_end", ["hook", "hook with views", "reducer", "DataParallel"])
+@pytest.mark.parametrize("wire", fusedcomm.WIRES)
+def test_no_sync_adds_up_and_the_next_pass_sends_the_sum(ranks, wire, front_end):
+    for rank, (during, local, seen, steps) in enumerate(ranks.run(accumulated, wire, front_end, world_size=2)):
+        assert during == 0 and local == [3.0 * (rank + 1)] and seen == [constant(6.0, wire)] and steps == 3
+
+
+def on_a_subgroup(rank, world_size, front_end):
+    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    config = Config("int8", wires={"1d": "int8"})
+    forward, _ = synchronized(front_end, Gradients((6000,)), config, group=subgroups[rank // 2])
+    return synchronise(forward, [torch.full((6000,), float(rank))])[0].unique().tolist()
+
+
+@pytest.mark.parametrize("front_end", ["hook", "reducer"])
+def test_a_group_of_some_of_the_ranks(ranks, front_end):
+    assert ranks.run(on_a_subgroup, front_end) == [[0.5], [0.5], [2.5], [2.5]]
+
+
+def unused(rank, world_size, front_end, wire, stale):
+    model = Branches()
+    config = Config(wire, wires={"1d": wire})
+    forward, _ = synchronized(front_end, model, config, bucket_mib=0.0005, find_unused=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.125)
+    marker = torch.full((16, 16), 7.1) if stale else None
+    model.never.weight.grad = marker
+    seen = []
+    for _ in range(2):
+        forward.zero_grad(set_to_none=not stale)
+        if stale:
+            marker.fill_(7.1)
+        forward(torch.ones(1, 10)).sum().backward()
+        seen.append((model.even.weight.grad.clone(), model.odd.weight.grad.clone()))
+    never = model.never.weight.grad
+    return never is marker, None if never is None else never.unique().tolist(), seen, model.never.bias.grad
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("front_end", ["hook", "reducer", "DataParallel"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks, front_end, wire, stale):
+    outcome = ranks.run(unused, front_end, wire, stale, world_size=2)
+    used_by_both = 5 * 0.125 * (10 * 0.125 + 0.125)
+    for is_marker, never, seen, bias in outcome:
+        assert is_marker and bias is None and never == (pytest.approx([7.1]) if stale else None)
+        for even, odd in seen:
+            assert even.unique().tolist() == odd.unique().tolist() == pytest.approx([used_by_both / 2], rel=2.0**-7)
+    for (a, b), (c, d) in zip(outcome[0][2], outcome[1][2], strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d)

@@ -176,6 +176,46 @@ def test_training_imports_no_tool():
     assert [a for a in arrows if room_of(a[1]) == "tools" and room_of(a[0]) not in ("tools", "__main__")] == []
 
 
+# Private names of torch's that fusedcomm also has for something of its own.
+TORCHS = {"_ddp", "_get_backend", "_modules", "_parameters", "_values", "_world"}
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private attributes, methods and variables that a module defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def foreign_private_names(trees: dict[str, ast.AST]) -> list[str]:
+    """Where a module uses a private name of another one: each use of an attribute that it does not define itself."""
+    of_each = {module: private_names(tree) for module, tree in trees.items()}
+    anybodys = set().union(*of_each.values()) - TORCHS
+    return [
+        f"{module}:{node.lineno}: {ast.unparse(node)}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in anybodys - of_each[module]
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+def test_no_module_uses_a_private_name_of_another():
+    assert foreign_private_names({name: ast.parse(path.read_text()) for name, path in modules().items()}) == []
+
+
+def test_a_private_name_of_another_module_is_found():
+    owner, user = "class A:\n    def _run(self):\n        self._x = 1\n", "def f(a):\n    a._run()\n    a._modules\n"
+    assert foreign_private_names({"owner": ast.parse(owner), "user": ast.parse(user)}) == ["user:2: a._run()"[:-2]]
+
+
 @pytest.mark.parametrize(
     ("arrows", "found"),
     [

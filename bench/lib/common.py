@@ -85,6 +85,13 @@ def give_back_memory() -> None:
     _mallopt((MALLOPT_MMAP_THRESHOLD, 1 << 16))
 
 
+def drop_memory() -> None:
+    """Frees objects that refer to each other, and gives the system what keep_memory() has kept so far."""
+    gc.collect()
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
+
+
 def _mallopt(*settings: tuple[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for parameter, value in settings:

@@ -19,12 +19,6 @@ void bind_ddp(pybind11::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  py::class_<ObservedBucket>(m, "ObservedBucket")
-      .def_readonly("nbytes", &ObservedBucket::nbytes)
-      .def_readonly("is_last", &ObservedBucket::is_last)
-      .def_readonly("handed_ms", &ObservedBucket::handed_ms)
-      .def_readonly("done_ms", &ObservedBucket::done_ms);
-
   py::class_<HookSwitch, std::shared_ptr<HookSwitch>>(m, "HookSwitch")
       .def(py::init<ProcessGroupPtr>(), py::arg("process_group"))
       .def("set", &HookSwitch::set, py::arg("hook"), py::arg("process_group"), NoGil())
@@ -36,7 +30,7 @@ void bind_ddp(pybind11::module_& m) {
           py::arg("device"), py::arg("begin_pass"), NoGil())
       .def(
           "unwatch", [](HookSwitch& target) { target.watch(nullptr); }, NoGil())
-      .def("take_seen", &HookSwitch::take_seen, NoGil());
+      .def("take_pass_ends", &HookSwitch::take_pass_ends, NoGil());
 
   py::class_<ReducerNodes>(m, "ReducerNodes")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))

@@ -20,30 +20,6 @@ namespace {
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-// Bytes that are allocated to find out whether the backend can register memory.
-constexpr int64_t kTrialNbytes = 1 << 20;
-
-// Whether the backend offers memory that is registered with the network, and can in fact allocate some.
-bool registers_memory(const BackendPtr& backend, c10::Device device) {
-  if (device.is_cpu() || !backend->supportsTensorAlloc(device.index())) return false;
-  try {
-    backend->allocateTensor(kTrialNbytes, at::TensorOptions().dtype(at::kByte).device(device));
-    return true;
-  } catch (const std::exception& error) {
-    TORCH_WARN_ONCE("fusedcomm: the process group cannot allocate registered memory, so workspaces are plain memory: ",
-                    error.what());
-    return false;
-  }
-}
-
-CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device, bool registered) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  if (registered) {
-    return [backend, options](int64_t nbytes) { return backend->allocateTensor(nbytes, options); };
-  }
-  return [options](int64_t nbytes) { return at::empty({nbytes}, options); };
-}
-
 // Collects the kernels of one configuration: each load() adds one.
 class KernelLoader {
  public:
@@ -201,19 +177,14 @@ void bind_devices(py::module_& m) {
       .def(py::init<const std::string&, int, bool>(), py::kw_only(), py::arg("isa"), py::arg("codec_threads"),
            py::arg("forced_sync"));
   py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
-      .def(
-          py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
-                      int64_t max_programs_of_last, bool forced_sync, const BackendPtr& backend, bool register_memory) {
-            const bool registered = register_memory && registers_memory(backend, device);
-            return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
-                                                max_programs_of_last, forced_sync, registered,
-                                                allocator(backend, device, registered));
-          }),
-          py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
-          py::arg("max_programs_of_last"), py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"),
-          NoGil())
+      .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
+                       int64_t max_programs_of_last, bool forced_sync) {
+             return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
+                                                 max_programs_of_last, forced_sync);
+           }),
+           py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
+           py::arg("max_programs_of_last"), py::arg("forced_sync"), NoGil())
       .def("warm_up", &CudaDevice::warm_up, NoGil())
-      .def_property_readonly("registered_memory", &CudaDevice::registered_memory)
       .def_property_readonly("streams", &CudaDevice::streams)
       .def_property_readonly("num_launches", &CudaDevice::num_launches);
 

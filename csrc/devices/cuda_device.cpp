@@ -139,16 +139,13 @@ const CudaTables& tables_of(const BucketSlices& streams) {
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
-                       std::string isa, int64_t max_programs, int64_t max_programs_of_last, bool forced_sync,
-                       bool registered_memory, Allocate allocate)
+                       std::string isa, int64_t max_programs, int64_t max_programs_of_last, bool forced_sync)
     : StreamDevice(device, forced_sync),
       driver_(std::move(driver)),
       kernels_(kernels),
       isa_(std::move(isa)),
       max_programs_(max_programs),
       max_programs_of_last_(max_programs_of_last),
-      registered_memory_(registered_memory),
-      allocate_(std::move(allocate)),
       profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
   TORCH_CHECK_VALUE(max_programs_ >= 1 && max_programs_of_last_ >= 1, "fusedcomm: max_programs=", max_programs_,
                     ", max_programs_of_last=", max_programs_of_last_, " is not possible: use 1 or more");
@@ -156,7 +153,7 @@ CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKerne
 }
 
 std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
-  at::Tensor bytes = allocate_(nbytes).zero_();
+  at::Tensor bytes = at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   TORCH_CHECK(reinterpret_cast<uintptr_t>(bytes.data_ptr()) % 64 == 0, "fusedcomm: a workspace at ", bytes.data_ptr(),
               " is not aligned to 64 bytes");
   for (const c10::Stream& stream : streams()) bytes.record_stream(stream);

@@ -17,16 +17,11 @@ namespace fusedcomm {
 
 class CudaDevice : public StreamDevice {
  public:
-  // Allocates a workspace of `nbytes` bytes, in the process group's registered memory where it has some.
-  using Allocate = std::function<at::Tensor(int64_t nbytes)>;
-
   // max_programs: the most programs that a kernel has; each fills one multiprocessor. max_programs_of_last: the same
-  // for a pass's last bucket, during which the model computes nothing more. registered_memory: what `allocate` returns
-  // is registered with the network. `device` may be the CPU, with a driver that runs kernels there. Throws ValueError
-  // if a number is below 1.
+  // for a pass's last bucket, during which the model computes nothing more. `device` may be the CPU, with a driver that
+  // runs kernels there. Throws ValueError if a number is below 1.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
-             int64_t max_programs, int64_t max_programs_of_last, bool forced_sync, bool registered_memory,
-             Allocate allocate);
+             int64_t max_programs, int64_t max_programs_of_last, bool forced_sync);
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
@@ -47,7 +42,6 @@ class CudaDevice : public StreamDevice {
   // Launches every kernel once over no elements. The driver then loads what it loads lazily before a collective runs,
   // and a kernel that cannot be launched here fails now.
   void warm_up();
-  bool registered_memory() const { return registered_memory_; }
   int64_t num_launches() const { return num_launches_; }
 
  private:
@@ -62,8 +56,6 @@ class CudaDevice : public StreamDevice {
   const CudaKernels kernels_;
   const std::string isa_;
   const int64_t max_programs_, max_programs_of_last_;
-  const bool registered_memory_;
-  const Allocate allocate_;
   const bool profiler_ranges_;
   std::atomic<int64_t> num_launches_{0};
 };

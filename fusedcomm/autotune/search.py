@@ -30,7 +30,6 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from fusedcomm import files
-from fusedcomm.autotune.bucket_cap import BucketCap
 
 WARM_UP = 4
 """Steps at the beginning of a candidate's first trial that are not timed. DDP rebuilds its buckets after the first or
@@ -50,7 +49,7 @@ FAR = 0.3
 MAX_ROUNDS, MAX_FINALISTS = 2, 3
 """Most rounds of step 4, and most of its finalists with different wires."""
 
-_FILE_VERSION = 1
+_FILE_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +67,7 @@ class Candidate:
 
     @property
     def is_exact(self) -> bool:
+        """Whether it rounds nothing: gradients are those of DDP but for the order of addition."""
         return self.wire in ("off", "fp32")
 
     def __str__(self) -> str:
@@ -89,6 +89,8 @@ OFF = Candidate("off")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
+    """A candidate and the time of a step with it, in one of its trials."""
+
     candidate: Candidate
     step_ms: float
     """The largest of the ranks' median step times; infinite if the candidate could not be made."""
@@ -96,7 +98,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The result of a search. ``str()`` is for people. Equal on every rank, except `bucket_cap`."""
+    """The result of a search. ``str()`` is for people. Equal on every rank."""
 
     finished: bool
     chosen: Candidate | None
@@ -110,8 +112,6 @@ class Tuning:
     device_type: str
     model: str
     """A digest of the parameters' names, shapes and dtypes."""
-    bucket_cap: BucketCap | None = None
-    """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on or if it had no trials."""
     loaded: bool = False
     """Whether :class:`fusedcomm.Auto` was given this result, so that no search was made."""
     wires: tuple[str, ...] = ()
@@ -138,6 +138,7 @@ class Tuning:
 
     @property
     def has_tried_two_levels(self) -> bool:
+        """Whether a candidate with sums on two levels had a trial."""
         return any(trial.candidate.by_host for trial in self.trials)
 
     @property
@@ -170,8 +171,6 @@ class Tuning:
         lines = [f"fusedcomm: {self.line}"]
         if self.wires_line:
             lines.append(f"  {self.wires_line}")
-        if self.bucket_cap is not None:
-            lines.append(f"  {self.bucket_cap}")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -206,8 +205,6 @@ class Tuning:
             )
             for name in ("wires", "more_wires"):
                 fields[name] = tuple(fields.get(name, ()))
-            cap = fields["bucket_cap"]
-            fields["bucket_cap"] = None if cap is None else BucketCap.from_fields(cap)
             return cls(**fields)
         except OSError as error:
             raise ValueError(f"tuned={os.fspath(path)!r} cannot be read: {error}") from error

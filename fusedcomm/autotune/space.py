@@ -95,6 +95,7 @@ class Space:
         )
 
     def is_possible(self, candidate: Candidate) -> bool:
+        """Whether :meth:`config` can make the candidate's configuration."""
         return is_possible(lambda: self.config(candidate))
 
     def allows(self, candidate: Candidate) -> bool:
@@ -192,12 +193,15 @@ class BucketSpace(Space):
         """Does nothing: the configuration has as many levels as without a search."""
 
     def config(self, candidate: Candidate) -> Config:
+        """The given configuration: only the size of buckets is searched."""
         return self._config
 
     def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
+        """None: the sum is given."""
         return []
 
     def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
+        """None: chunks are as given."""
         return []
 
     @property

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import log
-from fusedcomm.autotune import bucket_cap
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Tuning
 from fusedcomm.autotune.space import Space
@@ -25,37 +24,29 @@ from fusedcomm.session.parameters import NamedParameter, numbered, trainable
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
+from fusedcomm.session.stats import Stats
 
 _MIB = 1 << 20
 _FIRST_BUCKET_MIB = 1
 
 
-class Observed(Protocol):
-    """A bucket that the target has handed over; see _C.ObservedBucket."""
-
-    nbytes: int
-    is_last: bool
-    handed_ms: float
-    done_ms: float
-
-
 class Target(Protocol):
     """What gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
 
-    def set(self, hook: "_C.Synchroniser | None", process_group: dist.ProcessGroup) -> None:
+    def set(self, synchroniser: "_C.Synchroniser | None", process_group: dist.ProcessGroup) -> None:
         """Uses this engine from the next pass on; None: DDP's own all-reduce on that group."""
 
     def set_bucket_mib(self, mib: float) -> None:
         """Cuts buckets of this size from the next pass on. Called only if the search chooses it."""
 
     def watch(self, device: "_C.Device", begin_pass: Callable[[], object]) -> None:
-        """Calls `begin_pass` before each synchronized pass, and notes its buckets' times."""
+        """Calls `begin_pass` before each synchronized pass, and notes when each ends."""
 
     def unwatch(self) -> None:
         """Ends what :meth:`watch` began. Idempotent."""
 
-    def take_seen(self) -> Sequence[Observed]:
-        """The buckets since the last call."""
+    def take_pass_ends(self) -> list[float]:
+        """When the last bucket of each pass since the last call was handed over, in ms since the first of them."""
 
 
 class Tuner:
@@ -126,7 +117,6 @@ class Tuner:
         self._failure: Exception | None = None
         self._delivering = False  # whether this pass sends the last wire's residuals, before off
         self._num_passes = self._num_steps = 0
-        self._seen: dict[Candidate, list[list[bucket_cap.Bucket]]] = {}
         self._tuning = tuned
         self._search: Search | None = None
         try:
@@ -160,6 +150,7 @@ class Tuner:
 
     @property
     def is_searching(self) -> bool:
+        """Whether no choice has been made yet."""
         return self._tuning is None
 
     @property
@@ -168,16 +159,16 @@ class Tuner:
         return self.is_off and self._tuning is not None and not self._delivering
 
     def start(self, target: Target) -> None:
-        """Gives `target` the hook of the running candidate, now and whenever that changes."""
+        """Gives `target` the synchroniser of the running candidate, now and whenever that changes."""
         self._target = target
-        self._set_hook()
+        self._set_target()
         if self._search is not None and not self._search.finished:
             # Weak: the target must not keep the tuner, which keeps the target.
             begin = weakref.WeakMethod(self._begin_pass)
             target.watch(self._base.native_device, lambda: (method := begin()) and method())
 
     def stop(self, reason: str) -> None:
-        """Ends the search and the engines; the target keeps its hook. Idempotent."""
+        """Ends the search and the engines; the target stays where it is. Idempotent."""
         if self._target is not None:
             self._target.unwatch()
         for session in {*self._sessions.values(), self.session}:
@@ -204,7 +195,7 @@ class Tuner:
         return new
 
     def tuning(self) -> Tuning:
-        """See :meth:`fusedcomm.ddp.handle.Handle.tuning`."""
+        """See :meth:`fusedcomm.session.handle.CommHandle.tuning`."""
         return self._tuning or self._report(finished=False)
 
     # ---- called by the target before the first bucket of a pass, while the search lasts
@@ -215,7 +206,7 @@ class Tuner:
         try:
             if self._delivering:
                 self._delivering = False
-                self._set_hook()
+                self._set_target()
             if self._search.finished:
                 self._free_losers()
             else:
@@ -232,12 +223,10 @@ class Tuner:
         self._num_steps += not self._search.finished
 
     def _end_trial(self) -> None:
-        passes = _passes(self._target.take_seen())
-        ends = [buckets[-1].handed_ms for buckets in passes]
+        ends = self._target.take_pass_ends()
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-autotune.TIMED :]
         own_ms = statistics.median(steps) if steps else math.inf
         step_ms = self.session.max_over_ranks(own_ms, f"the times of {self._space.option} trying {self._running}")
-        self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
         self._search.record(step_ms)
         while not self._search.finished and not self._can_be_had(self._search.candidate):
             self._search.record(math.inf)
@@ -247,7 +236,7 @@ class Tuner:
             if not self._delivering:
                 self._free_losers()
             if self._base.rank == 0:
-                log.report(self.plan, quiet=not self._announce)
+                log.report(lambda: self.plan(self._caps()), quiet=not self._announce)
 
     def _can_be_had(self, candidate: Candidate) -> bool:
         """Makes the candidate's session if there is none. Returns whether it has one. A collective call."""
@@ -273,9 +262,9 @@ class Tuner:
         if self.session is not old:
             take_over(self.session, old)
         self._delivering = candidate == OFF and old is not self._base and self._space.keeps_residuals
-        self._set_hook()
+        self._set_target()
 
-    def _set_hook(self) -> None:
+    def _set_target(self) -> None:
         # DDP's own all-reduce is not watched. At the end of its trial, however, ranks wait for each other.
         is_watched = self.uses_engine or (self._search is not None and not self._search.finished)
         for session in {*self._sessions.values(), self.session}:
@@ -283,7 +272,7 @@ class Tuner:
                 session.unwatch()
         if is_watched:
             self.session.watch()
-        self._target.set(self.session.hook if self.uses_engine else None, self.session.process_group)
+        self._target.set(self.session.synchroniser if self.uses_engine else None, self.session.process_group)
         if self._running.bucket_mib is not None:
             self._target.set_bucket_mib(self._running.bucket_mib)
 
@@ -297,7 +286,7 @@ class Tuner:
         if self.is_off:
             self.session.keeps_residuals = False
             self.session.is_off = True
-            self.session.hook.free_workspaces()
+            self.session.synchroniser.free_workspaces()
         self._sessions = {_of_session(self._running): self.session}
         self._base = self.session
 
@@ -325,7 +314,7 @@ class Tuner:
         return session
 
     def _sums(self, best: Candidate) -> list[Candidate]:
-        records = self._sessions[_of_session(best)].hook.buckets()
+        records = self._sessions[_of_session(best)].synchroniser.buckets()
         used = {record.plan.sum for record in records if not record.passthrough}
         return self._space.sums(best, used, self._base.world_size, self._base.levels.can_be_two)
 
@@ -333,7 +322,7 @@ class Tuner:
         if self._base.device.type != "cpu":
             return []
         session = self._sessions[_of_session(best)]
-        plans = [record.plan for record in session.hook.buckets() if not record.passthrough]
+        plans = [record.plan for record in session.synchroniser.buckets() if not record.passthrough]
         num_chunks = [plan.num_chunks for plan in plans if not plan.in_place]
         return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
 
@@ -342,14 +331,18 @@ class Tuner:
 
     # ---- for people
 
-    def plan(self) -> Plan:
+    def stats(self) -> Stats:
+        """The running candidate's statistics, which begin again at each change."""
+        return dataclasses.replace(self.session.stats(), off=self.is_off)
+
+    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
         """The running candidate's plan, with what the search has found."""
-        plan = self.session.plan(self._caps(), off=self.is_off)
+        plan = self.session.plan(bucket_nbytes_caps, off=self.is_off)
         return dataclasses.replace(plan, tuning=self.tuning())
 
     def _report(self, finished: bool) -> Tuning:
         trials = tuple(self._search.trials) if self._search is not None else ()
-        tuning = Tuning(
+        return Tuning(
             finished=finished,
             chosen=self._running if finished else None,
             trials=trials,
@@ -363,14 +356,6 @@ class Tuner:
             option=self._space.option,
             has_off=self._space.has_off,
         )
-        if not finished or not trials or not self._space.has_off:  # without off, buckets are not DDP's
-            return tuning
-        try:
-            cuts = {cap: _cut(self._base.parameters, [cap << 20]) for cap in bucket_cap.CAPS_MB}
-            cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
-        except Exception:  # only advice: an error here must not end the training
-            cap = None
-        return dataclasses.replace(tuning, bucket_cap=cap)
 
     def _misfit(self, tuned: Tuning, world_size: int, device: torch.device) -> str | None:
         """Why `tuned` does not fit these ranks, this model or these wires; None if it does."""
@@ -411,20 +396,3 @@ def _cut(parameters: Sequence[NamedParameter], caps: list[int]) -> list[int]:
     backwards = [p.tensor for p in trainable(parameters)][::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(backwards, caps)
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
-
-
-def _passes(seen: Sequence[Observed]) -> list[list[Observed]]:
-    """The buckets of each complete pass."""
-    passes, buckets = [], []
-    for bucket in seen:
-        buckets.append(bucket)
-        if bucket.is_last:
-            passes.append(buckets)
-            buckets = []
-    return passes
-
-
-def _since_first(buckets: Sequence[Observed]) -> list[bucket_cap.Bucket]:
-    """The buckets with times since the first. Leaves out sparse ones, whose bytes change from step to step."""
-    begin = buckets[0].handed_ms
-    return [bucket_cap.Bucket(b.nbytes, b.handed_ms - begin, b.done_ms - begin) for b in buckets if b.nbytes]

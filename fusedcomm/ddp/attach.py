@@ -23,9 +23,9 @@ from fusedcomm.ddp.module import (
     refuse_unhooked,
     wait_for_delayed,
 )
-from fusedcomm.ddp.off import attach_off
 from fusedcomm.native import _C
 from fusedcomm.reducer.data_parallel import DataParallel
+from fusedcomm.session.off import OffSession
 from fusedcomm.session.parameters import NamedParameter, device_of, synchronised_parameters
 from fusedcomm.session.session import Session
 
@@ -68,10 +68,10 @@ def attach(
             refuse_sparse(ddp, device)
     except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
         problem = error
+    runs: Session | Tuner | OffSession
     if is_off:
-        handle = attach_off(ddp, parameters, device, local, problem)
-        return _reported(ddp, handle, quiet)
-    if space is None:
+        runs = OffSession(ddp.process_group, parameters, local, device, problem)
+    elif space is None:
         runs = Session(
             configs[0],
             ddp.process_group,
@@ -84,13 +84,7 @@ def attach(
         )
     else:
         runs = _tuner(ddp, space, parameters, local, device, wanted.tuned, announce=not quiet, problem=problem)
-    target = _hook_of(ddp, runs)
-    return _reported(ddp, Handle(ddp, runs, target), quiet)
-
-
-def _reported(ddp: DistributedDataParallel, handle: Handle, quiet: bool) -> Handle:
-    """Enters the handle of an attached module; rank 0 reports its plan."""
-    handles[ddp] = handle
+    handle = Handle(ddp, runs, None if is_off else _hook_of(ddp, runs))
     if ddp.process_group.rank() == 0:
         log.report(handle.plan, quiet)
     return handle

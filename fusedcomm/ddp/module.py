@@ -10,7 +10,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.native import _C
-from fusedcomm.session.parameters import NamedParameter, Places, has_sparse_gradient, trainable
+from fusedcomm.session.parameters import NamedParameter, ParameterWatch, has_sparse_gradient, trainable
 
 
 def native_hook(state: object, bucket: object) -> None:
@@ -145,19 +145,38 @@ class SameParameters:
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: list[NamedParameter]) -> None:
-        self._places = Places(ddp.module, parameters)
+        self._watch, self._parameters = ParameterWatch(ddp.module), parameters
+        self._kinds = [(p.tensor.dtype, p.tensor.device) for p in parameters]
         self._nodes = _C.ReducerNodes([p.tensor for p in parameters])
 
     def refuse_changes(self) -> None:
         """Raises RuntimeError if a parameter has been replaced or converted; names it."""
-        replaced, converted = self._places.replaced(), self._nodes.replaced()
-        if replaced or converted:
+        unknown, converted = self._watch.unknown(), self._nodes.replaced()
+        replaced = [index for index, parameter in enumerate(self._parameters) if parameter.name in unknown]
+        indices = sorted({*replaced, *converted})
+        if indices:
+            said = "; ".join(self._describe(index, index in replaced) for index in indices[:3])
+            more = f"; and {len(indices) - 3} more parameters have changed" if len(indices) > 3 else ""
             raise RuntimeError(
                 "fusedcomm: parameters have changed since fusedcomm was attached, so neither DDP nor fusedcomm "
-                f"synchronizes their gradients any more: {self._places.describe(replaced, converted)}. Make a new "
+                f"synchronizes their gradients any more: {said}{more}. Make a new "
                 "DistributedDataParallel of the model and attach to that. Convert a model before DDP is made, and load "
                 "with load_state_dict(state, assign=False)"
             )
+
+    def _describe(self, index: int, is_replaced: bool) -> str:
+        """What has happened to this parameter, for an error."""
+        parameter, (dtype, device) = self._parameters[index], self._kinds[index]
+        if is_replaced:
+            return f"{parameter.name!r} is another tensor"
+        now = parameter.tensor
+        if now.dtype != dtype:
+            was, is_now = (str(each).removeprefix("torch.") for each in (dtype, now.dtype))
+        elif now.device != device:
+            was, is_now = f"on {device}", f"on {now.device}"
+        else:
+            return f"{parameter.name!r} was converted and converted back"
+        return f"{parameter.name!r} was {was} and is {is_now}"
 
 
 def refuse_unhooked(parameters: list[NamedParameter]) -> None:

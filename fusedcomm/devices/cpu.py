@@ -26,7 +26,6 @@ class CpuPath:
             raise ValueError(
                 f"sm_limit={local.sm_limit!r} is for gradients on cuda, and these are on cpu: leave it out"
             )
-        self.must_agree = {}
         self._isa = config.choose_isa(local.isa)
         self._threads = config.choose_codec_threads(local.codec_threads, world_size)
 

@@ -79,15 +79,10 @@ class CudaPath:
                 max_programs=sm_limit,
                 max_programs_of_last=limit_of_last,
                 forced_sync=env.sync(),
-                backend=self._backend,
-                register_memory=env.registered_memory(),
             )
             self._device.warm_up()
-        # With NCCL the behavior is undefined if the buffers of some ranks are registered and those of others are not.
-        self.must_agree = {"registered workspaces": self._device.registered_memory}
-        where = "memory registered with the network" if self._device.registered_memory else "plain device memory"
         last = "" if limit_of_last == sm_limit else f" (a step's last bucket on {limit_of_last})"
-        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors{last}, workspaces in {where}"
+        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors{last}"
 
     def connect(
         self, process_group: groups.Group, device: torch.device, store: dist.Store

@@ -34,14 +34,14 @@ class WatchedAllGather(AllGather):
 def waiting(session: Session, what: str) -> Iterator[None]:
     """Context of a collective call of torch's within a step, on cpu. `what` names it in reports. An error out of it
     gets the result of a roll call, which names the ranks that are gone."""
-    call = session.hook.begin_call(what)
+    call = session.synchroniser.begin_call(what)
     has_ended = False
     try:
         yield
         has_ended = True
     except RuntimeError as error:
         failure = f"fusedcomm: rank {session.rank} of {session.world_size}: {what} failed: {error}"
-        report = session.hook.explain(failure)
+        report = session.synchroniser.explain(failure)
         raise RuntimeError(f"{failure}\n{report}" if report else failure) from error
     finally:
-        session.hook.end_call(call, has_ended)
+        session.synchroniser.end_call(call, has_ended)

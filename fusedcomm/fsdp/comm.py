@@ -128,7 +128,7 @@ class FusedReduceScatter:
         is_last = self._is_last
         future = native.run(output_tensor, input_tensor, self._factor, call, is_last)
         if is_last:
-            self._session.hook.step = self.num_calls
+            self._session.synchroniser.step = self.num_calls
         if self._verifier.is_due(len(self._before), call):
             self._pending.finish()
             future.wait()
@@ -171,7 +171,7 @@ class FusedReduceScatter:
                 self._nonfinite += collections.Counter(self._native.nonfinite())
                 kept = self._parked | self._native.residuals()
             row = [(each.name, each.row_numel, self._wire_of(each.name, each.tensor)) for each in trained]
-            self._native = _C.ReduceScatter(hook=self._session.hook, index=self._index, row=row)
+            self._native = _C.ReduceScatter(hook=self._session.synchroniser, index=self._index, row=row)
             self._native_names = names
             self._restore_rows(kept)
         return self._native
@@ -213,7 +213,7 @@ class FusedReduceScatter:
         if self._replicas is None or not self._replicas.session.keeps_residuals:
             return {}
         own = {p.name for p in self.sharded.parameters}
-        found = self._replicas.session.hook.residuals()
+        found = self._replicas.session.synchroniser.residuals()
         return {name: values / self._unit_of_sums for name, values in found.items() if name in own}
 
     def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
@@ -223,10 +223,10 @@ class FusedReduceScatter:
             self._restore_rows(rows)
         if self._replicas is not None and self._replicas.session.keeps_residuals:
             own = {p.name for p in self.sharded.parameters}
-            hook = self._replicas.session.hook
-            others = {name: values for name, values in hook.residuals().items() if name not in own}
+            synchroniser = self._replicas.session.synchroniser
+            others = {name: values for name, values in synchroniser.residuals().items() if name not in own}
             scaled = {name: row * self._unit_of_sums for name, row in sums.items()}
-            hook.restore_residuals(others | scaled)
+            synchroniser.restore_residuals(others | scaled)
 
     @property
     def _unit_of_sums(self) -> float:

@@ -207,7 +207,7 @@ class MeshSums:
             num_shards=self.num_shards,
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
-            scratch_nbytes=sum(session.hook.scratch_nbytes for session in self.sessions),
+            scratch_nbytes=sum(session.synchroniser.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             rows=tuple(self._row(comm) for comm in self.comms),
             off=self.is_off,
@@ -242,6 +242,59 @@ class MeshSums:
 
     def nonfinite(self) -> dict[str, int]:
         return {name: count for comm in self.comms for name, count in comm.nonfinite().items()}
+
+
+class Meshes:
+    """What runs behind the handle of a model: see fusedcomm.session.handle.Runs.
+
+    Attributes:
+        meshes: that of the first module which is not left to torch first: as a rule the model's own.
+        pending: the reduce-scatters under way.
+    """
+
+    is_searching = False
+
+    def __init__(self, meshes: list[MeshSums]) -> None:
+        self.meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
+        self.pending = Pending()
+        for mesh in self.meshes:
+            mesh.start(self.pending)
+
+    @property
+    def comms(self) -> list[FusedReduceScatter]:
+        """The reduce-scatters of all modules."""
+        return [comm for mesh in self.meshes for comm in mesh.comms]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether torch reduces all gradients."""
+        return self.meshes[0].is_off
+
+    @property
+    def uses_engine(self) -> bool:
+        return not self.is_off
+
+    @property
+    def session(self) -> Session:
+        """The first session of the model's own mesh."""
+        return self.meshes[0].sessions[0]
+
+    def tuning(self) -> None:
+        """None: nothing is searched."""
+
+    def plan(self, bucket_nbytes_caps: None) -> FsdpPlan:
+        """The plan; its buckets are the modules."""
+        first, *others = self.meshes
+        return first.plan(tuple(mesh.plan() for mesh in others))
+
+    def stats(self) -> Stats:
+        """The statistics of all meshes together."""
+        return together([mesh.stats() for mesh in self.meshes if mesh.is_off == self.is_off])
+
+    def stop(self, reason: str) -> None:
+        """Stops the engines and restores torch's own collectives."""
+        for mesh in self.meshes:
+            mesh.stop(reason)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

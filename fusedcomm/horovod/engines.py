@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NO_TIMEOUT = datetime.timedelta(days=365)
 """A slow rank is no error: the coordinator reports stalls, and notices lost ranks."""
 
-_open: "list[tuple[World, Session]]" = []
+opened: "list[tuple[World, Session]]" = []
 
 
 def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchroniser":
@@ -37,8 +37,8 @@ def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchroniser":
         world.rank,
     )
     session = open_session(group, wire)
-    _open.append((world, session))
-    return session.hook
+    opened.append((world, session))
+    return session.synchroniser
 
 
 def open_session(group: OwnGroup, wire: str) -> Session:
@@ -47,7 +47,7 @@ def open_session(group: OwnGroup, wire: str) -> Session:
     # The coordinator looks for stalls, and knows the names of operations.
     session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
     if config.name_patterns:
-        session.hook.choose_wires(
+        session.synchroniser.choose_wires(
             # It reads only the dimensions.
             lambda name, num_dims: config.wire_number(name, torch.empty([0] * num_dims, dtype=torch.float32)),
         )
@@ -56,8 +56,8 @@ def open_session(group: OwnGroup, wire: str) -> Session:
 
 def close_engines(world: "World", reason: str) -> None:
     """Ends the engines that `world` has opened; sums under way fail with `reason`. Idempotent."""
-    global _open
-    closing = [session for owner, session in _open if owner is world]
-    _open = [(owner, session) for owner, session in _open if owner is not world]
+    global opened
+    closing = [session for owner, session in opened if owner is world]
+    opened = [(owner, session) for owner, session in opened if owner is not world]
     for session in closing:
         session.stop(reason)

@@ -197,8 +197,8 @@ def _leave_to_parent() -> None:
     )
     # The end of an engine waits for threads. These references are never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
-    for opened in list(engines._open):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
+    for pair in list(engines.opened):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
     # Otherwise the other ranks would not notice the parent's end while the child lives.
     for descriptor in old.sockets:
         os.close(descriptor)

@@ -34,9 +34,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
         _refuse_within_backward(optimizer)
         return
     for reducer in list(_watched):
-        why = reducer._why_local()
-        if why and not _held(optimizer).isdisjoint(map(id, reducer._parameters_of_module())):
-            reducer._reducer.refuse(why)
+        why = reducer.why_local()
+        if why and not _held(optimizer).isdisjoint(map(id, reducer.parameters_of_module())):
+            reducer.native.refuse(why)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -46,8 +46,8 @@ def _held(optimizer: torch.optim.Optimizer) -> set[int]:
 def _refuse_within_backward(optimizer: torch.optim.Optimizer) -> None:
     held = _held(optimizer)
     for reducer in _watched:
-        name = next((p.name for p in reducer._of_original().parameters if id(p.tensor) in held), None)
-        if reducer._reducer.is_on and name is not None:
+        name = next((p.name for p in reducer.session.parameters if id(p.tensor) in held), None)
+        if reducer.native.is_on and name is not None:
             raise RuntimeError(
                 f"fusedcomm: {type(optimizer).__name__}.step() was called within a backward pass, where the gradient "
                 f"of {name} is not yet the mean over the ranks: call it when backward() has returned. (In no_sync() "

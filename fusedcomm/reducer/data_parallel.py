@@ -182,7 +182,7 @@ class DataParallel(DistributedDataParallel):
         )
         release(self.module)  # the hooks end with this object, as those of DDP do
         self.reducer = DdpReducer(self.comm)
-        self.comm._reducer.is_on = False  # until a forward pass
+        self.comm.native.is_on = False  # until a forward pass
         self._tell_whether_local()
         _living.add(self)
 
@@ -190,7 +190,7 @@ class DataParallel(DistributedDataParallel):
         """Detaches the older wrappers of the module's parameters."""
         own = {id(parameter) for parameter in self.module.parameters()}
         for other in list(_living):
-            if not other.comm._attached or own.isdisjoint(map(id, other.comm._parameters_now())):
+            if not other.comm.is_attached or own.isdisjoint(map(id, other.comm.parameters_now())):
                 continue
             other.comm.detach()
             other._was_taken_over = True
@@ -207,7 +207,7 @@ class DataParallel(DistributedDataParallel):
             "broadcast_buffers": [with_buffers, self.forward_sync_buffers],
             "static_graph": self.static_graph,
         }
-        replicas.compare(self.comm._of_original(), self.module, self.parameters_to_ignore, options)
+        replicas.compare(self.comm.session, self.module, self.parameters_to_ignore, options)
         if init_sync:
             _sync_module_states(
                 module=self.module,
@@ -238,8 +238,8 @@ class DataParallel(DistributedDataParallel):
         self._tell_whether_local()
 
     def _tell_whether_local(self) -> None:
-        if self.comm._attached:
-            self.comm._reducer.refuse_local_passes(self._requires_sync and not self._last_was_local)
+        if self.comm.is_attached:
+            self.comm.native.refuse_local_passes(self._requires_sync and not self._last_was_local)
 
     # As for DDP's forward(), torch.compile compiles what this function calls.
     @torch._disable_dynamo(recursive=False)
@@ -267,31 +267,31 @@ class DataParallel(DistributedDataParallel):
 
     def _check_comm(self) -> None:
         """Makes a copy's reducer. Raises RuntimeError if gradients would not be synchronized."""
-        if self.comm._session is None:
+        if self.comm.is_copy:
             self._make_comm()
         elif self._was_taken_over:
             raise RuntimeError(
                 "fusedcomm: this DataParallel was detached when its module was wrapped in another one: use the newer "
                 "one, or wrap the module again, on every rank"
             )
-        elif self.comm._attached and (why := self.comm._why_local()):
-            self.comm._reducer.refuse(why)
+        elif self.comm.is_attached and (why := self.comm.why_local()):
+            self.comm.native.refuse(why)
 
     @torch.compiler.disable
     def _after_forward(self, output: object) -> None:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.require_forward_param_sync = self._syncs_gradients()
-        if not torch.is_grad_enabled() or not self.comm._attached:
+        if not torch.is_grad_enabled() or not self.comm.is_attached:
             return
         if self._last_was_local == self._requires_sync:
             self._last_was_local = not self._requires_sync
             self._tell_whether_local()
         if self._requires_sync:
-            self.comm._reducer.turn_on_once()
+            self.comm.native.turn_on_once()
             # In join() the other ranks send zeros once for each forward pass, so no further pass may be synchronized.
             if not self._join_config.enable:
-                self.comm._reducer.synchronize_passes_of(list(_find_tensors(output)))
+                self.comm.native.synchronize_passes_of(list(_find_tensors(output)))
 
     def _syncs_gradients(self) -> bool:
         """Whether the backward pass of a forward pass under way will synchronize gradients."""
@@ -326,7 +326,7 @@ class DataParallel(DistributedDataParallel):
         dist.all_reduce(count, group=self.process_group)
         num_active = int(count.item())
         if syncs and self._divides_by_active:
-            self.comm._reducer.scale_means(self.process_group.size() / num_active)
+            self.comm.native.scale_means(self.process_group.size() / num_active)
         return num_active
 
     # ---- what cannot be
@@ -360,5 +360,5 @@ class _Shadow(JoinHook):
             model.comm.shadow_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._model.comm._reducer.scale_means(1)
+        self._model.comm.native.scale_means(1)
         self._model._sync_final_model(is_last_joiner)

@@ -17,8 +17,7 @@ class DdpReducer:
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """The next backward pass synchronizes gradients. `outputs`: DDP looks for unused parameters from there."""
-        self._comm._prepared = True
-        self._comm._reducer.turn_on_once()
+        self._comm.prepare()
 
     def prepare_for_forward(self) -> None:
         """Nothing: buckets are prepared when the first gradient arrives."""

@@ -1,7 +1,6 @@
 """``fusedcomm.GradReducer``: averages gradients over the ranks, without DistributedDataParallel."""
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import LocalOptions, check, local_options
 from fusedcomm.native import _C
@@ -24,8 +22,6 @@ from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronised_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
-from fusedcomm.session.state_dict import load_state_dict, state_dict
-from fusedcomm.session.stats import NonFinite, Stats
 
 _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
 """A module keeps its reducer alive."""
@@ -80,7 +76,13 @@ class GradReducer(GradientNorms):
     since this object was made. ``backward()`` raises it on every rank if a rank cannot go on: the text names the
     rank and the reason, for example the parameters that got no gradient. The gradients are not valid then. Call
     :meth:`detach`, and make a new object to go on.
+
+    Attributes:
+        native: the native reducer, for fusedcomm itself.
     """
+
+    _kind = "GradReducer"
+    _anew = "make a new GradReducer"
 
     def __init__(
         self,
@@ -123,34 +125,33 @@ class GradReducer(GradientNorms):
         group = process_group if process_group is not None else dist.group.WORLD
         arguments = (group, parameters, local, device_of(named))
         options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
-        self._runs: Session | Tuner | None
         if space is None:
-            self._runs = Session(configs[0], *arguments, **options)
+            super().__init__(Session(configs[0], *arguments, **options))
         else:
-            self._runs = make_tuner(choice, space, *arguments, self._size, **options)
-        self._reducer = _C.GradReducer(
-            hook=self._session.hook,
+            super().__init__(make_tuner(choice, space, *arguments, self._size, **options))
+        self.native = _C.GradReducer(
+            hook=self.session.synchroniser,
             # Gradients arrive from the model's end to its beginning.
             parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
             first_bucket_nbytes=self._size.caps()[0],
             bucket_nbytes=self._size.caps()[1],
             find_unused=find_unused_parameters,
             every=every,
-            store=self._session.store("reducer"),
+            store=self.session.store("reducer"),
             say=_say,
         )
-        if self._tuner is not None:
-            self._tuner.start(ReducerTarget(self._reducer, self._size))
-        self._attached = True
+        if isinstance(self.runs, Tuner):
+            self.runs.start(ReducerTarget(self.native, self._size))
         watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
-        self._module: Callable[[], nn.Module | None] = lambda: None
+        self._module_of: Callable[[], nn.Module | None] = lambda: None
         self._watch: ParameterWatch | None = None
         if isinstance(module_or_named_parameters, nn.Module):
             _of_modules[module_or_named_parameters] = self
-            self._module = weakref.ref(module_or_named_parameters)
-            self._watch = ParameterWatch(module_or_named_parameters, ignored_names(module_or_named_parameters))
-        if self._session.rank == 0:
+            self._module_of = weakref.ref(module_or_named_parameters)
+            self._watch = ParameterWatch(module_or_named_parameters)
+            self._ignored = ignored_names(module_or_named_parameters)
+        if self.session.rank == 0:
             log.report(self.plan, quiet)
 
     @contextlib.contextmanager
@@ -160,12 +161,12 @@ class GradReducer(GradientNorms):
         The next backward pass outside synchronizes the sums; with `every`, the next one that it synchronizes anyway.
         Only ``backward()`` needs to be within the block. Enter it on every rank.
         """
-        self._refuse_detached("nothing is synchronized")
-        before, self._reducer.is_on = self._reducer.is_on, False
+        self.refuse_detached("nothing is synchronized")
+        before, self.native.is_on = self.native.is_on, False
         try:
             yield
         finally:
-            self._reducer.is_on = before and self._attached
+            self.native.is_on = before and self._attached
 
     def shadow_pass(self) -> None:
         """Takes part in the other ranks' next backward pass without one of its own, with zeros for every gradient.
@@ -174,156 +175,74 @@ class GradReducer(GradientNorms):
         passes that synchronize. Returns when that pass has ended. This rank's gradients stay as they are. Raises
         RuntimeError as ``backward()`` does.
         """
-        self._refuse_detached("it takes part in no pass")
-        self._reducer.shadow_pass()
-
-    def stats(self) -> Stats:
-        """Counts and times of this rank. On cuda this waits for the kernels under way, whose counts it reads. During a
-        search for the wire the counts begin again at each change of candidate."""
-        return self._of_original().stats()
+        self.refuse_detached("it takes part in no pass")
+        self.native.shadow_pass()
 
     def plan(self) -> Plan:
-        """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
-        self._refuse_detached("nothing is sent")
-        session = self._of_original()
-        return session.plan(self._size.caps()) if self._tuner is None else self._tuner.plan()
+        """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""
+        self.refuse_detached("nothing is sent")
+        return super().plan()
 
-    def tuning(self) -> Tuning | None:
-        """What the search for the wire or for the size of buckets has found so far; printable. Can be saved once it is
-        finished. None if nothing is searched."""
-        self._of_original()
-        return None if self._tuner is None else self._tuner.tuning()
-
-    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records when each stage of each bucket ran, and the module's passes if this object was given a module. See
-        :meth:`fusedcomm.Handle.trace`. Raises RuntimeError, on every rank, while a search goes on."""
-        self._refuse_detached("there is nothing to trace")
-        if self._tuner is not None and self._tuner.is_searching:
-            raise RuntimeError(
-                f"fusedcomm: {self._tuner.tuning().option} is still searching, and would change what is traced: wait "
-                "for reducer.tuning().finished"
-            )
-        return self._of_original().recorder.record(path, all_ranks, self._module())
-
-    def nonfinite_report(self) -> list[NonFinite]:
-        """Every rank's NaN and Inf counts by parameter, worst first. A collective call."""
-        return self._of_original().nonfinite_report()
-
-    def state_dict(self, consolidated: bool = False) -> dict:
-        """Returns the state by parameter name, for a checkpoint; see :meth:`fusedcomm.Handle.state_dict`."""
-        return state_dict(self._of_original(), consolidated)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restores what :meth:`state_dict`, or that of a handle, returned; see
-        :meth:`fusedcomm.Handle.load_state_dict`."""
-        self._refuse_detached("no engine would use the state")
-        load_state_dict(self._of_original(), state)
-
-    def detach(self) -> None:
-        """Removes the hooks and stops the engine. Call it on every rank between steps. Idempotent.
-
-        Backward passes then leave gradients as they are on each rank.
-        """
-        if not self._attached:
-            return
-        self._attached = False
+    def _let_go(self) -> None:
+        # Backward passes leave gradients as they are on each rank from now on.
         ignore_steps(self)
-        self._reducer.detach()
-        self._runs.stop("fusedcomm.GradReducer was detached")
+        self.native.detach()
         for module in [module for module, reducer in _of_modules.items() if reducer is self]:
             del _of_modules[module]
 
-    def __enter__(self) -> "GradReducer":
-        """``with fusedcomm.GradReducer(model) as reducer:`` detaches when the block ends, also if it ends with an
-        error. As :meth:`detach`, every rank must leave the block between steps."""
-        self._refuse_detached("a block cannot detach it")
-        return self
+    def _caps(self) -> list[int]:
+        return self._size.caps()
 
-    def __exit__(self, *error: object) -> None:
-        self.detach()
+    def _module(self) -> nn.Module | None:
+        return self._module_of()
 
-    def _hook_now(self) -> "_C.Synchroniser":
-        self._refuse_detached("no gradients are synchronized")
-        return self._session.hook
+    def _described(self) -> str:
+        session = self.session
+        return (
+            f"wire {session.config.wire}, {session.world_size} ranks, {len(session.parameters)} parameters, "
+            f"{session.synchroniser.step} steps"
+        )
 
-    def _parameters_now(self) -> list[torch.Tensor]:
-        return [p.tensor for p in self._of_original().parameters]
+    def parameters_now(self) -> list[torch.Tensor]:
+        return [p.tensor for p in self.session.parameters]
 
-    @property
-    def _tuner(self) -> Tuner | None:
-        return self._runs if isinstance(self._runs, Tuner) else None
+    # ---- for DataParallel and optimizers' steps
 
-    @property
-    def _session(self) -> Session | None:
-        """The session of the running candidate; None if this object is a copy."""
-        return self._runs.session if isinstance(self._runs, Tuner) else self._runs
+    def prepare(self) -> None:
+        """Announces a synchronized backward pass; the gradients must then come to this object."""
+        self._prepared = True
+        self.native.turn_on_once()
 
-    def _of_original(self) -> Session:
-        """The session. Raises RuntimeError if this object is a copy."""
-        if self._session is None:
-            raise RuntimeError(
-                "fusedcomm: this GradReducer is a copy, made with copy or pickle, and has no parameters: make a "
-                "GradReducer for the copied model"
-            )
-        return self._session
-
-    def _why_local(self) -> str:
+    def why_local(self) -> str:
         """Why gradients of this rank are not synchronized although they should be; empty if all is well."""
-        name = "" if self._watch is None else self._watch.unknown()
-        if name:
+        unknown = {} if self._watch is None else self._watch.unknown()
+        for name, parameter in unknown.items():
+            # functional_call() puts tensors of other types in place of parameters for the time of a call.
+            if name in self._ignored or not isinstance(parameter, nn.Parameter):
+                continue
             return (
                 f"the parameter {name} is not the one that the reducer was given, so its gradient would not be "
                 "synchronized: load_state_dict(assign=True) puts others in the place of parameters, and a module may "
                 "have been replaced or added. Make the GradReducer or DataParallel again, on every rank"
             )
-        if self._prepared and self._reducer.waits_for_pass():
+        if self._prepared and self.native.waits_for_pass():
             return (
                 "the last backward pass was prepared with prepare_for_backward() and brought no gradients to the "
                 "reducer, so they are those of this rank. Schedules that compute the gradients of weights apart, as "
                 "zero-bubble schedules do, bypass it, as they bypass DDP: take GPipe, 1F1B or Interleaved1F1B"
             )
         self._prepared = False
-        return self._reducer.lost_parameter()
+        return self.native.lost_parameter()
 
-    def _parameters_of_module(self) -> list[torch.Tensor]:
+    def parameters_of_module(self) -> list[torch.Tensor]:
         """Those of the module as it is now; without a module, those that were given."""
         module = self._module()
-        return self._parameters_now() if module is None else list(module.parameters())
-
-    def _refuse_detached(self, consequence: str) -> None:
-        """Raises RuntimeError if this object is detached or a copy."""
-        self._of_original()
-        if not self._attached:
-            raise RuntimeError(f"fusedcomm: this GradReducer is detached, so {consequence}: make a new one")
-
-    def __repr__(self) -> str:
-        """One line: ``<fusedcomm.GradReducer: wire int8, 2 ranks, 12 parameters, 30 steps>``."""
-        if self._session is None:
-            return "<fusedcomm.GradReducer: a copy, without parameters>"
-        session = self._session
-        parts = [
-            f"wire {session.config.wire}",
-            f"{session.world_size} ranks",
-            f"{len(session.parameters)} parameters",
-            f"{session.hook.step} steps",
-            *([] if self._attached else ["detached"]),
-        ]
-        return f"<fusedcomm.GradReducer: {', '.join(parts)}>"
-
-    def __reduce__(self) -> tuple:
-        # Hooks, process groups, threads and connections stay with the original.
-        return _copied, ()
+        return self.parameters_now() if module is None else list(module.parameters())
 
 
 def release(module: nn.Module) -> None:
     """Makes the module's GradReducer live only as long as its other owners."""
     _of_modules.pop(module, None)
-
-
-def _copied() -> GradReducer:
-    copied = GradReducer.__new__(GradReducer)
-    copied._runs, copied._attached = None, False
-    return copied
 
 
 def _say(notices: list[str]) -> None:

@@ -1,7 +1,6 @@
 """What a GradReducer does with a search: the buckets' size, and the reducer as the tuner's target."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from typing import Literal
@@ -18,17 +17,6 @@ from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter
 
 BucketMib = float | Literal["auto"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ObservedPass:
-    """One synchronized pass. To the tuner it is a pass with one bucket, because it needs only the time of its end."""
-
-    handed_ms: float
-    """When the pass ended, since the first pass that was observed with it."""
-    nbytes: int = 0
-    is_last: bool = True
-    done_ms: float = math.nan
 
 
 class BucketSize:
@@ -48,8 +36,8 @@ class ReducerTarget:
     def __init__(self, reducer: "_C.GradReducer", size: BucketSize) -> None:
         self._reducer, self._size = reducer, size
 
-    def set(self, hook: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
-        self._reducer.set_hook(hook)
+    def set(self, synchroniser: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
+        self._reducer.set_hook(synchroniser)
 
     def set_bucket_mib(self, mib: float) -> None:
         self._size.mib = mib
@@ -61,8 +49,8 @@ class ReducerTarget:
     def unwatch(self) -> None:
         self._reducer.end_observation()
 
-    def take_seen(self) -> list[ObservedPass]:
-        return [ObservedPass(end_ms) for end_ms in self._reducer.take_pass_ends()]
+    def take_pass_ends(self) -> list[float]:
+        return self._reducer.take_pass_ends()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,24 +60,24 @@ class GradScaler(torch.amp.GradScaler):
             return scaled
         inverse = self._inverse()
         for comm in self._comms:
-            comm._want_squares()
-        for hook in self._hooks():
-            if hook.epilogue.unscaled != 1 and not self._is_used and hook.epilogue.has_unchanged:
+            comm.want_squares()
+        for synchroniser in self._synchronisers():
+            if synchroniser.epilogue.unscaled != 1 and not self._is_used and synchroniser.epilogue.has_unchanged:
                 raise RuntimeError(
                     "fusedcomm: the gradients of the backward pass before are unscaled already, and no step has used "
                     "them, so those of this loss cannot be added: call backward() within no_sync() for all losses of a "
                     "step but the last, or zero_grad() before a new step"
                 )
-            hook.epilogue.take_unscaled()
-        for hook in self._next_hooks():
-            hook.epilogue.require_unscale(True)
-            hook.epilogue.set_unscale(inverse)
+            synchroniser.epilogue.take_unscaled()
+        for synchroniser in self._next_synchronisers():
+            synchroniser.epilogue.require_unscale(True)
+            synchroniser.epilogue.set_unscale(inverse)
         self._is_used = False
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
         is_ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        if is_ready and any(hook.epilogue.unscaled != 1 for hook in self._hooks()):
+        if is_ready and any(synchroniser.epilogue.unscaled != 1 for synchroniser in self._synchronisers()):
             self.unscale_(optimizer)  # a fused optimizer would unscale once more
         return super().step(optimizer, *args, **kwargs)
 
@@ -85,8 +85,8 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if not self._enabled:
             return
-        for hook in self._hooks():
-            hook.epilogue.take_unscaled()
+        for synchroniser in self._synchronisers():
+            synchroniser.epilogue.take_unscaled()
         self._is_used = True
         if self._scale is not None and self._scale.device.type == "cuda":
             # Copied now, so that scale() need not wait for what is enqueued after this.
@@ -99,14 +99,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def release(self) -> None:
         """Ends the unscaling by unpack: backward passes without ``scale()`` are possible again."""
-        for hook in self._next_hooks():
-            hook.epilogue.require_unscale(False)
+        for synchroniser in self._next_synchronisers():
+            synchroniser.epilogue.require_unscale(False)
 
-    def _hooks(self) -> "list[_C.Synchroniser]":
-        return [hook for comm in self._comms if (hook := comm._hook_now()) is not None]
+    def _synchronisers(self) -> "list[_C.Synchroniser]":
+        return [found for comm in self._comms if (found := comm.synchroniser_now()) is not None]
 
-    def _next_hooks(self) -> "list[_C.Synchroniser]":
-        return [hook for comm in self._comms if (hook := comm._next_hook()) is not None]
+    def _next_synchronisers(self) -> "list[_C.Synchroniser]":
+        return [found for comm in self._comms if (found := comm.next_synchroniser()) is not None]
 
     def _inverse(self) -> float:
         """1 / scale as torch computes it: in fp64, rounded to fp32."""
@@ -127,15 +127,15 @@ class GradScaler(torch.amp.GradScaler):
         scaled, finite = {id(p): p for p in mine}, True
         unread: list[torch.Tensor] = []
         for comm in self._comms:
-            hook = comm._hook_now()
-            if hook is None or hook.epilogue.unscaled == 1:
+            synchroniser = comm.synchroniser_now()
+            if synchroniser is None or synchroniser.epilogue.unscaled == 1:
                 continue
             self._is_used = True
-            unscaled = [p for p in hook.epilogue.parameters() if scaled.pop(id(p), None) is not None]
+            unscaled = [p for p in synchroniser.epilogue.parameters() if scaled.pop(id(p), None) is not None]
             if not allow_fp16 and any(p.grad is not None and p.grad.dtype == torch.float16 for p in unscaled):
                 raise ValueError("Attempting to unscale FP16 gradients.")
             # A bucket counts only if all its parameters are in the optimizer.
-            total, others = hook.epilogue.squares(unscaled)
+            total, others = synchroniser.epilogue.squares(unscaled)
             finite = finite and total - total == 0
             unread += others
         found: dict[torch.device, torch.Tensor] = {}

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.native import _C
+from fusedcomm.session.handle import CommHandle
 
 _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grads_with_norm_."""
@@ -16,8 +17,8 @@ _other_norms: set[float] = set()
 """The norms other than 2 that a warning has named."""
 
 
-class GradientNorms:
-    """``grad_norm()`` and ``clip_grad_norm_()`` of whatever synchronizes gradients."""
+class GradientNorms(CommHandle):
+    """A handle with ``grad_norm()`` and ``clip_grad_norm_()``."""
 
     def grad_norm(
         self,
@@ -82,11 +83,8 @@ class GradientNorms:
         """
         measured = self._measured(also)
         norm = _norm(measured, norm_type, tensor_parallel_group, list(replicated))
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"fusedcomm: the norm of the gradients is {norm.item()}, so they cannot be clipped. To clip anyway: "
-                "error_if_nonfinite=False"
-            )
+        if error_if_nonfinite:
+            refuse_nonfinite(norm)
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         hand_over = None
         if optimizer is not None:
@@ -97,32 +95,38 @@ class GradientNorms:
         if norm.device.type == "cpu" and factor.item() == 1:
             return norm
         if hand_over is not None:
-            hand_over.give(factor.float().reciprocal(), measured.hook)
+            hand_over.give(factor.float().reciprocal(), measured.synchroniser)
         else:
             _scale([p.grad for p in measured.parameters if p.grad is not None], factor)
         return norm
 
-    def _hook_now(self) -> "_C.Synchroniser | None":
-        """What has synchronized the gradients of the last pass; None for DDP's own all-reduce."""
+    def parameters_now(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients are synchronized, and perhaps frozen ones; for fusedcomm itself."""
         raise NotImplementedError
 
-    def _next_hook(self) -> "_C.Synchroniser | None":
-        """What is asked for the next pass. If a search gives that pass to another hook, it passes the requests on."""
-        return self._hook_now()
+    def synchroniser_now(self) -> "_C.Synchroniser | None":
+        """What has synchronized the gradients of the last pass; None for torch's own sums. For fusedcomm itself."""
+        self.refuse_detached("no gradients are synchronized")
+        return self.session.synchroniser if self.runs.uses_engine else None
 
-    def _parameters_now(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients are synchronized, and perhaps frozen ones."""
-        raise NotImplementedError
+    def next_synchroniser(self) -> "_C.Synchroniser | None":
+        """What is asked for the next pass. If a search gives that pass to another one, it passes the requests on."""
+        self.refuse_detached("no gradients are synchronized")
+        return self.session.synchroniser if self.session.uses_engine else None
 
-    def _want_squares(self) -> None:
-        """From the next pass on Σg² is known, as far as unpack writes the gradients."""
-        hook = self._next_hook()
-        if hook is not None:
-            hook.epilogue.want_squares(in_unpack=True)
+    def _unpack_writes_all(self) -> bool:
+        """Whether unpack writes the gradients of all parameters of a bucket."""
+        return True
+
+    def want_squares(self) -> None:
+        """From the next pass on Σg² is known, as far as unpack writes the gradients. For fusedcomm itself."""
+        synchroniser = self.next_synchroniser()
+        if synchroniser is not None:
+            synchroniser.epilogue.want_squares(in_unpack=self._unpack_writes_all())
 
     def _measured(self, also: Iterable[torch.Tensor]) -> "_Measured":
-        measured = _Measured(self._hook_now(), [*self._parameters_now(), *also])
-        self._want_squares()
+        measured = _Measured(self.synchroniser_now(), [*self.parameters_now(), *also])
+        self.want_squares()
         if all(p.grad is None for p in measured.parameters):
             raise RuntimeError(
                 f"fusedcomm: none of the {len(measured.parameters)} parameters has a gradient, so there is no norm: "
@@ -131,18 +135,27 @@ class GradientNorms:
         return measured
 
 
+def refuse_nonfinite(norm: torch.Tensor) -> None:
+    """Raises RuntimeError if the norm is NaN or infinite."""
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"fusedcomm: the norm of the gradients is {norm.item()}, so they cannot be clipped. To clip anyway: "
+            "error_if_nonfinite=False"
+        )
+
+
 class _Measured:
     """The parameters of a norm, and what synchronizes most of them."""
 
-    def __init__(self, hook: "_C.Synchroniser | None", parameters: list[torch.Tensor]) -> None:
-        self.hook, self.parameters = hook, list({id(p): p for p in parameters}.values())
+    def __init__(self, synchroniser: "_C.Synchroniser | None", parameters: list[torch.Tensor]) -> None:
+        self.synchroniser, self.parameters = synchroniser, list({id(p): p for p in parameters}.values())
 
     def squares(self) -> torch.Tensor:
         """Σg², a float64 tensor without dimensions."""
         total, others = 0.0, [p for p in self.parameters if p.grad is not None]
         device = others[0].grad.device
-        if self.hook is not None:
-            total, others = self.hook.epilogue.squares(self.parameters)
+        if self.synchroniser is not None:
+            total, others = self.synchroniser.epilogue.squares(self.parameters)
         return torch.tensor(total, dtype=torch.float64, device=device) + power_sum(others, 2.0, device)
 
 
@@ -240,7 +253,7 @@ class _HandOver:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._divisor: torch.Tensor | None = None
-        self._hook: _C.Synchroniser | None = None
+        self._synchroniser: _C.Synchroniser | None = None
         self._step: int | None = None
         # The hooks stay: torch goes through its hooks while they run, and raises if one is removed meanwhile.
         optimizer.register_step_pre_hook(self._before)
@@ -253,17 +266,17 @@ class _HandOver:
         return optimizer._fusedcomm_hand_over
 
     def forget(self) -> None:
-        self._divisor = self._hook = None
+        self._divisor = self._synchroniser = None
 
-    def give(self, divisor: torch.Tensor, hook: "_C.Synchroniser | None") -> None:
-        """`hook` tells if a backward pass comes before the step, which is an error."""
-        self._divisor, self._hook = divisor, hook
-        self._step = None if hook is None else hook.step
+    def give(self, divisor: torch.Tensor, synchroniser: "_C.Synchroniser | None") -> None:
+        """`synchroniser` tells if a backward pass comes before the step, which is an error."""
+        self._divisor, self._synchroniser = divisor, synchroniser
+        self._step = None if synchroniser is None else synchroniser.step
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._divisor is None:
             return
-        if self._hook is not None and self._hook.step != self._step:
+        if self._synchroniser is not None and self._synchroniser.step != self._step:
             self.forget()
             raise RuntimeError(
                 "fusedcomm: a backward pass came between clip_grad_norm_(optimizer=…) and optimizer.step(), so the "

@@ -1,13 +1,17 @@
-"""The agreement of ranks that leave the sums to torch."""
+"""What stands in for a session where torch sums gradients: the ranks' agreement, and a state that is only kept."""
 
 import contextlib
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import OFF, LocalOptions, choose_stall_after
+from fusedcomm import env
+from fusedcomm.config import OFF, Config, LocalOptions, choose_stall_after
 from fusedcomm.ranks import agreement, groups
 from fusedcomm.ranks.peers import Peers
+from fusedcomm.session.parameters import NamedParameter, trainable
+from fusedcomm.session.plan import Plan, predicted_rows
+from fusedcomm.session.stats import NonFinite, Stats, uncounted
 
 
 def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions, problem: Exception | None) -> None:
@@ -26,3 +30,91 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     peers.doing("attaching: comparing its configuration with the others'")
     agreement.agree_to_attach(peers, store.under("plan"), record, problem)
     peers.doing("in training, with config='off'")
+
+
+class KeptState:
+    """A synchroniser's state where there is none: what was loaded, so that steps go on to be counted later."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._nonfinite: dict[str, int] = {}
+
+    def nonfinite_by_parameter(self) -> dict[str, int]:
+        """The counts that were loaded."""
+        return dict(self._nonfinite)
+
+    def restore_nonfinite(self, counts: dict[str, int]) -> None:
+        self._nonfinite = dict(counts)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Empty."""
+        return {}
+
+    def restore_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+        """Nothing: a state with residuals has been refused."""
+
+
+class OffSession:
+    """Stands for a :class:`Session` where torch sums: no hook, no engine, no connections. Arguments as for Session."""
+
+    is_off, is_searching, uses_engine, keeps_residuals = True, False, False, False
+    config = Config("fp32", "exact", hosts=None)
+    """Describes DDP's own all-reduce, for the plan."""
+
+    def __init__(
+        self,
+        process_group: groups.Group,
+        parameters: list[NamedParameter],
+        local: LocalOptions,
+        device: torch.device,
+        problem: Exception | None = None,
+    ) -> None:
+        agree_on_off(process_group, device, local, problem)
+        self.process_group, self.parameters, self.device = process_group, parameters, device
+        self.synchroniser = KeptState()
+
+    @property
+    def session(self) -> "OffSession":
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.process_group.size()
+
+    def stats(self) -> Stats:
+        """All counts are 0, because nothing is counted; `off` is True."""
+        return uncounted()
+
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = True) -> Plan:
+        """As :meth:`Session.plan`."""
+        now, caps = trainable(self.parameters), bucket_nbytes_caps
+        return Plan(
+            config=self.config,
+            world_size=self.world_size,
+            device_type=self.device.type,
+            codec="none",
+            scratch_nbytes=0,
+            exempt=(),
+            buckets=() if caps is None else predicted_rows(self.config, None, self.world_size, None, now, caps),
+            predicted=True,
+            off=True,
+            ranks_on_host=env.local_world_size(),
+            frozen=not now,
+        )
+
+    def tuning(self) -> None:
+        """None: nothing is searched."""
+
+    def nonfinite_report(self) -> list[NonFinite]:
+        """Empty, because nothing is counted."""
+        return []
+
+    def say_notices(self) -> None:
+        """Nothing: no engine has any."""
+
+    def stop(self, reason: str) -> None:
+        """Nothing: no engine runs."""

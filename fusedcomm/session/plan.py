@@ -47,10 +47,6 @@ class Found(Protocol):
         """The choice, or how far the search is; never empty."""
 
     @property
-    def bucket_cap(self) -> object | None:
-        """The predicted bucket_cap_mb, printable; None while the search goes on and if there is no prediction."""
-
-    @property
     def wires_line(self) -> str:
         """Which wires it may choose, and how to let it choose others; empty if that is not known."""
 
@@ -130,9 +126,8 @@ class Plan:
             return [f"fusedcomm: {self.headline}"]
         if self.tuning is None:
             return [f"fusedcomm: {self._way()}"]
-        cap = [] if self.tuning.bucket_cap is None else [f"  {self.tuning.bucket_cap}"]
         wires = [f"  {self.tuning.wires_line}"] if self.tuning.wires_line else []
-        return [f"fusedcomm: {self.tuning.line}", *wires, *cap, f"  now {self._way()}"]
+        return [f"fusedcomm: {self.tuning.line}", *wires, f"  now {self._way()}"]
 
     def _off_text(self) -> str:
         return f"DDP's own exact all-reduce, {self.world_size} ranks"
@@ -259,10 +254,10 @@ def predicted_rows(
     return tuple(rows)
 
 
-def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.Synchroniser") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, hosts: Hosts | None, synchroniser: "_C.Synchroniser") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
-    for index, record in enumerate(hook.buckets()):
+    for index, record in enumerate(synchroniser.buckets()):
         names = tuple(record.parameters)
         if record.passthrough:
             rows.append(_passthrough_row(world_size, hosts, index, names, record.dtype, record.numel))

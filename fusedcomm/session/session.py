@@ -94,12 +94,12 @@ class Session:
             self.levels = levels.find(cfg, self._host_names)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        hook, problem, fallback = None, None, cfg.checks.fallback
+        synchroniser, problem, fallback = None, None, cfg.checks.fallback
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
-                hook = _C.Synchroniser(
+                synchroniser = _C.Synchroniser(
                     config=self.native_config,
                     device=self.native_device,
                     transport=transport,
@@ -117,20 +117,20 @@ class Session:
             problem = error
         found = {
             "hosts": self.hosts.groups if self.hosts else None,
-            "chunks": dataclasses.astuple(self.effective_config.chunks) if hook else None,
+            "chunks": dataclasses.astuple(self.effective_config.chunks) if synchroniser else None,
         }
         try:
             self.peers.doing("attaching: its engine is ready")
             self._agree(self._store, "ready", found, problem)  # raises if any rank could not make its engine
         except Exception:
-            if hook is not None:  # freed now, because a caller may keep the error and with it the hook
-                hook.stop("another rank has no engine")
-                hook.free_workspaces()
+            if synchroniser is not None:  # freed now, because a caller may keep the error and with it the synchroniser
+                synchroniser.stop("another rank has no engine")
+                synchroniser.free_workspaces()
             raise
-        self.hook = hook
+        self.synchroniser = synchroniser
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        self.recorder = Recorder(hook, self._store, self.peers, place)
+        self.recorder = Recorder(synchroniser, self._store, self.peers, place)
         _made.add(self)
         self.peers.doing("in training, attached")
         if watched:
@@ -152,7 +152,7 @@ class Session:
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            record = self._record({**(also_agree or {}), **path.must_agree})
+            record = self._record(also_agree or {})
         except Exception as error:
             problem = error
         self.peers = Peers(self.process_group, store, timeout, stall_after_s)
@@ -199,7 +199,19 @@ class Session:
             self.codec = path.codec
         self._s_per_byte = beside._s_per_byte
         self._transport = beside._transport
-        return beside.hook.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
+        return beside.synchroniser.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
+
+    # ---- as what runs behind a handle: see fusedcomm.session.handle.Runs
+
+    is_searching, uses_engine = False, True
+
+    @property
+    def session(self) -> "Session":
+        """This object."""
+        return self
+
+    def tuning(self) -> None:
+        """None: nothing is searched."""
 
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
@@ -210,7 +222,7 @@ class Session:
         if self.world_size == 1 or self._is_watched:
             return
         try:
-            self.hook.watch(
+            self.synchroniser.watch(
                 store=self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
@@ -227,7 +239,7 @@ class Session:
         """Ends what :meth:`watch` began. Idempotent."""
         if self._is_watched:
             self._is_watched = False
-            self.hook.unwatch()
+            self.synchroniser.unwatch()
 
     @property
     def host_names(self) -> list[str]:
@@ -329,11 +341,11 @@ class Session:
         return self._store.under(name).native
 
     def stats(self) -> Stats:
-        return collect(self.hook, self.world_size)
+        return collect(self.synchroniser, self.world_size)
 
     def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
-        return self.everybodys(nonfinite_rows(self.hook, self.rank))
+        return self.everybodys(nonfinite_rows(self.synchroniser, self.rank))
 
     def everybodys(self, own: list[NonFinite]) -> list[NonFinite]:
         """The rows of all ranks, the greatest counts first. A collective call."""
@@ -362,14 +374,16 @@ class Session:
     def calling(self, what: str) -> Iterator[None]:
         """Context of a collective call between steps. Tells the other ranks and the watch that this rank takes part."""
         self.peers.doing(f"in {what}")
-        call = self.hook.begin_call(what)
+        call = self.synchroniser.begin_call(what)
         has_ended = False
         try:
             yield
             has_ended = True
         finally:
-            self.hook.end_call(call, has_ended)
-            self.peers.doing(f"in training, after step {self.hook.step - 1}" if self.hook.step else "in training")
+            self.synchroniser.end_call(call, has_ended)
+            self.peers.doing(
+                f"in training, after step {self.synchroniser.step - 1}" if self.synchroniser.step else "in training"
+            )
 
     def sum_over_ranks(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Sums fp32 or float64 tensors over the ranks, in place. A collective call; `what` names it in reports."""
@@ -392,7 +406,7 @@ class Session:
             off: whether the buckets go through DDP's own all-reduce and not through this session.
         """
         now = trainable(self.parameters)
-        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
+        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.synchroniser)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             native = None if off else self.native_config
@@ -402,7 +416,7 @@ class Session:
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
-            scratch_nbytes=self.hook.scratch_nbytes,
+            scratch_nbytes=self.synchroniser.scratch_nbytes,
             exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
@@ -415,11 +429,11 @@ class Session:
 
     def max_over_ranks(self, value: float, what: str) -> float:
         """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
-        return self.hook.max_over_ranks(value, what)
+        return self.synchroniser.max_over_ranks(value, what)
 
     def say_notices(self) -> None:
         """Emits the engine's notices since the last call as warnings."""
-        for text in self.hook.take_notices():
+        for text in self.synchroniser.take_notices():
             warn_alone(text, stacklevel=4)
 
     def _kernels(self) -> dict:
@@ -432,14 +446,14 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""
-        self.hook.stop(reason)
+        self.synchroniser.stop(reason)
 
 
 @atexit.register
 def _leave_all() -> None:
     # Worker threads must not outlive the interpreter.
     for session in list(_made):  # also the stopped ones, which still have channels
-        session.hook.leave("the process is exiting")
+        session.synchroniser.leave("the process is exiting")
 
 
 # A forked child has none of the threads.

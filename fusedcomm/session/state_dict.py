@@ -17,15 +17,15 @@ def state_dict(session: Session, consolidated: bool) -> dict:
     """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
     # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        residuals = session.hook.residuals()
+        residuals = session.synchroniser.residuals()
         if consolidated:
             residuals = _mean_over_ranks(session, residuals)
     return {
         "version": VERSION,
         "rank": None if consolidated else session.rank,
         "world_size": None if consolidated else session.world_size,
-        "step": session.hook.step,
-        "nonfinite": session.hook.nonfinite_by_parameter(),
+        "step": session.synchroniser.step,
+        "nonfinite": session.synchroniser.nonfinite_by_parameter(),
         "error_feedback": session.config.residual_format,
         "residuals": residuals,
     }
@@ -45,9 +45,9 @@ def load_state_dict(session: Session, state: dict) -> None:
         residuals = {}
     # Each call checks its names before it changes anything. check() has checked everything else.
     with torch.inference_mode(False), torch.no_grad():
-        session.hook.restore_residuals(residuals)
-    session.hook.restore_nonfinite(state["nonfinite"])
-    session.hook.step = state["step"]
+        session.synchroniser.restore_residuals(residuals)
+    session.synchroniser.restore_nonfinite(state["nonfinite"])
+    session.synchroniser.step = state["step"]
 
 
 def take_over(session: Session, old: Session) -> None:
@@ -61,15 +61,17 @@ def take_over(session: Session, old: Session) -> None:
         return session.parameters is None or name in known
 
     if session.parameters is None:
-        session.hook.adopt_names(old.hook)
-    counts = old.hook.nonfinite_by_parameter()
-    session.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
-    session.hook.step = old.hook.step
-    session.hook.epilogue.take_over(old.hook.epilogue)
+        session.synchroniser.adopt_names(old.synchroniser)
+    counts = old.synchroniser.nonfinite_by_parameter()
+    session.synchroniser.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
+    session.synchroniser.step = old.synchroniser.step
+    session.synchroniser.epilogue.take_over(old.synchroniser.epilogue)
     # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
     ratio = session.world_size / old.world_size
-    residuals = old.hook.residuals()
-    session.hook.restore_residuals({name: ratio * values for name, values in residuals.items() if is_known(name)})
+    residuals = old.synchroniser.residuals()
+    session.synchroniser.restore_residuals(
+        {name: ratio * values for name, values in residuals.items() if is_known(name)}
+    )
 
 
 def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residuals: bool, is_off: bool) -> None:

@@ -184,9 +184,9 @@ class Stats:
         return rows
 
 
-def collect(hook: "_C.Synchroniser", world_size: int) -> Stats:
+def collect(synchroniser: "_C.Synchroniser", world_size: int) -> Stats:
     """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
-    native = hook.stats()
+    native = synchroniser.stats()
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
     newest = (native.num_timed_steps - 1) % len(exposed) if exposed else 0
     uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
@@ -201,12 +201,12 @@ def collect(hook: "_C.Synchroniser", world_size: int) -> Stats:
         busy_ms=step_times(busy, newest),
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
         nonfinite=native.num_nonfinite,
-        nonfinite_by_parameter=hook.nonfinite_by_parameter(),
+        nonfinite_by_parameter=synchroniser.nonfinite_by_parameter(),
         quantization_error={
             measured.bucket: _ratio(measured.error_norm.item(), measured.norm.item())
-            for measured in hook.measurements().values()
+            for measured in synchroniser.measurements().values()
         },
-        verified=tuple(_verified(verification) for verification in hook.verifications()),
+        verified=tuple(_verified(verification) for verification in synchroniser.verifications()),
     )
 
 
@@ -261,8 +261,8 @@ def _ratio(error: float, norm: float) -> float:
     return error / norm if norm != 0 else 0.0 if error == 0 else float("inf")
 
 
-def nonfinite_rows(hook: "_C.Synchroniser", rank: int) -> list[NonFinite]:
+def nonfinite_rows(synchroniser: "_C.Synchroniser", rank: int) -> list[NonFinite]:
     """This rank's rows of a report: one for each parameter that has had NaN or Inf gradients."""
-    bucket_of = {name: bucket.label for bucket in hook.buckets() for name in bucket.parameters}
-    counts = hook.nonfinite_by_parameter()
+    bucket_of = {name: bucket.label for bucket in synchroniser.buckets() for name in bucket.parameters}
+    counts = synchroniser.nonfinite_by_parameter()
     return [NonFinite(rank, bucket_of.get(name, ""), name, count) for name, count in counts.items()]

@@ -129,6 +129,7 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
+        """Hosts, each with `ranks_per_host` ranks."""
         return self.world_size // self.ranks_per_host
 
     def codec(self, wire: str) -> Codec:

@@ -67,10 +67,12 @@ class Workload:
 
     @property
     def numel(self) -> int:
+        """Elements of all gradients."""
         return sum(gradient.numel for gradient in self.gradients)
 
     @property
     def compute_s(self) -> float:
+        """Seconds of the step."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 

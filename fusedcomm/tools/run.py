@@ -44,12 +44,16 @@ input stays open as long as this launcher and ssh live; the worker, with its own
 
 @dataclasses.dataclass
 class Worker:
+    """A process that runs the command, here or by ssh on another host."""
+
     name: str
+    """Its rank; in an elastic job its number in the order of starts."""
     host: str
     process: subprocess.Popen
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
+    """Adds ``fusedcomm run`` to the commands."""
     parser = commands.add_parser(
         "run",
         help="start the ranks of a fusedcomm.horovod script, also elastic ones",
@@ -126,6 +130,7 @@ def places(hosts: str | None, num_ranks: int) -> list[str]:
 
 
 def is_here(host: str) -> bool:
+    """Whether the host is this machine, by its name."""
     return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
@@ -168,6 +173,7 @@ class Job:
         self.workers: list[Worker] = []
 
     def start(self, host: str, variables: dict[str, str], name: str) -> Worker:
+        """Starts the command on a host, with these variables of its environment. Raises StartError."""
         variables = {**self.where, **variables}
         if is_here(host):
             process = _opened(self.args.program, env={**os.environ, **variables})
@@ -182,6 +188,7 @@ class Job:
         return worker
 
     def remote_script(self, variables: dict[str, str]) -> str:
+        """What `sh` runs on another host: the command with these variables and those of FORWARDED."""
         # Python's output goes through a pipe, and is to be seen at once.
         forwarded = {"PYTHONUNBUFFERED": "1"}
         forwarded |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
@@ -228,7 +235,9 @@ class Job:
         def start(host: str) -> Worker:
             nonlocal num_started
             num_started += 1
-            return self.start(host, self.elastic_variables(host, num_started - 1), str(num_started - 1))
+            name = str(num_started - 1)
+            variables = {"HOROVOD_ELASTIC": "1", "FUSEDCOMM_HOROVOD_WORKER": name, "HOROVOD_HOSTNAME": host}
+            return self.start(host, variables, name)
 
         members = [start(host) for host in self.slots]
         have_met = {each.name for each in members}
@@ -292,9 +301,6 @@ class Job:
             self.last_met = self.newest
         return self.last_met == self.newest
 
-    def elastic_variables(self, host: str, index: int) -> dict[str, str]:
-        return {"HOROVOD_ELASTIC": "1", "FUSEDCOMM_HOROVOD_WORKER": str(index), "HOROVOD_HOSTNAME": host}
-
     def publish(self, members: list[Worker], only_removed: bool) -> None:
         """Makes these workers the newest generation."""
         number = self.newest.number + 1
@@ -331,6 +337,7 @@ class Job:
                 worker.process.wait()
 
     def say(self, text: str) -> None:
+        """Writes a line to stderr."""
         print(f"fusedcomm run: {text}", file=sys.stderr, flush=True)
 
 

@@ -24,12 +24,12 @@ class Recorder:
 
     def __init__(
         self,
-        hook: "_C.Synchroniser",
+        synchroniser: "_C.Synchroniser",
         store: BoundedStore,
         peers: Peers,
         place: tuple[int, int],
     ) -> None:
-        self._hook, self._store, self._peers, self._place = hook, store, peers, place
+        self._synchroniser, self._store, self._peers, self._place = synchroniser, store, peers, place
         self._num_gathered = 0
 
     @contextlib.contextmanager
@@ -48,15 +48,15 @@ class Recorder:
             return
         if own_path is not None:
             trace.check(own_path)
-        first_step = self._hook.step  # the same on all ranks that trace the same steps
+        first_step = self._synchroniser.step  # the same on all ranks that trace the same steps
         try:
-            model = None if module is None else ModelRecorder(self._hook, module)
-            origin = self._hook.start_trace()
+            model = None if module is None else ModelRecorder(self._synchroniser, module)
+            origin = self._synchroniser.start_trace()
             try:
                 with model.record() if model else contextlib.nullcontext():
                     yield
             finally:
-                spans = self._hook.stop_trace()
+                spans = self._synchroniser.stop_trace()
             document = self._document(spans, model.spans(origin) if model else [], first_step)
         except BaseException as error:
             # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
+@pytest.mark.full
 def test_every_part_is_measured_over_loopback(tmp_path):
     path = tmp_path / "horovod.json"
     sizes = ["--quick", "--params", "1e5", "--batch", "1"]

@@ -159,7 +159,7 @@ def sleeping_run(tmp_path):
 
 
 @makes_hosts
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_hosts_are_gone_after_a_signal(sleeping_run, number):
     process, token, pids = sleeping_run
     process.send_signal(number)
@@ -179,6 +179,7 @@ def test_the_next_run_removes_what_a_killed_one_left(sleeping_run):
         assert not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.full
 @makes_hosts
 def test_runs_side_by_side_leave_each_other_alone(sleeping_run):
     process, token, pids = sleeping_run
@@ -218,6 +219,7 @@ def is_running(pid: int) -> bool:
 # ---- programs and links
 
 
+@pytest.mark.full
 @makes_hosts
 def test_output_and_status_of_the_first_that_fails(capsys, monkeypatch):
     monkeypatch.setattr(hosts, "GRACE_S", 0.5)
@@ -230,6 +232,7 @@ def test_output_and_status_of_the_first_that_fails(capsys, monkeypatch):
     assert sorted(capsys.readouterr().out.splitlines()) == ["[host0] one", "[host1] three", "[host1] two"]
 
 
+@pytest.mark.full
 @makes_hosts
 def test_a_link_carries_what_it_is_limited_to():
     rates = []
@@ -242,6 +245,7 @@ def test_a_link_carries_what_it_is_limited_to():
     assert max(rates) == pytest.approx(100e6, rel=0.05), rates
 
 
+@pytest.mark.full
 @makes_hosts
 def test_connections_have_the_congestion_control_that_was_asked_for():
     connect = (
@@ -320,6 +324,7 @@ def test_says_what_it_needs(monkeypatch):
         ddp_step.main()
 
 
+@pytest.mark.full
 @makes_hosts
 def test_the_command_refuses_in_one_line():
     command = [sys.executable, str(BENCH / "hosts.py"), "--link", "3bit", "--", "script.py"]

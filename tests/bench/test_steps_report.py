@@ -1,4 +1,4 @@
-"""bench/_*_report.py, _pictures.py, _diagrams.py: the tables in bench/results/ and README.md are those of the committed
+"""bench/_*_report.py, _pictures.py: the tables in bench/results/ and README.md are those of the committed
 JSON, and the pictures can be drawn."""
 
 import json
@@ -11,9 +11,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-import _accuracy_report  # noqa: E402
-import _fsdp_report  # noqa: E402
-import _overhead_report  # noqa: E402
+import _report  # noqa: E402
 import _steps_report  # noqa: E402
 
 BEST = {"ddp tuned": 5.0, "fusedcomm int8": None}
@@ -57,14 +55,6 @@ def test_speed_ups_and_shares_are_of_the_faster_ddp(results):
     )
     title = "2 hosts × 3 ranks, 1gbit/s, resnet of 2 M"
     assert lines[2:] == [f"| {title} | 10 | 95% | 200 | 1.60 | – | 4.00 | – | – |"]
-
-
-def test_a_case_is_shown_once_and_of_the_processor_that_its_file_need_not_name(results, tmp_path):
-    document = json.loads((tmp_path / "ddp-step-two.json").read_text())
-    (tmp_path / "ddp-step-two-b.json").write_text(json.dumps({**document, "env": {**document["env"], "cpu": "B"}}))
-    both = _steps_report.load(list(tmp_path.glob("*.json")))
-    assert [result.name for result in both] == ["two-b", "two"]
-    assert _steps_report.speed_up_table(both) == _steps_report.speed_up_table(results)
 
 
 def test_a_case_has_every_way_and_what_is_missing(results):
@@ -152,11 +142,10 @@ def test_the_document_says_what_the_results_say():
 def test_readmes_tables_are_of_the_results():
     blocks = _steps_report.blocks_of(_steps_report.README.read_text())
     results = _steps_report.load(list(_steps_report.RESULTS.glob("ddp-step-*.json")))
-    assert set(blocks) == {_steps_report.HEADLINE, _accuracy_report.WIRES}
+    assert set(blocks) == {_steps_report.HEADLINE, _report.WIRES}
     table = blocks[_steps_report.HEADLINE]
     assert table == _steps_report.headline_table(results)
     assert table.splitlines()[0].count("|") == len(_steps_report.HEADLINE_CASES) + 2
-    assert blocks[_accuracy_report.WIRES] == _accuracy_report.wires_table(_accuracy_report.load())
     for result in results:
         if (result.name, result.case) in _steps_report.HEADLINE_CASES:
             assert set(hooks_to_run(result)) <= set(result.rows), result.name
@@ -172,22 +161,19 @@ def hooks_to_run(result) -> tuple[str, ...]:
 
 
 def test_the_other_tables_are_of_the_results():
-    blocks = _steps_report.blocks_of(_overhead_report.DOCUMENT.read_text())
-    assert blocks == {name: table() for name, table in _overhead_report.TABLES.items()}
-    rows = [line.split("|") for line in blocks["codec"].splitlines()[2:]]
-    assert len(rows) == 6 and all(row[2].strip() for row in rows)
-    document = _accuracy_report.load()
-    tables = {**_accuracy_report.TABLES, "machine": _accuracy_report.machine}
-    blocks = _steps_report.blocks_of(_accuracy_report.DOCUMENT.read_text())
-    assert blocks == {name: table(document) for name, table in tables.items()}
+    for document, tables in _report.tables().items():
+        blocks = _steps_report.blocks_of(document.read_text())
+        assert {name: blocks[name] for name in tables} == tables
+        assert document == _report.README or set(blocks) == set(tables)
+    rows = [line.split("|") for line in blocks["fsdp"].splitlines()[2:]]
+    assert len(rows) == 7 and all(cell.strip() for row in rows for cell in row[1:-1])
 
 
-def test_the_table_of_fsdp_and_what_is_said_of_it_are_of_the_results():
-    document = _fsdp_report.DOCUMENT.read_text()
-    assert _steps_report.blocks_of(document) == {_fsdp_report.NAME: _fsdp_report.table()}
+def test_what_is_said_of_fsdp_is_of_the_results():
+    document = _report.FSDP.read_text()
     said = " ".join(document[document.index("<!-- end -->") :].split())
     for hosts in (2, 4):
-        rows = _fsdp_report.rows_of(hosts, "100mbit")
+        rows = {row["impl"]: row for row in _report.load(f"fsdp-{hosts}-hosts-100mbit.json")["rows"]}
         steps = {way: row["median_s"] for way, row in rows.items()}
         gradients = {way: row["figures"]["gradients_s"] for way, row in rows.items()}
         ours = [f"fusedcomm {wire}" for wire in ("bf16", "int8", "int4")]
@@ -204,21 +190,12 @@ def plotting():
     pytest.importorskip("matplotlib")
 
 
-def test_charts_of_steps_are_drawn(plotting, results, tmp_path):
-    import _pictures
-
-    _pictures.step(results[0], tmp_path / "step.png")
-    _pictures.speed_ups(results, ["here"], tmp_path / "speed-ups.png")
-    assert min(path.stat().st_size for path in tmp_path.glob("*.png")) > 5000
-
-
+@pytest.mark.full
 def test_every_picture_is_drawn_from_the_results(plotting, tmp_path, monkeypatch):
-    import _diagrams
     import _pictures
 
     monkeypatch.setattr(_pictures, "FOLDER", tmp_path)
     _pictures.main()
-    _diagrams.main(tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn <= {path.name for path in (BENCH.parent / "docs" / "pictures").iterdir()} and len(drawn) == 9
+    assert drawn <= {path.name for path in (BENCH.parent / "docs" / "pictures").iterdir()} and len(drawn) == 5
     assert min(path.stat().st_size for path in tmp_path.iterdir()) > 5000

@@ -261,5 +261,5 @@ def test_the_accuracy_benchmark_runs(tmp_path):
     document = json.loads((tmp_path / "accuracy.json").read_text())
     assert document["quick"] is True
     assert {row["way"] for row in document["error_by_ranks"]} >= {"bf16 ring", "bf16", "int8", "int4", "int4 rotated"}
-    assert {run["model"] for run in document["training"]} == {"digits", "characters"}
+    assert {run["model"] for run in document["training_summary"]} == {"digits", "characters"}
     assert (results.stat().st_mtime_ns if results.exists() else None) == before

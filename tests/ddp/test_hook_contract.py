@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, by_kind, constant, synchronise
+from models import SMALL_BUCKETS, Gradients, Mlp, Sparse, by_kind, constant, synchronise, synchronized
 from ranks import GROUP_TIMEOUT_S, Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -162,16 +162,14 @@ class FirstOrLast(torch.nn.Module):
 
 def skipping(rank, world_size, used, registered):
     ddp = DistributedDataParallel(FirstOrLast(used), bucket_cap_mb=0.01, **SKIPS)
-    try:
+    with pytest.raises(RuntimeError) as error:
         if registered:
             ddp.register_comm_hook(fusedcomm.CommState(Config("int8", wires={"1d": "int8"})), fusedcomm.comm_hook)
         else:
             fusedcomm.attach(ddp)
         for _ in range(4):
             ddp().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was said"
+    return str(error.value)
 
 
 @needs_skipping
@@ -186,17 +184,10 @@ def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered
 
 def refused_on_one_rank(rank, world_size, registered):
     config = Config("int8", wires={"weights.7": "fp32"} if rank == 1 else {})
-    model = Gradients((50,))
-    ddp = DistributedDataParallel(model)
-    try:
-        if registered:
-            ddp.register_comm_hook(fusedcomm.CommState(config, module=model), fusedcomm.comm_hook)
-            synchronise(ddp, [torch.ones(50)])
-        else:
-            fusedcomm.attach(ddp, config)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing was said"
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        ddp, _ = synchronized("CommState" if registered else "hook", Gradients((50,)), config)
+        synchronise(ddp, [torch.ones(50)])
+    return str(error.value)
 
 
 @pytest.mark.parametrize("registered", [False, True])
@@ -323,37 +314,30 @@ def test_buckets_may_be_rebuilt_and_renumbered(ranks, kwargs):
             assert not kwargs or buckets[0] == buckets[1] == buckets[2]
 
 
-def moved_to_other_group(rank, world_size):
-    """_update_process_group from four ranks to two: the mean is over the new group."""
-    subgroup = dist.new_group([0, 1])
-    ddp = DistributedDataParallel(Gradients((6000,)))
-    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    gradient = torch.full((6000,), float(rank))
-    before = synchronise(ddp, [gradient])[0].unique().tolist()
+def moved_to_another_group(rank, world_size, through):
+    """_update_process_group to the first two ranks. Returns the mean before and after, and the plan's world size."""
+    subgroup, config = dist.new_group([0, 1]), Config("int8", wires={"1d": "int8"})
+    ddp, comm = synchronized("CommState" if through == "CommState" else "hook", Gradients((6000,)), config)
+    gradient = [torch.full((6000,), float(rank))]
+    before = synchronise(ddp, gradient)[0].unique().tolist()
+    if through == "a detached handle":
+        comm.detach()
     ddp._update_process_group(subgroup)
     if rank > 1:
-        comm.detach()
+        if through == "attach":
+            comm.detach()
         return before, None, None
-    after = synchronise(ddp, [gradient], steps=3)[0].unique().tolist()
-    return before, after, comm.plan().world_size
+    if through == "CommState":
+        comm.process_group = subgroup
+    after = synchronise(ddp, gradient, steps=3)[0].unique().tolist()
+    return before, after, comm.plan().world_size if through == "attach" else None
 
 
-def test_an_updated_process_group_is_followed(ranks):
-    outcome = ranks.run(moved_to_other_group)
-    for rank, (before, after, world_size) in enumerate(outcome):
-        assert before == [1.5]
-        assert (after, world_size) == (([0.5], 2) if rank < 2 else (None, None))
-
-
-def on_a_subgroup(rank, world_size):
-    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    ddp = DistributedDataParallel(Gradients((6000,)), process_group=subgroups[rank // 2])
-    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
-
-
-def test_a_group_of_some_of_the_ranks(ranks):
-    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
+@pytest.mark.parametrize("through", ["attach", "CommState", "a detached handle"])
+def test_an_updated_process_group_is_followed(ranks, through):
+    for rank, (before, after, world_size) in enumerate(ranks.run(moved_to_another_group, through)):
+        assert before == [1.5] and after == ([0.5] if rank < 2 else None)
+        assert world_size == (2 if rank < 2 and through == "attach" else None)
 
 
 # --- contents -------------------------------------------------------------------------------------------------------
@@ -418,52 +402,6 @@ def test_sparse_gradients_pass_exactly_with_one_warning():
         expected[1] = expected[2] = head.sum(0) / 2
         assert torch.allclose(dense, expected, rtol=0, atol=1e-6)
         assert len(messages) == 1 and "summed exactly" in messages[0]
-
-
-def unused(rank, world_size):
-    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.fill_(0.125)
-    marker = torch.full((16, 16), 7.0)
-    ddp.module.never.weight.grad = marker.clone()
-    ddp(torch.ones(1, 10)).sum().backward()
-    even, odd = ddp.module.even.weight.grad, ddp.module.odd.weight.grad
-    return torch.equal(ddp.module.never.weight.grad, marker), even, odd
-
-
-def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks):
-    (kept_0, even_0, odd_0), (kept_1, even_1, odd_1) = ranks.run(unused, world_size=2)
-    assert kept_0 and kept_1, "unused on all ranks: the old gradient must stay"
-    # Each branch was used on one of the two ranks. Its gradient is half of what use on both would give, and the same
-    # on both.
-    assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1) and torch.equal(even_0, odd_0)
-    assert even_0.unique().tolist() == [5 * 0.125 * (10 * 0.125 + 0.125) / 2]
-
-
-def accumulated(rank, world_size, views, wire):
-    ddp = DistributedDataParallel(Gradients((5000,)), gradient_as_bucket_view=views)
-    comm = fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
-    gradient = [torch.full((5000,), float(rank + 1))]
-    synchronise(ddp, gradient, steps=2)
-    ddp.zero_grad(set_to_none=not views)
-    before = comm.stats().buckets
-    with ddp.no_sync():
-        ddp(gradient).backward()
-        ddp(gradient).backward()
-    during = comm.stats().buckets - before
-    local = ddp.module.weights[0].grad.unique().tolist()
-    ddp(gradient).backward()
-    return during, local, ddp.module.weights[0].grad.unique().tolist()
-
-
-@pytest.mark.sampled(by=by_kind)
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("wire", fusedcomm.WIRES)
-def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
-    for rank, (during, local, seen) in enumerate(ranks.run(accumulated, views, wire, world_size=2)):
-        assert during == 0 and local == [2.0 * (rank + 1)] and seen == [constant(4.5, wire)]
 
 
 def joined(rank, world_size, wire):
@@ -562,11 +500,7 @@ def with_ignored_parameters(rank, world_size, registered):
     model.teacher = torch.nn.Linear(3 + rank, 1, bias=False, device="meta")
     model._modules = {"teacher": model._modules.pop("teacher"), **model._modules}  # its parameter is the first
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["teacher.weight"])
-    ddp = DistributedDataParallel(model)
-    if registered:
-        ddp.register_comm_hook(fusedcomm.CommState("int8", module=model), fusedcomm.comm_hook)
-    else:
-        fusedcomm.attach(ddp, "int8")
+    ddp, _ = synchronized("CommState" if registered else "hook", model, "int8")
     return synchronise(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
 
 
@@ -574,32 +508,3 @@ def with_ignored_parameters(rank, world_size, registered):
 def test_parameters_that_ddp_ignores_are_left_alone(ranks, registered):
     for seen in ranks.run(with_ignored_parameters, registered, world_size=2):
         assert seen == pytest.approx([0.5], abs=0.01)
-
-
-def moved_while_detached(rank, world_size):
-    subgroup = dist.new_group([0, 1])
-    ddp = DistributedDataParallel(Gradients((6000,)))
-    fusedcomm.attach(ddp).detach()
-    ddp._update_process_group(subgroup)
-    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist() if rank < 2 else None
-
-
-def test_a_detached_module_follows_its_group_as_ddps_default_does(ranks):
-    assert ranks.run(moved_while_detached, world_size=3) == [[0.5], [0.5], None]
-
-
-def state_of_another_group(rank, world_size):
-    subgroup = dist.new_group([0, 1])
-    ddp = DistributedDataParallel(Gradients((6000,)))
-    state = fusedcomm.CommState(Config("int8", wires={"1d": "int8"}))
-    ddp.register_comm_hook(state, fusedcomm.comm_hook)
-    before = synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
-    ddp._update_process_group(subgroup)
-    if rank > 1:
-        return before, None
-    state.process_group = subgroup
-    return before, synchronise(ddp, [torch.full((6000,), float(rank))], steps=2)[0].unique().tolist()
-
-
-def test_a_comm_state_follows_the_group_it_is_given(ranks):
-    assert ranks.run(state_of_another_group, world_size=3) == [([1.0], [0.5]), ([1.0], [0.5]), ([1.0], None)]

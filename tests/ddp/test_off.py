@@ -28,7 +28,7 @@ def compared(rank, world_size):
     is_bare = not ddp._comm_hooks and not ddp._forward_pre_hooks and threads_of_engine() == before
     assert torch.equal(seen_by(ddp, rank), plain)
     plan, stats = comm.plan(), comm.stats()
-    with pytest.raises(RuntimeError, match="config='off' is DDP's own all-reduce, so fusedcomm has nothing to trace"):
+    with pytest.raises(RuntimeError, match="torch's own sums run, so fusedcomm has nothing to trace"):
         comm.trace("trace.json")
     with pytest.raises(RuntimeError, match="already has fusedcomm attached"):
         fusedcomm.attach(ddp, "int8")
@@ -55,7 +55,7 @@ def test_ddp_stays_as_it_comes(ranks):
         assert is_bare and differs and is_plain_again
         assert stats.off and stats.scalars() == {"steps": 0.0, "nonfinite": 0.0, "off": 1.0}
         assert plan.off and plan.world_size == 2 and [row.parameters for row in plan.buckets] == [("weights.0",)]
-        assert line == "<fusedcomm.Handle: off, DDP's own all-reduce>"
+        assert line == "<fusedcomm.Handle: off, DDP's own all-reduce, 2 ranks>"
         assert table.startswith("fusedcomm: off, DDP's own exact all-reduce, 2 ranks\n")
         assert whole.splitlines() == [
             "fusedcomm: off, DDP's own exact all-reduce, 2 ranks",

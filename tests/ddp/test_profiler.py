@@ -1,19 +1,12 @@
 """torch.profiler sees each bucket and each of its stages, on the engine's threads, too."""
 
-import ast
 import collections
-import copy
-import textwrap
-import unittest
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+import torchs_ddp_tests
 from models import Gradients, synchronise
 from sampling import few
-from torch import nn
-from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -96,52 +89,21 @@ def test_the_profiler_sees_buckets_that_the_codec_does_not_carry(ranks):
 
 # ---- torch's own test
 
-TORCHS_TESTS = Path(torch.__file__).parent / "testing" / "_internal" / "distributed" / "distributed_test.py"
-ON_CPU = {
-    "torch.cuda.set_device(self.rank)": "pass",
-    "model.cuda(self.rank)": "model",
-    ", device=self.rank": "",
-    "device_ids=[self.rank],": "",
-    "torch.nn.parallel.DistributedDataParallel": "make_ddp",
-}
-"""What is replaced in the text of torch's test, which needs a GPU for each rank."""
-
-
-def torchs_test(name, namespace):
-    """torch's test of DDP under its profiler, a class. Its module is not imported, because it imports packages that
-    torch does not require."""
-    text = TORCHS_TESTS.read_text()
-    functions = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-    for function in ("get_profiling_event", "_test_ddp_profiling", name):
-        source = textwrap.dedent(ast.get_source_segment(text, functions[function], padded=True))
-        for old, new in ON_CPU.items():
-            assert function != "_test_ddp_profiling" or old in source, f"torch's test has changed: no {old}"
-            source = source.replace(old, new)
-        exec(compile(source, str(TORCHS_TESTS), "exec"), namespace)
-    own = {"_test_ddp_profiling": namespace["_test_ddp_profiling"], "run_test": namespace[name]}
-    return type(name, (unittest.TestCase,), own)
-
 
 def torchs_profiling_test(rank, world_size, config):
-    comms = []
+    handles = []
 
-    def make_ddp(*args, **kwargs):
-        ddp = DistributedDataParallel(*args, **kwargs)
-        if config is not None:
-            comms.append(fusedcomm.attach(ddp, config, quiet=True))
-        return ddp
+    class Attached(DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            handles.append(fusedcomm.attach(self, config, quiet=True))
 
-    namespace = {"torch": torch, "dist": dist, "nn": nn, "copy": copy, "DeviceType": DeviceType, "make_ddp": make_ddp}
-    case = torchs_test("test_ddp_profiling_torch_profiler", namespace)("run_test")
-    case.rank = rank
-    case.run_test()
-    return [comm.stats().steps for comm in comms]
+    outcome = torchs_ddp_tests.run(rank, world_size, "test_ddp_profiling_torch_profiler", lambda: Attached)
+    return outcome, [handle.stats().steps for handle in handles]
 
 
-@pytest.mark.parametrize("sum", few(["ddp", *SUMS], "exact", "two-shot"))
-def test_torchs_own_test_of_ddp_under_its_profiler(ranks, sum):
-    """Its text counts one "gloo:all_reduce" for each bucket, asynchronous, and looks for one after steps without a
+@pytest.mark.parametrize("sum", few(SUMS, "exact", "two-shot"))
+def test_torchs_own_test_of_ddp_under_its_profiler(torchs_ranks, sum):
+    """It counts one "gloo:all_reduce" for each bucket, asynchronous, and looks for one after steps without a
     profiler."""
-    config = SUMS[sum][0] if sum in SUMS else None
-    for steps in ranks.run(torchs_profiling_test, config, world_size=2):
-        assert steps == ([6, 4] if config else [])
+    assert torchs_ranks.run(torchs_profiling_test, SUMS[sum][0]) == [("passed", [6, 4])] * 2

@@ -278,7 +278,7 @@ def delayed(rank, world_size, config, num_steps):
     shapes = ((200_000,), (3_000,), (400_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
     comm = fusedcomm.attach(ddp, config)
-    streams = comm._session.native_device.streams
+    streams = comm.session.native_device.streams
     generator = torch.Generator().manual_seed(rank)
     delays = iter(torch.randint(0, 2_000_000, (100_000,), generator=generator).tolist())
 
@@ -338,10 +338,10 @@ def told(rank, world_size, path):
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(sm_limit=3))
     gradients = [torch.ones(300, 500).cuda(), torch.ones(4000).cuda()]
     synchronise(ddp, gradients, steps=3)
-    before = comm._session.native_device.num_launches
+    before = comm.session.native_device.num_launches
     with comm.trace(path):
         synchronise(ddp, gradients, steps=2)
-    launches = comm._session.native_device.num_launches - before
+    launches = comm.session.native_device.num_launches - before
     stats = comm.stats()
     plan = comm.plan()
     comm.detach()

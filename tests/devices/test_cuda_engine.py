@@ -375,7 +375,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
     with fake.takes_over(Config("bf16")):
         ddp = DistributedDataParallel(Gradients((3000,)))
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-        hook = comm._session.hook
+        hook = comm.session.synchroniser
 
         def call():
             entered.wait()
@@ -405,8 +405,8 @@ def test_nobody_waits_for_the_engine_with_the_gil_in_hand(ranks, library):
 def captured(rank, world_size, library, is_watched):
     """Runs the hook under capture, and then a step.
 
-    Returns (the error under capture, (launches, reported passes, observed buckets) by then, the step's gradient, the
-    buckets observed in the step).
+    Returns (the error under capture, (launches, reported passes, observed passes) by then, the step's gradient, the
+    passes observed in the step).
     """
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
@@ -415,13 +415,13 @@ def captured(rank, world_size, library, is_watched):
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
         if is_watched:  # as while config="auto" searches
-            target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
+            target.watch(comm.session.native_device, lambda: begun.append(len(fake.launches)))
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with fake.capturing(), pytest.raises(RuntimeError) as raised:
             ddp.reducer._run_comm_hook(bucket).wait()
-        done = len(fake.launches), len(begun), len(target.take_seen())
+        done = len(fake.launches), len(begun), len(target.take_pass_ends())
         (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
-        num_seen = len(target.take_seen())
+        num_seen = len(target.take_pass_ends())
         comm.detach()
     return str(raised.value), done, seen.unique().tolist(), num_seen
 

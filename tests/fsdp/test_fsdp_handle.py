@@ -103,17 +103,6 @@ def test_off_leaves_the_sums_to_torch_and_says_so(ranks):
         assert calls == dict.fromkeys(names, 0) and loaded == dict.fromkeys(names, 1)
 
 
-def _off_on_one_rank(rank, world_size):
-    with pytest.raises(RuntimeError, match="wire is 'off' on rank 0 and 'int8' on rank 1") as caught:
-        fusedcomm.attach(_model(), "int8" if rank else "off")
-    return str(caught.value)
-
-
-def test_off_on_one_rank_alone_is_told_on_both(ranks):
-    one, other = ranks.run(_off_on_one_rank, world_size=2)
-    assert one == other
-
-
 def _counted(rank, world_size, kind):
     if kind == "replicate":
         torch.manual_seed(0)

@@ -42,7 +42,7 @@ def means(rank, world_size, library, config, apart):
         comm = fusedcomm.attach(ddp, config, quiet=True)
         for _ in range(2):  # from the second pass on, DDP's only bucket is in its final order
             synchronise(ddp, gradients_of(rank, 0))
-        hook = comm._session.hook
+        hook = comm.session.synchroniser
         hook.restore_residuals({})  # both runs start without residuals
         (record,) = hook.buckets()
         order = [int(name.rpartition(".")[2]) for name in record.parameters]

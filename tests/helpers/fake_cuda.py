@@ -119,8 +119,6 @@ class FakeCuda:
             max_programs=MAX_PROGRAMS,
             max_programs_of_last=self.max_programs_of_last,
             forced_sync=False,
-            backend=backend,
-            register_memory=False,
         )
 
     @contextlib.contextmanager
@@ -145,7 +143,6 @@ class FakeCuda:
             codec = "fake"
             s_per_byte = None
             has_two_levels = True
-            must_agree: dict = {}
 
             def __init__(self, reduces_rows: bool) -> None:
                 self.reduces_rows = reduces_rows

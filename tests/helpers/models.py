@@ -6,12 +6,13 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -43,6 +44,39 @@ def synchronise(
 def reducer_of(model: nn.Module | Iterable[tuple[str, torch.Tensor]], config: str | Config = "fp32", **kwargs):
     """A quiet GradReducer of the model. `kwargs`: further arguments."""
     return fusedcomm.GradReducer(model, config, quiet=True, **kwargs)
+
+
+def synchronized(
+    front_end: str,
+    model: nn.Module,
+    config: str | Config = "fp32",
+    bucket_mib: float | None = None,
+    find_unused: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple:
+    """Returns what runs the forward pass, and what synchronizes its gradients. The front ends are "hook", "hook with
+    views", "CommState", "reducer", "DataParallel", and "FSDP2", which heeds none of the options."""
+    if front_end == "FSDP2":
+        return fully_shard(model), fusedcomm.attach(model, config, quiet=True)
+    options = {"find_unused_parameters": find_unused, "process_group": group}
+    if front_end == "reducer":
+        return model, reducer_of(model, config, bucket_mib=bucket_mib, **options)
+    if bucket_mib is not None:
+        options["bucket_cap_mb"] = bucket_mib
+    if front_end == "DataParallel":
+        wrapper = fusedcomm.DataParallel(model, config=config, quiet=True, **options)
+        return wrapper, wrapper.comm
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view="views" in front_end, **options)
+    if front_end == "CommState":
+        state = fusedcomm.CommState(config, module=model)
+        ddp.register_comm_hook(state, fusedcomm.comm_hook)
+        return ddp, state
+    return ddp, fusedcomm.attach(ddp, config, quiet=True)
+
+
+def no_sync_of(forward: nn.Module, comm: object) -> Callable:
+    """The no_sync() of what `synchronized` returns."""
+    return forward.no_sync if hasattr(forward, "no_sync") else comm.no_sync
 
 
 def attach_to(

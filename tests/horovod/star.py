@@ -58,8 +58,8 @@ def star(
         session = open_session(group, wire)
         sessions.append(session)
         if engines_by_wire is not None:
-            engines_by_wire[wire] = session.hook
-        return session.hook
+            engines_by_wire[wire] = session.synchroniser
+        return session.synchroniser
 
     sessions = []
     coordinator = _C.Coordinator(

@@ -141,29 +141,12 @@ def with_transformers(config: Config | None, folder: Path, resumed: bool) -> dic
             super().on_train_end(args, state, control, **kwargs)
 
     model = training.Classifier()
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        fsdp=True,
-        fsdp_config={
-            "version": 2,
-            "transformer_layer_cls_to_wrap": ["Linear"],
-            "state_dict_type": "SHARDED_STATE_DICT",
-        },
-        per_device_train_batch_size=training.BATCH,
-        gradient_accumulation_steps=training.ACCUMULATED,
-        max_steps=NUM_STEPS,
-        learning_rate=training.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        seed=3,
-        dataloader_num_workers=0,
-    )
+    sharding = {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["Linear"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    arguments = training.transformers_arguments(folder, NUM_STEPS, SAVED_AT, fsdp=True, fsdp_config=sharding)
     trainer = transformers.Trainer(model, arguments, train_dataset=ROWS)
     callback = None
     if config is not None:

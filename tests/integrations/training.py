@@ -65,6 +65,30 @@ class Rows(torch.utils.data.Dataset):
         return {"inputs": inputs, "labels": labels}
 
 
+def transformers_arguments(folder: Path, max_steps: int, save_steps: int, saved: bool = True, **options: object):
+    """TrainingArguments of Transformers. `options`: further ones."""
+    import transformers
+
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_steps=max_steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        save_strategy="steps" if saved else "no",
+        save_steps=save_steps,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        seed=3,
+        dataloader_num_workers=0,
+        **options,
+    )
+
+
 def digest(trained: nn.Module) -> str:
     """A hash of all parameters."""
     values = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])

@@ -23,24 +23,13 @@ class Seen(FusedCommCallback):
 
 
 def train(options=None, resumed=False, saved=False, failing=False, kind=Seen) -> dict:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(FOLDER / "run"),
-        use_cpu=True,
-        per_device_train_batch_size=training.BATCH,
-        gradient_accumulation_steps=training.ACCUMULATED,
-        max_steps=training.NUM_STEPS,
-        learning_rate=training.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
+    arguments = training.transformers_arguments(
+        FOLDER / "run",
+        training.NUM_STEPS,
+        training.RESUMED_AT,
+        saved,
         max_grad_norm=training.CLIPPED_TO,
         ddp_find_unused_parameters=True,
-        save_strategy="steps" if saved else "no",
-        save_steps=training.RESUMED_AT,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        seed=3,
-        dataloader_num_workers=0,
     )
     model = training.Classifier()
     trainer = transformers.Trainer(model, arguments, train_dataset=training.Rows(len(training.dataset())))

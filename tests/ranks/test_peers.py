@@ -82,7 +82,7 @@ def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> Non
 def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
     """The victim dies when it makes the first candidate that was not made at attach."""
     comm = attach(ddp, fusedcomm.Auto(("bf16",)))
-    tuner = comm._runs
+    tuner = comm.runs
     record = tuner._search.record
     tuner._search.record = lambda step_ms: record(1e6 if tuner.is_off else step_ms)  # makes sure that there is one
     if is_victim:
@@ -175,7 +175,7 @@ def detached_after_a_death(rank, world_size):
     step(ddp)
     if rank == VICTIM:
         die()
-    while not comm._runs.peers._connections.lost():
+    while not comm.runs.peers._connections.lost():
         time.sleep(0.05)
     started = time.monotonic()
     comm.detach()

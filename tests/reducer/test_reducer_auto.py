@@ -20,7 +20,6 @@ from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import OFF, Candidate, Trial, Tuning
 from fusedcomm.config import Config, Feedback
-from fusedcomm.reducer.tuning import ObservedPass
 
 NUM_WEIGHTS = 12
 SHAPES = ((512, 512),) * NUM_WEIGHTS
@@ -37,15 +36,11 @@ class Clock:
     """
 
     def __init__(self, reducer, rank, ms):
-        self._tuner, self._ms = reducer._tuner, ms
+        self._tuner, self._ms = reducer.runs, ms
         self._chance, self._ends_ms = random.Random(rank), []
-        take = self._tuner._target.take_seen
+        take = self._tuner._target.take_pass_ends
 
-        def take_seen():
-            count = len(take())
-            return [ObservedPass(end_ms) for end_ms in self._ends_ms[-1 - count : -1]]
-
-        self._tuner._target.take_seen = take_seen
+        self._tuner._target.take_pass_ends = lambda: self._ends_ms[-1 - len(take()) : -1]
 
     def __call__(self):
         """Notes the end of the step that begins now. The candidate may change at its beginning, so it is the one before
@@ -365,14 +360,14 @@ def failing(rank, world_size):
     reducer = reducer_of(model, "bf16", bucket_mib="auto")
     values = [integers(rank, shape) for shape in SHAPES[:2]]
     if rank == 1:
-        count = reducer._tuner._count_pass
+        count = reducer.runs._count_pass
 
         def fail():
-            if reducer._tuner._num_passes == 3:
+            if reducer.runs._num_passes == 3:
                 raise LookupError("the search's own trouble")
             count()
 
-        reducer._tuner._count_pass = fail
+        reducer.runs._count_pass = fail
     passed, errors = 0, []
     for _ in range(6):
         try:

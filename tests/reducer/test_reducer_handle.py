@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronise, threads_of_engine
 
 from fusedcomm.config import Checks, Config, Feedback
@@ -102,17 +101,6 @@ def test_a_copy_has_no_hooks_and_says_so(ranks):
     for errors, _, _ in outcome:
         assert len(errors) == 3 and all("this GradReducer is a copy" in error for error in errors)
     assert not torch.equal(outcome[0][1], outcome[1][1]) and torch.equal(outcome[0][2], outcome[1][2])
-
-
-def on_a_subgroup(rank, world_size):
-    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = Gradients((6000,))
-    reducer_of(model, "bf16", process_group=subgroups[rank // 2])
-    return synchronise(model, [torch.full((6000,), float(rank))])[0].unique().tolist()
-
-
-def test_a_group_of_some_of_the_ranks(ranks):
-    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
 
 
 def several_reducers(rank, world_size):

@@ -194,7 +194,7 @@ def exact_sums(rank, world_size, bucket_mib):
         model.zero_grad()
         model(gradients).backward()
         seen.append([weight.grad.clone() for weight in model.weights])
-    return seen, len(reducer.plan().buckets), reducer._reducer.num_copied
+    return seen, len(reducer.plan().buckets), reducer.native.num_copied
 
 
 @pytest.mark.sampled

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import Gradients, Mlp, Sparse, integers, mean_of_integers, reducer_of
+from models import Gradients, Mlp, Sparse, integers, mean_of_integers, no_sync_of, reducer_of, synchronized
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,22 +36,17 @@ def train(rank, world_size, front_end, kind, init_scale, clips, accumulate):
     torch.manual_seed(5)
     model = Mlp()
     options = {"init_scale": init_scale, "growth_interval": 3}
-    if front_end == "reducer":
-        forward, comm = model, reducer_of(model, "fp32", bucket_mib=0.001)
-        scaler, no_sync = fusedcomm.GradScaler(comm, "cpu", **options), comm.no_sync
+    if front_end == "torch":
+        forward, comm = DistributedDataParallel(model, bucket_cap_mb=0.001), None
+        scaler = torch.amp.GradScaler("cpu", **options)
     else:
-        forward = DistributedDataParallel(model, bucket_cap_mb=0.001)
-        no_sync = forward.no_sync
-        if front_end == "hook":
-            comm = fusedcomm.attach(forward, "fp32", quiet=True)
-            scaler = fusedcomm.GradScaler(comm, "cpu", **options)
-        else:
-            scaler = torch.amp.GradScaler("cpu", **options)
+        forward, comm = synchronized(front_end, model, "fp32", bucket_mib=0.001)
+        scaler = fusedcomm.GradScaler(comm, "cpu", **options)
     optimizers = optimizers_of(model, kind)
     seen = []
     for step in range(NUM_STEPS):
         for part in range(accumulate):
-            with contextlib.nullcontext() if part == accumulate - 1 else no_sync():
+            with contextlib.nullcontext() if part == accumulate - 1 else no_sync_of(forward, comm)():
                 loss = loss_of(forward, rank, step, part)
                 if step in (2, 5) and rank == 1:
                     # Only the first layer's gradient is not finite.
@@ -204,11 +199,7 @@ def searched(rank, world_size, front_end):
     """The scale doubles in every step, so that a gradient that an earlier scale was taken out of is seen."""
     model = Gradients(*SHAPES)
     auto = fusedcomm.Auto(("bf16", "int8"), base=Config(feedback=fusedcomm.Feedback()))
-    if front_end == "hook":
-        forward = DistributedDataParallel(model)
-        comm = fusedcomm.attach(forward, auto, quiet=True)
-    else:
-        forward, comm = model, reducer_of(model, auto)
+    forward, comm = synchronized(front_end, model, auto)
     scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=2.0**-60, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     gradients, num_after = [integers(rank, shape) for shape in SHAPES], 0

@@ -7,24 +7,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, Mixed, Mlp, Sparse, reducer_of
+from models import Gradients, Mixed, Mlp, Sparse, no_sync_of, reducer_of, synchronized
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import fusedcomm
 from fusedcomm.config import Checks, Config
 
 FRONT_ENDS = ("hook", "hook with views", "reducer")
 WIRES = ("fp32", "bf16", "int8", "int4")
-
-
-def synchronized(front_end, model, wire, **options):
-    """What runs the model's forward pass, and what synchronizes its gradients."""
-    if front_end == "reducer":
-        return model, reducer_of(model, wire, **options)
-    views = front_end == "hook with views"
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005, gradient_as_bucket_view=views, **options)
-    return ddp, fusedcomm.attach(ddp, wire, quiet=True)
 
 
 def fp64_norm(parameters, norm_type=2.0):
@@ -42,21 +31,17 @@ def backward(forward, rank, step, scale=1.0):
 
 def num_read(comm):
     """Parameters whose gradients a norm would read now."""
-    return len(comm._hook_now().epilogue.squares(comm._parameters_now())[1])
+    return len(comm.synchroniser_now().epilogue.squares(comm.parameters_now())[1])
 
 
 def norms(rank, world_size, front_end, wire):
     torch.manual_seed(3)
     model = Mlp()
-    forward, comm = synchronized(front_end, model, wire)
+    forward, comm = synchronized(front_end, model, wire, bucket_mib=0.005)
     seen = []
     for step in range(4):
         for part in range(2):
-            with (
-                forward.no_sync()
-                if front_end != "reducer" and part == 0
-                else (comm.no_sync() if part == 0 else contextlib.nullcontext())
-            ):
+            with no_sync_of(forward, comm)() if part == 0 else contextlib.nullcontext():
                 backward(forward, rank, step + 10 * part)
         read = num_read(comm)
         expected = fp64_norm(model.parameters())
@@ -99,8 +84,7 @@ def test_the_norm_is_torchs_and_the_same_on_every_rank_and_reads_no_gradient(ran
 def odd_models(rank, world_size, front_end, make, config):
     torch.manual_seed(3)
     model = make()
-    options = {"find_unused_parameters": True} if front_end == "hook" else {}
-    forward, comm = synchronized(front_end, model, config, **options)
+    forward, comm = synchronized(front_end, model, config, bucket_mib=0.005, find_unused=front_end == "hook")
     for step in range(3):
         backward(forward, rank, step)
         assert comm.grad_norm().item() == pytest.approx(fp64_norm(model.parameters()), rel=1e-6)

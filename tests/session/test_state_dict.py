@@ -249,7 +249,7 @@ def saved_often(rank, world_size):
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     for _ in range(3):
         comm.state_dict(consolidated=True)
-    store = comm._session._store
+    store = comm.session._store
     dist.barrier()
     return [store.check([f"residuals/{call}/record/{rank}"]) for call in (1, 2, 3)]
 

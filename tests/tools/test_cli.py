@@ -32,40 +32,10 @@ def refusal(capsys, *argv: str) -> str:
 # ---- arguments
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        ((), "COMMAND"),
-        (("frobnicate",), "frobnicate"),
-        (("demo", "--steps", "0"), "--steps 0 is not possible"),
-        (("demo", "--steps", "many"), "--steps 'many' is not a whole number"),
-        (("demo", "--seeds", "-1"), "--seeds -1 is not possible"),
-    ],
-)
-def test_refuses(capsys, argv, named):
-    assert named in refusal(capsys, *argv)
-
-
-def test_demo_names_the_wires_there_are(capsys, demo_packages):
-    text = refusal(capsys, "demo", "--wires", "bf16", "int3")
-    assert "int3" in text
-    assert all(wire in text for wire in fusedcomm.WIRES)
-
-
-@pytest.mark.parametrize("ranks", ["1", "1000"])
-def test_demo_refuses_ranks(capsys, tmp_path, demo_packages, ranks):
-    assert f"--ranks {ranks} is not possible" in refusal(capsys, "demo", "--ranks", ranks, "--out", str(tmp_path))
-
-
 def test_demo_refuses_other_ranks_than_torchrun_started(capsys, tmp_path, monkeypatch, demo_packages):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "torchrun started 2" in refusal(capsys, "demo", "--ranks", "3", "--out", str(tmp_path))
-
-
-def test_demo_refuses_a_folder_that_cannot_be(capsys, tmp_path, demo_packages):
-    (tmp_path / "file").write_text("")
-    assert "cannot be made" in refusal(capsys, "demo", "--out", str(tmp_path / "file"))
 
 
 def test_demo_refuses_a_folder_that_it_may_not_write_to(capsys, tmp_path, monkeypatch, demo_packages):
@@ -89,11 +59,17 @@ def test_the_version_is_told_without_torch():
 # ---- doctor
 
 
-def test_doctor_says_what_there_is():
-    done = run("-m", "fusedcomm", "doctor")
-    assert done.returncode == 0, done.stderr
+def doctor(capsys) -> tuple[int, str]:
+    """(exit status, output) of the command in this process."""
+    status = main(["doctor"])
+    return status, capsys.readouterr().out
+
+
+def test_doctor_says_what_there_is(capsys):
+    status, said = doctor(capsys)
+    assert status == 0
     for word in ("torch", "gloo yes", "compiler", "portable", "supported over gloo"):
-        assert word in done.stdout
+        assert word in said
 
 
 @pytest.mark.parametrize("module", ["fusedcomm._C", "torch"])
@@ -103,18 +79,17 @@ def test_doctor_runs_without(module):
     )
     done = run("-c", hide)
     assert done.returncode == 1, done.stderr
-    assert "cannot be used" in done.stdout
+    assert "cannot be used" in done.stdout and "make build" in done.stdout or module == "torch"
     assert not done.stderr
 
 
-def test_without_the_extension_every_command_says_how_to_build_it(demo_packages):
+def test_without_the_extension_a_command_says_how_to_build_it(demo_packages):
     hide = "import sys; sys.modules['fusedcomm._C'] = None; from fusedcomm.tools import cli; sys.exit(cli.main())"
-    for command in ("doctor", "demo"):
-        done = run("-c", hide, command)
-        assert done.returncode == 1
-        assert "make build" in done.stdout + done.stderr
+    done = run("-c", hide, "demo")
+    assert done.returncode == 1 and "make build" in done.stderr
 
 
+@pytest.mark.full
 def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
     package = os.path.dirname(fusedcomm.__file__)
     shutil.copytree(package, tmp_path / "fusedcomm", ignore=shutil.ignore_patterns("_C.*", "kernels"))
@@ -125,41 +100,28 @@ def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
     assert said in done.stderr and "Run from another folder" in done.stderr
 
 
-def test_doctor_takes_an_empty_cxx_for_none():
-    assert "c++" in run("-m", "fusedcomm", "doctor", CXX="").stdout
-
-
-@pytest.mark.sampled(by=lambda queues, words: {"warns": words is not None})
 @pytest.mark.parametrize(
-    ("queues", "words"),
-    [("1", "wait for each other, so"), ("3", "share 3 queues"), ("8", None), ("", None)],
-)
-def test_doctor_says_that_streams_are_serialised(queues, words):
-    done = run("-m", "fusedcomm", "doctor", CUDA_DEVICE_MAX_CONNECTIONS=queues)
-    assert done.returncode == 0
-    if words is None:
-        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in done.stdout
-    else:
-        assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: " in done.stdout and words in done.stdout
-
-
-def test_doctor_refuses_an_instruction_set_that_is_not_there():
-    done = run("-m", "fusedcomm", "doctor", FUSEDCOMM_ISA="abacus")
-    assert done.returncode == 1
-    assert "FUSEDCOMM_ISA=abacus" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("value", "status", "words"),
+    ("variable", "value", "status", "words"),
     [
-        ("cuda", 0, "FUSEDCOMM_KERNELS=cuda asks for them|none for CUDA: NVRTC cannot be loaded"),
-        ("abacus", 1, "FUSEDCOMM_KERNELS='abacus' is not possible: use 'triton' or 'cuda', or unset it"),
+        ("CXX", "", 0, r"c\+\+"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", 0, "CUDA_DEVICE_MAX_CONNECTIONS=1: .* wait for each other, so"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "3", 0, "CUDA_DEVICE_MAX_CONNECTIONS=3: .* share 3 queues"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", 0, "^((?!CUDA_DEVICE_MAX_CONNECTIONS)[\\s\\S])*$"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "", 0, "^((?!CUDA_DEVICE_MAX_CONNECTIONS)[\\s\\S])*$"),
+        ("FUSEDCOMM_ISA", "abacus", 1, "FUSEDCOMM_ISA=abacus"),
+        ("FUSEDCOMM_KERNELS", "cuda", 0, "FUSEDCOMM_KERNELS=cuda asks for them|none for CUDA: NVRTC cannot be loaded"),
+        (
+            "FUSEDCOMM_KERNELS",
+            "abacus",
+            1,
+            "FUSEDCOMM_KERNELS='abacus' is not possible: use 'triton' or 'cuda', or unset it",
+        ),
     ],
 )
-def test_doctor_says_which_kernels_will_run(value, status, words):
-    done = run("-m", "fusedcomm", "doctor", FUSEDCOMM_KERNELS=value)
-    assert done.returncode == status
-    assert re.search(words, done.stdout)
+def test_doctor_says_what_a_variable_does(capsys, monkeypatch, variable, value, status, words):
+    monkeypatch.setenv(variable, value)
+    found, said = doctor(capsys)
+    assert found == status and re.search(words, said)
 
 
 # ---- demo
@@ -227,11 +189,9 @@ def test_the_demos_picture_has_a_color_for_each_way_and_nothing_is_cut_off(tmp_p
     assert len(names) == len(losses.lines) == len({line.get_color() for line in losses.lines}) == 9
     assert [line.get_label() for line in losses.lines][-1] == "fusedcomm bf16"
     assert [label.get_text() for label in finals.get_yticklabels()] == names
-    assert {axes.get_xscale() for axes in figure.axes} == {losses.get_yscale()} == {"linear"}
     titles = [axes._left_title for axes in figure.axes]
-    shown = [*titles, *(axes.xaxis.label for axes in figure.axes), *finals.get_yticklabels()]
     width, height = figure.bbox.size
-    for text in shown:
+    for text in (*titles, *(axes.xaxis.label for axes in figure.axes), *finals.get_yticklabels()):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text.get_text()
     boxes = [title.get_window_extent() for title in titles]

@@ -77,6 +77,7 @@ def script(tmp_path):
     return str(tmp_path / "model.py")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("to_all", [True, False], ids=["Ctrl-C", "to the command alone"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_interrupt_ends_the_command_and_its_ranks(tmp_path, script, name, to_all):
@@ -112,6 +113,7 @@ sys.exit(cli.main())
         assert (process.returncode, errors) == (130, "interrupted\n"), command
 
 
+@pytest.mark.full
 def test_a_rank_of_torchrun_says_that_it_was_interrupted(tmp_path):
     """Two ranks, each interrupted alone: none waits for the other."""
     ranks = []
@@ -136,18 +138,6 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
-
-
-def test_an_interrupt_ends_a_benchmark_and_its_ranks(tmp_path):
-    benchmark = Path(__file__).parents[2] / "bench" / "hook_overhead.py"
-    process = start(tmp_path, str(benchmark), "--ranks", "2", "--rounds", "100000000")
-    while len(members(process.pid)) < 3:  # the benchmark and its ranks
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=HANG_S)
-    assert (process.returncode, errors) == (130, "interrupted\n")
-    assert all_end(process.pid)
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path):

@@ -84,6 +84,10 @@ def test_nccl_uses_what_is_up(host, monkeypatch):
     assert network.nccl().startswith("eth8, eth9. It takes the first") and "NCCL_SOCKET_IFNAME=eth8" in network.nccl()
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")
     assert network.nccl() == "eth9, which NCCL_SOCKET_IFNAME names"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    for name in ("eth8", "eth9"):
+        (network.INTERFACES / name / "operstate").write_text("down")
+    assert network.nccl() == "lo: no other interface is up, so it cannot reach other hosts"
 
 
 def test_nccl_prefers_infiniband(host, monkeypatch, tmp_path):
@@ -91,12 +95,6 @@ def test_nccl_prefers_infiniband(host, monkeypatch, tmp_path):
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
     assert network.nccl().startswith("mlx5_0, by InfiniBand")
-
-
-def test_nccl_without_an_interface(host, monkeypatch):
-    host(interfaces=("lo", "eth7"), up=("lo",))
-    monkeypatch.setattr(network, "INFINIBAND", Path("/nowhere"))
-    assert network.nccl() == "lo: no other interface is up, so it cannot reach other hosts"
 
 
 @pytest.mark.parametrize(

@@ -82,14 +82,6 @@ def test_without_a_terminal_each_stage_is_a_line(capsys, clock):
     assert lines == [f"{10 * index:4.0f} of 60 s: {name}" for index, name in enumerate(STAGES.values())]
 
 
-def test_other_ranks_show_nothing(capsys):
-    shown = Progress(0.0, 60.0, shown=False)
-    shown.begin("wires")
-    shown.tick()
-    shown.end()
-    assert capsys.readouterr() == ("", "")
-
-
 @contextlib.contextmanager
 def terminal(monkeypatch):
     """A terminal in the place of stderr. Yields a function that returns what was written to it."""
@@ -116,13 +108,3 @@ def test_on_a_terminal_a_bar_has_the_stages_name(monkeypatch, clock):
         shown._bar.refresh()
         assert f"{STAGES['wires']}: 100%|" in written()
         shown.end()
-
-
-def test_without_tqdm_a_terminal_has_lines(monkeypatch, clock):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with terminal(monkeypatch) as written:
-        shown = Progress(0.0, 60.0, shown=True)
-        shown.begin("finals")
-        shown.tick()
-        shown.end()
-        assert written().splitlines()[1:] == [f"   0 of 60 s: {STAGES['finals']}"]

@@ -29,7 +29,7 @@ def traced(rank, world_size, path, kwargs, attach_kwargs):
     with comm.trace(path, **kwargs):
         synchronise(ddp, gradients, steps=3)
     synchronise(ddp, gradients)
-    return list(comm._session.hook.stats().recent_exposed_ms)
+    return list(comm.session.synchroniser.stats().recent_exposed_ms)
 
 
 def read(path):

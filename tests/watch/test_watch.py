@@ -60,7 +60,7 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
     ddp = DistributedDataParallel(Gradients((4000,)))
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
-    trial_steps = comm._runs._search.trial_steps
+    trial_steps = comm.runs._search.trial_steps
     synchronise(ddp, gradients, steps=trial_steps)
     log = folder / f"{rank}.log"
     with stderr_to(log):
@@ -169,8 +169,8 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
     if forged is not None and rank == 0:
-        comm._session._store.set("watch/call/1", forged)
-        comm._session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
+        comm.session._store.set("watch/call/1", forged)
+        comm.session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronise(ddp, gradients, steps=3)
     log = folder / f"{rank}.log"

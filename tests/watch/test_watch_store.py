@@ -152,7 +152,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
         with stderr_to(log.name):
             if rank == 1:
                 if in_a_roll_call:
-                    comm._session._store.native.wait(["watch/answer/1/1"])
+                    comm.session._store.native.wait(["watch/answer/1/1"])
                 obey(control, b"h")
                 time.sleep(silent_s)
                 obey(control, b"g")

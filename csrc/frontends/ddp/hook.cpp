@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "engine/stage.h"
@@ -111,10 +110,9 @@ HookSwitch::HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
 c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket) {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<PassObserver> watch = watch_;
-  std::shared_ptr<PassObserver::Seen> seen;
   if (watch) {
     lock.unlock();
-    seen = watch->hand_over(bucket);  // may change hook_
+    watch->hand_over(bucket);  // may change hook_
     lock.lock();
   }
   const std::shared_ptr<Synchroniser> hook = hook_;
@@ -122,7 +120,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   lock.unlock();
   auto future = hook ? run_ddp_bucket(*hook, bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
   if (hook && bucket.isLast()) note_gradients_at_end(hook);
-  if (watch) watch->follow(seen, *future);
   return future;
 }
 
@@ -137,46 +134,30 @@ void HookSwitch::watch(std::shared_ptr<PassObserver> watch) {
   watch_.swap(watch);
 }
 
-std::vector<ObservedBucket> HookSwitch::take_seen() {
+std::vector<double> HookSwitch::take_pass_ends() {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<PassObserver> watch = watch_;
   lock.unlock();
-  return watch ? watch->take() : std::vector<ObservedBucket>{};
+  return watch ? watch->take_pass_ends() : std::vector<double>{};
 }
 
-std::shared_ptr<PassObserver::Seen> PassObserver::hand_over(c10d::GradBucket& bucket) {
+void PassObserver::hand_over(const c10d::GradBucket& bucket) {
   // Checked first: a graph capture would record the work of begin_pass and the stamp, or fail because of them.
   device_->check_caller();
   if (between_passes_) begin_pass_();
   between_passes_ = bucket.isLast();
-  const at::Tensor buffer = bucket.getBuffer();
-  const auto nbytes = buffer.is_sparse() ? int64_t{0} : static_cast<int64_t>(buffer.nbytes());
-  auto seen = std::make_shared<Seen>(Seen{nbytes, bucket.isLast(), device_->stamp(), nullptr});
+  if (!between_passes_) return;
+  StampPtr end = device_->stamp();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!origin_) origin_ = seen->handed;
-  seen_.push_back(seen);
-  return seen;
+  ends_.push_back(std::move(end));
 }
 
-void PassObserver::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future) {
-  // On devices with streams the callback's current stream waits for the result, so the stamp marks that time.
-  future.addCallback([self = shared_from_this(), seen](c10::ivalue::Future& done) {
-    if (done.hasError()) return;
-    StampPtr stamp = self->device_->stamp();
-    std::lock_guard<std::mutex> lock(self->mutex_);
-    seen->done = std::move(stamp);
-  });
-}
-
-std::vector<ObservedBucket> PassObserver::take() {
+std::vector<double> PassObserver::take_pass_ends() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<ObservedBucket> taken;
-  for (const auto& seen : seen_) {
-    const double done_ms = seen->done ? seen->done->ms_since(*origin_) : std::numeric_limits<double>::quiet_NaN();
-    taken.push_back({seen->nbytes, seen->is_last, seen->handed->ms_since(*origin_), done_ms});
-  }
-  seen_.clear();
-  return taken;
+  std::vector<double> ends_ms;
+  for (const StampPtr& end : ends_) ends_ms.push_back(end->ms_since(*ends_.front()));
+  ends_.clear();
+  return ends_ms;
 }
 
 ReducerNodes::ReducerNodes(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {

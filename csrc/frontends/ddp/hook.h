@@ -28,18 +28,9 @@ FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket);
 // the epilogue. Does nothing without an epilogue, or outside of a backward pass, as under Join.
 void note_gradients_at_end(const std::shared_ptr<Synchroniser>& hook);
 
-// A bucket that a PassObserver has seen. Times are milliseconds since the first of these buckets was handed over, on
-// the timeline of the gradients' device.
-struct ObservedBucket {
-  int64_t nbytes;    // of the gradients; 0 if they are sparse
-  bool is_last;      // the last bucket of its backward pass
-  double handed_ms;  // when DDP handed the bucket over
-  double done_ms;    // when its result was there; NaN if it failed or is not done
-};
-
-// Tells when backward passes begin, when each bucket is handed over and when it is done. It uses no forward pre-hook,
+// Tells when backward passes begin and when the last bucket of each is handed over. It uses no forward pre-hook,
 // because under Join and under no_sync only the communication hook is called alike on every rank.
-class PassObserver : public std::enable_shared_from_this<PassObserver> {
+class PassObserver {
  public:
   // `device`: takes the stamps; before anything else it checks whether it can take over the bucket. `begin_pass`:
   // called before the first bucket of each pass; an exception fails the pass. With static_graph the first two passes
@@ -47,26 +38,18 @@ class PassObserver : public std::enable_shared_from_this<PassObserver> {
   PassObserver(std::shared_ptr<Device> device, std::function<void()> begin_pass)
       : device_(std::move(device)), begin_pass_(std::move(begin_pass)) {}
 
-  struct Seen {
-    int64_t nbytes;
-    bool is_last;
-    StampPtr handed, done;
-  };
-  // Records that DDP hands over `bucket`. Throws if the device cannot take it over.
-  std::shared_ptr<Seen> hand_over(c10d::GradBucket& bucket);
-  // Records when the bucket's `future` is done.
-  void follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future);
-
-  // Returns the buckets since the last call, oldest first. Waits for the device. Call between passes.
-  std::vector<ObservedBucket> take();
+  // Call when DDP hands over `bucket`. Throws if the device cannot take it over.
+  void hand_over(const c10d::GradBucket& bucket);
+  // Returns when the last bucket of each pass since the last call was handed over: milliseconds since the first of
+  // them, on the timeline of the gradients' device. Waits for the device. Call between passes.
+  std::vector<double> take_pass_ends();
 
  private:
   const std::shared_ptr<Device> device_;
   const std::function<void()> begin_pass_;
   bool between_passes_ = true;
-  std::mutex mutex_;  // guards the members below, and `done` of every Seen
-  StampPtr origin_;
-  std::vector<std::shared_ptr<Seen>> seen_;
+  std::mutex mutex_;  // guards ends_
+  std::vector<StampPtr> ends_;
 };
 
 // The target of a reducer's hook. A reducer keeps its hook for life, so attaching, detaching and attaching again change
@@ -81,8 +64,8 @@ class HookSwitch {
   void set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
   // Sets the observer; null: none. The observer's begin_pass may call this function and set().
   void watch(std::shared_ptr<PassObserver> watch);
-  // See PassObserver::take(). Empty without an observer.
-  std::vector<ObservedBucket> take_seen();
+  // See PassObserver. Empty without an observer.
+  std::vector<double> take_pass_ends();
 
  private:
   std::mutex mutex_;

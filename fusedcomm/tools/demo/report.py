@@ -28,6 +28,7 @@ def report(results: list[RunResult], out: Path) -> None:
 
 
 def num_seeds(results: list[RunResult]) -> int:
+    """Seeds with which each way was run."""
     return len({result.spec.seed for result in results})
 
 
@@ -49,6 +50,7 @@ def table(rows: list[Summary], seeds: int) -> str:
 
 
 def table_row(row: Summary) -> tuple[str, ...]:
+    """The cells of a row, as many as the table has columns."""
     return (
         row.name,
         spread(row.accuracy, "{:.2%}"),
@@ -70,6 +72,7 @@ def spread(values: Spread, form: str) -> str:
 
 
 def footnotes(rows: list[Summary], seeds: int) -> list[str]:
+    """The lines under the table: what its columns mean, and whether all ranks ended alike. Never empty."""
     lines = []
     if seeds > 1:
         lines.append(
@@ -96,6 +99,7 @@ def footnotes(rows: list[Summary], seeds: int) -> list[str]:
 
 
 def as_json(results: list[RunResult], rows: list[Summary]) -> dict:
+    """The document. Times are in ms; bytes are those of a step."""
     default = next(row for row in rows if row.name == DEFAULT_NAME)
     return {
         "env": environment(results),
@@ -110,6 +114,7 @@ def as_json(results: list[RunResult], rows: list[Summary]) -> dict:
 
 
 def run_as_json(result: RunResult) -> dict:
+    """One run of the document."""
     spec = result.spec
     return {
         "name": spec.name if spec.seed == 0 else f"{spec.name}, seed {spec.seed}",
@@ -125,6 +130,7 @@ def run_as_json(result: RunResult) -> dict:
 
 
 def environment(results: list[RunResult]) -> dict:
+    """What the results depend on."""
     return {
         "fusedcomm": fusedcomm.__version__,
         "python": platform.python_version(),

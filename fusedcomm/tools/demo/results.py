@@ -43,6 +43,7 @@ class Spread:
 
     @staticmethod
     def of(values: list[float]) -> "Spread":
+        """Of one value or more. All three are NaN if one of them is."""
         if any(math.isnan(value) for value in values):
             return Spread(math.nan, math.nan, math.nan)
         return Spread(sum(values) / len(values), min(values), max(values))

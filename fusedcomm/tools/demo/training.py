@@ -85,6 +85,7 @@ class Digits:
 
     @staticmethod
     def of_this_rank() -> "Digits":
+        """The digits as this rank of the default process group trains them. Needs scikit-learn."""
         images, labels = load_digits(return_X_y=True)
         images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
         split = train_test_split(images, labels.astype(np.int64), test_size=0.3, random_state=0, stratify=labels)

@@ -28,6 +28,7 @@ class Architecture:
 
     @property
     def numel(self) -> int:
+        """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property

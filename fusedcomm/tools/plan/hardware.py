@@ -75,6 +75,7 @@ class Hosts:
 
     @property
     def num_hosts(self) -> int:
+        """Hosts, each with `ranks_per_host` ranks."""
         return self.ranks // self.ranks_per_host
 
 
@@ -96,8 +97,8 @@ class GpuHosts(Hosts):
 
     launch_us: float = described(8.4, number(least=0))
     """Time to launch a collective."""
-    # Whether all-reduces may take a tree.
     tree: bool = True
+    """Whether all-reduces may take a tree."""
     codec_share: float = described(0.25, number(above=0, most=1))
     """Share of the memory rate that fusedcomm's kernels reach beside the backward pass."""
     kernel_us: float = described(10.0, number(least=0))

@@ -97,11 +97,13 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(context, value: Tensor, parameter: Tensor, gradient: Tensor, compute: Callable[[], object]) -> Tensor:
+        """`value` float32 []. `gradient` has the shape of `parameter`."""
         context.gradient, context.compute = gradient, compute
         return value.clone()
 
     @staticmethod
     def backward(context, output: Tensor) -> tuple:
+        """The gradients of `value` and `parameter`."""
         context.compute()
         # The copy is fresh memory, as in a real backward pass.
         return output, context.gradient.clone(), None, None
@@ -134,6 +136,7 @@ class Synthetic(nn.Module):
         work(self.num_repeats, self._device)
 
     def forward(self) -> Tensor:
+        """Returns float32 [], on which backward() can be called."""
         value = torch.zeros((), dtype=torch.float32, requires_grad=True, device=self.weights[0].device)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             value = Layer.apply(value, weight, gradient, self._compute)

@@ -1,0 +1,235 @@
+"""What every front end returns: its lifetime, plan, statistics, traces, state and copies."""
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Protocol, Self
+
+from torch import nn
+
+from fusedcomm.session.plan import Plan
+from fusedcomm.session.session import Session
+from fusedcomm.session.state_dict import load_state_dict, state_dict
+from fusedcomm.session.stats import NonFinite, Stats
+
+if TYPE_CHECKING:
+    from fusedcomm.autotune.search import Tuning
+
+
+class Runs(Protocol):
+    """What runs behind a handle: a :class:`Session`, a stand-in where torch sums, or a search between sessions."""
+
+    session: Session
+    """The one that is running now."""
+    is_off: bool
+    """Whether gradients go through torch's own sums now."""
+    is_searching: bool
+    uses_engine: bool
+    """Whether the gradients of this pass, or between passes of the last one, go through fusedcomm."""
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank."""
+
+    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
+        """See :meth:`Session.plan`."""
+
+    def tuning(self) -> "Tuning | None":
+        """What the search has found; None without one."""
+
+    def stop(self, reason: str) -> None:
+        """Ends it; buckets under way fail with `reason`. Idempotent."""
+
+
+class CommHandle:
+    """One attachment of fusedcomm. Front ends derive from it.
+
+    A copy, made with ``copy`` or ``pickle``, as of a trainer or a module that holds the handle, is attached to nothing:
+    its ``detach()`` does nothing, and every other method raises RuntimeError. The original stays attached.
+    """
+
+    _kind = "handle"
+    """What errors call the object."""
+    _anew = "call fusedcomm.attach again, and use the handle that it returns"
+    """What errors advise where the object is detached or a copy."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs: Runs | None = runs
+        self._attached = True
+
+    # ---- what front ends add
+
+    def _let_go(self) -> None:
+        """Takes what the front end has registered away from the module. Called once, by detach()."""
+        raise NotImplementedError
+
+    def _caps(self) -> list[int] | None:
+        """The caps on the bytes of buckets, for the plan before the first pass; None: no buckets are predicted."""
+        return None
+
+    def _module(self) -> nn.Module | None:
+        """The module whose passes are traced."""
+        return None
+
+    def _described(self) -> str:
+        """What runs, for repr(); waits for nothing."""
+        raise NotImplementedError
+
+    # ---- lifetime
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this object was made by ``copy`` or ``pickle``."""
+        return self._runs is None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether gradients go through this object. False after :meth:`detach`, and for a copy."""
+        return self._attached
+
+    @property
+    def runs(self) -> Runs:
+        """What runs behind this object, for fusedcomm itself. Raises RuntimeError if this object is a copy."""
+        if self._runs is None:
+            raise RuntimeError(
+                f"fusedcomm: this {self._kind} is a copy, made with copy or pickle, and is attached to nothing: for "
+                f"the copied module {self._anew}"
+            )
+        return self._runs
+
+    @property
+    def session(self) -> Session:
+        """The running session, for fusedcomm itself. Raises RuntimeError if this object is a copy."""
+        return self.runs.session
+
+    def detach(self) -> None:
+        """Stops the engine and restores what sent gradients before. Call it on every rank between steps. Idempotent."""
+        if self._attached:
+            self._attached = False
+            self._let_go()
+            self.runs.stop("fusedcomm was detached")
+
+    def refuse_detached(self, consequence: str) -> None:
+        """Raises RuntimeError, with the consequence, if this object is detached or a copy."""
+        if not self._attached and self.runs is not None:
+            raise RuntimeError(f"fusedcomm: this {self._kind} is detached, so {consequence}: {self._anew}")
+
+    def __enter__(self) -> Self:
+        """``with … as comm:`` detaches when the block ends, also if it ends with an error.
+
+        As :meth:`detach`, every rank must leave the block between steps.
+        """
+        self.refuse_detached("a block cannot detach it")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def __reduce__(self) -> tuple:
+        # Hooks, process groups, threads and connections stay with the original.
+        return _copied, (type(self),)
+
+    # ---- what is told
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank since attach, or since the module moved to another process group.
+
+        On cuda this waits for the kernels under way, whose counts it reads. With "auto" the counts begin again at each
+        change of candidate, and nothing is counted during DDP's own all-reduce.
+        """
+        return self.runs.stats()
+
+    def plan(self) -> Plan:
+        """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
+        return self.runs.plan(self._caps())
+
+    def tuning(self) -> "Tuning | None":
+        """What a search has found so far; printable. Can be saved once it is finished. None if nothing is searched."""
+        return self.runs.tuning()
+
+    def nonfinite_report(self) -> list[NonFinite]:
+        """Every rank's NaN and Inf counts by parameter, worst first. A collective call.
+
+        Counting does not make the host wait, but this call waits for the kernels under way.
+        """
+        return self.session.nonfinite_report()
+
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Records when the module's passes, each stage of each bucket and the optimizer ran. Writes a Chrome trace for
+        Perfetto when the block ends.
+
+        ``with comm.trace("trace-{rank}.json"): …a few steps…``. On cuda the times are taken on the streams, and leaving
+        the block waits for them. Within the block the module and torch's optimizers have hooks. Of an FSDP2 model the
+        modules on its own mesh are recorded.
+
+        Args:
+            path: ``{rank}`` becomes the rank. Without it only rank 0 records.
+            all_ranks: rank 0 writes one trace, in which each rank is a process. The collectives align the ranks'
+                clocks; "otherData" has the precision in microseconds. A collective call: every rank traces the same
+                steps. The command ``fusedcomm timeline`` makes the same trace of files with ``{rank}``.
+
+        Raises:
+            ValueError: all_ranks is set and the path has ``{rank}``.
+            OSError: the file cannot be written. Raised when the block begins, on the rank that writes.
+            RuntimeError: this object has been detached, a search has not ended, or torch's own sums run; on every rank.
+                With all_ranks, on rank 0, when the block ends: another rank left the block with an error, or did not
+                leave it within the group's timeout.
+        """
+        self.refuse_detached("there is nothing to trace")
+        if self.runs.is_searching:
+            raise RuntimeError(
+                f"fusedcomm: {self.tuning().option} is still searching, and would change what is traced: wait for "
+                "comm.tuning().finished"
+            )
+        if self.runs.is_off:
+            raise RuntimeError(
+                "fusedcomm: torch's own sums run, so fusedcomm has nothing to trace. Use "
+                "torch.profiler, or attach with the wire that you want to trace, config='bf16' for example"
+            )
+        return self.session.recorder.record(path, all_ranks, self._module())
+
+    def __repr__(self) -> str:
+        """One line, which waits for nothing: ``<fusedcomm.Handle: wire int8, sum auto, 2 ranks>``."""
+        text = "a copy, attached to nothing" if self.is_copy else self._described() if self._attached else "detached"
+        return f"<fusedcomm.{type(self).__name__}: {text}>"
+
+    def __str__(self) -> str:
+        """How gradients are sent now, in one line, and the statistics as a table."""
+        if not self._attached:
+            return repr(self)
+        return f"fusedcomm: {self.plan().headline}\n{self.stats()}"
+
+    # ---- state
+
+    def state_dict(self, consolidated: bool = False) -> dict:
+        """Returns the state by parameter name, independent of buckets, for a checkpoint. Call it between passes.
+
+        Without error feedback the state has only counts, and training does not depend on it. With error feedback it has
+        this rank's residuals, which differ between ranks: save every rank's state, as with sharded optimizers, to go on
+        with the same number of ranks. No residual is lost. The bits of the next steps differ from an uninterrupted run,
+        because DDP begins with other buckets, and because a rank's residuals of means become residuals of its own.
+
+        Args:
+            consolidated: whether to return the mean of the residuals over the ranks, equal on every rank. A collective
+                call. Save it once and load it on any number of ranks; no residual is lost.
+        """
+        return state_dict(self.session, consolidated)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what :meth:`state_dict` returned. Call it on every rank between backward passes.
+
+        The wire may differ from the wire of the saved state. Residuals that another rank saved, or that were saved with
+        another number of ranks, are not loaded; a warning says so. At most the rounding of one step is lost.
+
+        Raises:
+            ValueError: the version is another, a key is missing, a value is of the wrong kind, the model does not have
+                a parameter or has it in another size, or there are residuals and this attachment has no error feedback.
+                Nothing has changed then.
+            RuntimeError: this object has been detached.
+        """
+        self.refuse_detached("no engine would use the state")
+        load_state_dict(self.session, state)
+
+
+def _copied(kind: type[CommHandle]) -> CommHandle:
+    copied = kind.__new__(kind)
+    copied._runs, copied._attached = None, False
+    return copied
