@@ -37,7 +37,7 @@ class ReducerTarget:
         self._reducer, self._size = reducer, size
 
     def set(self, synchroniser: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
-        self._reducer.set_hook(synchroniser)
+        self._reducer.set_synchroniser(synchroniser)
 
     def set_bucket_mib(self, mib: float) -> None:
         self._size.mib = mib

@@ -125,7 +125,7 @@ class Session:
         except Exception:
             if synchroniser is not None:  # freed now, because a caller may keep the error and with it the synchroniser
                 synchroniser.stop("another rank has no engine")
-                synchroniser.free_workspaces()
+                synchroniser.engine.free_workspaces()
             raise
         self.synchroniser = synchroniser
         self._is_watched = False
@@ -416,7 +416,7 @@ class Session:
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
-            scratch_nbytes=self.synchroniser.scratch_nbytes,
+            scratch_nbytes=self.synchroniser.engine.scratch_nbytes,
             exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
