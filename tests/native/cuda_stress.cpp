@@ -30,6 +30,7 @@
 #include "sim_backend.h"
 #include "sim_kernels.h"
 #include "training.h"
+#include "transport/c10d_transport.h"
 
 using namespace fusedcomm;
 
