@@ -377,7 +377,13 @@ def with_the_gil_under_the_lock(rank, world_size, library):
 
         def call():
             entered.wait()
-            for binding in (hook.start_trace, hook.stop_trace, hook.stats, hook.buckets, hook.take_notices):
+            for binding in (
+                hook.engine.start_trace,
+                hook.engine.stop_trace,
+                hook.stats,
+                hook.buckets,
+                hook.take_notices,
+            ):
                 binding()
                 ended.append(binding.__name__)
             hook.max_over_ranks(1.0, "a value")  # waits for the lock that the hook's call holds

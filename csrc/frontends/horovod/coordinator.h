@@ -18,11 +18,11 @@
 #include <thread>
 #include <vector>
 
-#include "frontends/horovod/fused_sum.h"
 #include "frontends/horovod/links.h"
 #include "frontends/horovod/negotiator.h"
 #include "frontends/horovod/plain_collectives.h"
 #include "frontends/horovod/request.h"
+#include "gradients/fused_sum.h"
 
 namespace fusedcomm::horovod {
 
