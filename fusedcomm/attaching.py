@@ -10,6 +10,7 @@ from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import Config, LocalOptions, Off, Wire
 from fusedcomm.ddp.attach import attach as attach_ddp
 from fusedcomm.ddp.handle import Handle
+from fusedcomm.reducer.data_parallel import DataParallel
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
@@ -88,6 +89,11 @@ def attach(
         raise TypeError(
             "fusedcomm.attach takes FSDP2, and this is FullyShardedDataParallel, which is FSDP1: use "
             "torch.distributed.fsdp.fully_shard(model) in its place"
+        )
+    if isinstance(model, DataParallel):
+        raise TypeError(
+            "fusedcomm.attach takes torch's DistributedDataParallel, and this is a fusedcomm.DataParallel, which sends "
+            "its gradients itself: DataParallel(model, config=…) chooses how, and model.comm tells what it does"
         )
     return attach_ddp(_ddp_of(model), config, local=local, quiet=quiet)
 

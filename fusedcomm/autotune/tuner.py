@@ -22,6 +22,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.session.parameters import NamedParameter, numbered, trainable
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats
@@ -49,7 +50,7 @@ class Target(Protocol):
         """When the last bucket of each pass since the last call was handed over, in ms since the first of them."""
 
 
-class Tuner:
+class Tuner(Runs):
     """Keeps the sessions of all candidates and switches between them. They share the channels of the first session,
     which stands in for off where off is a candidate. Candidates that differ in the size of buckets share a session.
 
@@ -286,7 +287,7 @@ class Tuner:
         if self.is_off:
             self.session.keeps_residuals = False
             self.session.is_off = True
-            self.session.synchroniser.free_workspaces()
+            self.session.synchroniser.engine.free_workspaces()
         self._sessions = {_of_session(self._running): self.session}
         self._base = self.session
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 
 def choice(option: str, value: object, choices: Sequence[str]) -> None:
+    """Requires one of `choices`."""
     if value not in choices:
         raise ValueError(f"{option}={value!r} is not known: use one of {', '.join(map(repr, choices))}")
 
@@ -17,6 +18,7 @@ def whole(option: str, value: object, least: int, most: int, possible: str) -> N
 
 
 def flag(option: str, value: object) -> None:
+    """Requires a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{option}={value!r} is not possible: use True or False")
 
@@ -33,5 +35,6 @@ def number(option: str, value: object, least: float, most: float, possible: str)
 
 
 def kind(option: str, value: object, wanted: type) -> None:
+    """Requires an object of fusedcomm's class `wanted`."""
     if not isinstance(value, wanted):
         raise ValueError(f"{option}={value!r} is not possible: use a fusedcomm.{wanted.__name__}(…)")

@@ -228,6 +228,7 @@ class Config(Options):
 
     @property
     def is_stochastic(self) -> bool:
+        """Whether encoders round at random."""
         return self.rounding.kind == "stochastic"
 
     # ---- the wires of parameters
@@ -338,6 +339,16 @@ class Config(Options):
             local_wire=self.local_wire,
             ranks_on_host=ranks_on_host,
         )
+
+    def native_checks(self) -> dict[str, object]:
+        """The arguments of the native synchroniser that say what it measures, and what follows."""
+        fallback = self.checks.fallback
+        return {
+            "verify_every": self.checks.verify_every,
+            "measure_every": self.checks.measure_every,
+            "fallback_error": fallback.error if fallback else 0.0,
+            "fallback_wire": self.number_of(fallback.wire if fallback else self.wire),
+        }
 
     def is_one_shot(self, world_size: int) -> bool:
         """Whether buckets that the codec encodes are summed by one-shot, with sums on one level."""

@@ -24,7 +24,6 @@ from fusedcomm.ddp.module import (
     wait_for_delayed,
 )
 from fusedcomm.native import _C
-from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.session.off import OffSession
 from fusedcomm.session.parameters import NamedParameter, device_of, synchronised_parameters
 from fusedcomm.session.session import Session
@@ -113,11 +112,6 @@ def _check_module(ddp: DistributedDataParallel) -> None:
         raise TypeError(
             f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
             "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
-        )
-    if isinstance(ddp, DataParallel):
-        raise TypeError(
-            "fusedcomm.attach takes torch's DistributedDataParallel, and this is a fusedcomm.DataParallel, which sends "
-            "its gradients itself: DataParallel(model, config=…) chooses how, and model.comm tells what it does"
         )
     if ddp in handles:
         raise RuntimeError(

@@ -99,6 +99,7 @@ class Handle(GradientNorms):
         return ddp is not None and not ddp.find_unused_parameters
 
     def parameters_now(self) -> list[torch.Tensor]:
+        """The parameters that DDP synchronizes, and frozen ones."""
         self.refuse_detached("no gradients are synchronized")
         ddp = self._ddp()
         return [] if ddp is None else synchronised_tensors(ddp)

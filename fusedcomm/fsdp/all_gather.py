@@ -21,6 +21,7 @@ class WatchedAllGather(AllGather):
         self._session, self._what = session, what
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an input or output, as torch's own all-gather allocates it."""
         return self.inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(

@@ -31,9 +31,6 @@ class FsdpHandle(CommHandle):
         super().__init__(Meshes(meshes))
         self._model = model
 
-    def _let_go(self) -> None:
-        """Nothing: the meshes restore torch's own collectives when they stop."""
-
     def _module(self) -> nn.Module:
         return self._model
 

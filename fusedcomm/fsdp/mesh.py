@@ -15,8 +15,9 @@ from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
-from fusedcomm.session.stats import Stats, uncounted
+from fusedcomm.session.stats import Stats, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class FsdpPlan:
 
     @property
     def headline(self) -> str:
+        """How gradients are sent, in one line."""
         sums = []
         if self.num_shards > 1:
             sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
@@ -150,6 +152,7 @@ class MeshSums:
 
     @property
     def sessions(self) -> list[Session]:
+        """The sessions of the reduce-scatter and of the all-reduce, those that there are."""
         all_reduce = None if self.between is None else self.between.session
         return [each for each in (self.rows, all_reduce) if each is not None]
 
@@ -160,10 +163,12 @@ class MeshSums:
 
     @property
     def num_shards(self) -> int:
+        """Ranks of a reduce-scatter; 1 without one."""
         return _size(self.comms[0].sharded.process_group)
 
     @property
     def num_replicas(self) -> int:
+        """Ranks of the all-reduce between replicas; 1 without one."""
         return _size(self.comms[0].sharded.replicas)
 
     @property
@@ -183,6 +188,7 @@ class MeshSums:
             sharded.use(comm, all_gather)
 
     def stop(self, reason: str) -> None:
+        """Stops the engines and restores torch's own collectives."""
         for comm in [] if self.is_off else self.comms:
             all_gather = comm.sharded.all_gather
             is_ours = isinstance(all_gather, WatchedAllGather)
@@ -196,6 +202,7 @@ class MeshSums:
             session.stop("fusedcomm could not attach")
 
     def plan(self, others: tuple[FsdpPlan, ...] = ()) -> FsdpPlan:
+        """The plan of these modules. `others`: plans of further meshes, which follow it."""
         if self.is_off:
             wire = wire_of_replicas = "off"
         else:
@@ -207,7 +214,7 @@ class MeshSums:
             num_shards=self.num_shards,
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
-            scratch_nbytes=sum(session.synchroniser.scratch_nbytes for session in self.sessions),
+            scratch_nbytes=sum(session.synchroniser.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             rows=tuple(self._row(comm) for comm in self.comms),
             off=self.is_off,
@@ -234,25 +241,19 @@ class MeshSums:
         )
 
     def stats(self) -> Stats:
+        """Counts and times of this rank."""
         if self.is_off:
-            return uncounted()
-        found = self.sessions[0].stats()
-        counts = found.nonfinite_by_parameter | self.nonfinite()
-        return dataclasses.replace(found, verified=self._verifier.kept, nonfinite_by_parameter=counts)
-
-    def nonfinite(self) -> dict[str, int]:
-        return {name: count for comm in self.comms for name, count in comm.nonfinite().items()}
+            return Stats(off=True)
+        return dataclasses.replace(self.sessions[0].stats(), verified=self._verifier.kept)
 
 
-class Meshes:
-    """What runs behind the handle of a model: see fusedcomm.session.handle.Runs.
+class Meshes(Runs):
+    """What runs behind the handle of a model.
 
     Attributes:
         meshes: that of the first module which is not left to torch first: as a rule the model's own.
         pending: the reduce-scatters under way.
     """
-
-    is_searching = False
 
     def __init__(self, meshes: list[MeshSums]) -> None:
         self.meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
@@ -272,15 +273,13 @@ class Meshes:
 
     @property
     def uses_engine(self) -> bool:
+        """Whether gradients go through fusedcomm."""
         return not self.is_off
 
     @property
     def session(self) -> Session:
         """The first session of the model's own mesh."""
         return self.meshes[0].sessions[0]
-
-    def tuning(self) -> None:
-        """None: nothing is searched."""
 
     def plan(self, bucket_nbytes_caps: None) -> FsdpPlan:
         """The plan; its buckets are the modules."""
@@ -307,20 +306,3 @@ def by_mesh(sharded: Sequence[Sharded]) -> list[list[Sharded]]:
     for each in sharded:
         meshes.setdefault((id(each.process_group), id(each.replicas)), []).append(each)
     return list(meshes.values())
-
-
-def together(found: Sequence[Stats]) -> Stats:
-    """The counts of all, and the times of the first."""
-    first = found[0]
-    if len(found) == 1:
-        return first
-    uncompressed = sum(each.sent_nbytes / each.wire_ratio for each in found if each.wire_ratio)
-    sums = ("buckets", "grad_nbytes", "sent_nbytes", "sent_between_hosts_nbytes", "nonfinite")
-    return dataclasses.replace(
-        first,
-        **{name: sum(getattr(each, name) for each in found) for name in sums},
-        wire_ratio=sum(each.sent_nbytes for each in found) / uncompressed if uncompressed else None,
-        nonfinite_by_parameter={k: v for each in found for k, v in each.nonfinite_by_parameter.items()},
-        quantization_error={k: v for each in found for k, v in each.quantization_error.items()},
-        verified=tuple(sorted((v for each in found for v in each.verified), key=lambda v: v.step)),
-    )

@@ -44,6 +44,7 @@ class Sharded:
 
     @property
     def device(self) -> torch.device:
+        """The device of the gradients."""
         return self.group.device
 
     @property
@@ -78,9 +79,11 @@ class Sharded:
 
     @property
     def is_trained(self) -> bool:
+        """Whether a parameter requires a gradient now."""
         return any(each.is_trained for each in self.parameters)
 
     def use(self, reduce_scatter: ReduceScatter, all_gather: AllGather) -> None:
+        """Gives FSDP2 these collectives of the module."""
         # As set_custom_reduce_scatter() and set_custom_all_gather() do, which refuse a module with several groups.
         self.group._reduce_scatter_comm, self.group._all_gather_comm = reduce_scatter, all_gather
 
@@ -109,6 +112,7 @@ class ShardedParameter:
 
     @property
     def is_trained(self) -> bool:
+        """Whether the parameter requires a gradient now."""
         return self.native.sharded_param.requires_grad
 
     def dtensor(self, row: torch.Tensor) -> DTensor:

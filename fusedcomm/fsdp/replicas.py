@@ -37,6 +37,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(memory: torch.Tensor, taker: Callable[[torch.Tensor, Any], None]) -> Reduced:
+    """`memory` as a tensor whose all-reduce goes to `taker`."""
     tensor = memory.as_subclass(Reduced)
     tensor.taker = taker
     return tensor

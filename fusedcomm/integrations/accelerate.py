@@ -32,9 +32,11 @@ class CheckpointedState:
         self._attachment = attachment
 
     def state_dict(self) -> dict:
+        """See :meth:`Attachment.state_dict`."""
         return self._attachment.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
+        """See :meth:`Attachment.load_state_dict`."""
         self._attachment.load_state_dict(state)
 
 

@@ -51,9 +51,11 @@ class FusedCommCallback(pl.Callback):
 
     @property
     def handle(self) -> "Handle | FsdpHandle | None":
+        """What :func:`fusedcomm.attach` has returned; None outside a fit."""
         return self._attachment.handle
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Attaches. Called by Lightning, as the methods below."""
         need(trainer, ("strategy", "world_size"), _NAME, _TESTED)
         need(trainer.strategy, ("model",), _NAME, _TESTED)
         how = (
@@ -63,9 +65,11 @@ class FusedCommCallback(pl.Callback):
         self._attachment.attach(trainer.strategy.model, trainer.world_size, how)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Detaches."""
         self._attachment.detach()  # Lightning calls no teardown then
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Detaches."""
         self._attachment.detach()
 
     def state_dict(self) -> dict:
@@ -73,4 +77,5 @@ class FusedCommCallback(pl.Callback):
         return self._attachment.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Keeps a checkpoint's state for the next fit."""
         self._attachment.load_state_dict(state_dict)

@@ -65,9 +65,11 @@ class FusedCommCallback(transformers.TrainerCallback):
 
     @property
     def handle(self) -> "Handle | FsdpHandle | None":
+        """What :func:`fusedcomm.attach` has returned; None outside training."""
         return self._attachment.handle
 
     def on_train_begin(self, args, state, control, **_) -> None:
+        """Attaches, with the state of the checkpoint that training resumes from. Called by Transformers."""
         trainer = self._trainer()
         if self._resumed_from is not None:
             self._attachment.load_state_dict(_saved_in(Path(self._resumed_from), args))
@@ -75,6 +77,7 @@ class FusedCommCallback(transformers.TrainerCallback):
         self._attachment.attach(trainer.model_wrapped, args.world_size, _HOW, asked_for_fsdp=asked)
 
     def on_save(self, args, state, control, **_) -> None:
+        """Saves the state beside the checkpoint."""
         is_of_all = not isinstance(self.handle, Handle)
         saved = self._attachment.state_dict() if is_of_all else self._attachment.own_state()
         if saved and (args.should_save or not is_of_all):
@@ -85,6 +88,7 @@ class FusedCommCallback(transformers.TrainerCallback):
                 torch.save(saved, file)
 
     def on_train_end(self, args, state, control, **_) -> None:
+        """Detaches."""
         self._attachment.detach()
 
 

@@ -26,6 +26,7 @@ def watch_steps(reducer: "GradReducer") -> None:
 
 
 def ignore_steps(reducer: "GradReducer") -> None:
+    """Ends :func:`watch_steps`. Idempotent."""
     _watched.discard(reducer)
 
 

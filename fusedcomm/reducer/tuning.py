@@ -37,19 +37,24 @@ class ReducerTarget:
         self._reducer, self._size = reducer, size
 
     def set(self, synchroniser: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
-        self._reducer.set_hook(synchroniser)
+        """See :class:`fusedcomm.autotune.tuner.Target`, also for the methods below."""
+        self._reducer.set_synchroniser(synchroniser)
 
     def set_bucket_mib(self, mib: float) -> None:
+        """Cuts buckets of this size from the next pass on."""
         self._size.mib = mib
         self._reducer.set_caps(*self._size.caps())
 
     def watch(self, device: "_C.Device", begin_pass: Callable[[], object]) -> None:
+        """Calls `begin_pass` before each synchronized pass, and notes when it ends."""
         self._reducer.observe(device, begin_pass)
 
     def unwatch(self) -> None:
+        """Ends what :meth:`watch` began. Idempotent."""
         self._reducer.end_observation()
 
     def take_pass_ends(self) -> list[float]:
+        """When each pass ended since the last call, in milliseconds."""
         return self._reducer.take_pass_ends()
 
 
@@ -89,6 +94,7 @@ class Choice:
 
     @property
     def tuned(self) -> Tuning | str | os.PathLike | None:
+        """The result of an earlier search, or its path; None without one."""
         return self.config.tuned if isinstance(self.config, Auto) else None
 
 

@@ -55,6 +55,7 @@ class GradScaler(torch.amp.GradScaler):
         self._on_host: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def scale(self, outputs):  # noqa: ANN001, ANN201  (as in torch)
+        """As torch's, and prepares the next synchronized pass to unscale. Raises RuntimeError as the class says."""
         scaled = super().scale(outputs)
         if not self._enabled:
             return scaled
@@ -76,12 +77,14 @@ class GradScaler(torch.amp.GradScaler):
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
+        """As torch's. Gradients that unpack has unscaled are not unscaled again."""
         is_ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
         if is_ready and any(synchroniser.epilogue.unscaled != 1 for synchroniser in self._synchronisers()):
             self.unscale_(optimizer)  # a fused optimizer would unscale once more
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's, and begins a new step."""
         super().update(new_scale)
         if not self._enabled:
             return

@@ -2,41 +2,20 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
     from fusedcomm.autotune.search import Tuning
-
-
-class Runs(Protocol):
-    """What runs behind a handle: a :class:`Session`, a stand-in where torch sums, or a search between sessions."""
-
-    session: Session
-    """The one that is running now."""
-    is_off: bool
-    """Whether gradients go through torch's own sums now."""
-    is_searching: bool
-    uses_engine: bool
-    """Whether the gradients of this pass, or between passes of the last one, go through fusedcomm."""
-
-    def stats(self) -> Stats:
-        """Counts and times of this rank."""
-
-    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
-        """See :meth:`Session.plan`."""
-
-    def tuning(self) -> "Tuning | None":
-        """What the search has found; None without one."""
-
-    def stop(self, reason: str) -> None:
-        """Ends it; buckets under way fail with `reason`. Idempotent."""
 
 
 class CommHandle:
@@ -59,7 +38,6 @@ class CommHandle:
 
     def _let_go(self) -> None:
         """Takes what the front end has registered away from the module. Called once, by detach()."""
-        raise NotImplementedError
 
     def _caps(self) -> list[int] | None:
         """The caps on the bytes of buckets, for the plan before the first pass; None: no buckets are predicted."""
@@ -112,7 +90,7 @@ class CommHandle:
         if not self._attached and self.runs is not None:
             raise RuntimeError(f"fusedcomm: this {self._kind} is detached, so {consequence}: {self._anew}")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         """``with … as comm:`` detaches when the block ends, also if it ends with an error.
 
         As :meth:`detach`, every rank must leave the block between steps.

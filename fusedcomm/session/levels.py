@@ -10,6 +10,8 @@ from fusedcomm.ranks.hosts import Hosts
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
+    """The levels of a session's sums."""
+
     hosts: Hosts | None
     """None with ``hosts=None``, and if hosts have different numbers of ranks."""
     one_level_reason: str

@@ -11,7 +11,8 @@ from fusedcomm.ranks import agreement, groups
 from fusedcomm.ranks.peers import Peers
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.plan import Plan, predicted_rows
-from fusedcomm.session.stats import NonFinite, Stats, uncounted
+from fusedcomm.session.runs import Runs
+from fusedcomm.session.stats import NonFinite, Stats
 
 
 def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions, problem: Exception | None) -> None:
@@ -44,6 +45,7 @@ class KeptState:
         return dict(self._nonfinite)
 
     def restore_nonfinite(self, counts: dict[str, int]) -> None:
+        """Keeps the counts."""
         self._nonfinite = dict(counts)
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -54,10 +56,10 @@ class KeptState:
         """Nothing: a state with residuals has been refused."""
 
 
-class OffSession:
+class OffSession(Runs):
     """Stands for a :class:`Session` where torch sums: no hook, no engine, no connections. Arguments as for Session."""
 
-    is_off, is_searching, uses_engine, keeps_residuals = True, False, False, False
+    is_off, uses_engine, keeps_residuals = True, False, False
     config = Config("fp32", "exact", hosts=None)
     """Describes DDP's own all-reduce, for the plan."""
 
@@ -75,19 +77,22 @@ class OffSession:
 
     @property
     def session(self) -> "OffSession":
+        """This object."""
         return self
 
     @property
     def rank(self) -> int:
+        """This process's rank in the group."""
         return self.process_group.rank()
 
     @property
     def world_size(self) -> int:
+        """The group's number of ranks."""
         return self.process_group.size()
 
     def stats(self) -> Stats:
         """All counts are 0, because nothing is counted; `off` is True."""
-        return uncounted()
+        return Stats(off=True)
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = True) -> Plan:
         """As :meth:`Session.plan`."""
@@ -106,15 +111,9 @@ class OffSession:
             frozen=not now,
         )
 
-    def tuning(self) -> None:
-        """None: nothing is searched."""
-
     def nonfinite_report(self) -> list[NonFinite]:
         """Empty, because nothing is counted."""
         return []
-
-    def say_notices(self) -> None:
-        """Nothing: no engine has any."""
 
     def stop(self, reason: str) -> None:
         """Nothing: no engine runs."""

@@ -12,6 +12,8 @@ from fusedcomm.patterns import by_tensor
 
 @dataclasses.dataclass(frozen=True)
 class NamedParameter:
+    """A parameter that is synchronized, with its name and its wire."""
+
     name: str
     tensor: torch.Tensor
     wire: int

@@ -51,7 +51,8 @@ class Found(Protocol):
         """Which wires it may choose, and how to let it choose others; empty if that is not known."""
 
     @property
-    def has_tried_two_levels(self) -> bool: ...
+    def has_tried_two_levels(self) -> bool:
+        """Whether a candidate with sums on two levels was tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,12 @@ class Plan:
 
     @property
     def grad_nbytes(self) -> int:
+        """Bytes of all buckets' gradients."""
         return sum(row.grad_nbytes for row in self.buckets)
 
     @property
     def sent_nbytes(self) -> int:
+        """Bytes that this rank sends in a step."""
         return sum(row.sent_nbytes for row in self.buckets)
 
     @property

@@ -22,6 +22,7 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
 from fusedcomm.session import levels, plan
 from fusedcomm.session.parameters import NamedParameter, trainable
+from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
 
@@ -33,7 +34,7 @@ _GIVEN_UP = "given up"
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
-class Session:
+class Session(Runs):
     """A running engine on one process group.
 
     Args:
@@ -76,7 +77,6 @@ class Session:
         self.config = cfg
         self.keeps_residuals = cfg.feedback is not None
         self._reduces_rows = reduces_rows
-        self.is_off = False  # whether DDP's own all-reduce was chosen for good
         self.local = local
         self.device = device
         self.process_group = process_group
@@ -90,11 +90,11 @@ class Session:
             beside._num_beside += 1
             self.peers = beside.peers
             self._store = beside._store.under(f"beside/{beside._num_beside}")
-            self._host_names = beside._host_names
-            self.levels = levels.find(cfg, self._host_names)
+            self.host_names = beside.host_names
+            self.levels = levels.find(cfg, self.host_names)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        synchroniser, problem, fallback = None, None, cfg.checks.fallback
+        synchroniser, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
@@ -106,10 +106,7 @@ class Session:
                     parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                     wire_1d=cfg.wire_number_1d,
                     grad_device=device,
-                    verify_every=cfg.checks.verify_every,
-                    measure_every=cfg.checks.measure_every,
-                    fallback_error=fallback.error if fallback else 0.0,
-                    fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
+                    **cfg.native_checks(),
                 )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
@@ -125,7 +122,7 @@ class Session:
         except Exception:
             if synchroniser is not None:  # freed now, because a caller may keep the error and with it the synchroniser
                 synchroniser.stop("another rank has no engine")
-                synchroniser.free_workspaces()
+                synchroniser.engine.free_workspaces()
             raise
         self.synchroniser = synchroniser
         self._is_watched = False
@@ -160,8 +157,8 @@ class Session:
         hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
         # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        self._host_names = hosts.published_names(store, self.world_size)
-        self.levels = levels.find(self.config, self._host_names)
+        self.host_names = hosts.published_names(store, self.world_size)
+        self.levels = levels.find(self.config, self.host_names)
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
@@ -201,17 +198,10 @@ class Session:
         self._transport = beside._transport
         return beside.synchroniser.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
-    # ---- as what runs behind a handle: see fusedcomm.session.handle.Runs
-
-    is_searching, uses_engine = False, True
-
     @property
     def session(self) -> "Session":
         """This object."""
         return self
-
-    def tuning(self) -> None:
-        """None: nothing is searched."""
 
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
@@ -242,11 +232,6 @@ class Session:
             self.synchroniser.unwatch()
 
     @property
-    def host_names(self) -> list[str]:
-        """Each rank's."""
-        return self._host_names
-
-    @property
     def ranks_per_host(self) -> int:
         """Ranks on each host if sums have two levels, else 1."""
         return self.levels.ranks_per_host
@@ -258,6 +243,7 @@ class Session:
 
     @property
     def native_config(self) -> "_C.WireConfig":
+        """The engine's configuration."""
         config = self.effective_config
         return config.native(config.chunks, self.ranks_per_host, self.levels.ranks_on_host)
 
@@ -341,6 +327,7 @@ class Session:
         return self._store.under(name).native
 
     def stats(self) -> Stats:
+        """Counts and times of this rank."""
         return collect(self.synchroniser, self.world_size)
 
     def nonfinite_report(self) -> list[NonFinite]:
@@ -416,7 +403,7 @@ class Session:
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
-            scratch_nbytes=self.synchroniser.scratch_nbytes,
+            scratch_nbytes=self.synchroniser.engine.scratch_nbytes,
             exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,

@@ -56,28 +56,28 @@ class Stats:
     counted for them.
     """
 
-    steps: int
-    buckets: int
-    grad_nbytes: int
+    steps: int = 0
+    buckets: int = 0
+    grad_nbytes: int = 0
     """Gradient bytes handed to the hook."""
-    sent_nbytes: int
+    sent_nbytes: int = 0
     """Bytes that this rank gave to the transport to send."""
-    sent_between_hosts_nbytes: int
+    sent_between_hosts_nbytes: int = 0
     """The sent bytes that go to other hosts; 0 if all ranks share one. Hosts are those of `Config.hosts`, or known by
     their names. If these have different numbers of ranks, every rank counts as a host. An all-reduce counts as a ring
     that leaves each host once."""
-    wire_ratio: float | None
+    wire_ratio: float | None = None
     """sent_nbytes divided by the bytes of an all-reduce of the gradients in their own dtype. None if that is 0."""
-    exposed_ms: StepTimes
+    exposed_ms: StepTimes = StepTimes()
     """From handing over the last bucket to its completion: what the step waits for."""
-    busy_ms: StepTimes
+    busy_ms: StepTimes = StepTimes()
     """The time of a step during which at least one bucket was under way."""
-    overlap: float | None
+    overlap: float | None = None
     """Share of the busy time that the backward pass hid. None before the first step."""
-    nonfinite: int
+    nonfinite: int = 0
     """Elements of local gradients that were NaN or Inf when packed."""
-    nonfinite_by_parameter: dict[str, int]
-    quantization_error: dict[str, float]
+    nonfinite_by_parameter: dict[str, int] = dataclasses.field(default_factory=dict)
+    quantization_error: dict[str, float] = dataclasses.field(default_factory=dict)
     """By the bucket's label, the relative error ‖g − ĝ‖₂ / ‖g‖₂ that was last measured (``measure_every`` of
     :class:`fusedcomm.Checks`): g is this rank's gradient, ĝ what the other ranks received for it. With error feedback
     the numerator is the norm of the residual after the step.
@@ -85,7 +85,7 @@ class Stats:
     On two levels the numerator is the error of the part of its host's sum that this rank encodes. The ratio is then as
     large as without for independent gradients, and √(ranks on a host) times as large for equal ones. Buckets that are
     summed exactly are missing."""
-    verified: tuple[Verified, ...]
+    verified: tuple[Verified, ...] = ()
     """The last 256 compared buckets, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
     off: bool = False
     """Whether gradients go through DDP's own all-reduce now: with "off", or if "auto" tries it or has chosen
@@ -93,10 +93,12 @@ class Stats:
 
     @property
     def exposed_ms_p50(self) -> float | None:
+        """The median of `exposed_ms`."""
         return self.exposed_ms.p50
 
     @property
     def busy_ms_p50(self) -> float | None:
+        """The median of `busy_ms`."""
         return self.busy_ms.p50
 
     def scalars(self, separator: str = "/") -> dict[str, float]:
@@ -210,20 +212,20 @@ def collect(synchroniser: "_C.Synchroniser", world_size: int) -> Stats:
     )
 
 
-def uncounted() -> Stats:
-    """The statistics where gradients go through DDP's own all-reduce from the start."""
-    counts = dict.fromkeys(("steps", "buckets", "grad_nbytes", "sent_nbytes", "sent_between_hosts_nbytes"), 0)
-    return Stats(
-        **counts,
-        wire_ratio=None,
-        exposed_ms=StepTimes(),
-        busy_ms=StepTimes(),
-        overlap=None,
-        nonfinite=0,
-        nonfinite_by_parameter={},
-        quantization_error={},
-        verified=(),
-        off=True,
+def together(found: Sequence[Stats]) -> Stats:
+    """The statistics of several engines of this rank: the counts of all, and the times of the first."""
+    first = found[0]
+    if len(found) == 1:
+        return first
+    uncompressed = sum(each.sent_nbytes / each.wire_ratio for each in found if each.wire_ratio)
+    sums = ("buckets", "grad_nbytes", "sent_nbytes", "sent_between_hosts_nbytes", "nonfinite")
+    return dataclasses.replace(
+        first,
+        **{name: sum(getattr(each, name) for each in found) for name in sums},
+        wire_ratio=sum(each.sent_nbytes for each in found) / uncompressed if uncompressed else None,
+        nonfinite_by_parameter={k: v for each in found for k, v in each.nonfinite_by_parameter.items()},
+        quantization_error={k: v for each in found for k, v in each.quantization_error.items()},
+        verified=tuple(sorted((v for each in found for v in each.verified), key=lambda v: v.step)),
     )
 
 

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Checks, Config
-from fusedcomm.session.stats import MAX_BUCKETS_SHOWN, StepTimes, Verified, step_times, uncounted
+from fusedcomm.session.stats import MAX_BUCKETS_SHOWN, Stats, StepTimes, Verified, step_times
 
 MIB = 1 << 20
 LABEL = "bucket 0 (head.weight … head.bias; 2 parameters, 1.5 MiB)"
 OTHER = "bucket 1 (body.weight; 1 parameters, 4 MiB)"
 
 CRAFTED = dataclasses.replace(
-    uncounted(),
+    Stats(off=True),
     steps=4,
     buckets=8,
     grad_nbytes=88 * MIB,
@@ -75,7 +75,7 @@ def test_names_are_those_that_prometheus_allows():
 
 
 def test_what_is_not_known_yet_is_left_out():
-    assert uncounted().scalars() == {"steps": 0.0, "nonfinite": 0.0, "off": 1.0}
+    assert Stats(off=True).scalars() == {"steps": 0.0, "nonfinite": 0.0, "off": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_statistics_print_as_an_aligned_table_and_show_as_one_line():
         f"  quantization   error 0.25 at most, of {OTHER}",
         f"  verified       error 0.0625 in step 3, of {OTHER}",
     ]
-    assert repr(uncounted()) == "Stats(steps=0, off=True)"
-    assert str(uncounted()) == "fusedcomm: off, DDP's own all-reduce, which is not counted"
-    assert str(dataclasses.replace(uncounted(), off=False)) == "fusedcomm: no step has ended yet"
+    assert repr(Stats(off=True)) == "Stats(steps=0, off=True)"
+    assert str(Stats(off=True)) == "fusedcomm: off, DDP's own all-reduce, which is not counted"
+    assert str(dataclasses.replace(Stats(off=True), off=False)) == "fusedcomm: no step has ended yet"
 
 
 # --- real ranks -----------------------------------------------------------------------------------------------------
