@@ -41,7 +41,7 @@ ARGUMENTS = {
     "check_reduction": (2, "check_reduction"),
     "gradient_as_bucket_view": (0.5, "gradient_as_bucket_view"),
     "find_unused_parameters": (1, "find_unused_parameters"),
-    "wire": ("int9", "int9"),
+    "config": ("int9", "int9"),
     "local": (3, "LocalOptions"),
 }
 
