@@ -9,7 +9,9 @@
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.
 #                It can be split into three calls of at most nine minutes, the most valuable first: --call 1, 2, 3. Each
 #                call adds its result to bench/results/<gpu>-torch<version>.json            ARGS="--call 1"
-#   make build, sanitize, lint, format, clean
+#   make sanitize    run the stress programs of tests/native under each sanitizer     SANITIZERS=thread ARGS=engine
+#   make stubs   write fusedcomm/_C.pyi again, after a change of what csrc/bindings binds
+#   make build, lint, types, format, clean
 #
 # Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables, with their defaults:
 #
@@ -50,11 +52,12 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.torch
 BUILT := $(VENV)/.built
 FORMATTERS := $(VENV)/.lint
+CHECKER := $(VENV)/.types
 KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test test-all bench gpu build sanitize lint format clean check-tools check-packages FORCE
+.PHONY: help demo test test-all bench gpu build stubs sanitize lint types format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -67,7 +70,8 @@ demo: build
 # others follow one by one. With ARGS, either step may select no test.
 test test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test-all: override ARGS += --all
-test test-all: build $(KERNELS)
+test test-all: build $(KERNELS) $(CHECKER)
+	$(PY) tests/helpers/native_objects.py
 	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
 	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
@@ -85,6 +89,9 @@ gpu: | $(READY) $(if $(findstring --dry-run,$(ARGS)),build $(KERNELS))
 
 sanitize:
 	bash tests/native/run_sanitizers.sh $(ARGS)
+
+stubs: build
+	$(PY) tests/helpers/make_stubs.py
 
 # ---- the extension
 
@@ -126,10 +133,15 @@ $(VENV)/.torch: | check-tools
 # pyproject.toml allows goes into a folder of its own, where tests/kernels/test_kernel_constants.py looks for it.
 $(VENV)/.kernels: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
-	$(PY) -m pip install --quiet $(PIP_ARGS) --group types || echo "The tests of the public types will skip themselves." >&2
 	oldest=$$(sed -n '/"triton>=/{s/.*"triton>=\([0-9.]*\),.*/\1/p;q}' pyproject.toml); \
 	$(PY) -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-oldest "triton==$$oldest.*" \
 	  || echo "The test that compiles the GPU kernels with Triton $$oldest will skip itself." >&2
+	touch $@
+
+# mypy, which the tests of the public types use, too.
+$(VENV)/.types: pyproject.toml $(VENV)/.torch
+	$(PY) -m pip install --quiet $(PIP_ARGS) --group types \
+	  || { echo "mypy cannot be installed: make types will fail, and the tests of the public types will skip themselves." >&2; }
 	touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.torch
@@ -182,6 +194,9 @@ lint: $(FORMATTERS)
 	ruff format --check .
 	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
 
+types: $(CHECKER) | $(READY)
+	$(PY) -m mypy
+
 format: $(FORMATTERS)
 	ruff check --fix .
 	ruff format .
@@ -189,5 +204,5 @@ format: $(FORMATTERS)
 
 # The environment is kept. To make it again, remove $(VENV) by hand.
 clean:
-	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache fusedcomm/*.so fusedcomm/_C.torch
+	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache fusedcomm/*.so fusedcomm/_C.torch
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -46,6 +46,10 @@ FUSEDCOMM = (
     "_C",
 )
 
+# The front ends, in csrc/frontends/ and in fusedcomm/. What two of them need lives below them, in csrc/gradients/ and
+# in fusedcomm/session/.
+FRONT_ENDS = ("ddp", "reducer", "fsdp", "horovod")
+
 Arrow = tuple[str, str]
 """A file or module, and one that it includes or imports."""
 
@@ -140,6 +144,26 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+def among_sisters(arrows: list[Arrow], front_end_of) -> list[str]:
+    """A text for each arrow from one front end to another. `front_end_of` returns None for what is in none."""
+    ends = [(source, target, front_end_of(source), front_end_of(target)) for source, target in arrows]
+    return [f"{source} → {target}: a front end uses a sister" for source, target, a, b in ends if a and b and a != b]
+
+
+def native_front_end(name: str) -> str | None:
+    match = re.match(r"frontends/(\w+)/", name)
+    return match[1] if match else None
+
+
+def python_front_end(module: str) -> str | None:
+    return room_of(module) if room_of(module) in FRONT_ENDS else None
+
+
+def naming_c10d(files: dict[str, str]) -> list[str]:
+    """The files of gradients/ that name c10d's transport; `files`: text by path."""
+    return [n for n, text in files.items() if n.startswith("gradients/") and re.search("c10d_?transport", text, re.I)]
+
+
 def test_no_include_runs_upward_or_in_a_circle():
     arrows = includes(ROOT / "csrc")
     assert len(arrows) > 100
@@ -169,6 +193,30 @@ def test_no_import_runs_upward_or_in_a_circle():
     assert len(arrows) > 200
     assert upward(arrows, FUSEDCOMM, room_of) == []
     assert circle(arrows) == []
+
+
+def test_no_front_end_uses_a_sister():
+    assert {native_front_end(path) for path, _ in includes(ROOT / "csrc")} == {None, *FRONT_ENDS}
+    assert among_sisters(includes(ROOT / "csrc"), native_front_end) == []
+    # DataParallel may stand in for a DDP module.
+    known = [("fusedcomm.ddp.attach", "fusedcomm.reducer.data_parallel")]
+    assert among_sisters([arrow for arrow in python_arrows() if arrow not in known], python_front_end) == []
+
+
+def test_the_gradients_know_no_certain_transport():
+    paths = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
+    assert naming_c10d({str(path.relative_to(ROOT / "csrc")): path.read_text() for path in paths}) == []
+
+
+def test_a_sister_and_a_certain_transport_are_found():
+    arrows = [("frontends/fsdp/a.h", "frontends/horovod/b.h"), ("frontends/fsdp/a.h", "gradients/bucket.h")]
+    assert among_sisters(arrows, native_front_end) == [
+        "frontends/fsdp/a.h → frontends/horovod/b.h: a front end uses a sister"
+    ]
+    arrows = [("fusedcomm.fsdp.comm", "fusedcomm.ddp"), ("fusedcomm.fsdp.comm", "fusedcomm.fsdp.mesh")]
+    assert among_sisters(arrows, python_front_end) == ["fusedcomm.fsdp.comm → fusedcomm.ddp: a front end uses a sister"]
+    used = "std::shared_ptr<C10dTransport> transport"
+    assert naming_c10d({"gradients/a.h": used, "bindings/b.cpp": used}) == ["gradients/a.h"]
 
 
 def test_training_imports_no_tool():

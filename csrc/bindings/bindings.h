@@ -15,7 +15,6 @@ void bind_gradients(pybind11::module_& m);
 void bind_ddp(pybind11::module_& m);
 void bind_reducer(pybind11::module_& m);
 void bind_fsdp(pybind11::module_& m);
-void bind_horovod_engine(pybind11::module_& m);
 void bind_horovod(pybind11::module_& m);
 
 }  // namespace fusedcomm

@@ -193,7 +193,8 @@ void bind_devices(py::module_& m) {
       .def(py::init(&make_exchange), py::arg("backend"), py::kw_only(), py::arg("max_sending"))
       .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
   m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
-  py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
+  py::class_<TensorTransport, std::shared_ptr<TensorTransport>>(m, "TensorTransport");
+  py::class_<C10dTransport, TensorTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
   py::class_<HostTransport, C10dTransport, std::shared_ptr<HostTransport>>(m, "HostTransport")
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));

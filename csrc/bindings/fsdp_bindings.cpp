@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -17,33 +16,25 @@ namespace fusedcomm {
 
 void bind_fsdp(pybind11::module_& m) {
   namespace py = pybind11;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  // pieces: (name, numel in a row, number of the wire).
   py::class_<ReduceScatter, std::shared_ptr<ReduceScatter>>(m, "ReduceScatter")
-      .def(py::init([](std::shared_ptr<Synchroniser> hook, size_t index,
-                       const std::vector<std::tuple<std::string, int64_t, int>>& row) {
-             std::vector<RowPiece> pieces;
-             for (const auto& [name, numel, wire] : row) pieces.push_back({name, numel, wire});
-             return std::make_shared<ReduceScatter>(std::move(hook), index, std::move(pieces));
+      .def(py::init([](std::shared_ptr<Synchroniser> synchroniser, size_t index,
+                       const std::vector<std::tuple<std::string, int64_t, int>>& pieces) {
+             std::vector<ReduceScatter::Piece> all;
+             for (const auto& [name, numel, wire] : pieces) all.push_back({name, numel, wire});
+             return std::make_shared<ReduceScatter>(std::move(synchroniser), index, std::move(all));
            }),
-           py::kw_only(), py::arg("hook"), py::arg("index"), py::arg("row"))
+           py::kw_only(), py::arg("synchroniser"), py::arg("index"), py::arg("pieces"), NoGil())
+      .def("set_row", &ReduceScatter::set_row, py::arg("row"), NoGil())
       .def_property_readonly("row_numel", &ReduceScatter::row_numel)
       .def_property_readonly("sent_nbytes", &ReduceScatter::sent_nbytes)
       .def_property_readonly("padding_numel", &ReduceScatter::padding_numel)
       .def_property_readonly("residual_nbytes", &ReduceScatter::residual_nbytes)
-      .def("nonfinite", &ReduceScatter::nonfinite, py::call_guard<py::gil_scoped_release>())
-      .def("residuals", &ReduceScatter::residuals, py::call_guard<py::gil_scoped_release>())
-      .def("restore_residuals", &ReduceScatter::restore_residuals, py::arg("residuals"),
-           py::call_guard<py::gil_scoped_release>())
       .def(
           "run",
           [](ReduceScatter& of, const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call,
-             bool is_last) {
-            FuturePtr future;
-            {
-              const py::gil_scoped_release no_gil;
-              future = of.run(output, input, factor, call, is_last);
-            }
-            return torch::jit::toPyObject(std::move(future));
-          },
+             bool is_last) { return returned(&ReduceScatter::run, of, output, input, factor, call, is_last); },
           py::arg("output"), py::arg("input"), py::arg("factor"), py::arg("call"), py::arg("is_last"));
 }
 

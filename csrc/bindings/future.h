@@ -15,13 +15,13 @@ TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue ivalue);
 
 namespace fusedcomm {
 
-// Calls run(hook, bucket) without the GIL and converts its future.
-template <typename Run, typename Hook, typename BucketOfAnyKind>
-pybind11::object returned(Run run, Hook& hook, BucketOfAnyKind& bucket) {
+// Calls run(arguments…) without the GIL and converts its future.
+template <typename Run, typename... Arguments>
+pybind11::object returned(Run run, Arguments&... arguments) {
   FuturePtr future;
   {
     const pybind11::gil_scoped_release no_gil;
-    future = std::invoke(run, hook, bucket);
+    future = std::invoke(run, arguments...);
   }
   return torch::jit::toPyObject(std::move(future));
 }

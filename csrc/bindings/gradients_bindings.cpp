@@ -1,6 +1,8 @@
-// Binds buckets, the synchroniser, and its results.
+// Binds buckets, the synchroniser with its engine and results, and sums of named tensors.
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -10,7 +12,10 @@
 #include "bindings/bindings.h"
 #include "bindings/future.h"
 #include "gradients/bucket.h"
+#include "gradients/collective_calls.h"
+#include "gradients/fused_sum.h"
 #include "gradients/synchroniser.h"
+#include "transport/error_text.h"
 
 namespace fusedcomm {
 namespace {
@@ -69,10 +74,45 @@ void bind_results(py::module_& m) {
       .def_readonly("norm", &Measurement::norm);
 }
 
-void bind_hook(py::module_& m) {
+// The synchroniser owns it, because its end joins threads that may wait for the GIL.
+void bind_engine(py::module_& m) {
+  py::class_<Engine, std::unique_ptr<Engine, py::nodelete>>(m, "Engine")
+      .def("free_workspaces", &Engine::free_workspaces, NoGil())
+      .def("start_trace", &Engine::start_trace, NoGil())
+      .def("stop_trace", &Engine::stop_trace, NoGil())
+      .def(
+          "stamp", [](const Engine& engine) { return engine.device().stamp(); }, NoGil())
+      .def_property_readonly("scratch_nbytes", &Engine::scratch_nbytes);
+}
+
+void bind_fused_sum(py::module_& m) {
+  py::class_<FusedSum, std::shared_ptr<FusedSum>>(m, "FusedSum")
+      .def(py::init<std::shared_ptr<Synchroniser>>(), py::arg("synchroniser"))
+      // done: gets the text of the error, empty if there is none. Returns the sum's torch.futures.Future.
+      .def(
+          "run",
+          [](FusedSum& sum, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+             double factor, std::function<void(std::string)> done, bool ends_step) {
+            FuturePtr future;
+            {
+              const py::gil_scoped_release no_gil;
+              future = sum.run(
+                  names, tensors, factor,
+                  [done = std::move(done)](const std::exception_ptr& error) {
+                    if (done) done(error ? error_text(error) : std::string());
+                  },
+                  ends_step);
+            }
+            return torch::jit::toPyObject(std::move(future));
+          },
+          py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("done") = nullptr,
+          py::arg("ends_step") = false);
+}
+
+void bind_synchroniser(py::module_& m) {
   py::class_<Synchroniser, std::shared_ptr<Synchroniser>>(m, "Synchroniser")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
-                       std::shared_ptr<C10dTransport> transport,
+                       std::shared_ptr<TensorTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
                        at::Device grad_device, int64_t verify_every, int64_t measure_every, double fallback_error,
                        int fallback_wire) {
@@ -88,65 +128,61 @@ void bind_hook(py::module_& m) {
            py::arg("fallback_error"), py::arg("fallback_wire"), NoGil())
       .def(
           "verifications",
-          [](const Synchroniser& hook) {
-            hook.settle();
-            return hook.monitor().verifications();
+          [](const Synchroniser& synchroniser) {
+            synchroniser.settle();
+            return synchroniser.monitor().verifications();
           },
           NoGil())
       .def(
           "measurements",
-          [](const Synchroniser& hook) {
-            hook.settle();
-            return hook.monitor().measurements();
+          [](const Synchroniser& synchroniser) {
+            synchroniser.settle();
+            return synchroniser.monitor().measurements();
           },
           NoGil())
-      .def("residuals", &Synchroniser::residuals, NoGil())
-      .def("restore_residuals", &Synchroniser::restore_residuals, NoGil())
+      .def("residuals", &Synchroniser::residuals, py::arg("names") = py::none(), NoGil())
+      .def("restore_residuals", &Synchroniser::restore_residuals, py::arg("residuals"), py::arg("names") = py::none(),
+           NoGil())
       .def_property("step", py::cpp_function(&Synchroniser::step, NoGil()),
                     py::cpp_function(&Synchroniser::restore_step, NoGil()))
-      .def("run", [](Synchroniser& hook, const Bucket& bucket) { return returned(&Synchroniser::run, hook, bucket); })
+      .def("run", [](Synchroniser& synchroniser,
+                     const Bucket& bucket) { return returned(&Synchroniser::run, synchroniser, bucket); })
       .def(
           "watch",
-          [](Synchroniser& hook, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
+          [](Synchroniser& synchroniser, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
              const std::string& store_text) {
-            const int rank = hook.engine().rank(), world_size = hook.engine().world_size();
-            hook.watch(store, {rank, world_size, stall_after_s, timeout_s, store_port, store_text});
+            const int rank = synchroniser.engine().rank(), world_size = synchroniser.engine().world_size();
+            synchroniser.watch(store, {rank, world_size, stall_after_s, timeout_s, store_port, store_text});
           },
           py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_port"),
           py::arg("store_text"), NoGil())
       .def("unwatch", &Synchroniser::unwatch, NoGil())
       .def("stop", &Synchroniser::stop, py::arg("reason"), NoGil())
       .def("leave", &Synchroniser::leave, py::arg("reason"), NoGil())
-      .def(
-          "free_workspaces", [](const Synchroniser& hook) { hook.engine().free_workspaces(); }, NoGil())
-      .def("max_over_ranks", &Synchroniser::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
-      .def("begin_call", &Synchroniser::begin_call, py::arg("what"), NoGil())
-      .def("end_call", &Synchroniser::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
+      .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      .def("begin_call", &begin_call, py::arg("what"), NoGil())
+      .def("end_call", &end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("explain", &Synchroniser::explain, py::arg("failure"), NoGil())
       .def("adopt_names", &Synchroniser::adopt_names, py::arg("other"), NoGil())
       .def_property_readonly(
-          "epilogue", [](Synchroniser& hook) -> PassEpilogue& { return hook.epilogue(); },
+          "epilogue", [](Synchroniser& synchroniser) -> PassEpilogue& { return synchroniser.epilogue(); },
           py::return_value_policy::reference_internal)
       // (name, number of dimensions) → number of the wire.
       .def("choose_wires", &Synchroniser::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchroniser::take_notices, NoGil())
       .def_property_readonly("transport", &Synchroniser::transport)
       .def("stats", &Synchroniser::stats, NoGil())
-      .def(
-          "start_trace", [](const Synchroniser& hook) { return hook.engine().start_trace(); }, NoGil())
-      .def(
-          "stop_trace", [](const Synchroniser& hook) { return hook.engine().stop_trace(); }, NoGil())
-      .def(
-          "stamp", [](const Synchroniser& hook) { return hook.engine().device().stamp(); }, NoGil())
-      .def_property_readonly("isa", [](const Synchroniser& hook) { return hook.engine().device().isa(); })
-      .def_property_readonly("scratch_nbytes", [](const Synchroniser& hook) { return hook.engine().scratch_nbytes(); })
+      .def_property_readonly(
+          "engine", [](Synchroniser& synchroniser) -> Engine& { return synchroniser.engine(); },
+          py::return_value_policy::reference_internal)
       .def("nonfinite_by_parameter", &Synchroniser::nonfinite_by_parameter, NoGil())
       .def("restore_nonfinite", &Synchroniser::restore_nonfinite, NoGil())
       .def(
           "buckets",
-          [](const Synchroniser& hook) {
+          [](const Synchroniser& synchroniser) {
             std::vector<std::shared_ptr<BucketRecord>> records;
-            for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));
+            for (const auto& record : synchroniser.buckets())
+              records.push_back(std::const_pointer_cast<BucketRecord>(record));
             return records;
           },
           NoGil());
@@ -193,7 +229,9 @@ void bind_gradients(pybind11::module_& m) {
       py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
   bind_epilogue(m);
-  bind_hook(m);
+  bind_engine(m);
+  bind_synchroniser(m);
+  bind_fused_sum(m);
 }
 
 }  // namespace fusedcomm

@@ -13,7 +13,7 @@
 
 #include "bindings/bindings.h"
 #include "frontends/horovod/coordinator.h"
-#include "frontends/reducer/gradient.h"
+#include "gradients/parameter_gradient.h"
 
 namespace fusedcomm {
 namespace {
@@ -44,7 +44,7 @@ std::shared_ptr<Coordinator> make_coordinator(
   options.sockets = std::move(sockets);
   options.negotiator = {fusion_nbytes, stall_warning_s, stall_shutdown_s};
   auto open_wire = [open = std::move(open_engine)](int set, const std::string& wire) {
-    return std::make_shared<horovod::FusedSum>(open(set, wire));
+    return std::make_shared<FusedSum>(open(set, wire));
   };
   return {new Coordinator(options, std::move(say), std::move(open_wire)), end_without_gil};
 }

@@ -12,6 +12,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_ddp(m);
   fusedcomm::bind_reducer(m);
   fusedcomm::bind_fsdp(m);
-  fusedcomm::bind_horovod_engine(m);
   fusedcomm::bind_horovod(m);
 }

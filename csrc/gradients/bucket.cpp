@@ -14,10 +14,10 @@ std::byte* address_of(const at::Tensor& tensor) { return static_cast<std::byte*>
 
 }  // namespace
 
-Gradients::Gradients(at::Tensor flat, std::vector<GradientPlace> places)
-    : in_one_run_(true), places_(std::move(places)) {
+Gradients::Gradients(at::Tensor flat, std::vector<SlicePlace> places, int64_t num_rows)
+    : in_one_run_(true), places_(std::move(places)), num_rows_(num_rows) {
   tensors_.push_back(std::move(flat));
-  for (const GradientPlace& place : places_) numel_ += place.numel;
+  for (const SlicePlace& place : places_) numel_ += num_rows * place.numel;
   if (!is_sparse()) origin_ = address_of(front());
 }
 
@@ -48,6 +48,7 @@ Gradients::Gradients(std::vector<at::Tensor> apart) : tensors_(apart.begin(), ap
 }
 
 at::Tensor Gradients::view(size_t index) const {
+  if (num_rows_ != 1) return front().view({num_rows_, -1}).narrow(1, places_[index].offset, places_[index].numel);
   if (in_one_run_) return front().narrow(0, places_[index].offset, places_[index].numel);
   return tensors_[index].as_strided({places_[index].numel}, {1});
 }

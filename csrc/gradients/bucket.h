@@ -1,4 +1,5 @@
-// A bucket of gradients from any front end: its parameters, and where each of their gradients lies in memory.
+// A bucket of gradients from any front end: its parameters, where each of their gradients lies in memory, and whether
+// every rank gets the sum (all-reduce) or each rank its row of it (reduce-scatter).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,21 +11,18 @@
 #include <optional>
 #include <vector>
 
-namespace fusedcomm {
+#include "devices/slice_table.h"
 
-// Where a gradient lies, in elements of the gradients' dtype. A complex element counts twice.
-struct GradientPlace {
-  int64_t offset = 0;  // from Gradients::origin()
-  int64_t numel = 0;
-};
+namespace fusedcomm {
 
 // The memory of a bucket's gradients: one contiguous run that holds them all, or a tensor for each. A job keeps it
 // until the job ends.
 class Gradients {
  public:
   // One run. flat: [sum of the numels], or a sparse tensor of one parameter. places: those of the gradients in the run,
-  // one after another.
-  Gradients(at::Tensor flat, std::vector<GradientPlace> places);
+  // one after another; a complex element counts twice. num_rows: if the run is rows, one after another: their number.
+  // places are those in a row.
+  Gradients(at::Tensor flat, std::vector<SlicePlace> places, int64_t num_rows = 1);
   // A tensor for each gradient: dense, with its dimensions in any order, all of one dtype and on one device. A complex
   // gradient counts as twice as many real elements. Throws ValueError, whose text names the gradient that does not fit.
   explicit Gradients(std::vector<at::Tensor> apart);
@@ -34,19 +32,21 @@ class Gradients {
   at::ScalarType dtype() const { return tensors_.front().scalar_type(); }
   c10::Device device() const { return tensors_.front().device(); }
   size_t size() const { return places_.size(); }
-  int64_t numel() const { return numel_; }  // of all gradients
+  int64_t num_rows() const { return num_rows_; }
+  int64_t numel() const { return numel_; }  // of all gradients, in all rows
   int64_t nbytes() const { return numel_ * static_cast<int64_t>(tensors_.front().element_size()); }
 
   // The address that offsets count from; null if sparse. For one run it is the run's, for separate tensors a multiple
   // of 16 bytes.
   std::byte* origin() const { return origin_; }
-  const std::vector<GradientPlace>& places() const { return places_; }
+  const std::vector<SlicePlace>& places() const { return places_; }
 
   // The run, or each gradient. They own the memory.
   at::ArrayRef<at::Tensor> tensors() const { return tensors_; }
   // The run, or the first of separate tensors. It represents the bucket where one tensor is needed.
   const at::Tensor& front() const { return tensors_.front(); }
-  // A view of gradient `index`: [numel of the gradient], in the order of its memory.
+  // A view of gradient `index`: [numel of the gradient], in the order of its memory; of rows [num_rows, numel in a
+  // row].
   at::Tensor view(size_t index) const;
   // [numel()]: the run itself, or a copy of the separate tensors one after another.
   at::Tensor flattened() const;
@@ -61,8 +61,8 @@ class Gradients {
   c10::SmallVector<at::Tensor, 1> tensors_;
   const bool in_one_run_;
   std::byte* origin_ = nullptr;
-  std::vector<GradientPlace> places_;
-  int64_t numel_ = 0;
+  std::vector<SlicePlace> places_;
+  int64_t num_rows_ = 1, numel_ = 0;
 };
 
 using GradientsPtr = std::shared_ptr<const Gradients>;
@@ -82,8 +82,20 @@ struct Bucket {
   // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last only
   // ends a step of the statistics, and neither norms nor loss scales nor verifications include the bucket.
   bool is_alone = false;
-  // The result is the mean × factor; see plan_bucket(). Only for a bucket that is alone.
+  // The result is the mean × factor, of a reduce-scatter the sum × factor; see plan_bucket() and plan_reduce_scatter().
+  // Only for a bucket that is alone.
   std::optional<double> factor;
+  // Reduce-scatter: where this rank's sum goes.
+  struct OwnRow {
+    at::Tensor sum;     // contiguous, [elements of a row], of any dtype that gradients may have
+    uint32_t call = 0;  // the number of the bucket's earlier calls. It selects the noise of stochastic rounding.
+  };
+  // If it is set, the gradients are a row for each rank, with zeros behind them as padding. They are only read: this
+  // rank gets the sum of its rows × factor. Only for a bucket that is alone.
+  std::optional<OwnRow> own_row;
+
+  // What the bucket's future receives: the run of gradients, of separate tensors the first, or this rank's row.
+  const at::Tensor& result() const { return own_row ? own_row->sum : gradients->front(); }
 };
 
 }  // namespace fusedcomm

@@ -3,9 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <sstream>
+#include <utility>
 
 #include "gradients/grad_dtype.h"
 
@@ -14,16 +13,19 @@ namespace {
 
 bool is_carried(const Gradients& gradients) { return !gradients.is_sparse() && has_wire_format(gradients.dtype()); }
 
-void plan(const Engine& engine, BucketRecord* record) {
+void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   const WireConfig& config = engine.config();
   int64_t exact_numel = 0;
   std::vector<int64_t> lossy_numels(config.others.size() + 1, 0);
   for (const BucketRecord::Member& member : record->members) {
     const int wire = member.state->wire;
-    (wire == kExactWire ? exact_numel : lossy_numels[static_cast<size_t>(wire)]) += member.numel;
+    (wire == kExactWire ? exact_numel : lossy_numels.at(static_cast<size_t>(wire))) += member.numel;
   }
-  record->plan = plan_bucket(config, engine.world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels,
-                             record->in_one_run, record->factor);
+  const int world_size = engine.world_size();
+  record->plan = record->scatters
+                     ? plan_reduce_scatter(config, world_size, exact_numel, lossy_numels, record->factor.value_or(1))
+                     : plan_bucket(config, world_size, grad_dtype_of(record->dtype), exact_numel, lossy_numels,
+                                   record->in_one_run, record->factor);
   record->streams.resize(record->plan.layouts.size());
   std::vector<bool> begun(record->streams.size(), false);
   for (BucketRecord::Member& member : record->members) {
@@ -35,64 +37,117 @@ void plan(const Engine& engine, BucketRecord* record) {
       const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
       member.payload = static_cast<size_t>(found - wires.begin());
     }
-    if (!begun[member.payload]) record->streams[member.payload].first_parameter = member.state->number;
+    if (!begun[member.payload]) record->streams[member.payload].noise_number = member.state->number;
     begun[member.payload] = true;
+  }
+  if (!record->scatters) return;
+  for (BucketRecord::Payload& stream : record->streams) stream.noise_number = static_cast<uint32_t>(bucket.index);
+}
+
+bool is_in(const BucketRecord::Member& member, size_t payload, bool exact) {
+  return member.payload == payload && member.exact == exact;
+}
+
+// The slices of one of a payload's streams in one row: of an all-reduce, what is packed; of a reduce-scatter, what is
+// unpacked.
+StreamSlices slices_of(const BucketRecord& record, const std::vector<SlicePlace>& places, size_t payload, bool exact) {
+  StreamSlices slices;
+  for (size_t i = 0; i < record.members.size(); ++i) {
+    const BucketRecord::Member& member = record.members[i];
+    if (is_in(member, payload, exact)) slices.append({places[i].offset, member.numel}, member.state);
+  }
+  return slices;
+}
+
+// What a reduce-scatter packs in one of a payload's streams: chunk by chunk a segment of every row, filled up with the
+// zeros behind the rows.
+StreamSlices row_segments(const BucketRecord& record, size_t payload, bool exact) {
+  const BucketLayout& packed = record.plan.packed_rows[payload];
+  const int64_t segment = exact ? packed.part.exact_numel : packed.part.lossy_numel;
+  StreamSlices slices;
+  for (int64_t chunk = 0; chunk < packed.num_chunks && segment != 0; ++chunk) {
+    const Range range{chunk * segment, (chunk + 1) * segment};
+    for (int64_t row = 0; row < packed.num_parts; ++row) {
+      int64_t at = 0, filled = 0;  // elements of the row's stream before the member; elements of the segment
+      for (const BucketRecord::Member& member : record.members) {
+        if (!is_in(member, payload, exact)) continue;
+        const int64_t from = std::max(range.begin, at), to = std::min(range.end, at + member.numel);
+        const int64_t offset = row * (record.numel / packed.num_parts) + member.offset + from - at;
+        if (from < to) slices.append({offset, to - from}, member.state);
+        filled += std::max<int64_t>(0, to - from);
+        at += member.numel;
+      }
+      if (filled < segment) slices.append({record.numel, segment - filled}, nullptr);
+    }
+  }
+  return slices;
+}
+
+// Makes the slices that the record keeps, and the device's tables.
+void prepare(Device* device, Parameters* parameters, const Gradients& gradients, BucketRecord* record) {
+  const BucketPlan& plan = record->plan;
+  for (size_t payload = 0; payload < record->streams.size(); ++payload) {
+    BucketRecord::Payload& stream = record->streams[payload];
+    StreamSlices lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
+    StreamSlices exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
+    if (record->scatters || plan.on_two_levels()) {
+      stream.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places);
+    }
+    if (record->scatters) {
+      stream.own_lossy = std::exchange(lossy, row_segments(*record, payload, /*exact=*/false));
+      stream.own_exact = std::exchange(exact, row_segments(*record, payload, /*exact=*/true));
+      stream.lossy = lossy;
+      stream.exact = exact;
+    }
+    stream.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places);
+    if (!stream.tables) continue;
+    lossy.states.insert(lossy.states.end(), exact.states.begin(), exact.states.end());
+    parameters->count_with(stream.tables, std::move(lossy.states));
   }
 }
 
-// Makes the device's tables of the record's bucket.
-void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
+void make_residuals(const Engine& engine, const Place& place, c10::Device device, BucketRecord* record) {
+  const WireConfig& config = engine.config();
+  const BucketPlan& plan = record->plan;
+  if (!config.feedback || !plan.sums_codes()) return;
   for (size_t payload = 0; payload < record->streams.size(); ++payload) {
-    std::vector<SlicePlace> lossy, exact;
-    std::vector<ParameterStatePtr> states, exact_states;
-    for (const BucketRecord::Member& member : record->members) {
-      if (member.payload != payload) continue;
-      (member.exact ? exact : lossy).push_back({member.offset, member.numel});
-      (member.exact ? exact_states : states).push_back(member.state);
-    }
-    BucketRecord::Payload& stream = record->streams[payload];
-    stream.tables = device->prepare(record->plan.packed_layouts()[payload], lossy, exact);
-    if (!stream.tables) continue;
-    if (record->plan.on_two_levels()) {
-      stream.unpack_tables = device->prepare(record->plan.layouts[payload], lossy, exact);
-    }
-    states.insert(states.end(), exact_states.begin(), exact_states.end());
-    parameters->count_with(stream.tables, std::move(states));
+    const BucketLayout& layout = record->scatters ? plan.packed_rows[payload] : plan.layouts[payload];
+    if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
+    auto& residual = record->streams[payload].residual;
+    residual = record->scatters ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, device)
+                                : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale,
+                                                                   plan.reduce_scale, place, device,
+                                                                   /*of_first_only=*/!plan.encodes_sums());
+    for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
 }
+
+void add_to(const at::Tensor& gradient, const at::Tensor& values) { gradient.add_(values.view(gradient.sizes())); }
 
 // Makes the record's residuals from those of its parameters. A residual that can no longer be kept is added to the
 // gradients.
 void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients) {
-  const WireConfig& config = engine.config();
   // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
-  if (!config.feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
+  if (!engine.config().feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
   at::NoGradGuard no_grad;
-  const BucketPlan& plan = record->plan;
-  const bool keeps = config.feedback && plan.sums_codes();
-  for (size_t payload = 0; keeps && payload < record->streams.size(); ++payload) {
-    const BucketLayout& layout = plan.layouts[payload];
-    if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
-    auto& residual = record->streams[payload].residual;
-    residual = std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale, place,
-                                                gradients.device(),
-                                                /*of_first_only=*/!plan.encodes_sums());
-    for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
-  }
+  make_residuals(engine, place, gradients.device(), record);
   // No old residual is released before all of them have been copied.
   std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined if there is no residual
   std::vector<int64_t> begins(record->streams.size(), 0);
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor left_out = member.state->left_out();
-    const bool is_kept = !member.exact && record->streams[member.payload].residual;
-    if (is_kept && left_out.defined()) {
+    const auto& residual = record->streams[member.payload].residual;
+    if (!member.exact && residual && left_out.defined()) {
       at::Tensor& all = values[member.payload];
-      if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
-      all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
+      const BucketPlan& plan = record->plan;
+      const auto& layouts = record->scatters ? plan.packed_rows : plan.layouts;
+      if (!all.defined()) all = at::zeros({layouts[member.payload].lossy_numel}, left_out.options());
+      const at::Tensor range = residual->range_of(all, begins[member.payload], left_out.numel());
+      range.copy_(left_out.view(range.sizes()));
     } else if (left_out.defined()) {
-      gradients.view(i).add_(left_out);
+      add_to(gradients.view(i), left_out);
     }
     if (!member.exact) begins[member.payload] += member.numel;
   }
@@ -104,7 +159,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
     int64_t& begin = begins[member.payload];
-    if (rest.defined() && !member.exact) gradients.view(i).add_(rest.narrow(0, begin, member.numel));
+    if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel));
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
     member.state->residual_begin = begin;
@@ -112,24 +167,12 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
   }
 }
 
-template <typename T>
-int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < numel; ++i) count += !std::isfinite(static_cast<float>(values[i]) * scale);
-  return count;
-}
-
 // `begin`: elements from the gradients' origin.
 int64_t count_nonfinite(const Gradients& gradients, int64_t begin, int64_t numel, float scale) {
-  const std::byte* const data = gradients.origin() + begin * static_cast<int64_t>(c10::elementSize(gradients.dtype()));
-  switch (gradients.dtype()) {
-    case at::kFloat:
-      return count_nonfinite(reinterpret_cast<const float*>(data), numel, scale);
-    case at::kBFloat16:
-      return count_nonfinite(reinterpret_cast<const at::BFloat16*>(data), numel, scale);
-    default:
-      return count_nonfinite(reinterpret_cast<const at::Half*>(data), numel, scale);
-  }
+  const at::NoGradGuard no_grad;
+  std::byte* const data = gradients.origin() + begin * static_cast<int64_t>(c10::elementSize(gradients.dtype()));
+  const at::Tensor values = at::from_blob(data, {numel}, at::TensorOptions(gradients.dtype())).to(at::kFloat);
+  return numel - values.mul(scale).isfinite().sum().item<int64_t>();
 }
 
 // The range of the elements of a stream, exact or lossy, that are in a chunk.
@@ -137,6 +180,87 @@ Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
   const int64_t last = layout.num_parts - 1;
   if (exact) return {layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end};
   return {layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end};
+}
+
+// Whether the record is still valid for this bucket, wherever its gradients lie.
+bool is_of(const BucketRecord& record, const Bucket& bucket) {
+  const Gradients& gradients = *bucket.gradients;
+  if (record.is_stale || record.factor != bucket.factor || record.dtype != gradients.dtype()) return false;
+  if (record.passthrough == is_carried(gradients) || record.scatters != bucket.own_row.has_value()) return false;
+  if (record.in_one_run != gradients.in_one_run() || record.numel != gradients.numel()) return false;
+  if (record.parameters.size() != bucket.parameters.size()) return false;
+  return std::equal(
+      record.parameters.begin(), record.parameters.end(), bucket.parameters.begin(), bucket.parameters.end(),
+      [](c10::TensorImpl* known, const at::Tensor& parameter) { return known == parameter.unsafeGetTensorImpl(); });
+}
+
+// Whether the residuals of its parameters are still in this record, and not in that of another bucket.
+bool has_residuals(const BucketRecord& record) {
+  return record.passthrough ||
+         std::all_of(record.members.begin(), record.members.end(), [&record](const BucketRecord::Member& member) {
+           return member.state->residual == (member.exact ? nullptr : record.streams[member.payload].residual);
+         });
+}
+
+// Whether the gradients lie where the tables say. True if there are no tables.
+bool lies_as(const BucketRecord& record, const Gradients& gradients) {
+  const auto has_tables = [](const BucketRecord::Payload& stream) { return stream.tables != nullptr; };
+  if (record.in_one_run || std::none_of(record.streams.begin(), record.streams.end(), has_tables)) return true;
+  return std::equal(
+      record.members.begin(), record.members.end(), gradients.places().begin(), gradients.places().end(),
+      [](const BucketRecord::Member& member, const SlicePlace& place) { return member.offset == place.offset; });
+}
+
+BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Place& place, c10::Device device,
+                            Parameters* parameters) {
+  const Gradients& gradients = *bucket.gradients;
+  TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
+              ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
+  auto record = std::make_shared<BucketRecord>();
+  record->dtype = gradients.dtype();
+  record->factor = bucket.factor;
+  record->passthrough = !is_carried(gradients);
+  record->in_one_run = gradients.in_one_run();
+  record->scatters = bucket.own_row.has_value();
+  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    const at::Tensor& parameter = bucket.parameters[i];
+    const SlicePlace& place_of_gradient = gradients.places()[i];
+    BucketRecord::Member member{parameters->state_of(parameter), place_of_gradient.offset};
+    const int64_t numel = member.state->numel();
+    member.numel = numel / gradients.num_rows();
+    TORCH_CHECK(record->passthrough || member.numel == place_of_gradient.numel,
+                "fusedcomm: ", bucket_name(bucket.index), " has a gradient of ", place_of_gradient.numel,
+                " elements for ", member.state->name, ", which has ", member.numel);
+    record->numel += numel;
+    record->parameters.push_back(parameter.unsafeGetTensorImpl());
+    record->members.push_back(std::move(member));
+  }
+  // A row's plan is printed before its dtype is known.
+  const auto element_nbytes = static_cast<double>(c10::elementSize(record->scatters ? at::kFloat : record->dtype));
+  record->label =
+      make_label(bucket.index, record->parameter_names(), static_cast<double>(record->numel) * element_nbytes);
+  if (record->passthrough) return record;
+  if (bucket.check) bucket.check();
+  TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
+              " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
+  plan(engine, bucket, record.get());
+  prepare(&engine.device(), parameters, gradients, record.get());
+  move_residuals(engine, place, record.get(), gradients);
+  return record;
+}
+
+void take_out_residuals(const BucketRecord& record) {
+  const at::NoGradGuard no_grad;
+  for (const BucketRecord::Member& member : record.members) member.state->take_out();
+}
+
+// A copy of the record, with tables of where the gradients lie now.
+BucketRecordPtr moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
+                             Parameters* parameters) {
+  auto moved = std::make_shared<BucketRecord>(record);
+  for (size_t i = 0; i < moved->members.size(); ++i) moved->members[i].offset = gradients.places()[i].offset;
+  prepare(device, parameters, gradients, moved.get());
+  return moved;
 }
 
 }  // namespace
@@ -157,88 +281,59 @@ std::vector<std::string> BucketRecord::parameter_names() const {
   return names;
 }
 
-bool BucketRecord::is_of(const Bucket& bucket) const {
-  const Gradients& gradients = *bucket.gradients;
-  if (is_stale || factor != bucket.factor || dtype != gradients.dtype() || passthrough == is_carried(gradients))
-    return false;
-  if (in_one_run != gradients.in_one_run() || numel != gradients.numel()) return false;
-  if (parameters.size() != bucket.parameters.size()) return false;
-  return std::equal(
-      parameters.begin(), parameters.end(), bucket.parameters.begin(), bucket.parameters.end(),
-      [](c10::TensorImpl* known, const at::Tensor& parameter) { return known == parameter.unsafeGetTensorImpl(); });
-}
-
-bool BucketRecord::has_residuals() const {
-  return passthrough || std::all_of(members.begin(), members.end(), [this](const Member& member) {
-           return member.state->residual == (member.exact ? nullptr : streams[member.payload].residual);
-         });
-}
-
-bool BucketRecord::lies_as(const Gradients& gradients) const {
-  if (in_one_run || std::none_of(streams.begin(), streams.end(), [](const Payload& s) { return s.tables; }))
-    return true;
-  return std::equal(members.begin(), members.end(), gradients.places().begin(), gradients.places().end(),
-                    [](const Member& member, const GradientPlace& place) { return member.offset == place.offset; });
-}
-
-std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
-                                          c10::Device device, Parameters* parameters) {
-  const Gradients& gradients = *bucket.gradients;
-  TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
-              ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
-  auto record = std::make_shared<BucketRecord>();
-  record->dtype = gradients.dtype();
-  record->factor = bucket.factor;
-  record->passthrough = !is_carried(gradients);
-  record->in_one_run = gradients.in_one_run();
-  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-    const at::Tensor& parameter = bucket.parameters[i];
-    const GradientPlace& place_of_gradient = gradients.places()[i];
-    BucketRecord::Member member{parameters->state_of(parameter), place_of_gradient.offset};
-    member.numel = member.state->numel();
-    TORCH_CHECK(record->passthrough || member.numel == place_of_gradient.numel,
-                "fusedcomm: ", bucket_name(bucket.index), " has a gradient of ", place_of_gradient.numel,
-                " elements for ", member.state->name, ", which has ", member.numel);
-    record->numel += member.numel;
-    record->parameters.push_back(parameter.unsafeGetTensorImpl());
-    record->members.push_back(std::move(member));
+BucketRecords::Found BucketRecords::of(const Bucket& bucket, Parameters* parameters) {
+  const size_t index = bucket.index;
+  if (records_.size() <= index) records_.resize(index + 1);
+  BucketRecordPtr& record = records_[index];
+  const bool is_new = !record || !is_of(*record, bucket) || !has_residuals(*record);
+  if (is_new) {
+    // The residual of a parameter that is no longer in the rows must not keep that of all others.
+    if (bucket.own_row && record) take_out_residuals(*record);
+    record = make_record(bucket, engine_, place_, device_, parameters);
+    // Parameters may have come from records that are kept, whose residuals would only take memory.
+    for (BucketRecordPtr& other : records_) {
+      if (bucket.is_alone && other && !has_residuals(*other)) other = nullptr;
+    }
+  } else if (!lies_as(*record, *bucket.gradients)) {
+    record = moved_record(*record, *bucket.gradients, &engine_.device(), parameters);
   }
-  const double nbytes = static_cast<double>(record->numel) * c10::elementSize(record->dtype);
-  record->label = make_label(bucket.index, record->parameter_names(), nbytes);
-  if (record->passthrough) return record;
-  if (bucket.check) bucket.check();
-  TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
-              " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
-  plan(engine, record.get());
-  prepare(&engine.device(), parameters, record.get());
-  move_residuals(engine, place, record.get(), gradients);
-  return record;
+  // Records past the last bucket are from before a rebuild.
+  if (bucket.is_last && !bucket.is_alone) records_.resize(index + 1);
+  return {records_[index], is_new};
 }
 
-std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
-                                           Parameters* parameters) {
-  auto moved = std::make_shared<BucketRecord>(record);
-  for (size_t i = 0; i < moved->members.size(); ++i) moved->members[i].offset = gradients.places()[i].offset;
-  prepare(device, parameters, moved.get());
-  return moved;
+void BucketRecords::make_stale() {
+  for (BucketRecordPtr& record : records_) {
+    if (!record) continue;
+    const auto stale = std::make_shared<BucketRecord>(*record);
+    stale->is_stale = true;
+    for (BucketRecord::Payload& stream : stale->streams) stream.residual = nullptr;
+    record = stale;
+  }
 }
 
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk) {
   // Gradients that are summed in place have been scaled already.
   const float scale = job.plan->in_place ? 1.0F : job.plan->pack_scale;
-  // Elements of the members so far, by payload: lossy and exact.
-  std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});
-  for (size_t i = 0; i < record.members.size(); ++i) {
-    const BucketRecord::Member& member = record.members[i];
-    int64_t& before = seen[member.payload][member.exact];
-    const Range range = of_chunk(job.plan->layouts[member.payload], chunk, member.exact);
-    const int64_t begin = std::max(range.begin, before);
-    const int64_t end = std::min(range.end, before + member.numel);
-    if (begin < end) {
-      const int64_t from = gradients.places()[i].offset + begin - before;
-      member.state->num_nonfinite += count_nonfinite(gradients, from, end - begin, scale);
+  for (size_t payload = 0; payload < record.streams.size(); ++payload) {
+    const BucketLayout& layout = record.scatters ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
+    for (const bool exact : {false, true}) {
+      const BucketRecord::Payload& stream = record.streams[payload];
+      const StreamSlices slices = !record.scatters ? slices_of(record, gradients.places(), payload, exact)
+                                  : exact          ? stream.exact
+                                                   : stream.lossy;
+      const Range range = of_chunk(layout, chunk, exact);
+      int64_t before = 0;  // elements of the stream before the slice
+      for (size_t i = 0; i < slices.places.size(); ++i) {
+        const SlicePlace& place = slices.places[i];
+        const int64_t begin = std::max(range.begin, before), end = std::min(range.end, before + place.numel);
+        if (begin < end && slices.states[i]) {
+          slices.states[i]->num_nonfinite +=
+              count_nonfinite(gradients, place.offset + begin - before, end - begin, scale);
+        }
+        before += place.numel;
+      }
     }
-    before += member.numel;
   }
 }
 

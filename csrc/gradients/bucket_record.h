@@ -13,44 +13,56 @@
 
 namespace fusedcomm {
 
+// Slices of a stream, in its order.
+struct StreamSlices {
+  std::vector<SlicePlace> places;         // in elements from the origin of the gradients
+  std::vector<ParameterStatePtr> states;  // the parameter of each; null for padding
+
+  void append(const SlicePlace& place, const ParameterStatePtr& state) {
+    places.push_back(place);
+    states.push_back(state);
+  }
+};
+
 // Valid as long as the bucket has the same parameters in the same order.
 struct BucketRecord {
   // The gradient of one of the bucket's parameters.
   struct Member {
     ParameterStatePtr state;
     int64_t offset = 0;  // elements from the origin of the gradients for which the tables were made
-    int64_t numel = 0;   // elements of the gradients' dtype: a complex parameter counts twice
+    int64_t numel = 0;   // elements of the gradients' dtype, in one row: a complex parameter counts twice
     size_t payload = 0;  // index of its layout in the plan
     bool exact = false;  // whether it is in that layout's exact stream
   };
   // What is kept for one of the plan's layouts.
   struct Payload {
-    // The number of the layout's first lossy parameter. It selects the noise of stochastic rounding.
-    uint32_t first_parameter = 0;
+    // Selects the noise of stochastic rounding: the number of the layout's first lossy parameter. In a reduce-scatter
+    // the bucket's index.
+    uint32_t noise_number = 0;
     std::shared_ptr<const BucketTables> tables;         // for pack
     std::shared_ptr<const BucketTables> unpack_tables;  // for unpack, if its layout is not pack's; else null
     std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
+    // Reduce-scatter: what pack reads, the segments of all rows, and what unpack writes, counted from the own row. Else
+    // empty, because the gradients may lie elsewhere in every pass.
+    StreamSlices lossy, exact, own_lossy, own_exact;
   };
   std::vector<c10::TensorImpl*> parameters;
   std::vector<Member> members;
   at::ScalarType dtype = at::kFloat;
-  int64_t numel = 0;
+  int64_t numel = 0;             // of all rows
   std::optional<double> factor;  // see Bucket
   bool is_stale = false;         // its residuals have been replaced, so it must be made again
   bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
+  bool scatters = false;  // a reduce-scatter
   BucketPlan plan;
   std::vector<Payload> streams;  // one for each of the plan's layouts
   std::shared_ptr<const BucketLabel> label;
 
   std::vector<std::string> parameter_names() const;
-  // Whether the record is still valid for this bucket, wherever its gradients lie.
-  bool is_of(const Bucket& bucket) const;
-  // Whether the gradients lie where the tables say. True if there are no tables.
-  bool lies_as(const Gradients& gradients) const;
-  // Whether the residuals of its parameters are still in this record, and not in that of another bucket.
-  bool has_residuals() const;
 };
+
+using BucketRecordPtr = std::shared_ptr<const BucketRecord>;
 
 // The first encoder with error feedback and noise: a message within a host has neither.
 inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
@@ -61,15 +73,35 @@ inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
 // errors and warnings. `parameters`: their names. `nbytes`: of their gradients.
 std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<std::string>& parameters, double nbytes);
 
-// Makes the record of a bucket that is new or has changed: plans it, makes its tables, and makes its residuals from
-// those of its parameters. A residual that can no longer be kept is added to the gradients. Throws if the bucket is
-// on another device than `device`, or if these are not the gradients of its parameters.
-std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
-                                          c10::Device device, Parameters* parameters);
+// The records of all buckets. Not thread-safe.
+class BucketRecords {
+ public:
+  // device: of the gradients. place: of this rank among hosts.
+  BucketRecords(const Engine& engine, const Place& place, c10::Device device)
+      : engine_(engine), place_(place), device_(device) {}
 
-// A copy of the record, with tables of where the gradients lie now.
-std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
-                                           Parameters* parameters);
+  struct Found {
+    BucketRecordPtr record;
+    bool is_new;  // whether the bucket is new or has changed
+  };
+  // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
+  // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
+  // If its gradients lie elsewhere than before, makes new tables. Throws if the bucket is on another device, or if
+  // these are not the gradients of its parameters.
+  Found of(const Bucket& bucket, Parameters* parameters);
+
+  // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.
+  std::vector<BucketRecordPtr>& all() { return records_; }
+  const std::vector<BucketRecordPtr>& all() const { return records_; }
+  // Call it when residuals have been replaced: the next hand-over of each bucket makes it a new record.
+  void make_stale();
+
+ private:
+  const Engine& engine_;
+  const Place place_;
+  const c10::Device device_;
+  std::vector<BucketRecordPtr> records_;
+};
 
 // Adds the non-finite elements of a packed chunk to their parameters' counts. It reads the chunk a second time, which
 // is affordable because it is rare.

@@ -1,61 +1,67 @@
-// The synchroniser's collective calls that are not buckets.
-#include <ATen/ATen.h>
+#include "gradients/collective_calls.h"
 
+#include <memory>
 #include <utility>
 
 #include "gradients/synchroniser.h"
 
 namespace fusedcomm {
+namespace {
 
-double Synchroniser::max_over_ranks(double value, const std::string& what) const {
-  at::NoGradGuard no_grad;
-  // The all-reduce is a sum, so every rank has an element of its own.
-  auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
-  values[engine_->rank()].fill_(value);
-  engine_->device().will_use(values);
-  const FuturePtr future = submit_uncounted(what, values, [transport = transport_, values](Lane::Completion done) {
-    transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
-  });
-  future->waitAndThrow();
-  return values.max().item<double>();
-}
-
-FuturePtr Synchroniser::gather(const at::Tensor& numbers, const std::string& what) const {
-  at::NoGradGuard no_grad;
-  const at::Tensor own = numbers.to(device_, numbers.scalar_type(), /*non_blocking=*/true);
-  const int64_t world_size = engine_->world_size();
-  const at::Tensor all = at::empty({world_size * own.numel()}, own.options());  // gloo wants one dimension
-  for (const at::Tensor& tensor : {own, all}) engine_->device().will_use(tensor);
-  return submit_uncounted(what, all.view({world_size, -1}), [transport = transport_, own, all](Lane::Completion done) {
-    transport->all_gather_tensor(Channel::kScatter, all, own, std::move(done));
-  });
-}
-
-FuturePtr Synchroniser::submit_uncounted(const std::string& what, const at::Tensor& result,
-                                         Lane::Transfer transfer) const {
-  const FuturePtr future = make_future(device_);
+// Submits a collective. The future receives `result`, which the transfer fills.
+FuturePtr submit_call(const Synchroniser& synchroniser, const std::string& what, const at::Tensor& result,
+                      Lane::Transfer transfer) {
+  const FuturePtr future = make_future(synchroniser.grad_device());
   auto job = std::make_shared<BucketJob>();
   job->counted = false;
   job->label = std::make_shared<const BucketLabel>(what, what);
   job->on_done = [future, result](std::exception_ptr error) { complete(*future, result, std::move(error)); };
   PassthroughStages stages;
   stages.scatter = std::move(transfer);
-  engine_->submit_passthrough(std::move(job), std::move(stages));
+  synchroniser.engine().submit_passthrough(std::move(job), std::move(stages));
   return future;
 }
 
-int64_t Synchroniser::begin_call(const std::string& what) const {
-  return engine_->board()->hand_over(std::make_shared<const BucketLabel>(what, what), step(), /*is_last=*/false,
-                                     /*num_chunks=*/0);
+}  // namespace
+
+double max_over_ranks(const Synchroniser& synchroniser, double value, const std::string& what) {
+  at::NoGradGuard no_grad;
+  Engine& engine = synchroniser.engine();
+  // The all-reduce is a sum, so every rank has an element of its own.
+  auto values =
+      at::zeros({engine.world_size()}, at::TensorOptions().dtype(at::kDouble).device(synchroniser.grad_device()));
+  values[engine.rank()].fill_(value);
+  engine.device().will_use(values);
+  const FuturePtr future =
+      submit_call(synchroniser, what, values, [transport = synchroniser.transport(), values](Lane::Completion done) {
+        transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
+      });
+  future->waitAndThrow();
+  return values.max().item<double>();
 }
 
-void Synchroniser::end_call(int64_t call, bool all_took_part) const {
-  all_took_part ? engine_->board()->end(call, nullptr) : engine_->board()->withdraw(call);
+FuturePtr gather(const Synchroniser& synchroniser, const at::Tensor& numbers, const std::string& what) {
+  at::NoGradGuard no_grad;
+  Engine& engine = synchroniser.engine();
+  const at::Tensor own = numbers.to(synchroniser.grad_device(), numbers.scalar_type(), /*non_blocking=*/true);
+  const int64_t world_size = engine.world_size();
+  const at::Tensor all = at::empty({world_size * own.numel()}, own.options());  // gloo wants one dimension
+  for (const at::Tensor& tensor : {own, all}) engine.device().will_use(tensor);
+  return submit_call(synchroniser, what, all.view({world_size, -1}),
+                     [transport = synchroniser.transport(), own, all](Lane::Completion done) {
+                       transport->all_gather_tensor(Channel::kScatter, all, own, std::move(done));
+                     });
 }
 
-std::string Synchroniser::explain(const std::string& failure) const {
-  const auto watch = this->watch();
-  return watch ? watch->explain(failure) : std::string();
+int64_t begin_call(const Synchroniser& synchroniser, const std::string& what) {
+  return synchroniser.engine().board()->hand_over(std::make_shared<const BucketLabel>(what, what), synchroniser.step(),
+                                                  /*is_last=*/false,
+                                                  /*num_chunks=*/0);
+}
+
+void end_call(const Synchroniser& synchroniser, int64_t call, bool all_took_part) {
+  const auto& board = synchroniser.engine().board();
+  all_took_part ? board->end(call, nullptr) : board->withdraw(call);
 }
 
 }  // namespace fusedcomm

@@ -10,19 +10,6 @@ namespace {
 // Verifications that are kept for verifications().
 constexpr size_t kMaxVerifications = 256;
 
-at::Tensor squared_norm(const at::Tensor& x) { return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_(); }
-
-// Writes a Verification's norms. `result`: a bucket's mean in its own dtype. `exact`: fp32.
-void compare(const at::Tensor& result, const at::Tensor& exact, const at::Tensor& norms) {
-  norms[0].copy_(squared_norm(at::sub(result.to(at::kFloat), exact)));
-  norms[1].copy_(squared_norm(exact));
-  const at::Tensor is_finite = at::isfinite(result);
-  const at::Tensor should_be = at::isfinite(exact.to(result.scalar_type()));  // in the bucket's dtype
-  const at::Tensor lost = at::logical_and(is_finite, should_be.logical_not()).sum();
-  const at::Tensor made = at::logical_and(is_finite.logical_not(), should_be).sum();
-  norms[2].copy_(lost + at::where(should_be.all(), made, at::zeros_like(made)));
-}
-
 // Inf if elements of the result are wrong (see Verification); else ‖result − exact‖₂ / ‖exact‖₂. None if that is not
 // finite, as after an overflow or if the exact mean is zero: such a ratio means nothing.
 std::optional<double> relative_error_of(const at::Tensor& norms) {
@@ -33,44 +20,11 @@ std::optional<double> relative_error_of(const at::Tensor& norms) {
 
 }  // namespace
 
-ErrorMonitor::ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C10dTransport* transport)
+ErrorMonitor::ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, TensorTransport* transport)
     : options_(options), engine_(engine), transport_(transport) {}
 
-void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                                   std::shared_ptr<const BucketRecord> record, float unscale) {
-  at::NoGradGuard no_grad;
-  // Copy, because the bucket's own sum overwrites the gradients; flattened() has copied separate tensors already.
-  const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
-  exact.mul_(1.0 / transport_->world_size());
-  const auto norms = at::empty({3}, exact.options().dtype(at::kDouble));
-  for (const at::Tensor& tensor : {exact, norms}) engine_->device().will_use(tensor);
-  auto check = std::make_shared<BucketJob>();
-  check->owner = job->owner;
-  check->counted = false;
-  check->label = std::make_shared<const BucketLabel>(job->label->name + " verified",
-                                                     "the exact sum that verifies " + job->label->text);
-  check->on_done = std::move(job->on_done);
-  // After a failure the engine fails every later job, so the end of the check reports both.
-  job->on_done = [](std::exception_ptr) {};
-
-  const Verification verification{pass, job->label, norms};
-  if (options_.fallback_error > 0) pending_.push_back({verification, std::move(record), {}});
-  PassthroughStages stages;
-  stages.scatter = [transport = transport_, exact](Lane::Completion done) {
-    transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
-  };
-  // This runs on the unpack lane, and therefore after the bucket's own unpack.
-  stages.unpack = [this, verification, exact, gradients, unscale] {
-    at::NoGradGuard inner_no_grad;
-    compare(gradients->flattened(), exact, verification.norms);
-    if (unscale != 1) gradients->scale(unscale);
-    std::lock_guard<std::mutex> lock(mutex_);
-    verifications_.push_back(verification);
-    if (verifications_.size() > kMaxVerifications) verifications_.pop_front();
-    if (!has_said_) unseen_.push_back(verification);
-  };
-  engine_->submit(std::move(job));
-  engine_->submit_passthrough(std::move(check), std::move(stages));
+void ErrorMonitor::expect(const Verification& verification, const BucketRecordPtr& record) {
+  if (options_.fallback_error > 0) pending_.push_back({verification, record, {}});
 }
 
 std::vector<ErrorMonitor::Failing> ErrorMonitor::begin_pass(int64_t pass) {
@@ -128,6 +82,13 @@ void ErrorMonitor::share(Pending* pending) {
     transport->all_reduce_tensor(Channel::kScatter, norms, std::move(done));
   };
   engine_->submit_passthrough(std::move(job), std::move(stages));
+}
+
+void ErrorMonitor::add(const Verification& verification) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  verifications_.push_back(verification);
+  if (verifications_.size() > kMaxVerifications) verifications_.pop_front();
+  if (!has_said_) unseen_.push_back(verification);
 }
 
 void ErrorMonitor::add(Measurement measurement) {

@@ -1,5 +1,5 @@
-// Monitors the error that the wire causes: measures the error of packing, compares results with exact sums, and reports
-// buckets whose error is too large.
+// Monitors the error that the wire causes: says which buckets are measured (measured_bucket.h) and verified
+// (verified_bucket.h), keeps the results, and reports buckets whose error is too large.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@
 
 #include "engine/engine.h"
 #include "gradients/bucket.h"
-#include "transport/c10d_transport.h"
+#include "transport/tensor_transport.h"
 
 namespace fusedcomm {
 
@@ -44,11 +44,12 @@ struct Measurement {
 };
 
 struct BucketRecord;
+using BucketRecordPtr = std::shared_ptr<const BucketRecord>;
 
 class ErrorMonitor {
  public:
   // The monitor keeps neither the engine nor the transport alive. The engine's lanes must end before the monitor does.
-  ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C10dTransport* transport);
+  ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, TensorTransport* transport);
 
   // Whether any bucket is ever verified. If not, begin_pass() and take_notice() return nothing.
   bool verifies() const { return options_.verify_every != 0; }
@@ -57,10 +58,9 @@ class ErrorMonitor {
     const int64_t every = options_.verify_every;
     return every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
   }
-  // Submits the job, and after it an exact sum of the same gradients. The job's on_done is called after both. The means
-  // are multiplied by `unscale` when they have been compared.
-  void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                       std::shared_ptr<const BucketRecord> record, float unscale);
+  // Call it before a bucket of this pass is verified, and add() when it has been.
+  void expect(const Verification& verification, const BucketRecordPtr& record);
+  void add(const Verification& verification);
 
   // Whether buckets of this pass are measured.
   bool is_measured(int64_t pass) const {
@@ -74,7 +74,7 @@ class ErrorMonitor {
 
   // A bucket whose error is too large. Every rank finds the same.
   struct Failing {
-    std::shared_ptr<const BucketRecord> record;
+    BucketRecordPtr record;
     int64_t pass;
     double relative_error;  // ‖result − exact‖₂ / ‖exact‖₂; Inf if elements of the result are wrong
   };
@@ -93,7 +93,7 @@ class ErrorMonitor {
  private:
   struct Pending {
     Verification verification;
-    std::shared_ptr<const BucketRecord> record;
+    BucketRecordPtr record;
     at::Tensor shared;  // the sum of all ranks' norms; undefined before share()
   };
 
@@ -105,7 +105,7 @@ class ErrorMonitor {
 
   const ErrorMonitorOptions options_;
   Engine* const engine_;
-  C10dTransport* const transport_;
+  TensorTransport* const transport_;
   mutable std::mutex mutex_;
   std::deque<Verification> verifications_;
   std::map<std::string, Measurement> measurements_;

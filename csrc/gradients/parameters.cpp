@@ -21,6 +21,11 @@ at::Tensor ParameterState::left_out() const {
   return residual->values(residual_begin, numel());
 }
 
+void ParameterState::take_out() {
+  loaded = left_out();
+  residual = nullptr;
+}
+
 Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device)
     : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device) {
   for (const Known& parameter : known) {
@@ -84,17 +89,19 @@ std::unordered_map<std::string, ParameterState*> Parameters::by_name() const {
   return by_name;
 }
 
-std::map<std::string, at::Tensor> Parameters::residuals() const {
+std::map<std::string, at::Tensor> Parameters::residuals(const std::optional<ParameterNames>& names) const {
   c10::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> residuals;
   for (const auto& [impl, state] : states_) {
+    if (names && names->count(state->name) == 0) continue;
     const at::Tensor left_out = state->left_out();
     if (left_out.defined()) residuals[state->name] = left_out.clone();
   }
   return residuals;
 }
 
-void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
+void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& residuals,
+                                   const std::optional<ParameterNames>& names) {
   const auto by_name = this->by_name();
   for (const auto& [name, values] : residuals) {
     const auto found = by_name.find(name);
@@ -105,10 +112,12 @@ void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& resi
                       " elements, the parameter ", numel);
   }
   for (const auto& [impl, state] : states_) {
+    if (names && names->count(state->name) == 0) continue;
     state->loaded = at::Tensor();
     state->residual = nullptr;
   }
-  waiting_residuals_.clear();
+  if (!names) waiting_residuals_.clear();
+  for (const std::string& name : names.value_or(ParameterNames{})) waiting_residuals_.erase(name);
   for (const auto& [name, values] : residuals) {
     const auto found = by_name.find(name);
     at::Tensor& loaded = found == by_name.end() ? waiting_residuals_[name] : found->second->loaded;
@@ -160,6 +169,7 @@ int64_t Parameters::take_device_counts() {
   for (Counted& counted : counted_) {
     const std::vector<int64_t> now = counted.tables->nonfinite();
     for (size_t i = 0; i < now.size(); ++i) {
+      if (!counted.states[i]) continue;
       counted.states[i]->num_nonfinite += now[i] - counted.taken[i];
       num_nonfinite_on_device_ += now[i] - counted.taken[i];
     }

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -36,9 +38,12 @@ struct ParameterState {
   int64_t numel() const { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
   // Its residual: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor left_out() const;
+  // Copies its residual to `loaded`.
+  void take_out();
 };
 
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
+using ParameterNames = std::set<std::string>;
 
 // Not thread-safe: the owner must let one thread in at a time.
 class Parameters {
@@ -66,11 +71,13 @@ class Parameters {
   void adopt_names(const std::vector<ParameterStatePtr>& theirs);
   std::vector<ParameterStatePtr> states() const;
 
-  // This rank's residuals by parameter name: fp32, in the unit of gradients. Parameters without a residual are missing.
-  std::map<std::string, at::Tensor> residuals() const;
-  // Replaces all residuals; a parameter that is not named has none afterwards. Throws ValueError if a size differs, or
-  // if a name is unknown and no parameter of that name can appear later.
-  void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
+  // This rank's residuals by parameter name: fp32, in the unit of gradients. Parameters without a residual are missing,
+  // and those that are not in `names`, if given.
+  std::map<std::string, at::Tensor> residuals(const std::optional<ParameterNames>& names) const;
+  // Replaces all residuals, or those of `names`; one of these that is not in `residuals` has none afterwards. Throws
+  // ValueError if a size differs, or if a name is unknown and no parameter of that name can appear later.
+  void restore_residuals(const std::map<std::string, at::Tensor>& residuals,
+                         const std::optional<ParameterNames>& names);
   // Call it when every parameter has appeared in a bucket. Drops residuals loaded for parameters that never did, and
   // returns a warning that names one; empty if there are none.
   std::string drop_unclaimed_residuals();
@@ -80,7 +87,7 @@ class Parameters {
   // Throws ValueError if a name is unknown and no parameter of that name can appear later.
   void restore_nonfinite(const std::map<std::string, int64_t>& counts);
 
-  // Adds tables that count the non-finite elements of these parameters, in this order.
+  // Adds tables that count the non-finite elements of these parameters, in this order; null for padding.
   void count_with(std::shared_ptr<const BucketTables> tables, std::vector<ParameterStatePtr> states);
   // Adds what the tables have counted since the last call, and waits for the device. Returns what all tables have
   // counted so far.

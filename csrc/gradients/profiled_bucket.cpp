@@ -1,5 +1,4 @@
-#include "gradients/profiled_bucket.h"
-
+// Decorator of a job: shows it to the profiler of the thread that hands it over.
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -7,6 +6,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "gradients/decorators.h"
 
 namespace fusedcomm {
 namespace {
@@ -92,11 +93,12 @@ class ProfiledBucket : public JobProfiler {
 
 }  // namespace
 
-std::shared_ptr<const JobProfiler> profiler_of_this_thread(const C10dTransport& transport, c10::Device device,
+std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport& transport, c10::Device device,
                                                            const BucketPlan& plan, const Gradients& gradients) {
   if (!at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return nullptr;
   const auto profiler = std::make_shared<ProfiledBucket>(std::make_shared<const ThreadProfiler>());
-  if (device.is_cpu() || plan.sums_codes()) profiler->open_all_reduce(transport.name(), gradients);
+  const bool is_all_reduce = plan.packed_rows.empty();
+  if (is_all_reduce && (device.is_cpu() || plan.sums_codes())) profiler->open_all_reduce(transport.name(), gradients);
   return profiler;
 }
 

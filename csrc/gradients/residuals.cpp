@@ -63,6 +63,14 @@ ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format
       first_(zeros(format, first_numel(), device)),
       second_(zeros(format, has_second_ ? second_numel() : 0, device)) {}
 
+std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& packed, ResidualFormat format,
+                                                        float pack_scale, c10::Device device) {
+  auto residual = std::make_shared<ResidualBuffer>(packed, format, pack_scale, /*reduce_scale=*/1.0F, Place{}, device,
+                                                   /*of_first_only=*/true);
+  residual->of_rows_ = true;
+  return residual;
+}
+
 Range ResidualBuffer::first_range(int64_t chunk) const {
   const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
   return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
@@ -70,6 +78,7 @@ Range ResidualBuffer::first_range(int64_t chunk) const {
 
 at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   const NoAutocast no_autocast;
+  if (of_rows_) return row_values(begin, numel / layout_.num_parts).view({-1});
   const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
   const Range wanted{begin, begin + numel};
   const auto overlap = [&wanted](const Range& range) {
@@ -94,6 +103,23 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   return values.div_(divisor(pack_scale_, values));
 }
 
+at::Tensor ResidualBuffer::row_values(int64_t begin, int64_t numel) const {
+  const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
+  at::Tensor values = at::empty({layout_.num_parts, numel}, first_.options().dtype(at::kFloat));
+  for (int64_t at = begin, end = 0; at < begin + numel; at = end) {
+    const int64_t chunk = at / part_numel, from = at - chunk * part_numel;
+    end = std::min(begin + numel, (chunk + 1) * part_numel);
+    const at::Tensor rows = first_.narrow(0, chunk * chunk_numel, chunk_numel).view({layout_.num_parts, part_numel});
+    values.narrow(1, at - begin, end - at).copy_(rows.narrow(1, from, end - at));
+  }
+  return values.div_(divisor(pack_scale_, values));
+}
+
+at::Tensor ResidualBuffer::range_of(const at::Tensor& values, int64_t begin, int64_t numel) const {
+  if (!of_rows_) return values.narrow(0, begin, numel);
+  return values.view({layout_.num_parts, -1}).narrow(1, begin, numel / layout_.num_parts);
+}
+
 at::Tensor ResidualBuffer::of_means(int64_t begin, int64_t numel) const {
   if (!layout_.rotated) return load(second_, begin, numel);
   const int64_t first = begin / kRotationNumel * kRotationNumel;
@@ -103,6 +129,11 @@ at::Tensor ResidualBuffer::of_means(int64_t begin, int64_t numel) const {
 
 at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   const NoAutocast no_autocast;
+  if (of_rows_) {
+    const std::vector<int64_t> by_row = {layout_.num_parts, layout_.num_chunks, layout_.part.lossy_numel};
+    first_.copy_(values.view(by_row).transpose(0, 1).reshape({-1}).mul(pack_scale_));
+    return {};
+  }
   at::Tensor rest = values.clone();
   at::Tensor of_first = at::zeros({first_numel()}, values.options());
   const int64_t part_numel = layout_.part.lossy_numel;

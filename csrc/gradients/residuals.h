@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <vector>
 
 #include "codec/args.h"
@@ -22,6 +23,10 @@ class ResidualBuffer {
   // the first residual is needed.
   ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
                  const Place& place, c10::Device device, bool of_first_only = false);
+  // That of a reduce-scatter: of all rows, a part for each; there is no second one. Where it says `begin`, elements are
+  // counted in a row, and [numel] elements are [num_rows, numel / num_rows].
+  static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& packed, ResidualFormat format, float pack_scale,
+                                                 c10::Device device);
 
   Residual of_first() const { return {format_, static_cast<std::byte*>(first_.data_ptr()), first_numel()}; }
   Residual of_second() const { return {format_, static_cast<std::byte*>(second_.data_ptr()), second_numel()}; }
@@ -35,6 +40,8 @@ class ResidualBuffer {
   // encodes only part of the stream: returns what lies outside it, to be added to the gradient. On one level returns an
   // undefined tensor.
   at::Tensor set_values(const at::Tensor& values);
+  // The view of `values`, as set_values() takes them, of what values(begin, numel) returns.
+  at::Tensor range_of(const at::Tensor& values, int64_t begin, int64_t numel) const;
   // Sets every element of the first residual, which must be fp32: the first encoder adds `value` next time to all that
   // it encodes.
   void fill_first(float value) { first_.fill_(value); }
@@ -44,6 +51,8 @@ class ResidualBuffer {
  private:
   int64_t first_numel() const { return layout_.num_chunks * num_first_parts_ * layout_.part.lossy_numel; }
   int64_t second_numel() const { return layout_.num_chunks * layout_.part.lossy_numel; }
+  // values() of rows.
+  at::Tensor row_values(int64_t begin, int64_t numel) const;
   // Elements of the second residual, with its rotation undone.
   at::Tensor of_means(int64_t begin, int64_t numel) const;
   // The range of a chunk's elements that the first encoder encodes.
@@ -55,6 +64,7 @@ class ResidualBuffer {
   const Place place_;
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;
+  bool of_rows_ = false;
   at::Tensor first_, second_;  // with the dtype of format_
 };
 

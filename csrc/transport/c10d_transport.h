@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "transport/exchange.h"
+#include "transport/tensor_transport.h"
 
 namespace fusedcomm {
 
-// The common base: a backend for each channel, and collectives on whole tensors, for buckets that the codec does not
-// carry.
-class C10dTransport : public Transport {
+// The common base: a backend for each channel.
+class C10dTransport : public TensorTransport {
  public:
   // Backends of all ranks, for kScatter and kGather. Throws c10::Error if they differ in rank or world size.
   C10dTransport(BackendPtr scatter, BackendPtr gather);
@@ -29,19 +29,8 @@ class C10dTransport : public Transport {
   int rank() const override { return backend(Channel::kScatter).getRank(); }
   int world_size() const override { return backend(Channel::kScatter).getSize(); }
   Place place() const override { return place_; }
-  // The backend's name, "gloo" for example.
-  std::string name() const { return backend(Channel::kScatter).getBackendName(); }
-
-  // Sums a dense tensor over the ranks of the channel, in place. Any dtype that the backend can reduce.
-  virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;
-
-  // Concatenates every rank's `input` (1-D, the same length on every rank) in `output` (1-D), in rank order.
-  virtual void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
-                                 Lane::Completion done) = 0;
-
-  // Call when a collective has failed or the process is exiting. The destructor then does not wait for collectives that
-  // the backend can abort.
-  void give_up() { *given_up_ = true; }
+  std::string name() const override { return backend(Channel::kScatter).getBackendName(); }
+  void give_up() override { *given_up_ = true; }
 
  protected:
   virtual std::shared_ptr<C10dTransport> copy() const = 0;

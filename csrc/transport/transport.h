@@ -1,5 +1,6 @@
-// The engine's interface to the network. It is implemented over c10d (c10d_transport.h) and, for the sanitizers, over
-// shared memory between threads (tests/native/).
+// The engine's interface to the network. gradients/ asks for collectives on tensors, too (tensor_transport.h). Both are
+// implemented over c10d (c10d_transport.h); for the sanitizers this one is over shared memory between threads
+// (tests/native/).
 #pragma once
 
 #include <cstddef>

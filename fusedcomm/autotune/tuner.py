@@ -287,7 +287,7 @@ class Tuner(Runs):
         if self.is_off:
             self.session.keeps_residuals = False
             self.session.is_off = True
-            self.session.synchroniser.free_workspaces()
+            self.session.synchroniser.engine.free_workspaces()
         self._sessions = {_of_session(self._running): self.session}
         self._base = self.session
 

@@ -1,6 +1,5 @@
 """The reduce-scatter that FSDP2 calls, and what waits for it."""
 
-import collections
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -79,13 +78,10 @@ class FusedReduceScatter:
         self._session, self._index, self._before = session, index, before
         self._replicas = replicas
         self._wire_of = wire_of
-        # Of the parameters with these names, which are trained now: freezing one changes the rows.
         self._native: _C.ReduceScatter | None = None
-        self._native_names: tuple[str, ...] = ()
-        self._parked: dict[str, torch.Tensor] = {}  # residuals of parameters that are frozen now
+        self._row: list[int] = []  # the parameters that are trained: freezing one changes the rows
         self._factor = 1.0 if session is None else 1.0 / session.world_size  # of the latest reduce-scatter
         self.num_calls = 0  # reduce-scatters so far, or all-reduces where there are none
-        self._nonfinite: collections.Counter[str] = collections.Counter()  # of earlier self._native
         self._pending: Pending | None = None
         self._verifier: Verifier | None = None
         self._has_warned = False
@@ -163,23 +159,17 @@ class FusedReduceScatter:
 
     def native(self) -> "_C.ReduceScatter":
         """The reduce-scatter of the parameters that are trained now."""
-        trained = [each for each in self.sharded.parameters if each.is_trained]
-        names = tuple(each.name for each in trained)
-        if self._native is None or names != self._native_names:
-            kept = {}
-            if self._native is not None:
-                self._pending.finish()
-                self._nonfinite += collections.Counter(self._native.nonfinite())
-                kept = self._parked | self._native.residuals()
-            row = [(each.name, each.row_numel, self._wire_of(each.name, each.tensor)) for each in trained]
-            self._native = _C.ReduceScatter(hook=self._session.synchroniser, index=self._index, row=row)
-            self._native_names = names
-            self._restore_rows(kept)
+        row = [i for i, each in enumerate(self.sharded.parameters) if each.is_trained]
+        if self._native is None:
+            pieces = [(p.name, p.row_numel, self._wire_of(p.name, p.tensor)) for p in self.sharded.parameters]
+            self._native = _C.ReduceScatter(synchroniser=self._session.synchroniser, index=self._index, pieces=pieces)
+        elif row == self._row:
+            return self._native
+        else:
+            self._pending.finish()
+        self._native.set_row(row)
+        self._row = row
         return self._native
-
-    def nonfinite(self) -> dict[str, int]:
-        """Elements of this rank's gradients that were NaN or Inf, by parameter, in reduce-scatters."""
-        return {} if self._native is None else dict(self._nonfinite + collections.Counter(self._native.nonfinite()))
 
     # ---- residuals of error feedback
 
@@ -206,38 +196,35 @@ class FusedReduceScatter:
     def row_residuals(self) -> dict[str, torch.Tensor]:
         """This rank's residuals in the reduce-scatter, in the unit of gradients: fp32 [world_size, row_numel]. A
         parameter without one is missing, because nothing has been left out of it."""
-        return self._parked | self.native().residuals() if self.keeps_row_residuals else {}
+        if not self.keeps_row_residuals:
+            return {}
+        self.native()
+        shapes = {p.name: (self._session.world_size, p.row_numel) for p in self.sharded.parameters}
+        found = self._session.synchroniser.residuals(set(shapes))
+        return {name: values.view(shapes[name]) for name, values in found.items()}
 
     def sum_residuals(self) -> dict[str, torch.Tensor]:
         """This rank's residuals in the all-reduce, in the unit of gradients before the reduce-scatter: fp32
         [row_numel]. As in row_residuals() some may be missing."""
         if self._replicas is None or not self._replicas.session.keeps_residuals:
             return {}
-        own = {p.name for p in self.sharded.parameters}
-        found = self._replicas.session.synchroniser.residuals()
-        return {name: values / self._unit_of_sums for name, values in found.items() if name in own}
+        found = self._replicas.session.synchroniser.residuals({p.name for p in self.sharded.parameters})
+        return {name: values / self._unit_of_sums for name, values in found.items()}
 
     def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
         """Replaces the residuals of this module: see row_residuals() and sum_residuals()."""
+        own = {p.name for p in self.sharded.parameters}
         if self.keeps_row_residuals:
             self.native()
-            self._restore_rows(rows)
+            self._session.synchroniser.restore_residuals(rows, own)
         if self._replicas is not None and self._replicas.session.keeps_residuals:
-            own = {p.name for p in self.sharded.parameters}
-            synchroniser = self._replicas.session.synchroniser
-            others = {name: values for name, values in synchroniser.residuals().items() if name not in own}
             scaled = {name: row * self._unit_of_sums for name, row in sums.items()}
-            synchroniser.restore_residuals(others | scaled)
+            self._replicas.session.synchroniser.restore_residuals(scaled, own)
 
     @property
     def _unit_of_sums(self) -> float:
         """What the reduce-scatter has made of a gradient that is the same on every rank."""
         return self._factor * (1 if self._session is None else self._session.world_size)
-
-    def _restore_rows(self, rows: dict[str, torch.Tensor]) -> None:
-        names = set(self._native_names)
-        self._parked = {name: values for name, values in rows.items() if name not in names}
-        self._native.restore_residuals({name: values for name, values in rows.items() if name in names})
 
     def _say_exact(self, dtype: torch.dtype) -> None:
         if self._has_warned:

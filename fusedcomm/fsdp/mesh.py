@@ -214,7 +214,7 @@ class MeshSums:
             num_shards=self.num_shards,
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
-            scratch_nbytes=sum(session.synchroniser.scratch_nbytes for session in self.sessions),
+            scratch_nbytes=sum(session.synchroniser.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             rows=tuple(self._row(comm) for comm in self.comms),
             off=self.is_off,
@@ -244,13 +244,7 @@ class MeshSums:
         """Counts and times of this rank."""
         if self.is_off:
             return Stats(off=True)
-        found = self.sessions[0].stats()
-        counts = found.nonfinite_by_parameter | self.nonfinite()
-        return dataclasses.replace(found, verified=self._verifier.kept, nonfinite_by_parameter=counts)
-
-    def nonfinite(self) -> dict[str, int]:
-        """Elements of reduce-scatters' gradients that were NaN or Inf, by parameter."""
-        return {name: count for comm in self.comms for name, count in comm.nonfinite().items()}
+        return dataclasses.replace(self.sessions[0].stats(), verified=self._verifier.kept)
 
 
 class Meshes(Runs):

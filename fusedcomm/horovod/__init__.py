@@ -6,7 +6,8 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-The names are those of `horovod.torch`, with what it does wrong done right.
+The names are those of `horovod.torch`, with what it does wrong done right. What the arguments of all collectives mean,
+and what they raise, stands in ops.py.
 """
 
 import fusedcomm.horovod.elastic as elastic

@@ -32,18 +32,23 @@ def DistributedOptimizer(
     and state; use it in the other's place. Parameters that are thawed, or given to add_param_group(), on every rank in
     the same step are reduced from then on, each by itself, also with groups.
 
-    named_parameters: model.named_parameters(); names must be the same on every rank.
-    backward_passes_per_step: backward passes whose gradients are added up before they are reduced. They are not divided
-        by this number.
-    gradient_predivide_factor: gradients are divided by it before the sum, the sum multiplied by it after (Average
-    only).
-    groups: number of groups, or lists of parameters, whose gradients travel together. num_groups is its old name.
-    sparse_as_dense: sparse gradients travel as dense ones.
-    process_set: the ranks that take part; on others the optimizer is as it was.
+    named_parameters: model.named_parameters(); names must be the same on every rank. None: parameters are named by
+        their places in the optimizer's groups.
+    compression: how gradients travel; see compression.py (Compression.none: as they are).
+    backward_passes_per_step: backward passes whose gradients are added up before they are reduced (1). They are not
+        divided by this number.
+    op: Average (the default), Sum or Adasum; also Min, Max and Product.
+    gradient_predivide_factor: gradients are divided by it before the sum, the sum multiplied by it after (1.0; Average
+        only).
+    groups: number of groups, or lists of parameters, whose gradients travel together (None: each by itself).
+        num_groups is its old name.
+    sparse_as_dense: whether sparse gradients travel as dense ones (False).
+    process_set: the ranks that take part (all); on others the optimizer is as it was.
 
-    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible,
-    NotImplementedError for Adasum over some of the ranks or a
-    number of ranks that is no power of 2.
+    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible and before
+    hvd.init(), NotImplementedError for Adasum over some of the ranks or a number of ranks that is no power of 2. Its
+    synchronize() and step() raise HorovodInternalError if the ranks disagree or one is lost, and a backward pass raises
+    AssertionError if it is one too many for backward_passes_per_step.
     """
     check_compression(compression)
     if gradient_predivide_factor != 1.0 and (op != Average):

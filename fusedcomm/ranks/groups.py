@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import os
 import socket
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.hosts import Hosts
 from fusedcomm.ranks.own_group import OwnGroup
 
-Group = dist.ProcessGroup | OwnGroup
+Group: TypeAlias = dist.ProcessGroup | OwnGroup
 
 # torch 2.13 has given these new names, and warns of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -130,7 +130,7 @@ class GradReducer(GradientNorms):
         else:
             super().__init__(make_tuner(choice, space, *arguments, self._size, **options))
         self.native = _C.GradReducer(
-            hook=self.session.synchroniser,
+            synchroniser=self.session.synchroniser,
             # Gradients arrive from the model's end to its beginning.
             parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
             first_bucket_nbytes=self._size.caps()[0],

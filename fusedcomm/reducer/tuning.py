@@ -38,7 +38,7 @@ class ReducerTarget:
 
     def set(self, synchroniser: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
         """See :class:`fusedcomm.autotune.tuner.Target`, also for the methods below."""
-        self._reducer.set_hook(synchroniser)
+        self._reducer.set_synchroniser(synchroniser)
 
     def set_bucket_mib(self, mib: float) -> None:
         """Cuts buckets of this size from the next pass on."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
     from fusedcomm.autotune.search import Tuning
 
 
@@ -88,7 +90,7 @@ class CommHandle:
         if not self._attached and self.runs is not None:
             raise RuntimeError(f"fusedcomm: this {self._kind} is detached, so {consequence}: {self._anew}")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         """``with … as comm:`` detaches when the block ends, also if it ends with an error.
 
         As :meth:`detach`, every rank must leave the block between steps.

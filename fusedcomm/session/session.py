@@ -122,7 +122,7 @@ class Session(Runs):
         except Exception:
             if synchroniser is not None:  # freed now, because a caller may keep the error and with it the synchroniser
                 synchroniser.stop("another rank has no engine")
-                synchroniser.free_workspaces()
+                synchroniser.engine.free_workspaces()
             raise
         self.synchroniser = synchroniser
         self._is_watched = False
@@ -403,7 +403,7 @@ class Session(Runs):
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
-            scratch_nbytes=self.synchroniser.scratch_nbytes,
+            scratch_nbytes=self.synchroniser.engine.scratch_nbytes,
             exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,

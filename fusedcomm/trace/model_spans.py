@@ -75,11 +75,11 @@ class ModelRecorder:
 
     def _add(self, stage: str, step: int, begin: "_C.Stamp") -> None:
         """Adds a span that ends now."""
-        self._spans.append((stage, step, begin, self._synchroniser.stamp()))
+        self._spans.append((stage, step, begin, self._synchroniser.engine.stamp()))
 
     def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
         self._step = self._synchroniser.step
-        self._forwards.append(self._synchroniser.stamp())
+        self._forwards.append(self._synchroniser.engine.stamp())
 
     def _end_forward(self, module: nn.Module, inputs: tuple, outputs: object) -> None:
         self._add("forward", self._step, self._forwards.pop())
@@ -93,7 +93,7 @@ class ModelRecorder:
             return
         self._passes.add(number)
         self._step = self._synchroniser.step
-        self._at_end(functools.partial(self._end_backward, number, self._step, self._synchroniser.stamp()))
+        self._at_end(functools.partial(self._end_backward, number, self._step, self._synchroniser.engine.stamp()))
 
     def _end_backward(self, number: int, step: int, begin: "_C.Stamp") -> None:
         self._passes.discard(number)
@@ -102,7 +102,7 @@ class ModelRecorder:
             return
         # DDP queues the callback in which it waits during the pass; with static_graph from within a callback, which was
         # queued after this one. The end of the pass is therefore noted in the callback after the next.
-        noted = functools.partial(self._add, "wait", step, self._synchroniser.stamp())
+        noted = functools.partial(self._add, "wait", step, self._synchroniser.engine.stamp())
         self._at_end(functools.partial(self._at_end, noted))
 
     @staticmethod
@@ -113,7 +113,7 @@ class ModelRecorder:
     def _begin_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         groups = optimizer.param_groups
         if any(id(parameter) in self._parameters for group in groups for parameter in group["params"]):
-            self._optimizers[id(optimizer)] = self._synchroniser.stamp()
+            self._optimizers[id(optimizer)] = self._synchroniser.engine.stamp()
 
     def _end_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         begin = self._optimizers.pop(id(optimizer), None)

@@ -51,12 +51,12 @@ class Recorder:
         first_step = self._synchroniser.step  # the same on all ranks that trace the same steps
         try:
             model = None if module is None else ModelRecorder(self._synchroniser, module)
-            origin = self._synchroniser.start_trace()
+            origin = self._synchroniser.engine.start_trace()
             try:
                 with model.record() if model else contextlib.nullcontext():
                     yield
             finally:
-                spans = self._synchroniser.stop_trace()
+                spans = self._synchroniser.engine.stop_trace()
             document = self._document(spans, model.spans(origin) if model else [], first_step)
         except BaseException as error:
             # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.

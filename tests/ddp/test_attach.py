@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, integers, mean_of_integers, refused, synchronise, threads_of_engine
+from models import Gradients, error_of, integers, mean_of_integers, refused, synchronise, threads_of_engine
 from patience import HANG_S
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -190,9 +190,7 @@ def after_detach(rank, world_size, wire):
     comm.detach()
     errors = []
     for call in (lambda: comm.load_state_dict(state), lambda: comm.trace("trace.json"), comm.__enter__):
-        with pytest.raises(RuntimeError) as error:
-            call()
-        errors.append(str(error.value))
+        errors.append(error_of(RuntimeError, call))
     assert comm.state_dict() == state and comm.stats().steps in (0, 2) and comm.nonfinite_report() == []
     return attached, comm.plan(), errors
 
@@ -251,9 +249,7 @@ def copies_of_a_trainer(rank, world_size, wire):
         assert other.comm is other.ddp.comm is not trainer.comm
         for handle in (other.comm, copy.deepcopy(other.comm)):
             for method in ("stats", "plan", "tuning", "nonfinite_report", "state_dict"):
-                with pytest.raises(RuntimeError) as error:
-                    getattr(handle, method)()
-                said.append(str(error.value))
+                said.append(error_of(RuntimeError, getattr(handle, method)))
             handle.detach()
         other.comm = fusedcomm.attach(other.ddp, "fp32", quiet=True)
         means += synchronise(other.ddp, gradients)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from models import Gradients, integers, mean_of_integers, synchronise
+from models import Gradients, error_of, integers, mean_of_integers, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -61,14 +61,10 @@ def changed(rank, world_size, change, wire):
         ddp(gradients_of(rank))  # no step: nothing is to be synchronized
     texts = []
     for _ in range(2):
-        with pytest.raises(RuntimeError) as error:
-            ddp(gradients_of(rank))
-        texts.append(str(error.value))
+        texts.append(error_of(RuntimeError, ddp, gradients_of(rank)))
     comm.detach()
     ddp(gradients_of(rank)).backward()  # as plain DDP does
-    with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wire, quiet=True)
-    return *texts, str(error.value)
+    return *texts, error_of(RuntimeError, fusedcomm.attach, ddp, wire, quiet=True)
 
 
 @pytest.mark.parametrize(("change", "words"), CHANGES, ids=lambda value: getattr(value, "__name__", "words"))

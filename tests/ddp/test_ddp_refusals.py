@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, integers, mean_of_integers, synchronise
+from models import Gradients, error_of, integers, mean_of_integers, synchronise
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,9 +86,7 @@ def over(rank, world_size, make_group):
         ddp = DistributedDataParallel(Gradients(SHAPE), process_group=group, init_sync=False)
         if not isinstance(group, Wrapped):
             dist.destroy_process_group(group)
-        with pytest.raises(RuntimeError) as error:
-            front_end(ddp, group)
-        texts.append(str(error.value))
+        texts.append(error_of(RuntimeError, front_end, ddp, group))
     return texts
 
 

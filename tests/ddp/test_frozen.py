@@ -3,7 +3,7 @@ began with."""
 
 import pytest
 import torch
-from models import Gradients, integers, mean_of_integers, synchronise
+from models import Gradients, error_of, integers, mean_of_integers, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -56,9 +56,7 @@ def test_a_pattern_of_a_frozen_module_is_checked_against_all_its_parameters(rank
 def refused_when_frozen(rank, world_size):
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     ddp.requires_grad_(False)
-    with pytest.raises(ValueError) as error:
-        fusedcomm.attach(ddp, Config(wires={"weigths.*": "fp32"}), quiet=True)
-    return str(error.value)
+    return error_of(ValueError, fusedcomm.attach, ddp, Config(wires={"weigths.*": "fp32"}), quiet=True)
 
 
 def frozen_between_steps(rank, world_size, attached, frozen, ddp_kwargs):

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from models import Gradients, synchronise, threads_of_engine
+from models import Gradients, error_of, synchronise, threads_of_engine
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -95,9 +95,7 @@ def test_a_state_goes_through_it_unchanged(ranks):
 
 def disagreeing(rank, world_size, wires):
     ddp = DistributedDataParallel(Gradients(SHAPE))
-    with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wires[rank])
-    return str(error.value)
+    return error_of(RuntimeError, fusedcomm.attach, ddp, wires[rank])
 
 
 @pytest.mark.parametrize("wires", [("off", "bf16"), ("bf16", "off"), ("auto", "off")], ids=str)
@@ -111,9 +109,7 @@ def with_a_hook_on_one_rank(rank, world_size):
     ddp = DistributedDataParallel(Gradients(SHAPE))
     if rank == 1:
         ddp.register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, "off")
-    return str(error.value)
+    return error_of(RuntimeError, fusedcomm.attach, ddp, "off")
 
 
 def test_a_module_with_another_hook_is_refused_on_every_rank(ranks):

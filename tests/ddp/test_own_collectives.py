@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches, Mlp, Normalised
+from models import Branches, Mlp, Normalised, error_of
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -169,17 +169,13 @@ def delayed_through_a_state(rank: int, world_size: int) -> str:
     model = Square()
     ddp = DistributedDataParallel(model, **delayed(model))
     ddp.register_comm_hook(fusedcomm.CommState("int8"), fusedcomm.comm_hook)
-    with pytest.raises(RuntimeError) as error:
-        train(ddp, rank, steps=1)
-    return str(error.value)
+    return error_of(RuntimeError, train, ddp, rank, steps=1)
 
 
 def delayed_by_a_foreign_tensor(rank: int, world_size: int) -> str:
     model, other = Square(), nn.Parameter(torch.zeros(3))
     ddp = DistributedDataParallel(model, **{**delayed(model), "param_to_hook_all_reduce": other})
-    with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, "int8")
-    return str(error.value)
+    return error_of(RuntimeError, fusedcomm.attach, ddp, "int8")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ SCENES = ["training_steps", "dropped", "calls", "failing_calls", "warm_up"]
 
 
 def build(folder: Path) -> None:
-    cuda_stress.build_native(folder)
-    cuda_stress.link(folder, folder, built(cuda_stress.UNIT))
+    cuda_stress.link(folder, built(cuda_stress.UNIT))
 
 
 @pytest.fixture(scope="module")

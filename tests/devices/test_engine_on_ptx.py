@@ -5,7 +5,6 @@ tests/devices/test_cuda_engine.py has the same configurations with interpreted k
 """
 
 import functools
-import shutil
 from pathlib import Path
 
 import compiling
@@ -20,7 +19,6 @@ from fusedcomm.config import Blocks, Config, Feedback, Rounding
 pytestmark = [
     pytest.mark.executed,
     pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
 ]
 
 SHAPES = ((61, 500), (301,), (7,), (17000,), (1,))

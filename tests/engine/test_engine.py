@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env, reference
-from fusedcomm.config import WITH_SCALES, Blocks, Checks, Chunks, Config, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import WITH_SCALES, Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -122,6 +122,7 @@ AT_ONCE = [
     *((wire, {"hosts": TWO_BY_TWO, "rounding": Rounding("stochastic", 3)}, 4) for wire in ("bf16", "int8", "int4")),
     *((wire, {}, 4) for wire in CODEC_WIRES),
     ("bf16", {"sum": "direct"}, 2),
+    ("int4", {"rounding": Rounding("stochastic"), "feedback": Feedback(), "sum": "two-shot"}, 3),
 ]
 
 

@@ -32,9 +32,7 @@ def streams(made_once) -> Path:
 
 def build_cuda(folder: Path) -> None:
     event_mutations.write_sources(CUDA_MUTATIONS, folder)
-    cuda_stress.build_native(folder)
-    unit = cuda_stress.compile_unit(folder, event_mutations.compile_flags(folder))
-    cuda_stress.link(folder, folder, unit)
+    cuda_stress.link(folder, cuda_stress.compile_unit(folder, event_mutations.compile_flags(folder)))
 
 
 @pytest.fixture(scope="module")

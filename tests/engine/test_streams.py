@@ -7,7 +7,7 @@ import pytest
 import stream_stress
 from scripts import cxx
 
-LONG_SCENES = ["steady", "two_levels", "calls_fail", "calls"]
+LONG_SCENES = ["calls", "steady", "two_levels", "calls_fail"]
 SCENES = ["host_never_waits", "traced", "failing", "faulted", "stopped", "staged_passthrough"]
 SCENES += ["lane_streams", "lane_tasks", "watching_thread"]
 
@@ -18,12 +18,13 @@ def program(made_once) -> Path:
     return made_once("streams", stream_stress.build) / "stream_stress"
 
 
+@pytest.mark.sampled(by=lambda scene: {})
 @pytest.mark.parametrize("scene", LONG_SCENES)
 def test_scene(program, scene):
     assert f"stream_stress: {scene}:" in stream_stress.run(program, scene)
 
 
-@pytest.mark.sampled(strength=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene_with_other_pauses(program, scene, seed):

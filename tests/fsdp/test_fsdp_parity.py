@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
 
-FEW_STEPS, MANY_STEPS = 4, 100
+FEW_STEPS, MANY_STEPS = 3, 100
 # Relative errors of one rounding, and of two; see docs/accuracy.md.
 ERRORS = {"bf16": 0.005, "fp16": 0.001, "int8": 0.02, "fp8": 0.08, "int4": 0.2}
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from models import error_of, refusal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -44,7 +45,7 @@ def _on_one_rank_alone(rank, world_size, mesh_shape, options):
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    text = _raised(fusedcomm.attach, model, **(options if rank == 1 else {"config": "bf16"}))
+    text = refusal(fusedcomm.attach, model, **(options if rank == 1 else {"config": "bf16"}))
     dist.barrier()
     fusedcomm.attach(model, "bf16").detach()
     return text
@@ -86,9 +87,7 @@ def test_other_models_and_a_second_attachment_are_refused(ranks):
 
 
 def _ranks_differ(rank, world_size, wires):
-    with pytest.raises(RuntimeError) as caught:
-        fusedcomm.attach(_model(), wires[rank])
-    return str(caught.value)
+    return error_of(RuntimeError, fusedcomm.attach, _model(), wires[rank])
 
 
 @pytest.mark.parametrize("wires", [("int8", "bf16"), ("off", "int8")], ids=str)
@@ -108,12 +107,6 @@ def test_float64_is_left_to_torch_and_said_once(ranks):
     assert ranks.run(_float64, world_size=2) == [3.0, 3.0]
 
 
-def _raised(attach, *args, **options) -> str:
-    with pytest.raises((ValueError, TypeError, RuntimeError, AssertionError)) as caught:
-        attach(*args, **options)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
 def _plain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -123,7 +116,7 @@ def _own_comm(rank, world_size, rank_with):
     model = _model()
     if rank_with in (rank, "all"):
         model.set_custom_reduce_scatter(ProcessGroupAllocReduceScatter(dist.group.WORLD))
-    return _raised(fusedcomm.attach, model, "bf16")
+    return refusal(fusedcomm.attach, model, "bf16")
 
 
 @pytest.mark.parametrize("rank_with", ["all", 0, 1])
@@ -133,7 +126,7 @@ def test_a_reduce_scatter_of_ones_own_is_refused_on_every_rank(ranks, rank_with)
 
 
 def _before_fully_shard(rank, world_size):
-    return _raised(fusedcomm.attach, _plain(), "bf16")
+    return refusal(fusedcomm.attach, _plain(), "bf16")
 
 
 def test_attach_before_fully_shard_says_what_comes_first(ranks):
@@ -190,7 +183,7 @@ def test_only_the_data_parallel_dimension_is_reduced(ranks):
 def _copied(rank, world_size):
     model = _model()
     with fusedcomm.attach(model, "fp32") as comm:
-        texts = [_raised(copy.deepcopy, model), _raised(copy.deepcopy(comm).stats)]
+        texts = [refusal(copy.deepcopy, model), refusal(copy.deepcopy(comm).stats)]
         _backward(model, rank)
         return texts, comm.stats().buckets
 

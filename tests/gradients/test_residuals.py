@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, Rounding, TwoLevels
 
 SHAPE = (20011,)
 STOCHASTIC_BF16 = {"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")}
@@ -69,23 +69,6 @@ def test_every_step_gives_the_bits_of_simulate(ranks, world_size, sum, wire, kwa
         expected = fusedcomm.simulate(gradients, config, step=step, residuals=residuals)
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
-
-
-def bits_by_chunks(rank, world_size, chunk_nbytes, codec_threads):
-    ddp, _ = attach_to(
-        Gradients(SHAPE),
-        local=LocalOptions(codec_threads=codec_threads),
-        feedback=Feedback(),
-        rounding=Rounding("stochastic"),
-        chunks=Chunks(chunk_nbytes),
-    )
-    return [synchronise(ddp, [normal(rank, step, SHAPE)])[0] for step in range(3)]
-
-
-def test_bits_do_not_depend_on_chunks_or_threads(ranks):
-    outcomes = [ranks.run(bits_by_chunks, *how, world_size=3)[0] for how in ((4096, 1), (1 << 20, 1), (10000, 3))]
-    for other in outcomes[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
 class CudaArithmetic(TorchDispatchMode):

@@ -1,20 +1,17 @@
 """Builds tests/native/cuda_stress.cpp, which runs the CUDA path on a simulated accelerator, and runs its scenes."""
 
 import sys
-import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import native_objects
 import pytest
+from native_objects import FLAGS, INCLUDE, OF_CUDA, TORCH
 from scripts import ROOT, built, cxx, is_built
-from stream_stress import FLAGS, TORCH, run
+from stream_stress import run
 
 LIBRARY = "libcuda_stress.so"
-NATIVE = ["cuda_stress", "sim_accelerator", "sim_backend", "sim_kernels", "sim_torch", "fake_cuda"]
 # The sources that use torch are compiled as one unit, which setup.py writes.
 UNIT = "build/units/torch.cpp"
-INCLUDE = ["-I", ROOT / "csrc", "-isystem", TORCH / "include", "-isystem", TORCH / "include/torch/csrc/api/include"]
-INCLUDE += ["-isystem", sysconfig.get_path("include")]
 LINK = ["-pthread", f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
 RUN = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encode(), ctypes.c_uint64(int(sys.argv[3])))"
 
@@ -30,23 +27,11 @@ def product_objects() -> list[Path]:
     return [built(source) for source in plain]
 
 
-def build_native(folder: Path) -> None:
-    """Compiles everything in NATIVE to an object in the folder. Optimizing would take longer than it saves."""
-    product_objects()
-    compiler = cxx()
-
-    def compile_one(name: str) -> None:
-        flags = [*FLAGS, "-O0", "-fPIC", *INCLUDE]
-        run(compiler, *flags, "-c", ROOT / "tests/native" / f"{name}.cpp", "-o", folder / f"{name}.o")
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, NATIVE))
-
-
-def link(folder: Path, native: Path, unit: Path) -> None:
-    """Makes folder / LIBRARY of the objects in `native`, the product's objects and an object of the unit."""
-    objects = [*(native / f"{name}.o" for name in NATIVE), unit, *product_objects()]
-    run(cxx(), "-shared", *objects, "-o", folder / LIBRARY, *LINK, f"-Wl,-rpath,{TORCH / 'lib'}")
+def link(folder: Path, unit: Path) -> None:
+    """Makes folder / LIBRARY of the sources in tests/native, the product's objects and an object of the unit."""
+    product, compiler = product_objects(), cxx()
+    objects = [*native_objects.compiled("cuda", OF_CUDA, compiler), unit, *product]
+    run(compiler, "-shared", *objects, "-o", folder / LIBRARY, *LINK, f"-Wl,-rpath,{TORCH / 'lib'}")
 
 
 def compile_unit(folder: Path, flags: list[str]) -> Path:

@@ -1,5 +1,5 @@
-"""Seeded faults in the order of streams. One build of the product's sources has all of them; an environment variable
-chooses the one that a process has."""
+"""Seeded faults, in tests/helpers/mutations/. One build of the product's C++ sources has all faults in the order of
+streams; an environment variable chooses the one that a process has."""
 
 import re
 from dataclasses import dataclass

@@ -104,6 +104,20 @@ def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = 
     return "accepted"
 
 
+def error_of(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable, *args, **kwargs) -> str:
+    """The text of the error of these kinds that a call raises."""
+    with pytest.raises(kinds) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def refusal(call: Callable, *args, **kwargs) -> str:
+    """The name and the text of the error with which a call is refused."""
+    with pytest.raises((TypeError, ValueError, RuntimeError, AssertionError)) as error:
+        call(*args, **kwargs)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
 @contextlib.contextmanager
 def stderr_to(path):
     """Redirects this process's stderr to a file, including what native code writes."""

@@ -79,9 +79,14 @@ def torchrun(
     return run
 
 
+def compiler_name() -> str | None:
+    """The C++ compiler; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++")
+
+
 def cxx() -> str:
     """The C++ compiler. Skips the test if there is none."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
+    compiler = compiler_name()
     if not compiler:
         pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
     return compiler

@@ -4,21 +4,19 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+import native_objects
+from native_objects import FLAGS, INCLUDE, OF_STREAMS, TORCH
 from patience import HANG_S
 from scripts import ROOT, built, cxx
 
-SOURCES = [
-    "tests/native/stream_stress.cpp",
-    "tests/native/sim_accelerator.cpp",
+# What the program links besides OF_STREAMS: the build's objects.
+PRODUCT = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/engine").glob("*.cpp")),
-    *(f"csrc/devices/{name}.cpp" for name in ("stream_lane", "stream_device", "cpu_device")),
+    "csrc/devices/cpu_device.cpp",
     *(f"csrc/lanes/{name}.cpp" for name in ("inline_lane", "cpu_lane")),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/codec").glob("*.cpp")),
     *(f"csrc/codec/isa/{name}.cpp" for name in ("portable", "avx2", "avx512", "neon")),
 ]
-TORCH = Path(torch.__file__).parent
-FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 LINK = ["-pthread", f"-L{TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"]
 
 
@@ -30,24 +28,22 @@ def run(*command, timeout_s: int = HANG_S, **options) -> str:
 
 
 def build(folder: Path, mutated: dict[str, Path] | None = None, flags: list[str] | None = None) -> None:
-    """Makes folder / "stream_stress", and an object there of each source that the build has not compiled. Skips the
-    test if there is no compiler.
+    """Makes folder / "stream_stress", and an object there of each source that neither the build nor native_objects
+    compiles. Skips the test if there is no compiler.
 
     mutated: another source to compile in place of each of these sources; flags: further ones for these.
     """
-    compiler = cxx()
-    include = ["-I", ROOT / "csrc", "-isystem", TORCH / "include"]
+    compiler, mutated = cxx(), mutated or {}
 
     def compile_one(source: str) -> Path:
-        is_mutated = source in (mutated or {})
-        if not is_mutated and (made := built(source)).suffix == ".o":
+        if source not in mutated and (made := built(source)).suffix == ".o":
             return made
         out = folder / (Path(source).stem + ".o")
-        if not out.exists():
-            path = mutated[source] if is_mutated else ROOT / source
-            run(compiler, *FLAGS, *(flags or [] if is_mutated else []), *include, "-c", path, "-o", out)
+        path, more = (mutated[source], flags or []) if source in mutated else (ROOT / source, [])
+        run(compiler, *FLAGS, *more, *INCLUDE, "-c", path, "-o", out)
         return out
 
+    objects = native_objects.compiled("streams", [source for source in OF_STREAMS if source not in mutated], compiler)
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, SOURCES))
+        objects += pool.map(compile_one, [*PRODUCT, *(source for source in mutated if source in OF_STREAMS)])
     run(compiler, *objects, "-o", folder / "stream_stress", *LINK)

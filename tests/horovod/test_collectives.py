@@ -181,19 +181,6 @@ def test_a_reducescatter_gives_each_rank_its_rows_of_the_sum(ranks, size):
     ranks.run(check_reducescatters, world_size=size)
 
 
-def check_order(rank, size):
-    with job():
-        tensors = {name: values(rank, (name + 1,), salt=name) for name in range(40)}
-        order = sorted(tensors, key=lambda name: (name * (2 * rank + 1) + rank) % 41)
-        handles = {name: hvd.allreduce_async(tensors[name], name=f"t{name}", op=hvd.Sum) for name in order}
-        for name, handle in handles.items():
-            assert torch.equal(hvd.synchronize(handle), all_values(size, (name + 1,), salt=name).sum(0))
-
-
-def test_named_operations_may_be_submitted_in_any_order(ranks):
-    ranks.run(check_order, world_size=4)
-
-
 def check_scaled(rank, size):
     with job():
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64):

@@ -1,63 +1,85 @@
-"""The coordinator by itself: submissions in any order, and the name of a rank that submits nothing. Errors, joins and
-the end are tested through the calls."""
+"""Coordinators by themselves: sums in a wire, whose buckets hold other names in each step while residuals follow names,
+and ranks that submit nothing. All else is tested through the calls."""
 
 import random
 
 import pytest
 import torch
+from models import integers, normal
 from star import star
 
+from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.horovod.wire_texts import text_of
 from fusedcomm.native import _C
 
-
-def _sum(coordinator, name, value, **options):
-    out = torch.empty_like(value)
-    return coordinator.submit(kind="allreduce", name=name, inputs=[value], outputs=[out], **options)
+SHAPES = {"a": (50, 101), "b": (64, 77), "c": (33, 300), "d": (91, 90), "bias": (300,)}
+NUM_STEPS = 12
 
 
-def _value(rank: int, index: int, step: int, numel: int) -> torch.Tensor:
-    return torch.arange(numel, dtype=torch.float32) % 7 - (rank + 1) * (index % 5 + 1) + step
+def changing_buckets(rank, size, wire, make):
+    """Returns each name's sum of all results, what was given in a step, and the residuals. In every third step a rank
+    submits a name only when the one before has ended."""
+    engines, order, names = {}, random.Random(rank), list(SHAPES)
+    given = {name: make(rank + 10 * index, shape) for index, (name, shape) in enumerate(SHAPES.items())}
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with star(rank, size, fusion_nbytes=60000, engines_by_wire=engines) as c:
+        for step in range(NUM_STEPS):
+            tensors = {name: tensor.clone() for name, tensor in given.items()}
+            handles = []
+            for name in names if step % 3 == 2 else order.sample(names, len(names)):
+                x = tensors[name]
+                handles.append(c.submit(kind="allreduce", name=name, inputs=[x], outputs=[x], op=1, wire=wire))
+                if step % 3 == 2:
+                    assert c.wait(handles.pop()).error == ""
+            assert all(c.wait(handle).error == "" for handle in handles)
+            for name, result in tensors.items():
+                total[name] += result
+        residuals = {name: values.view(SHAPES[name]) for name, values in engines[wire].residuals().items()}
+    return total, given, residuals
 
 
-def _total(size: int, index: int, step: int, numel: int) -> torch.Tensor:
-    return sum(_value(rank, index, step, numel) for rank in range(size))
+def ints(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return integers(seed, shape)
 
 
-def _random_order(rank, size):
-    with star(rank, size, fusion_nbytes=4096) as c:
-        order = random.Random(rank)
-        names = list(range(20))
-        for step in range(6):
-            order.shuffle(names)
-            handles = {}
-            for i in names:
-                value = _value(rank, i, step, 10 * i)
-                out = value if i % 2 else torch.empty_like(value)  # in place for odd ones
-                handles[i] = c.submit(kind="allreduce", name=f"x{i}", inputs=[value], outputs=[out])
-            order.shuffle(names)
-            for i in names:
-                result = c.wait(handles[i])
-                assert result.error == ""
-                torch.testing.assert_close(result.outputs[0], _total(size, i, step, 10 * i), rtol=0, atol=0)
-        return c.stats().num_requests
+@pytest.mark.parametrize("wire", ["bf16", text_of(Config("fp16", chunks=Chunks(4096)))])
+def test_sums_in_a_wire_are_right_whatever_is_in_a_bucket(ranks, wire):
+    outcome = ranks.run(changing_buckets, wire, ints, world_size=3)
+    for total, _, _ in outcome:
+        for name in SHAPES:
+            assert torch.equal(total[name], NUM_STEPS * sum(given[name] for _, given, _ in outcome))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_may_submit_in_its_own_order(ranks, size):
-    assert ranks.run(_random_order, world_size=size) == [120] * size
+def normals(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return normal(seed % 10, seed // 10, shape)
+
+
+def test_error_feedback_loses_nothing_when_buckets_change(ranks):
+    wire = text_of(Config("int4", feedback=Feedback(), chunks=Chunks(4096)))
+    outcome = ranks.run(changing_buckets, wire, normals, world_size=2)
+    for name, shape in SHAPES.items():
+        given = NUM_STEPS * sum(given[name].double() for _, given, _ in outcome)
+        left_out = sum(residuals.get(name, torch.zeros(shape)).double() for _, _, residuals in outcome)
+        assert (left_out.abs().max() > 0.01) == (name != "bias")
+        for total, _, _ in outcome:
+            torch.testing.assert_close(total[name].double() + left_out, given, rtol=0, atol=2e-3)
+
+
+def late(coordinator) -> int:
+    return coordinator.submit(kind="allreduce", name="late", inputs=[torch.ones(1)], outputs=[torch.empty(1)])
 
 
 def _stall(rank, size):
     said = []
     with star(rank, size, said=said, stall_warning_s=0.2) as c:
         if rank == 0:
-            handle = _sum(c, "late", torch.ones(1))
+            handle = late(c)
             while not any("allreduce.late" in text for text in said):
                 torch.zeros(1).add_(1)
             c.wait(c.submit(kind="barrier", name="b", inputs=[], outputs=[]))
         else:
             c.wait(c.submit(kind="barrier", name="b", inputs=[], outputs=[]))
-            handle = _sum(c, "late", torch.ones(1))
+            handle = late(c)
         c.wait(handle)
     return said
 

@@ -136,23 +136,15 @@ def check_negotiated(rank, size):
                 kind, said = raised(call, rank)
                 assert kind == "HorovodInternalError", f"{what}: {kind}: {said}"
                 assert "x" in said and "rank" in said, f"{what}: {said}"
+                if what == "shape":
+                    told = [r for r in range(size) if f"rank {r}" in said and f"[{3 + r}]" in said]
+                    assert "allreduce.x" in said and len(told) == 2, said
                 ok = hvd.allreduce(values(rank, (3,)), name="x", op=hvd.Sum)
                 assert torch.equal(ok, sum(values(other, (3,)) for other in range(size))), f"after {what}, {round}"
 
 
 def test_ranks_that_disagree_all_get_an_error_and_the_next_operation_works(ranks):
     ranks.run(check_negotiated, world_size=3)
-
-
-def both_values(rank, size):
-    with job():
-        return raised(hvd.allreduce, torch.zeros(17, 3 + rank), name="weights")[1]
-
-
-def test_the_error_names_the_operation_both_ranks_and_both_values(ranks):
-    for text in ranks.run(both_values, world_size=2):
-        for part in ("weights", "0", "1", "17, 3", "17, 4"):
-            assert part in text, text
 
 
 def check_duplicates(rank, size):
@@ -276,18 +268,3 @@ def gradient_changed_in_flight(rank, size):
 def test_the_debug_mode_finds_a_gradient_that_was_changed_in_flight(ranks):
     for kind, said in ranks.run(gradient_changed_in_flight, world_size=2):
         assert kind == "RuntimeError" and "weight" in said and "changed in place" in said
-
-
-def own_collectives_of_the_script(rank, size):
-    import torch.distributed as dist
-
-    with job():
-        for i in range(20):
-            handle = hvd.allreduce_async(values(rank, (50,), salt=i), name=f"x{i % 3}", op=hvd.Sum)
-            own = values(rank, (50,), salt=i)
-            dist.all_reduce(own)
-            assert torch.equal(hvd.synchronize(handle), own)
-
-
-def test_a_script_may_use_torch_distributed_too(ranks):
-    ranks.run(own_collectives_of_the_script, world_size=3)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import compiling
+import event_mutations
 import ptx
 import ptx_kernels
 import pytest
@@ -63,105 +64,8 @@ CHECKS = {
     "scale": lambda: test_kernels.test_scales_in_place("cpu", 2 * TILE + 3, TILE),
 }
 
-# (name, file, text, what replaces it, the check that fails)
-FAULTS = [
-    ("pack loads one element too many", "pack.py", "mask = lane < real\n", "mask = lane <= real\n", "bf16"),
-    (
-        "pack leaves out the last tile",
-        "pack.py",
-        "num_parts * num_tiles, tl.num_programs(0)):\n        part = (unit // num_tiles)",
-        "num_parts * num_tiles - 1, tl.num_programs(0)):\n        part = (unit // num_tiles)",
-        "bf16",
-    ),
-    (
-        "pack stores one vector too few",
-        "encode.py",
-        "mask=lane < numel // VEC * (VEC // PER_CODE)",
-        "mask=lane < (numel // VEC - 1) * (VEC // PER_CODE)",
-        "bf16",
-    ),
-    ("bf16 rounds half up", "elements.py", "0x7FFF + ((bits >> 16) & 1)", "0x8000", "bf16 flat"),
-    ("fp8 rounds half up", "quantise.py", "((bits >> FP8_SHIFT) & 1)) >> FP8_SHIFT", "1) >> FP8_SHIFT", "fp8 ties"),
-    (
-        "scales are read one block late",
-        "elements.py",
-        "tl.load(scales + (begin + element) // BLOCK",
-        "tl.load(scales + tl.maximum(begin + element - BLOCK, 0) // BLOCK",
-        "int8",
-    ),
-    (
-        "the scale is a product with a reciprocal",
-        "quantise.py",
-        "scales = tl.div_rn(absmax, of_greatest)",
-        "scales = absmax * (1.0 / GREATEST)",
-        "int8",
-    ),
-    (
-        "the halves of a byte are swapped",
-        "quantise.py",
-        "(low & 0xF) | (high << 4)",
-        "(high & 0xF) | (low << 4)",
-        "int4",
-    ),
-    (
-        "a positive greatest element gets the greatest code",
-        "quantise.py",
-        "tl.where((tops & 1) == 1, 0.125, -0.125)",
-        "0.125",
-        "int4",
-    ),
-    ("padding after the scales is not zeroed", "encode.py", "mask=pad < end", "mask=pad < num_scales", "int8"),
-    ("the rotation has other signs", "rotation.py", "SIGNS << (RUN_MASK - place)", "SIGNS << place", "int8 rotated"),
-    ("the rotation is not scaled back", "rotation.py", "butterfly(y) * INVERSE", "butterfly(y)", "int8 rotated"),
-    (
-        "a rotation has the wrong distance",
-        "rotation.py",
-        "add_and_subtract(y, 4)",
-        "add_and_subtract(y, 2)",
-        "int8 rotated",
-    ),
-    ("the residual has the other sign", "encode.py", "y - decoded, kept_at", "decoded - y, kept_at", "int4 steps"),
-    ("noise has a wrong shift", "noise.py", "(seed.to(tl.int64) >> 32)", "(seed.to(tl.int64) >> 31)", "int4 steps"),
-    (
-        "noise is in the wrong order",
-        "noise.py",
-        "words & 0xFFFF, words >> 16",
-        "words >> 16, words & 0xFFFF",
-        "int4 steps",
-    ),
-    (
-        "a part is as long as its tiles",
-        "tiles.py",
-        "on_wire = tl.minimum(part_numel - inside, TILE)",
-        "on_wire = TILE + 0 * inside",
-        "bf16",
-    ),
-    ("elements belong to the slice before", "tiles.py", "(start <= element)", "(start < element)", "bf16"),
-    ("a count has one element too many", "tiles.py", "(lane < end)", "(lane <= end)", "counts"),
-    (
-        "ranks are added in another order",
-        "reduce.py",
-        """total = add(total, c1, s1, VEC, IN_WIRE)
-        if AT_A_TIME == 4:
-            total = add(total, c2, s2, VEC, IN_WIRE)
-""",
-        """if AT_A_TIME == 4:
-            total = add(total, c2, s2, VEC, IN_WIRE)
-        total = add(total, c1, s1, VEC, IN_WIRE)
-        if AT_A_TIME == 4:
-""",
-        "bf16",
-    ),
-    (
-        "a tile's tail is not decoded",
-        "unpack.py",
-        "mask=lane * PER_CODE < numel,",
-        "mask=lane * PER_CODE < numel - 1,",
-        "bf16",
-    ),
-    ("the scale is forgotten", "unpack.py", "to_gradient(values * scale, dtype)", "to_gradient(values, dtype)", "bf16"),
-    ("scale writes past the end", "scale.py", "if begin + TILE <= numel:", "if begin <= numel:", "scale"),
-]
+FAULTS = event_mutations.read("kernels")
+"""Their scenes are the checks that fail."""
 
 
 def edited(folder: Path, file: str, text: str, replacement: str) -> Path:
@@ -189,14 +93,12 @@ def run_on(monkeypatch):
 
 
 @pytest.mark.executed
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("file", "text", "replacement", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
-)
-def test_a_fault_is_found(tmp_path, run_on, file, text, replacement, check):
-    run_on(ptx_kernels.TritonCompiler(kernels=edited(tmp_path, file, text, replacement)))
+@pytest.mark.sampled(by=lambda fault: {})
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
+def test_a_fault_is_found(tmp_path, run_on, fault):
+    run_on(ptx_kernels.TritonCompiler(kernels=edited(tmp_path, fault.file, fault.text, fault.replacement)))
     with pytest.raises((AssertionError, ptx.Fault)) as found:  # not an edit that does not compile: RuntimeError
-        CHECKS[check]()
+        CHECKS[fault.scene]()
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
@@ -226,7 +128,7 @@ def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_p
 
 
 def test_the_document_lists_every_fault():
-    document = (KERNELS.parent / "docs" / "notes" / "mutations.md").read_text()
-    rows = [f"| {name} | {file} | {check} | " for name, file, _, _, check in FAULTS]
+    document = event_mutations.DOCUMENT.read_text()
+    rows = [f"| {fault.where} | {fault.file} | {fault.scene} | " for fault in FAULTS]
     assert [row for row in rows if row not in document] == []
     assert document.partition("## Kernels")[2].partition("\n## ")[0].count("\n| ") == len(rows) + 2  # title, constant

@@ -24,11 +24,13 @@
 
 #include "devices/cuda_device.h"
 #include "frontends/ddp/hook.h"
+#include "gradients/collective_calls.h"
 #include "run_scene.h"
 #include "sim_accelerator.h"
 #include "sim_backend.h"
 #include "sim_kernels.h"
 #include "training.h"
+#include "transport/c10d_transport.h"
 
 using namespace fusedcomm;
 
@@ -365,7 +367,7 @@ void calls() {
         }
       }
       rank.take_results(step);
-      const double largest = rank.hook().max_over_ranks(index + step, "a call of this scene");
+      const double largest = max_over_ranks(rank.hook(), index + step, "a call of this scene");
       REQUIRE(largest == step + 1, "the largest value is %g", largest);
     }
   });
@@ -382,7 +384,7 @@ void failing_calls() {
       const sim::CountCalls counted(true);
       bool failed = false;
       try {
-        rank.hook().max_over_ranks(1, "a call of this scene");
+        max_over_ranks(rank.hook(), 1, "a call of this scene");
       } catch (const std::exception&) {
         failed = true;
       }

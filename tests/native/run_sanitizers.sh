@@ -7,8 +7,16 @@
 # simulated device and backend, and the code that orders their streams, events and messages, are built here and are
 # instrumented.
 #
+# Arguments: the tests to run; all of them without arguments.
 # Environment variables: CXX, PYTHON, and SANITIZERS, a list of -fsanitize values separated by spaces.
 set -euo pipefail
+tests=" ${*:-engine_stress stream_stress exchange_stress} "
+for test in $tests; do
+  case "$test" in
+    engine_stress | stream_stress | exchange_stress) ;;
+    *) echo "$test: no such test; there are engine_stress, stream_stress and exchange_stress" >&2; exit 2 ;;
+  esac
+done
 cd "$(dirname "$0")/../.."
 CXX=${CXX:-g++}
 if [ -z "${PYTHON:-}" ]; then
@@ -21,30 +29,27 @@ flags=(-O1 -g -Icsrc -ffp-contract=off -fno-omit-frame-pointer -fno-sanitize-rec
 engine=(csrc/engine/*.cpp csrc/codec/*.cpp csrc/codec/isa/*.cpp)
 torch=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__file__))' 2> /dev/null || true)
 
+# run NAME FLAGS...: compiles tests/native/NAME.cpp with these flags and sources, and runs it.
 run() {
-  TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" "$1"
+  local name=$1 binary="$build/$1-${sanitizer//,/-}"
+  shift
+  if [[ "$tests" != *" $name "* ]]; then return; fi
+  if [[ "$*" == *"$torch/include"* && -z "$torch" ]]; then
+    echo "$name: skipped, because $PYTHON has no torch"
+    return
+  fi
+  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" "tests/native/$name.cpp" "$@" -o "$binary" -pthread
+  TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" "$binary"
 }
 
 for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   echo "== $sanitizer"
-  binary="$build/engine_stress-${sanitizer//,/-}"
-  "$CXX" -std=c++17 "${flags[@]}" -fsanitize="$sanitizer" tests/native/engine_stress.cpp "${engine[@]}" \
-    csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp csrc/devices/cpu_device.cpp -o "$binary" -pthread
-  run "$binary"
-  if [ -z "$torch" ]; then
-    echo "stream_stress and exchange_stress: skipped, because $PYTHON has no torch"
-    continue
-  fi
-  binary="$build/stream_stress-${sanitizer//,/-}"
-  "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
-    tests/native/stream_stress.cpp tests/native/sim_accelerator.cpp csrc/devices/stream_lane.cpp csrc/devices/stream_device.cpp \
-    csrc/lanes/inline_lane.cpp csrc/lanes/cpu_lane.cpp csrc/devices/cpu_device.cpp "${engine[@]}" \
-    -o "$binary" -pthread -L"$torch/lib" -lc10 -Wl,-rpath,"$torch/lib"
-  run "$binary"
-  binary="$build/exchange_stress-${sanitizer//,/-}"
-  "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
-    -isystem "$torch/include/torch/csrc/api/include" \
-    tests/native/exchange_stress.cpp csrc/transport/exchange.cpp csrc/transport/peer_sentinels.cpp \
-    -o "$binary" -pthread -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
-  run "$binary"
+  run engine_stress -std=c++17 "${engine[@]}" csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp \
+    csrc/devices/cpu_device.cpp
+  run stream_stress -std=c++20 -isystem "$torch/include" tests/native/sim_accelerator.cpp \
+    csrc/devices/stream_lane.cpp csrc/devices/stream_device.cpp csrc/lanes/inline_lane.cpp csrc/lanes/cpu_lane.cpp \
+    csrc/devices/cpu_device.cpp "${engine[@]}" -L"$torch/lib" -lc10 -Wl,-rpath,"$torch/lib"
+  run exchange_stress -std=c++20 -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
+    csrc/transport/exchange.cpp csrc/transport/peer_sentinels.cpp \
+    -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
 done

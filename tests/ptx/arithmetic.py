@@ -6,8 +6,8 @@ import operator
 
 import numpy as np
 
-from .floats import SIGN, conversion, float_min_max, float_operation, flushed, with_sign_of
-from .operation import DTYPES, INTEGERS, PAIRS, Function, Modifiers, Operation, Unsupported, nbits_of, require, same
+from .floats import SIGN, conversion, float_min_max, float_operation
+from .operation import DTYPES, INTEGERS, Function, Modifiers, Operation, Unsupported, nbits_of, require, same
 
 
 @functools.cache
@@ -17,7 +17,7 @@ def operation(opcode: tuple[str, ...]) -> Operation:
     if name not in BUILDERS or not middle:
         raise Unsupported("unknown instruction")
     modifiers, kind = Modifiers(middle[:-1]), middle[-1]
-    if kind not in DTYPES and kind not in PAIRS:
+    if kind not in DTYPES:
         raise Unsupported(f"unknown type .{kind}")
     result = BUILDERS[name](name, modifiers, kind)
     modifiers.check()
@@ -31,28 +31,13 @@ def sum_or_difference(name: str, modifiers: Modifiers, kind: str) -> Operation:
     function = {"add": np.add, "sub": np.subtract}[name]
     if kind == "f32":
         return float_operation(name, modifiers, kind)
-    if kind in PAIRS:
-        return in_pairs(function, kind)
     require(kind, *INTEGERS)
-    if kind == "s32" and modifiers.has("sat"):
-        limits = np.iinfo(np.int32)
-        return same(kind, 2, lambda a, b: function(a, b, dtype=np.int64).clip(limits.min, limits.max).astype(np.int32))
     return same(kind, 2, function)
-
-
-def in_pairs(function: Function, kind: str) -> Operation:
-    halves = PAIRS[kind]
-
-    def compute(a, b):
-        pairs = function(*(np.ascontiguousarray(x).view(halves).reshape(-1, 2) for x in (a, b)))
-        return np.ascontiguousarray(pairs).reshape(-1).view(np.uint32)
-
-    return same("b32", 2, compute)
 
 
 def product(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """mul and mad: of the product of twice the width the whole (.wide), the low or the high half."""
-    if kind == "f32":
+    if kind == "f32" and name == "mul":
         return float_operation(name, modifiers, kind)
     part = modifiers.one("lo", "hi", "wide")
     require(kind, *(INTEGERS if part == "lo" else INTEGERS[:2] + INTEGERS[3:5]))
@@ -75,7 +60,7 @@ def product(name: str, modifiers: Modifiers, kind: str) -> Operation:
 
 def quotient(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """div and rem round toward zero. What a zero divisor gives is left open: here all bits are set."""
-    if kind == "f32":
+    if kind == "f32" and name == "div":
         return float_operation(name, modifiers, kind)
     require(kind, *INTEGERS)
 
@@ -93,8 +78,6 @@ def least_or_greatest(name: str, modifiers: Modifiers, kind: str) -> Operation:
     if kind == "f32":
         return float_min_max(name, modifiers)
     function = {"min": np.minimum, "max": np.maximum}[name]
-    if kind in PAIRS:
-        return in_pairs(function, kind)
     require(kind, *INTEGERS)
     return same(kind, 2, function)
 
@@ -102,9 +85,8 @@ def least_or_greatest(name: str, modifiers: Modifiers, kind: str) -> Operation:
 def sign_operation(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """neg and abs. For fp32 they change the sign bit alone, which the ISA allows for NaN."""
     if kind == "f32":
-        flush = flushed if modifiers.has("ftz") else (lambda x: x)
         function = {"neg": lambda x: x ^ SIGN, "abs": lambda x: x & ~SIGN}[name]
-        return same(kind, 1, lambda a: function(flush(a).view(np.uint32)).view(np.float32))
+        return same(kind, 1, lambda a: function(a.view(np.uint32)).view(np.float32))
     require(kind, *INTEGERS[3:])
     return same(kind, 1, {"neg": np.negative, "abs": np.abs}[name])
 
@@ -159,19 +141,6 @@ def extracted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
         return np.where(numel == 0, dtype.type(0), field)
 
     return Operation((kind, "u32", "u32"), kind, compute)
-
-
-def inserted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    require(kind, "b32", "b64")
-    dtype = DTYPES[kind]
-
-    def compute(a, b, begin, numel):
-        begin, numel = begin & np.uint32(0xFF), numel & np.uint32(0xFF)
-        ones = ~shifted_left(np.full(1, -1).astype(dtype), numel, kind)
-        field = shifted_left(ones, begin, kind)
-        return (b & ~field) | (shifted_left(a, begin, kind) & field)
-
-    return Operation((kind, kind, "u32", "u32"), kind, compute)
 
 
 # ---- Logic and Shift Instructions
@@ -253,13 +222,12 @@ def comparison(modifiers: Modifiers, kind: str) -> Function:
     """The comparison's function of two arrays. A comparison with a NaN is false, and with u, as in ltu, true."""
     name = modifiers.one(*COMPARISONS, *UNSIGNED, *(f"{name}u" for name in COMPARISONS), "num", "nan")
     if kind == "f32":
-        flush = flushed if modifiers.has("ftz") else (lambda x: x)
         if name in ("num", "nan"):
             return unordered if name == "nan" else lambda a, b: ~unordered(a, b)
         compare = COMPARISONS[name.rstrip("u")]
         if name[-1] == "u":
-            return lambda a, b: compare(flush(a), flush(b)) | unordered(a, b)
-        return lambda a, b: compare(flush(a), flush(b)) & ~unordered(a, b)
+            return lambda a, b: compare(a, b) | unordered(a, b)
+        return lambda a, b: compare(a, b) & ~unordered(a, b)
     if name in UNSIGNED and kind[0] == "u":
         name = UNSIGNED[name]
     if name not in (COMPARISONS if kind[0] in "us" else ("eq", "ne")):
@@ -285,26 +253,8 @@ def set_predicate(name: str, modifiers: Modifiers, kind: str) -> Operation:
     )
 
 
-def set_value(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    """set: all bits of an integer, or 1.0."""
-    result = modifiers.one("u32", "s32", "f32")
-    predicate = set_predicate(name, modifiers, kind)
-    true = np.float32(1) if result == "f32" else DTYPES[result].type(-1 if result == "s32" else 0xFFFFFFFF)
-    return Operation(
-        predicate.sources, result, lambda *x: np.where(predicate.compute(*x), true, DTYPES[result].type(0))
-    )
-
-
 def selection(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    """selp selects by a predicate; slct by the sign of a number, where -0 counts as positive and a NaN does not."""
-    if name == "selp":
-        return Operation((kind, kind, "pred"), kind, lambda a, b, c: np.where(c, a, b))
-    require(kind, "s32", "f32")
-    flush = flushed if modifiers.has("ftz") else (lambda x: x)
-    selected = modifiers.one(*(name for name in DTYPES if nbits_of(name) > 8))
-    return Operation(
-        (selected, selected, kind), selected, lambda a, b, c: np.where(c >= 0 if kind == "s32" else flush(c) >= 0, a, b)
-    )
+    return Operation((kind, kind, "pred"), kind, lambda a, b, c: np.where(c, a, b))
 
 
 # ---- Data Movement and Conversion Instructions: prmt and cvt
@@ -337,16 +287,13 @@ BUILDERS = {
     **dict.fromkeys(("popc", "clz", "bfind"), count_of_bits),
     **dict.fromkeys(("and", "or", "xor", "not"), bitwise),
     **dict.fromkeys(("shl", "shr"), shift),
-    **dict.fromkeys(("selp", "slct"), selection),
-    **dict.fromkeys(("fma", "sqrt", "rcp"), float_operation),
+    **dict.fromkeys(("sqrt", "rcp"), float_operation),
+    "selp": selection,
     "brev": reversed_bits,
     "bfe": extracted_field,
-    "bfi": inserted_field,
     "lop3": by_table,
     "shf": funnel_shift,
-    "copysign": with_sign_of,
     "setp": set_predicate,
-    "set": set_value,
     "prmt": permuted,
     "cvt": conversion,
 }

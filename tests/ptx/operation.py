@@ -11,7 +11,6 @@ DTYPES = {f"{kind}{nbits}": np.dtype(f"u{nbits // 8}") for kind in "bu" for nbit
 DTYPES |= {f"s{nbits}": np.dtype(f"i{nbits // 8}") for nbits in (8, 16, 32, 64)}
 DTYPES |= {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "pred": np.dtype(bool)}
 DTYPES |= {"bf16": np.dtype("u2"), "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4")}  # as bits
-PAIRS = {"s16x2": np.dtype("i2"), "u16x2": np.dtype("u2")}
 
 
 Function = Callable[..., np.ndarray]

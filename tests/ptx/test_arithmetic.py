@@ -1,7 +1,4 @@
-"""Each operation, with values worked out from the ISA's text, and against numpy, torch and exact fractions."""
-
-import itertools
-from fractions import Fraction
+"""Each operation, with values worked out from the ISA's text, and against numpy and torch."""
 
 import numpy as np
 import pytest
@@ -39,13 +36,8 @@ def compute(opcode, *operands):
 
 INTEGERS = [
     ("add.s32", (0x7FFFFFFF, 1), 0x80000000),
-    ("add.sat.s32", (0x7FFFFFFF, 1), 0x7FFFFFFF),
-    ("sub.sat.s32", (0x80000000, 1), 0x80000000),
     ("add.u16", (0xFFFF, 2), 1),
     ("sub.s64", (0, 1), 2**64 - 1),
-    ("add.s16x2", (0x7FFF0001, 0x0001FFFF), 0x80000000),
-    ("max.s16x2", (0x8000FFFF, 0x00010000), 0x00010000),
-    ("min.u16x2", (0x8000FFFF, 0x00010000), 0x00010000),
     ("mul.lo.s32", (0x10000, 0x10000), 0),
     ("mul.hi.u32", (0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFE),
     ("mul.hi.s32", (0xFFFFFFFF, 0xFFFFFFFF), 0),
@@ -94,11 +86,6 @@ INTEGERS = [
     ("bfe.u32", (0xFFFFFFFF, 0, 40), 0xFFFFFFFF),
     ("bfe.u32", (0xFFFFFFFF, 0x100, 0x104), 0xF),  # only the low 8 bits of begin and length count
     ("bfe.s64", (1 << 63, 60, 4), 2**64 - 8),
-    ("bfi.b32", (0xAB, 0x11111111, 8, 8), 0x1111AB11),
-    ("bfi.b32", (0xAB, 0x11111111, 28, 8), 0xB1111111),
-    ("bfi.b32", (0xAB, 0x11111111, 40, 8), 0x11111111),
-    ("bfi.b32", (0xAB, 0x11111111, 0, 0), 0x11111111),
-    ("bfi.b32", (0xAB, 0x11111111, 0, 32), 0xAB),
     ("and.b16", (0xFF00, 0x0FF0), 0x0F00),
     ("not.b64", (0,), 2**64 - 1),
     ("xor.pred", (True, True), False),
@@ -120,13 +107,6 @@ INTEGERS = [
     ("prmt.b32", (0x03028001, 0x07060504, 0x0019), 0x010180FF),
     ("selp.b32", (5, 6, True), 5),
     ("selp.b64", (5, 6, False), 6),
-    ("slct.b32.s32", (5, 6, -1), 6),
-    ("slct.b32.f32", (5, 6, MINUS_ZERO), 5),
-    ("slct.b32.f32", (5, 6, NAN), 6),
-    ("set.lt.u32.s32", (-1, 0), 0xFFFFFFFF),
-    ("set.lt.u32.u32", (-1, 0), 0),
-    ("set.eq.f32.f32", (ONE, ONE), ONE),
-    ("set.eq.and.s32.s32", (1, 1, False), 0),
 ]
 
 
@@ -141,52 +121,25 @@ FLOATS = [
     ("add.rn.f32", (INF, MINUS_INF), NAN),
     ("add.rn.f32", (MINUS_ZERO, MINUS_ZERO), MINUS_ZERO),
     ("add.rn.f32", (ONE, 0xBF800000), 0),
-    ("add.rm.f32", (ONE, 0xBF800000), MINUS_ZERO),
-    ("add.rm.f32", (0, 0), 0),
-    ("add.rp.f32", (ONE, LEAST), ONE + 1),
-    ("add.rz.f32", (ONE, LEAST), ONE),
-    ("sub.rm.f32", (ONE, LEAST), ONE - 1),
     ("add.rn.f32", (GREATEST, GREATEST), INF),
-    ("add.rz.f32", (GREATEST, GREATEST), GREATEST),
-    ("add.rm.f32", (0xFF7FFFFF, 0xFF7FFFFF), MINUS_INF),
     ("add.rn.f32", (LEAST, LEAST), 2),
-    ("add.rn.ftz.f32", (LEAST, LEAST), 0),
-    ("add.rn.ftz.f32", (0x80000001, MINUS_ZERO), MINUS_ZERO),
-    ("mul.rn.ftz.f32", (LEAST_NORMAL, 0x3F000000), 0),
-    ("mul.rn.ftz.f32", (LEAST_NORMAL | MINUS_ZERO, 0x3F000000), MINUS_ZERO),
     ("mul.rn.f32", (LEAST, 0x3F000000), 0),
-    ("mul.rp.f32", (LEAST, 0x3F000000), 1),
     ("mul.rn.f32", (INF, 0), NAN),
-    ("add.rn.sat.f32", (ONE, ONE), ONE),
-    ("add.rn.sat.f32", (OTHER_NAN, ONE), 0),
-    ("mul.rn.sat.f32", (ONE, 0xBF800000), 0),
     ("div.rn.f32", (ONE, 0), INF),
     ("div.rn.f32", (ONE, MINUS_ZERO), MINUS_INF),
     ("div.rn.f32", (0, 0), NAN),
     ("div.rn.f32", (ONE, 0x40400000), 0x3EAAAAAB),
-    ("div.rz.f32", (ONE, 0x40400000), 0x3EAAAAAA),
-    ("div.rm.f32", (ONE, 0xC0400000), 0xBEAAAAAB),
     ("rcp.rn.f32", (0x40400000,), 0x3EAAAAAB),
-    ("rcp.rz.f32", (0x40400000,), 0x3EAAAAAA),
     ("sqrt.rn.f32", (TWO,), 0x3FB504F3),
-    ("sqrt.rp.f32", (TWO,), 0x3FB504F4),
     ("sqrt.rn.f32", (MINUS_ZERO,), MINUS_ZERO),
     ("sqrt.rn.f32", (0xBF800000,), NAN),
-    # (1 + 2^-12)^2 - (1 + 2^-11) = 2^-24: lost if the product is rounded.
-    ("fma.rn.f32", (0x3F800800, 0x3F800800, 0xBF801000), 0x33800000),
-    ("fma.rn.f32", (INF, 0, ONE), NAN),
-    ("mad.rn.f32", (TWO, TWO, ONE), 0x40A00000),
     ("min.f32", (0, MINUS_ZERO), MINUS_ZERO),
     ("max.f32", (MINUS_ZERO, 0), 0),
     ("min.f32", (OTHER_NAN, ONE), ONE),
     ("max.f32", (OTHER_NAN, OTHER_NAN), NAN),
     ("max.NaN.f32", (ONE, OTHER_NAN), NAN),
-    ("max.ftz.f32", (LEAST, 0x80000001), 0),
     ("neg.f32", (OTHER_NAN,), 0x7FC12345),
     ("abs.f32", (MINUS_ZERO,), 0),
-    ("abs.ftz.f32", (0x80000001,), 0),
-    ("neg.ftz.f32", (1,), MINUS_ZERO),
-    ("copysign.f32", (MINUS_ZERO, ONE), 0xBF800000),
 ]
 
 
@@ -215,53 +168,6 @@ def test_comparisons_of_integers():
     assert not compute("setp.lt.and.s32", -1, 1, False)[0] and compute("setp.lt.or.s32", 1, -1, True)[0]
     assert compute("setp.lt.xor.s32", -1, 1, False)[0]
     assert operation(("setp", "lt", "and", "s32")).complement(*bits_of([1, 0], "s32")[:, None], np.array([True]))[0]
-    assert not compute("setp.eq.ftz.f32", LEAST, ONE)[0] and compute("setp.eq.ftz.f32", LEAST, MINUS_ZERO)[0]
-
-
-def exactly_rounded(value: Fraction, mode: str) -> float:
-    """The fp32 that a mode chooses for an exact value other than zero, found among its two neighbors."""
-    least = Fraction(2) ** -149
-    magnitude, negative = abs(value), value < 0
-    exponent = max(-126, magnitude.numerator.bit_length() - magnitude.denominator.bit_length() - 1)
-    while Fraction(2) ** (exponent + 1) <= magnitude:
-        exponent += 1
-    ulp = max(least, Fraction(2) ** (exponent - 23))
-    down = magnitude // ulp
-    rest = magnitude - down * ulp
-    up = {
-        "rn": rest > ulp / 2 or (rest == ulp / 2 and down % 2 == 1),
-        "rz": False,
-        "rm": negative and rest > 0,
-        "rp": not negative and rest > 0,
-    }[mode]
-    result = (down + up) * ulp
-    greatest = Fraction(2) ** 128 - Fraction(2) ** 104
-    if result > greatest:
-        infinite = mode == "rn" or (mode == "rm") == negative and mode != "rz"
-        result = float("inf") if infinite else greatest
-    return -float(result) if negative else float(result)
-
-
-OPERANDS = [1.0, 3.0, -7.0, 1 / 3, 1e-20, -1e-20, 3e38, -2.5e38, 2.0**-149, 2.0**-126, 5e-39, 1 + 2.0**-23, 16777215.0]
-
-
-@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "fma"])
-def test_rounds_exactly(name, mode):
-    numbers = [float(np.float32(x)) for x in OPERANDS]
-    tuples = list(itertools.product(numbers, repeat=3 if name == "fma" else 2))
-    operations = {
-        "add": lambda a, b: a + b,
-        "sub": lambda a, b: a - b,
-        "mul": lambda a, b: a * b,
-        "div": lambda a, b: a / b,
-        "fma": lambda a, b, c: a * b + c,
-    }
-    exact = [operations[name](*map(Fraction, operands)) for operands in tuples]
-    result = compute(f"{name}.{mode}.f32", *(np.array(x, np.float32) for x in zip(*tuples, strict=True)))
-    for operands, value, found in zip(tuples, exact, result.view(np.float32), strict=True):
-        if value != 0:
-            assert found == exactly_rounded(value, mode), (operands, found)
 
 
 # ---- conversions
@@ -292,25 +198,8 @@ def test_fp32_becomes_16_bits(kind):
     nearest = compute(f"cvt.rn.{kind}.f32", x)
     expected = torch.from_numpy(x).to(dtype).view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(nearest, np.where(np.isnan(x), 0x7FFF, expected))
-    # Toward zero: the greatest magnitude of 16 bits that is not above x.
-    toward_zero = compute(f"cvt.rz.{kind}.f32", x)
-    value = compute(f"cvt.f32.{kind}", toward_zero.view(DTYPES[kind])).view(np.float32)
-    real = ~np.isnan(x) & ~np.isinf(x)
-    assert (np.abs(value[real]) <= np.abs(x[real])).all()
-    beyond = compute(f"cvt.f32.{kind}", (toward_zero + np.uint16(1)).view(DTYPES[kind])).view(np.float32)
-    assert (np.abs(beyond[real]) > np.abs(x[real])).all()
     packed = compute(f"cvt.rn.{kind}x2.f32", x, x[::-1].copy())
     assert np.array_equal(packed, nearest.astype(np.uint32) << 16 | nearest[::-1])
-
-
-@pytest.mark.parametrize("mode", ["rm", "rp"])
-def test_fp32_becomes_fp16_downward_and_upward(mode):
-    x = random_bits(1)
-    x = x[~np.isnan(x)]
-    value = compute(f"cvt.{mode}.f16.f32", x).view(np.float16)
-    beside = np.nextafter(value, np.float16(np.inf if mode == "rm" else -np.inf))
-    wide, beside = value.astype(np.float32), beside.astype(np.float32)
-    assert ((wide <= x) & ((beside > x) | (wide == x)) if mode == "rm" else (wide >= x)).all()
 
 
 @pytest.mark.parametrize(
@@ -344,18 +233,8 @@ def test_between_integers():
 def test_integers_become_fp32():
     whole = np.random.default_rng(3).integers(-(2**63), 2**63, 1000)
     assert np.array_equal(compute("cvt.rn.f32.s64", whole), [np.float32(int(x)).view(np.uint32) for x in whole])
-    assert compute("cvt.rz.f32.u32", 0xFFFFFFFF)[0] == 0x4F7FFFFF
     assert compute("cvt.rn.f32.u32", 0xFFFFFFFF)[0] == 0x4F800000
     assert compute("cvt.rn.f16.s32", 65520)[0] == 0x7C00
-
-
-def test_fp32_becomes_whole_and_saturated():
-    assert compute("cvt.rni.f32.f32", 0x3FC00000)[0] == TWO
-    assert compute("cvt.rni.f32.f32", 0x40200000)[0] == TWO
-    assert compute("cvt.rmi.f32.f32", 0xBE800000)[0] == 0xBF800000
-    assert compute("cvt.sat.f32.f32", TWO)[0] == ONE
-    assert compute("cvt.sat.f32.f32", OTHER_NAN)[0] == 0
-    assert compute("cvt.ftz.f32.f32", 0x80000001)[0] == MINUS_ZERO
 
 
 # ---- what is not known
@@ -366,7 +245,11 @@ def test_fp32_becomes_whole_and_saturated():
     [
         ("frobnicate.b32 %r1, %r2;", "unknown instruction"),
         ("add.rn.round.f32 %f1, %f2, %f3;", "unknown modifier .round"),
-        ("add.f32 %f1, %f2, %f3;", "needs one of rn, rz, rm, rp"),
+        ("add.f32 %f1, %f2, %f3;", "needs one of rn"),
+        ("add.rz.f32 %f1, %f2, %f3;", "needs one of rn"),
+        ("add.rn.ftz.f32 %f1, %f2, %f3;", "unknown modifier .ftz"),
+        ("fma.rn.f32 %f1, %f2, %f3, %f1;", "unknown instruction"),
+        ("mad.rn.f32 %f1, %f2, %f3, %f1;", "needs one of lo, hi, wide"),
         ("div.full.f32 %f1, %f2, %f3;", "needs one of rn"),
         ("ex2.approx.f32 %f1, %f2;", "unknown instruction"),
         ("add.f64 %rd1, %rd2, %rd3;", "unknown type .f64"),

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from scripts import compiled
@@ -21,254 +22,27 @@ def printed_by(program, *args):
 WAITS = (
     "in step 5 for the all-to-all of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, 1 MiB), handed over 3.0 s ago"
 )
+WORDS = {
+    "WAITS": WAITS,
+    "PACKS": WAITS.replace("for the all-to-all", "with the pack"),
+    "REDUCES": WAITS.replace("for the all-to-all", "with the reduce"),
+    "NETWORK": "every rank answered and none is behind: they wait for the network",
+    "AT_WORK": "every rank answered and none is behind: some are at work, and the others wait for them",
+    "GONE": "no answer within 2.0 s. It is stopped, was killed, has left, or is cut off",
+    "BUCKET": "bucket 0 (layer.weight; 1 parameters, 1 MiB)",
+    "SINCE": "nothing under way for 7.2 s, since step 4",
+}
 
-CRAWL = "what rank 1 sends piles up: 1220 KB have not left, 0.7 MB/s arrive; elsewhere 29 KB"
-STREAMS = "work on the device's streams"
+
+def reports() -> list[tuple[str, list[str]]]:
+    """The lines of each scene's report: roll_call_reports.txt has a line [scene] before them. "conclusive" stands for
+    the program's line that no other roll call will find more."""
+    text = Path(__file__).with_name("roll_call_reports.txt").read_text().format(**WORDS)
+    scenes = (scene.splitlines() for scene in re.split(r"^\[", text, flags=re.MULTILINE)[1:])
+    return [(head.removesuffix("]"), lines) for head, *lines in scenes]
 
 
-REPORTS = [
-    (
-        "busy",
-        [
-            "rank 2 is slow: in step 5 busy with the pack of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, "
-            "1 MiB), handed over 3.0 s ago",
-            f"ranks 0, 1, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "working",
-        [
-            "every rank answered and none is behind: some are at work, and the others wait for them",
-            f"rank 1 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
-            f"rank 2 is busy {WAITS.replace('for the all-to-all', 'with the reduce')}",
-            f"ranks 0, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "all working",
-        [
-            "every rank answered and none is behind: some are at work, and the others wait for them",
-            f"ranks 0, 1, 3 are busy {WAITS.replace('for the all-to-all', 'with the pack')}",
-            f"rank 2 is busy {WAITS.replace('for the all-to-all', 'with the reduce')}",
-        ],
-    ),
-    (
-        "working crawl",
-        [
-            "every rank answered and none is behind: they wait for the network, where what rank 0 sends to rank 2 "
-            "piles up: 950 KB have not left, 0.3 MB/s arrive; elsewhere 0 KB",
-            f"rank 1 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
-            f"ranks 0, 2, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "call",
-        [
-            "rank 2 is slow: it has not called state_dict(), as every rank has to; nothing under way for 7.2 s, "
-            "since step 4",
-            "ranks 0, 1, 3 wait in step 5 for the others in state_dict(), called 3.0 s ago",
-        ],
-    ),
-    (
-        "call of all",
-        [
-            "every rank answered and none is behind",
-            "ranks 0, 1, 2, 3 wait in step 5 for the others in state_dict(), called 3.0 s ago",
-        ],
-    ),
-    (
-        "behind",
-        [
-            "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
-            "nothing under way for 7.2 s, since step 4",
-            f"ranks 0, 2 wait {WAITS}",
-        ],
-    ),
-    ("failed", ["conclusive", "rank 3 has failed: the reduce failed", f"ranks 0, 1, 2 wait {WAITS}"]),
-    (
-        "queued",
-        [
-            "every rank answered and none is behind: they wait for the network",
-            f"ranks 0, 2, 3 wait {WAITS}",
-            f"rank 1 waits {WAITS.replace('all-to-all of chunk 3/4', 'next stage')}",
-        ],
-    ),
-    (
-        "streams",
-        [
-            "every rank answered and none is behind: they wait for the network",
-            f"ranks 0, 2, 3 wait {WAITS}",
-            f"rank 1 waits {WAITS.replace('the all-to-all of chunk 3/4', STREAMS)}",
-        ],
-    ),
-    (
-        "many",
-        [
-            "conclusive",
-            "rank 20 (which has no watch) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
-            "or is cut off",
-            *[
-                f"rank {rank} (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, "
-                "has left, or is cut off"
-                for rank in range(21, 28)
-            ],
-            "12 more ranks are missing",
-            f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait {WAITS}",
-        ],
-    ),
-    (
-        "network",
-        ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
-    ),
-    *[
-        (
-            scene,
-            [
-                "every rank answered and none is behind: they wait for the network" + (pile and f", where {pile}"),
-                f"ranks 0, 1, 2, 3 wait {WAITS}",
-            ],
-        )
-        for scene, pile in (
-            ("crawl", CRAWL),
-            (
-                "crawl of a host",
-                "what ranks 0, 1 send piles up: 1000 KB have not left, 0.0 MB/s arrive; elsewhere 8 KB",
-            ),
-            (
-                "crawl to one",
-                "what is sent to rank 3 piles up: 1200 KB have not left, 0.6 MB/s arrive; elsewhere 60 KB",
-            ),
-            (
-                "crawl to a host",
-                "what is sent to ranks 2, 3 piles up: 800 KB have not left, 0.0 MB/s arrive; elsewhere 0 KB",
-            ),
-            (
-                "crawl between two",
-                "what rank 1 sends to rank 0 piles up: 900 KB have not left, 12.0 MB/s arrive; elsewhere 50 KB",
-            ),
-            (
-                "crawl of one to many",
-                "what rank 1 sends piles up: 100 KB have not left, 0.0 MB/s arrive; elsewhere 5 KB",
-            ),
-            # Connections that do not go from one host of the job to another name no link.
-            *[(scene, "") for scene in ("everywhere", "little", "one host", "upload")],
-        )
-    ],
-    (
-        "late crawl",
-        [
-            "rank 1 is slow: it took 1.8 s to answer, while 1220 KB of what it sends had not left",
-            f"they wait for the network, where {CRAWL}",
-            f"ranks 0, 1, 2, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "passing",
-        [
-            "every rank answered and none is behind: some are at work, and the others wait for them",
-            f"ranks 0, 1, 3 wait {WAITS}",
-            f"rank 2 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
-        ],
-    ),
-    (
-        # The reason is the rank that has not handed over, not the network.
-        "unsent and behind",
-        [
-            "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
-            "nothing under way for 7.2 s, since step 4",
-            f"ranks 0, 2, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "late",
-        [
-            "rank 2 is slow: it took 1.8 s to answer, as if its process had been stopped",
-            f"ranks 0, 1, 2, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "cut",
-        [
-            "the link between rank 1 and rank 2 carries nothing: what rank 1 sent has not been acknowledged for 4.2 s, "
-            "and what rank 2 sent has not been acknowledged for 4.0 s",
-            "every rank answered and none is behind: they wait for the network",
-            f"ranks 0, 1, 2, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "cut one way",
-        [
-            "the link between rank 0 and rank 3 carries nothing: what rank 3 sent has not been acknowledged for 6.0 s",
-            "every rank answered and none is behind: they wait for the network",
-            f"rank 1 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
-            f"ranks 0, 2, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        "host down",
-        [
-            "conclusive",
-            "rank 2 (process 1 on node) is missing: no answer within 2.0 s, and its host has not acknowledged for "
-            "6.1 s what was sent to it. That host is down or cut off",
-            f"ranks 0, 1, 3 wait {WAITS}",
-        ],
-    ),
-    (
-        # Not conclusive: the answer may still come.
-        "full link",
-        [
-            "rank 2 (process 1 on node) is slow: no answer within 2.0 s, but bytes from its host still arrive. Its "
-            "link may be full, so that its answer waits behind them",
-            f"ranks 0, 1, 3 wait {WAITS}",
-        ],
-    ),
-    *[
-        (
-            scene,
-            [
-                "conclusive",
-                "rank 2 (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
-                "or is cut off",
-                f"ranks 0, 1, 3 wait {WAITS}",
-            ],
-        )
-        for scene in ("full link, late", "neighbour heard")
-    ],
-    ("over", ["every rank answered, and none waits any more"]),
-    (
-        "pairs apart",
-        [
-            "every rank answered and none is behind: they wait for the network",
-            *[f"ranks {2 * i}, {2 * i + 1} wait {WAITS.replace('3/4', f'{i + 1}/20')}" for i in range(8)],
-            "24 more ranks are waiting elsewhere",
-        ],
-    ),
-    (
-        "apart",
-        [
-            "every rank answered and none is behind: they wait for the network",
-            *[f"rank {i} waits {WAITS.replace('3/4', f'{i + 1}/9')}" for i in range(8)],
-            "1 more rank is waiting elsewhere",
-        ],
-    ),
-    (
-        "unread",
-        [
-            "2 answers not read in time, of ranks 1, 3: the store is slow",
-            f"ranks 0, 2 wait {WAITS}",
-        ],
-    ),
-    (
-        # Not conclusive: another roll call may find more.
-        "unread and missing",
-        [
-            "1 answer not read in time, of rank 1: the store is slow",
-            "rank 2 (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
-            "or is cut off",
-            f"ranks 0, 3 wait {WAITS}",
-        ],
-    ),
-]
+REPORTS = reports()
 
 
 @pytest.mark.parametrize(("scene", "lines"), REPORTS)

@@ -67,7 +67,7 @@ c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& proc
 
 Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   std::vector<at::Tensor> parameters = grad_bucket.getParameters();
-  std::vector<GradientPlace> places;
+  std::vector<SlicePlace> places;
   places.reserve(parameters.size());
   int64_t numel = 0;
   for (const at::Tensor& parameter : parameters) {

@@ -1,5 +1,5 @@
-// Each process's thread: issues its collectives in the order that rank 0's Negotiator (negotiator.h) decides, whatever
-// order its callers submit them in.
+// Every process's Coordinator: a thread that issues its collectives in the order that rank 0's Negotiator
+// (negotiator.h) decides, whatever order its callers submit them in.
 //
 //   submit() ──► Ready ──► rank 0 ──► Execute ──► every member issues the bucket
 //
@@ -18,11 +18,11 @@
 #include <thread>
 #include <vector>
 
-#include "frontends/horovod/fused_sum.h"
 #include "frontends/horovod/links.h"
 #include "frontends/horovod/negotiator.h"
 #include "frontends/horovod/plain_collectives.h"
 #include "frontends/horovod/request.h"
+#include "gradients/fused_sum.h"
 
 namespace fusedcomm::horovod {
 

@@ -1,5 +1,5 @@
-// Rank 0's part: counts which ranks have submitted what, and tells all ranks what to issue, in one order for all. Uses
-// no torch; the coordinator's thread alone calls it.
+// Rank 0's Negotiator, beside every process's Coordinator (coordinator.h): counts which ranks have submitted what, and
+// tells all ranks what to issue, in one order for all. Uses no torch. Only rank 0's coordinator thread calls it.
 //
 //   the first time  a rank sends a request's signature. When every member has, they are compared, and the collective
 //                   begins

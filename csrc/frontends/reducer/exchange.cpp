@@ -7,6 +7,7 @@
 #include <string>
 
 #include "frontends/reducer/reducer.h"
+#include "gradients/collective_calls.h"
 
 namespace fusedcomm {
 namespace {
@@ -19,7 +20,7 @@ constexpr size_t kMaxNamed = 8;
 }  // namespace
 
 FuturePtr GradReducer::gather(const std::vector<int64_t>& numbers, const std::string& what) {
-  return synchroniser_->gather(at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
+  return fusedcomm::gather(*synchroniser_, at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
 }
 
 at::Tensor GradReducer::wait_for_numbers(const FuturePtr& future) {

@@ -321,8 +321,8 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
   try {
     GradientsPtr gradients;
     if (tensors.front().is_sparse()) {
-      const GradientPlace place{0, parameters.front().numel() * (parameters.front().is_complex() ? 2 : 1)};
-      gradients = std::make_shared<const Gradients>(tensors.front(), std::vector<GradientPlace>{place});
+      const SlicePlace place{0, parameters.front().numel() * (parameters.front().is_complex() ? 2 : 1)};
+      gradients = std::make_shared<const Gradients>(tensors.front(), std::vector<SlicePlace>{place});
     } else {
       gradients = std::make_shared<const Gradients>(std::move(tensors));
     }

@@ -31,9 +31,9 @@
 #include "devices/device.h"
 #include "frontends/reducer/accumulators.h"
 #include "frontends/reducer/flags.h"
-#include "frontends/reducer/gradient.h"
 #include "frontends/reducer/layout.h"
 #include "frontends/reducer/problem.h"
+#include "gradients/parameter_gradient.h"
 #include "gradients/synchroniser.h"
 
 namespace fusedcomm {

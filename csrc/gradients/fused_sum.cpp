@@ -1,8 +1,8 @@
-#include "frontends/horovod/fused_sum.h"
+#include "gradients/fused_sum.h"
 
 #include "gradients/grad_dtype.h"
 
-namespace fusedcomm::horovod {
+namespace fusedcomm {
 namespace {
 
 // A model has fewer parameters.
@@ -67,4 +67,4 @@ size_t FusedSum::index_of(const std::vector<at::Tensor>& parameters, double fact
   return indices_.emplace(std::make_pair(std::move(key), factor), indices_.size()).first->second;
 }
 
-}  // namespace fusedcomm::horovod
+}  // namespace fusedcomm

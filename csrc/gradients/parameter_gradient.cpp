@@ -1,4 +1,4 @@
-#include "frontends/reducer/gradient.h"
+#include "gradients/parameter_gradient.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>

@@ -15,7 +15,7 @@
 
 #include "gradients/synchroniser.h"
 
-namespace fusedcomm::horovod {
+namespace fusedcomm {
 
 // The name of a tensor, not its memory, says which wire it has, whether it is exact, and which residual is its own. One
 // thread at a time may call it.
@@ -61,4 +61,4 @@ class FusedSum {
   std::map<std::pair<std::vector<const void*>, double>, size_t> indices_;
 };
 
-}  // namespace fusedcomm::horovod
+}  // namespace fusedcomm

@@ -1,0 +1,46 @@
+// The decorators of a job, each in a file of its name. Each changes the job of a bucket before it is submitted, or
+// submits it with another. What they are given must outlive the engine's lanes.
+#pragma once
+
+#include <memory>
+
+#include "engine/profiler.h"
+#include "gradients/bucket_future.h"
+#include "gradients/bucket_record.h"
+#include "gradients/epilogue.h"
+#include "gradients/error_monitor.h"
+#include "transport/tensor_transport.h"
+
+namespace fusedcomm {
+
+// Shows the bucket and its stages to torch's profilers. These see only what runs on threads that know of them; the
+// lanes' threads learn of the profiler of the thread that hands the bucket over. Returns null if no profiler watches
+// the calling thread. A range "<backend>:all_reduce", as torch calls what DDP does without a hook, lasts as long as the
+// result. On an accelerator a bucket that the backend sums has none: the backend records its own all-reduces, because
+// they are enqueued by the calling thread. A reduce-scatter has only its stages.
+std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport& transport, c10::Device device,
+                                                           const BucketPlan& plan, const Gradients& gradients);
+
+// Measures the error of this rank's first encoder. Does nothing for a bucket that is summed exactly, nor without memory
+// for it: a measurement is not worth failing a step. place: of this rank among hosts.
+void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, int64_t pass,
+             const Engine& engine, const Place& place, ErrorMonitor* monitor);
+
+// The bucket's part of the epilogue of the pass (epilogue.h). index: of the bucket in the pass.
+void finish(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients, size_t index,
+            const PassEpilogue::Task& task, Device* device, PassEpilogue* epilogue);
+
+// Submits the job, and after it an exact sum of the same gradients, and compares the results. The job's on_done is
+// called after both. The means are multiplied by `unscale` when they have been compared.
+void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
+                     const BucketRecordPtr& record, float unscale, Engine* engine,
+                     const std::shared_ptr<TensorTransport>& transport, ErrorMonitor* monitor);
+
+// Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
+// replace the gradients by their mean × unscale, exactly. One run is summed in place; separate tensors are summed in a
+// copy, which is written back. The future receives the run, the first tensor, or the mean of a sparse bucket,
+// coalesced.
+void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, float unscale,
+                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport);
+
+}  // namespace fusedcomm

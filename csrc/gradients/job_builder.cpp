@@ -1,0 +1,103 @@
+#include "gradients/job_builder.h"
+
+#include <utility>
+
+#include "gradients/grad_dtype.h"
+
+namespace fusedcomm {
+namespace {
+
+SliceList slice_list(const std::vector<SlicePlace>& places, const at::Tensor& tensor) {
+  const GradDtype dtype = grad_dtype_of(tensor.scalar_type());
+  auto* const origin = static_cast<std::byte*>(tensor.data_ptr());
+  SliceList list;
+  for (const SlicePlace& place : places) list.append(origin + place.offset * grad_nbytes(dtype), place.numel, dtype);
+  return list;
+}
+
+// Addresses are taken for each job, because gradients may be allocated at every backward pass.
+void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job) {
+  const Gradients& gradients = *bucket.gradients;
+  std::byte* const origin = gradients.origin();
+  for (size_t i = 0; i < record.streams.size(); ++i) {
+    const BucketRecord::Payload& stream = record.streams[i];
+    Payload& payload = job->payloads[i];
+    payload.streams.origin = origin;
+    payload.streams.tables = stream.tables;
+    if (!bucket.own_row) continue;
+    const at::Tensor &rows = gradients.front(), &sum = bucket.own_row->sum;
+    payload.streams.lossy = slice_list(stream.lossy.places, rows);
+    payload.streams.exact = slice_list(stream.exact.places, rows);
+    payload.unpacked = BucketSlices{slice_list(stream.own_lossy.places, sum), slice_list(stream.own_exact.places, sum),
+                                    sum.data_ptr(), stream.unpack_tables};
+  }
+  if (bucket.own_row) return;
+  const GradDtype dtype = grad_dtype_of(record.dtype);
+  for (size_t i = 0; i < record.members.size(); ++i) {
+    const BucketRecord::Member& member = record.members[i];
+    BucketSlices& streams = job->payloads[member.payload].streams;
+    SliceList& stream = member.exact ? streams.exact : streams.lossy;
+    stream.append(origin + gradients.places()[i].offset * grad_nbytes(dtype), member.numel, dtype);
+  }
+  for (size_t i = 0; i < record.streams.size(); ++i) {
+    if (!record.streams[i].unpack_tables) continue;
+    job->payloads[i].unpacked = job->payloads[i].streams;
+    job->payloads[i].unpacked->tables = record.streams[i].unpack_tables;
+  }
+}
+
+void add_rounding(const BucketRecord& record, const Engine& engine, const Place& place, int64_t step, BucketJob* job) {
+  const WireConfig& config = engine.config();
+  for (size_t i = 0; i < record.streams.size(); ++i) {
+    const BucketRecord::Payload& stream = record.streams[i];
+    Payload& payload = job->payloads[i];
+    Encoding& first = first_encoding(record, &payload);
+    if (record.plan.sums_codes() && config.stochastic) {
+      first.stochastic = payload.reduce.stochastic = true;
+      first.noise = payload.reduce.noise = {config.seed, stream.noise_number, static_cast<uint32_t>(step), 0};
+      first.noise.source = record.plan.on_two_levels() ? kFirstHostSource + static_cast<uint32_t>(place.host)
+                                                       : static_cast<uint32_t>(engine.rank());
+      payload.reduce.noise.source = kReducerSource;
+    }
+    if (!stream.residual) continue;
+    first.residual = stream.residual->of_first();
+    payload.reduce.residual = stream.residual->of_second();
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr& record, int64_t step,
+                                    const Engine& engine, const Place& place, const FuturePtr& future) {
+  const GradientsPtr& gradients = bucket.gradients;
+  auto job = std::make_shared<BucketJob>();
+  job->label = record->label;
+  job->is_last = bucket.is_last;
+  if (record->passthrough) return job;
+  job->grad_nbytes = gradients->nbytes();
+  job->plan = BucketPlanPtr(record, &record->plan);
+  job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
+    attribute_nonfinite(*record, *gradients, packed, chunk);
+  };
+  job->payloads.resize(record->streams.size());
+  add_slices(bucket, *record, job.get());
+  add_rounding(*record, engine, place, step, job.get());
+  std::shared_ptr<Device> device;  // that of a reduce-scatter
+  if (bucket.own_row) {
+    device = engine.shared_device();
+    job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, bucket.own_row->sum);
+  } else {
+    for (const at::Tensor& tensor : gradients->tensors()) engine.device().will_use(tensor);
+    job->owner = std::const_pointer_cast<Gradients>(gradients);
+  }
+  job->on_done = [future, gradients, result = bucket.result(), device](std::exception_ptr error) {
+    // Without an error the caller's stream waits for ours before a reduce-scatter's memory is used for anything else.
+    if (error && device) {
+      for (const at::Tensor& tensor : {gradients->front(), result}) device->will_use(tensor);
+    }
+    complete(*future, result, std::move(error));
+  };
+  return job;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,68 @@
+"""Compiles the sources of tests/native that need torch's headers, with ninja, to objects in build/native: once, and
+again only what has changed. Run as a program, as `make test` does, it compiles all of them."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build/native"
+TORCH = Path(torch.__file__).parent
+FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+INCLUDE = [f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include", "-isystem", TORCH / "include/torch/csrc/api/include"]
+INCLUDE += ["-isystem", sysconfig.get_path("include")]
+
+OF_STREAMS = ["tests/native/stream_stress.cpp", "tests/native/sim_accelerator.cpp"]
+OF_STREAMS += ["csrc/devices/stream_lane.cpp", "csrc/devices/stream_device.cpp"]
+"""Linked into the program stream_stress."""
+
+OF_CUDA = [
+    f"tests/native/{name}.cpp" for name in ("cuda_stress", "sim_backend", "sim_kernels", "sim_torch", "fake_cuda")
+]
+OF_CUDA += ["tests/native/sim_accelerator.cpp"]
+"""Linked into the library cuda_stress."""
+
+
+def _built_file(compiler: str) -> str:
+    """What ninja is told. Objects of the library are position-independent, and not optimized: that would take longer
+    than it saves."""
+    lines = ["rule compile", f"  command = {compiler} -MMD -MF $out.d $flags -c $in -o $out", "  depfile = $out.d"]
+    lines += ["  deps = gcc"]
+    for kind, sources, flags in (("streams", OF_STREAMS, FLAGS), ("cuda", OF_CUDA, [*FLAGS, "-O0", "-fPIC"])):
+        for source in sources:
+            lines += [f"build {kind}/{Path(source).stem}.o: compile {ROOT / source}"]
+            lines += [f"  flags = {' '.join(map(str, [*flags, *INCLUDE]))}"]
+    return "\n".join(lines) + "\n"
+
+
+def compiled(kind: str, sources: Sequence[str], compiler: str) -> list[Path]:
+    """The objects of these sources, compiled if they are out of date.
+
+    kind: "streams" or "cuda". Raises AssertionError with the compiler's output if it refuses one.
+    """
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    objects = [f"{kind}/{Path(source).stem}.o" for source in sources]
+    with FileLock(FOLDER / "lock"):
+        file = FOLDER / "build.ninja"
+        if not file.exists() or file.read_text() != _built_file(compiler):
+            file.write_text(_built_file(compiler))
+        done = subprocess.run(["ninja", "-C", FOLDER, "-j2", *objects], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [FOLDER / name for name in objects]
+
+
+if __name__ == "__main__":
+    from scripts import compiler_name
+
+    if (name := compiler_name()) and shutil.which("ninja"):
+        try:
+            compiled("streams", OF_STREAMS, name)
+            compiled("cuda", OF_CUDA, name)
+        except AssertionError as error:
+            sys.exit(f"tests/native does not compile:\n{error}")
