@@ -96,11 +96,7 @@ def attached_with_other_options(rank, world_size, of_ranks, wire):
     broadcasts = options.pop("broadcast_buffers", True)
     ddp = DistributedDataParallel(Normed(), **options)
     ddp.broadcast_buffers = broadcasts  # given to the constructor, it would make the constructor wait
-    try:
-        fusedcomm.attach(ddp, wire, quiet=True)
-    except RuntimeError as error:
-        return str(error)
-    return "attached"
+    return error_of(RuntimeError, fusedcomm.attach, ddp, wire, quiet=True)
 
 
 UNUSED = {"find_unused_parameters": True}

@@ -10,7 +10,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Gradients, Mlp, Sparse, by_kind, constant, synchronise, synchronized
+from models import (
+    SMALL_BUCKETS,
+    Gradients,
+    Mlp,
+    Sparse,
+    by_kind,
+    constant,
+    error_of,
+    refusal,
+    synchronise,
+    synchronized,
+)
 from ranks import GROUP_TIMEOUT_S, Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -30,30 +41,18 @@ def test_comm_hook_is_a_plain_function_that_ddp_and_trainers_accept():
 
 
 def registrations(rank, world_size):
-    errors = {}
-
-    def attempt(name, action):
-        try:
-            action()
-            errors[name] = None
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-
-    attached = DistributedDataParallel(Mlp())
+    attached, registered, builtin = (DistributedDataParallel(Mlp()) for _ in range(3))
     fusedcomm.attach(attached)
-    errors["logged name"] = attached._get_ddp_logging_data()["comm_hook"]
-    attempt("attach twice", lambda: fusedcomm.attach(attached))
-    state = fusedcomm.CommState()
-    attempt("register after attach", lambda: attached.register_comm_hook(state, fusedcomm.comm_hook))
-
-    registered = DistributedDataParallel(Mlp())
     registered.register_comm_hook(fusedcomm.CommState(), fusedcomm.comm_hook)
-    attempt("attach after register", lambda: fusedcomm.attach(registered))
-
-    builtin = DistributedDataParallel(Mlp())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    attempt("attach after builtin", lambda: fusedcomm.attach(builtin))
-    return errors
+    register = attached.register_comm_hook
+    return {
+        "logged name": attached._get_ddp_logging_data()["comm_hook"],
+        "attach twice": refusal(fusedcomm.attach, attached),
+        "register after attach": refusal(register, fusedcomm.CommState(), fusedcomm.comm_hook),
+        "attach after register": refusal(fusedcomm.attach, registered),
+        "attach after builtin": refusal(fusedcomm.attach, builtin),
+    }
 
 
 def test_one_hook_for_each_module(ranks):
@@ -90,11 +89,7 @@ def after_refused_hooks(rank, world_size):
     comm.detach()
     ddp(inputs).sum().backward()
     ddp.register_comm_hook(fusedcomm.CommState(), fusedcomm.comm_hook)  # the reducer has no hook now
-    try:
-        fusedcomm.attach(ddp, quiet=True)
-    except RuntimeError as error:
-        seen.append(str(error))
-    return seen
+    return [*seen, error_of(RuntimeError, fusedcomm.attach, ddp, quiet=True)]
 
 
 def test_a_hook_that_the_reducer_refused_does_not_keep_fusedcomm_from_attaching_again(ranks):
@@ -108,7 +103,6 @@ def incompatible(rank, world_size):
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torch.nn.parallel.distributed import _MixedPrecision
 
-    seen = []
     precision = _MixedPrecision(param_dtype=torch.bfloat16)
     if torch.version.cuda and not torch.cuda.is_available():
         mixed = DistributedDataParallel(Mlp())  # the constructor would need a CUDA stream
@@ -121,24 +115,15 @@ def incompatible(rank, world_size):
     moved.module.to("meta")
     split = DistributedDataParallel(Mlp())
     split.module.layers[0].to("meta")
-    for ddp in (mixed, DistributedDataParallel(model), moved, split):
-        try:
-            fusedcomm.attach(ddp)
-        except RuntimeError as error:
-            seen.append(str(error))
-    return seen
+    modules = (mixed, DistributedDataParallel(model), moved, split)
+    return [error_of(RuntimeError, fusedcomm.attach, ddp) for ddp in modules]
 
 
 def test_options_and_devices_that_cannot_combine_are_refused_by_name(ranks):
     for errors in ranks.run(incompatible, world_size=2):
-        assert [
-            any(word in error for word in words)
-            for error, words in zip(
-                errors,
-                (["mixed_precision="], ["_apply_optimizer_in_backward"], ["are on meta"], ["several devices"]),
-                strict=True,
-            )
-        ] == [True] * 4
+        words = ("mixed_precision=", "_apply_optimizer_in_backward", "are on meta", "several devices")
+        for word, error in zip(words, errors, strict=True):
+            assert word in error
 
 
 SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
@@ -241,16 +226,9 @@ def test_copies_lose_the_hook_say_so_once_and_can_be_attached(ranks):
 def python_reducer(rank, world_size):
     state = fusedcomm.CommState()
     parameter = torch.nn.Parameter(torch.ones(3))
-    try:
-        fusedcomm.comm_hook(state, (torch.ones(3), parameter))
-    except RuntimeError as error:
-        called = str(error)
+    called = error_of(RuntimeError, fusedcomm.comm_hook, state, (torch.ones(3), parameter))
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = DistributedDataParallel(Mlp())
-        try:
-            fusedcomm.attach(ddp)
-        except RuntimeError as error:
-            return called, str(error)
+        return called, error_of(RuntimeError, fusedcomm.attach, DistributedDataParallel(Mlp()))
 
 
 def test_compiled_autograds_python_reducer_is_refused_loudly(ranks):

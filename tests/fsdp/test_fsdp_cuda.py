@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from models import integers, mean_of_integers
 from test_fsdp_cuda_path import CONFIGS, three_steps
-from test_fsdp_feedback import Layers
+from test_fsdp_feedback import made
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import fusedcomm
 from fusedcomm.config import Checks, Chunks, Config
@@ -27,24 +26,11 @@ pytestmark = [
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
-def built(kind, world_size, device):
-    torch.manual_seed(0)
-    model = Layers().to(device)
-    mesh = init_device_mesh(device, (world_size,))
-    if kind == "replicate":
-        return replicate(model, mesh=mesh)
-    if kind == "hsdp":
-        mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("replica", "shard"))
-    dtype = torch.bfloat16 if kind == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
 def on_both_devices(rank, world_size, kind, config):
     """This rank's gradients, counts and residuals after three steps, on a CPU and on a GPU."""
     found = []
     for device in ("cpu", "cuda"):
-        model = built(kind, world_size, device)
+        model = made(kind, world_size, device)
         comm = fusedcomm.attach(model, config, quiet=True)
         bits = three_steps(model, rank, device)
         residuals = {name: each.full_tensor().cpu() for name, each in comm.state_dict()["residuals"].items()}
@@ -54,7 +40,7 @@ def on_both_devices(rank, world_size, kind, config):
 
 
 CASES = [("sharded", name, 2) for name in CONFIGS]
-CASES += [(kind, name, 2) for kind in ("bf16", "replicate") for name in ("fp32", "bf16", "int8")]
+CASES += [(kind, name, 2) for kind in ("gradients in bfloat16", "replicate") for name in ("fp32", "bf16", "int8")]
 CASES += [("hsdp", "int8", 4), ("sharded", "int4 rotated", 4), ("sharded", "bf16", 3)]
 
 

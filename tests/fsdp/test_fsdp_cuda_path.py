@@ -12,8 +12,8 @@ import fake_cuda
 import ptx_kernels
 import pytest
 import torch
-from test_fsdp_feedback import Layers, gradients_of, made
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from models import KINDS
+from test_fsdp_feedback import gradients_of, made
 
 import fusedcomm
 from fusedcomm.config import Blocks, Chunks, Config, Feedback, Rounding
@@ -44,14 +44,11 @@ CONFIGS = {
 }
 
 
-def built(kind, world_size):
-    """The model of a kind; for "gradients in …", which are then reduced in that dtype, too, or in fp32 after a +."""
-    if not kind.startswith("gradients in"):
-        return made(kind, world_size)
-    dtype = getattr(torch, kind.split()[2])
-    model = Layers()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if kind.endswith("+") else dtype)
-    return fully_shard(model, mp_policy=policy)
+def by_what_config_has(name: str, **others: object) -> dict:
+    """For `pytest.mark.sampled`. A case interprets kernels, which takes seconds."""
+    config = CONFIGS[name]
+    has = {"feedback": config.feedback is not None, "rotation": config.blocks.rotate}
+    return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
 
 
 @functools.cache
@@ -81,7 +78,7 @@ def three_steps(model, rank, device):
 def steps_on(rank, world_size, kind, config, library, triton_folder):
     """Three steps on the CPU path, or with a `library` on the CUDA path; on PTX that is executed, with a
     `triton_folder`. Returns this rank's gradients, the non-finite counts and the residuals."""
-    model = built(kind, world_size)
+    model = made(kind, world_size)
     how = contextlib.nullcontext()
     if library:
         compiled = {} if triton_folder is None else {"compiled": compiler(triton_folder or None)}
@@ -108,21 +105,21 @@ def check(ranks, kind, config, world_size, library, triton_folder=None):
         assert bool(own[2]) == (config.feedback is not None)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=by_what_config_has)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_reduce_scatters_have_the_cpus_bits(ranks, library, name, world_size):
     check(ranks, "sharded", CONFIGS[name], world_size, library)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=by_what_config_has)
 @pytest.mark.parametrize("kind", ["gradients in bfloat16", "gradients in float16 +"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8 all"])
 def test_gradients_of_16_bits(ranks, library, name, kind):
     check(ranks, kind, CONFIGS[name], 2, library)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=by_what_config_has)
 @pytest.mark.parametrize("kind", ["hsdp", "replicate"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4 rotated"])
 def test_sums_between_replicas_have_the_cpus_bits(ranks, library, name, kind):

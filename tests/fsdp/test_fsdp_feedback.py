@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fusedcomm
@@ -31,24 +31,24 @@ class Layers(nn.Module):
         return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
 
 
-def mesh_of(shape):
-    names = ("replica", "shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def made(kind, world_size):
+def made(kind, world_size, device="cpu"):
+    """The model, sharded. With kind "gradients in DTYPE" gradients are reduced in that dtype, too, or in fp32 after a
+    +."""
     torch.manual_seed(0)
-    model = Layers()
+    model = Layers().to(device)
+    shape = (world_size // 2, 2) if kind == "hsdp" else (world_size,)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
     if kind == "replicate":
-        replicate(model, mesh=mesh_of((world_size,)))
-    elif kind == "hsdp":
-        fully_shard(model, mesh=mesh_of((world_size // 2, 2)))
-    elif kind == "Shard(1)":
+        return replicate(model, mesh=mesh)
+    options = {}
+    if kind == "Shard(1)":
         model.first, model.second = nn.Linear(32, 48, bias=False), nn.Linear(64, 40, bias=False)
-        fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
-    else:
-        fully_shard(model)
-    return model
+        options["shard_placement_fn"] = lambda parameter: Shard(1)
+    if kind.startswith("gradients in"):
+        dtype = getattr(torch, kind.split()[2])
+        reduced_in = torch.float32 if kind.endswith("+") else dtype
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced_in)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def gradients_of(model, rank, step):
@@ -306,6 +306,7 @@ def by_level(rank, world_size, hosts):
     assert 0.02 < error(got) < 0.95 * error(in_int4), (error(got), error(in_int4))
 
 
+@pytest.mark.sampled(by=lambda hosts: {})
 @pytest.mark.parametrize("hosts", [2, TwoLevels([[0, 1], [2, 3]]), TwoLevels(2, local_wire="bf16")], ids=str)
 def test_hsdp_has_one_wire_within_hosts_and_another_between_them(ranks, hosts):
     ranks.run(by_level, hosts, world_size=4)

@@ -51,22 +51,22 @@ class Clock:
 
 
 @functools.cache
-def first_gradients(rank, shapes):
-    return [integers(rank + 10 * i, shape) for i, shape in enumerate(shapes)]
+def of_factor(rank, factor, shapes):
+    return [factor * integers(rank + 10 * i, shape) for i, shape in enumerate(shapes)]
 
 
 @functools.cache
-def first_mean(world_size, shapes):
-    of_ranks = (first_gradients(rank, shapes) for rank in range(world_size))
+def mean_of_factor(world_size, factor, shapes):
+    of_ranks = (of_factor(rank, factor, shapes) for rank in range(world_size))
     return [sum(parts) / world_size for parts in zip(*of_ranks, strict=True)]
 
 
 def gradients(rank, step, shapes=SHAPES):
-    return [(step % 5 + 1) * value for value in first_gradients(rank, shapes)]
+    return of_factor(rank, step % 2 + 1, shapes)
 
 
 def mean(world_size, step, shapes=SHAPES):
-    return [(step % 5 + 1) * value for value in first_mean(world_size, shapes)]
+    return mean_of_factor(world_size, step % 2 + 1, shapes)
 
 
 def searched(rank, world_size, ms, wire, kwargs):
@@ -100,8 +100,9 @@ def times(**by_wire):
     ("ms", "chosen", "tried"),
     [
         (times(bf16=(40, 30, 20, 30)), 5, [25, 10, 5, 1]),  # 50 and 100 make the same buckets as 25
-        (times(bf16=(40, 39.5, 50, 9)), 25, [25, 10, 5]),  # 10 gains less than 3%, and 5 ends this direction
-        (times(bf16=(40, 60, 1, 1)), 25, [25, 10]),
+        # 10 gains less than 3%, and 5 ends this direction
+        pytest.param(times(bf16=(40, 39.5, 50, 9)), 25, [25, 10, 5], marks=pytest.mark.full),
+        pytest.param(times(bf16=(40, 60, 1, 1)), 25, [25, 10], marks=pytest.mark.full),
     ],
     ids=["smaller", "hardly smaller", "as it was"],
 )
@@ -207,7 +208,7 @@ def on_own_clock(rank, world_size, wires, every, freezes):
                 model(gradients(rank, step, shapes)).backward()
             model(gradients(rank, step, shapes)).backward()
         wanted = [2 * every * value for value in mean(world_size, step, shapes)]
-        # Sums of four ranks' gradients are even numbers up to 320, so they are exact in bf16, too.
+        # Sums of four ranks' gradients are even numbers up to 256, so they are exact in bf16, too.
         right += [
             torch.equal(w.grad, value) for w, value in zip(model.weights, wanted, strict=True) if w.grad is not None
         ]
@@ -219,9 +220,9 @@ def on_own_clock(rank, world_size, wires, every, freezes):
     return tuning, all(right), [w.grad.sum().item() for w in model.weights]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda wires, every, freezes: {})  # a search takes many steps; make test runs one
 @pytest.mark.parametrize(
-    ("wires", "every", "freezes"), [(None, 1, False), (("bf16",), 2, False), (None, 1, True), (("bf16",), 1, True)]
+    ("wires", "every", "freezes"), [(None, 1, True), (None, 1, False), (("bf16",), 2, False), (("bf16",), 1, True)]
 )
 def test_all_ranks_choose_alike_by_their_own_clocks(ranks, wires, every, freezes):
     outcome = ranks.run(on_own_clock, wires, every, freezes)

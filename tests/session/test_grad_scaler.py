@@ -81,7 +81,12 @@ CASES = {
 }
 
 
-@pytest.mark.sampled
+def by_what_case_has(name: str, front_end: str) -> dict:
+    has = zip(("optimizers", "scale", "clips", "accumulate"), CASES[name], strict=True)
+    return {"front end": front_end, **dict(has)}
+
+
+@pytest.mark.sampled(by=by_what_case_has)
 @pytest.mark.parametrize("front_end", ["hook", "reducer"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_torchs_scaler_bit_for_bit(ranks, front_end, name):
@@ -131,22 +136,16 @@ FINDINGS = [
 
 def front_end_of(model, front_end, way, wire, checks):
     """What runs the forward pass, and what the scaler takes. `way` decides which parameters are synchronized."""
-    config = Config(wire, wires={"1d": wire}, checks=checks)
-    if way == "not synchronized" and front_end != "reducer":
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["weights.1"])
-    options = {"find_unused_parameters": way == "unused"}
-    if front_end == "DataParallel":
-        forward = fusedcomm.DataParallel(model, config=config, quiet=True, **options)
-        return forward, forward, forward.comm
-    if front_end == "reducer":
-        named = [pair for pair in model.named_parameters() if way != "not synchronized" or pair[0] != "weights.1"]
-        comm = reducer_of(model if way != "not synchronized" else named, config, **options)
+    config = "off" if way == "off" else Config(wire, wires={"1d": wire}, checks=checks)
+    if way == "not synchronized" and front_end == "reducer":
+        comm = reducer_of([pair for pair in model.named_parameters() if pair[0] != "weights.1"], config)
         return model, comm, comm
+    if way == "not synchronized":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["weights.1"])
     model.weights[1].requires_grad_(way != "thawed")
-    forward = DistributedDataParallel(model, **options)
-    comm = fusedcomm.attach(forward, "off" if way == "off" else config, quiet=True)
+    forward, comm = synchronized(front_end, model, config, find_unused=way == "unused")
     model.weights[1].requires_grad_(True)
-    return forward, comm, comm
+    return forward, forward if front_end == "DataParallel" else comm, comm
 
 
 def findings(rank, world_size, front_end, way, wire):
