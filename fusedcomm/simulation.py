@@ -141,6 +141,10 @@ def _described(layout: "_C.BucketLayout") -> str:
     return f"{layout!r}{' rotated' if layout.rotated else ''}"
 
 
+_Encoding = tuple[tuple | None, tuple | None]
+"""(noise, residual) of an encoder, each None if not used."""
+
+
 class _Places:
     """The places of a stream's elements in the gradients. `indices` None: the stream is all of them, in order."""
 
@@ -192,7 +196,7 @@ class _Encoders:
         if levels is None:
             parts = self._parts(len(flats), self._layout)
             for rank, out in enumerate(parts):
-                self._pack(self._layout, plan.pack_scale, flats[rank], places, out, *self._encoding(rank, rank))
+                self._pack(self._layout, plan.pack_scale, flats[rank], places, out, self._encoding(rank, rank))
             return parts
         (within,) = _C.host_layouts([self._layout], self._config.local_wire, 1)
         parts = self._parts(levels.num_hosts, self._layout)
@@ -200,7 +204,7 @@ class _Encoders:
             of_host = self._parts(len(ranks), within)
             for rank, packed in zip(ranks, of_host, strict=True):
                 self._pack(within, plan.pack_scale, flats[rank], places, packed)
-            self._reduce(within, of_host, 1.0, out, *self._encoding(FIRST_HOST + host, host))
+            self._reduce(within, of_host, 1.0, out, self._encoding(FIRST_HOST + host, host))
         return parts
 
     def write_mean(
@@ -211,15 +215,15 @@ class _Encoders:
         layout, chunk = self._layout, self._chunk
         if plan.encodes_sums:
             mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
-            self._reduce(layout, parts, plan.reduce_scale, mean, *self._encoding(REDUCER, None))
+            self._reduce(layout, parts, plan.reduce_scale, mean, self._encoding(REDUCER, None))
             parts = mean
-        values = [stream.of(result) for stream in places]
-        self._codec.unpack(layout, chunk, parts.view(-1), plan.unpack_scale, *values, len(parts))
+        lossy, exact = values = [stream.of(result) for stream in places]
+        self._codec.unpack(layout, chunk, parts.view(-1), plan.unpack_scale, lossy, exact, len(parts))
         for stream, of_stream, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
             stream.write(result, of_stream, *range_of(chunk, 0))
 
-    def _encoding(self, source: int, sender: int | None) -> tuple:
-        """(noise, residual) of an encoder, each None if not used. `sender` None: the encoder of means."""
+    def _encoding(self, source: int, sender: int | None) -> _Encoding:
+        """`sender` None: the encoder of means."""
         noise = (self._config.rounding.seed, 0, self._step, source) if self._config.is_stochastic else None
         if self._residuals is None:
             return noise, None
@@ -236,7 +240,7 @@ class _Encoders:
         flat: torch.Tensor,
         places: tuple[_Places, _Places],
         out: torch.Tensor,
-        *encoding: tuple | None,
+        encoding: _Encoding = (None, None),
     ) -> None:
         lossy, exact = places
         self._codec.pack(layout, self._chunk, lossy.of(flat), exact.of(flat), scale, out, *encoding)
@@ -247,7 +251,7 @@ class _Encoders:
         parts: torch.Tensor,
         scale: float,
         out: torch.Tensor,
-        *encoding: tuple | None,
+        encoding: _Encoding = (None, None),
     ) -> None:
         everybodys = _C.with_num_parts(layout, len(parts))
         self._codec.reduce(everybodys, parts.view(-1), scale, out, *encoding, self._chunk, 0, self._layout, 1)

@@ -18,7 +18,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
     # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
     with torch.inference_mode(False), torch.no_grad():
         residuals = session.synchroniser.residuals()
-        if consolidated:
+        if consolidated and session.uses_engine:
             residuals = _mean_over_ranks(session, residuals)
     return {
         "version": VERSION,
