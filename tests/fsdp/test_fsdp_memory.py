@@ -79,7 +79,7 @@ def _under_way(rank, world_size):
             most = max(most, len(self._futures))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedcomm.fsdp.handle.Pending", Counted)
+        patch.setattr("fusedcomm.fsdp.mesh.Pending", Counted)
         comm = fusedcomm.attach(fully_shard(model), "bf16")
     loss = model(torch.ones(2, WIDTH)).sum()
     if rank == 1:

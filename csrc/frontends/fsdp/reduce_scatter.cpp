@@ -11,7 +11,7 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t 
     : synchroniser_(std::move(synchroniser)), index_(index), pieces_(std::move(pieces)) {
   const int64_t world_size = synchroniser_->engine().world_size();
   for (const Piece& piece : pieces_) {
-    all_.push_back(at::empty({}, synchroniser_->grad_device()).expand({world_size, piece.numel}));
+    all_.push_back(at::empty({}, at::TensorOptions(synchroniser_->grad_device()).dtype(at::kFloat)).expand({world_size, piece.numel}));
     synchroniser_->know(all_.back(), piece.name, piece.wire);
   }
 }
