@@ -539,7 +539,7 @@ void steady() {
         const auto hashes = train_steadily(setup);
         if (num_slots != 2) continue;
         setup.forced_sync = true;
-        REQUIRE(train_steadily(setup) == hashes, "forced synchronisation changes the bits");
+        REQUIRE(train_steadily(setup) == hashes, "forced synchronization changes the bits");
       }
     }
   }
@@ -559,7 +559,7 @@ void two_levels() {
         setup.slow_stream = variant++;
         const auto hashes = train_steadily(setup);
         setup.forced_sync = true;
-        REQUIRE(train_steadily(setup) == hashes, "forced synchronisation changes the bits");
+        REQUIRE(train_steadily(setup) == hashes, "forced synchronization changes the bits");
       }
     }
   }

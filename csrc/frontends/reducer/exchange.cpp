@@ -20,7 +20,7 @@ constexpr size_t kMaxNamed = 8;
 }  // namespace
 
 FuturePtr GradReducer::gather(const std::vector<int64_t>& numbers, const std::string& what) {
-  return fusedcomm::gather(*synchroniser_, at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
+  return fusedcomm::gather(*synchronizer_, at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
 }
 
 at::Tensor GradReducer::wait_for_numbers(const FuturePtr& future) {
@@ -105,7 +105,7 @@ void GradReducer::give_up(const std::string& why) {
   failure_ = why;
   in_pass_ = false;
   under_way_.clear();
-  synchroniser_->stop(why);  // buckets under way no longer write to gradients
+  synchronizer_->stop(why);  // buckets under way no longer write to gradients
   TORCH_CHECK(false, why);
 }
 
