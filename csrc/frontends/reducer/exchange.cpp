@@ -12,8 +12,8 @@
 namespace fusedcomm {
 namespace {
 
-// A wait asks whether another rank has a problem after kFirstLook, and then every kLook.
-constexpr std::chrono::milliseconds kFirstLook{1000}, kLook{500};
+// A wait asks whether another rank has a problem after kFirstPoll, and then every kLaterPoll.
+constexpr std::chrono::milliseconds kFirstPoll{1000}, kLaterPoll{500};
 // An error names at most this many parameters.
 constexpr size_t kMaxNamed = 8;
 
@@ -79,7 +79,7 @@ void GradReducer::wait(const FuturePtr& future) {
       done->changed.notify_all();
     });
     std::unique_lock<std::mutex> lock(done->mutex);
-    for (auto look = kFirstLook; !done->changed.wait_for(lock, look, [&] { return done->is_set; }); look = kLook) {
+    for (auto poll = kFirstPoll; !done->changed.wait_for(lock, poll, [&] { return done->is_set; }); poll = kLaterPoll) {
       lock.unlock();
       const std::string problem = problem_.read();
       if (!problem.empty()) give_up(problem);
