@@ -111,7 +111,7 @@ class Runner:
             self.step(batch)
         return "" if tuning() is None else str(tuning())
 
-    def synchronise_alone(self, gradients: list[Tensor]) -> float:
+    def synchronize_alone(self, gradients: list[Tensor]) -> float:
         """Seconds of a backward pass that only synchronizes `gradients`."""
         self.optimizer.zero_grad()
         begin = time.perf_counter()
@@ -255,13 +255,13 @@ class Bench:
         try:
             runner = Runner(way, self.model, self.arguments.optimizer, group)
             # DDP rebuilds its buckets in the order in which the first of these makes gradients ready.
-            # synchronise_alone() has another order.
+            # synchronize_alone() has another order.
             for _ in range(2):
                 runner.backward_alone(self.batch)
             if found := runner.tune(self.batch):
                 self.say(f"{self.case} {way.name}: {found}")
                 self.report.extra.setdefault("case", {}).setdefault("chosen", {})[way.name] = found
-            runner.synchronise_alone(self.known_of(runner).own)
+            runner.synchronize_alone(self.known_of(runner).own)
             reason = self._check(runner)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -276,7 +276,7 @@ class Bench:
         known = self.known_of(runner)
         problems = []
         for index in range(3, 3 + NUM_CHECKS):
-            runner.synchronise_alone(known.own)
+            runner.synchronize_alone(known.own)
             error = known.error_of(runner.gradients())
             runner.error = worst([runner.error, error])
             if not error <= runner.way.tolerance:
@@ -317,7 +317,7 @@ class Bench:
             dist.barrier()  # bytes that other ranks still send count, too
             sent = (self.counter.read() - before) / num_steps
             if also_sync and runner.way is not None:
-                sync_s = runner.synchronise_alone(self.known_of(runner).own)
+                sync_s = runner.synchronize_alone(self.known_of(runner).own)
             runner.optimizer.zero_grad()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -103,7 +103,7 @@ class Runner:
         self.optimizer.step()
         return time.perf_counter() - begin
 
-    def synchronise_alone(self, gradients: list[Tensor]) -> tuple[float, list[Tensor]]:
+    def synchronize_alone(self, gradients: list[Tensor]) -> tuple[float, list[Tensor]]:
         """(seconds of a backward pass that only synchronizes `gradients`, the means)."""
         self.optimizer.zero_grad()
         begin = time.perf_counter()
@@ -265,7 +265,7 @@ class Bench:
 
     def check(self, runner: Runner, known: Known) -> None:
         for _ in range(NUM_CHECKS):
-            _, means = runner.synchronise_alone(known.own)
+            _, means = runner.synchronize_alone(known.own)
             runner.error = max(runner.error, known.error_of(means))
             if not runner.error <= TOLERANCES[runner.way.wire]:
                 raise RuntimeError(f"{runner.way.name}: relative error {runner.error:.2e} on rank {self.rank}")
@@ -283,7 +283,7 @@ class Bench:
         sent = (counter.read() - before) / self.arguments.steps
         runner.step_s += self.slowest(seconds)
         if runner.way is not None:
-            runner.sync_s += self.slowest([runner.synchronise_alone(known.own)[0]])
+            runner.sync_s += self.slowest([runner.synchronize_alone(known.own)[0]])
             counted = [each for each in self.gather(sent) if not math.isnan(each)]
             runner.sent_nbytes += [statistics.mean(counted)] if counted else []
 

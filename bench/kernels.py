@@ -268,7 +268,7 @@ def add_foreach(
     layout = shape.layout(wire)
     lossy_numels, exact_numels = ([numel for _, numel in slices] for slices in (shape.lossy, shape.exact))
 
-    def streams(flat: torch.Tensor, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def pairs_of(flat: torch.Tensor, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """(to, from) of the lossy and of the exact elements. Each list has one dtype: PyTorch would copy a list of
         mixed dtypes tensor by tensor."""
         lossy, exact = shape.views(flat)
@@ -277,7 +277,7 @@ def add_foreach(
         pairs = [(list(codes), lossy), (list(floats), exact)]
         return pairs if to_wire else [(grad, wire) for wire, grad in pairs]
 
-    sets = [streams(flat, buffer) for flat, buffer in zip(grads, packed, strict=True)]
+    sets = [pairs_of(flat, buffer) for flat, buffer in zip(grads, packed, strict=True)]
 
     def copy(i: int) -> None:
         for dst, src in sets[i]:

@@ -146,27 +146,27 @@ _Encoding = tuple[tuple | None, tuple | None]
 
 
 class _Places:
-    """The places of a stream's elements in the gradients. `indices` None: the stream is all of them, in order."""
+    """The places of the lossy or the exact elements in the gradients. `indices` None: all of them, in order."""
 
     def __init__(self, indices: torch.Tensor | None, numel: int) -> None:
         self._indices, self.numel = indices, numel
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The stream's elements, as a list of one tensor; an empty list if the stream has none."""
+        """The elements, as a list of one tensor; an empty list if there are none."""
         if self.numel == 0:
             return []
         return [flat if self._indices is None else flat[self._indices]]
 
     def write(self, flat: torch.Tensor, values: list[torch.Tensor], begin: int, end: int) -> None:
-        """Writes elements [begin, end) of the stream. Without indices `values` is `flat`, which has them already."""
+        """Writes elements [begin, end). Without indices `values` is `flat`, which has them already."""
         if begin < end and self._indices is not None:
             flat[self._indices[begin:end]] = values[0][begin:end]
 
 
 def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout":
     """The bucket in chunks with one part, so small that all ranks' encodings of a chunk fit in _PIECES_NBYTES."""
-    streams = [(layout.wire, layout.block_numel, layout.rotated, layout.lossy_numel)]
-    (of_one,) = _C.bucket_layouts(streams, 1, layout.exact_numel, max(_PIECES_NBYTES // world_size, 1))
+    formats = [(layout.wire, layout.block_numel, layout.rotated, layout.lossy_numel)]
+    (of_one,) = _C.bucket_layouts(formats, 1, layout.exact_numel, max(_PIECES_NBYTES // world_size, 1))
     return of_one
 
 
@@ -217,10 +217,10 @@ class _Encoders:
             mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
             self._reduce(layout, parts, plan.reduce_scale, mean, self._encoding(REDUCER, None))
             parts = mean
-        lossy, exact = values = [stream.of(result) for stream in places]
+        lossy, exact = values = [place.of(result) for place in places]
         self._codec.unpack(layout, chunk, parts.view(-1), plan.unpack_scale, lossy, exact, len(parts))
-        for stream, of_stream, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
-            stream.write(result, of_stream, *range_of(chunk, 0))
+        for place, elements, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
+            place.write(result, elements, *range_of(chunk, 0))
 
     def _encoding(self, source: int, sender: int | None) -> _Encoding:
         """`sender` None: the encoder of means."""

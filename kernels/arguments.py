@@ -11,13 +11,13 @@ import torch
 if TYPE_CHECKING:
     from fusedcomm.native import _C
 
-    from .bucket import Stream
+    from .bucket import SliceList
 
 
 class Slices(NamedTuple):
-    """A stream's slices in tables on the device; see csrc/devices/slice_table.h."""
+    """A slice list in tables on the device; see csrc/devices/slice_table.h."""
 
-    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first stream element, then numel
+    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then numel
     offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
     first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
     num_slices: int
@@ -69,12 +69,12 @@ class Noise(NamedTuple):
     source: int  # int32
 
 
-def slices_of(stream: "Stream") -> Slices:
-    return Slices(stream.starts, stream.offsets, stream.first, stream.num_slices, stream.numel)
+def slices_of(slices: "SliceList") -> Slices:
+    return Slices(slices.starts, slices.offsets, slices.first, slices.num_slices, slices.numel)
 
 
-def counted_slices_of(stream: "Stream") -> CountedSlices:
-    return CountedSlices(stream.starts, stream.offsets, stream.first, stream.counts, stream.num_slices, stream.numel)
+def counted_slices_of(slices: "SliceList") -> CountedSlices:
+    return CountedSlices(slices.starts, slices.offsets, slices.first, slices.counts, slices.num_slices, slices.numel)
 
 
 def shape_of(layout: "_C.BucketLayout") -> PartShape:

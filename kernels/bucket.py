@@ -11,10 +11,10 @@ from .variants import TILE
 
 
 @dataclass(frozen=True)
-class Stream:
+class SliceList:
     """Slices laid end to end, in tables on the gradients' device (csrc/devices/slice_table.h)."""
 
-    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first stream element, then numel
+    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then numel
     offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
     first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
     counts: torch.Tensor  # int64 [num_slices]: pack and scale add the number of each slice's non-finite elements
@@ -28,9 +28,9 @@ class Bucket:
 
     layout: "_C.BucketLayout"
     grads: torch.Tensor  # [any], fp32, bf16 or fp16, 16-byte aligned; its first element is the bucket's origin
-    lossy: Stream
-    exact: Stream
-    flat: bool  # the lossy stream is grads[:numel] in order, and there is no exact stream
+    lossy: SliceList
+    exact: SliceList
+    flat: bool  # the lossy elements are grads[:numel] in order, and there are no exact ones
     tile: int  # elements of a tile, for which the tables `first` are made
 
 
@@ -45,8 +45,8 @@ def make_bucket(
 
     Args:
         grads: 1-D, contiguous, fp32, bf16 or fp16; starts at a multiple of 16 bytes.
-        lossy_slices: (offset from grads[0], numel) of each slice of the lossy stream, in elements.
-        exact_slices: the same for the exact stream.
+        lossy_slices: (offset from grads[0], numel) of each lossy slice, in elements.
+        exact_slices: the same for the exact slices.
         tile: elements of a tile: a power of two, at least 64 and at least the layout's block.
 
     Raises:
@@ -68,20 +68,20 @@ def make_bucket(
     return Bucket(
         layout=layout,
         grads=grads,
-        lossy=_make_stream(layout, False, lossy_slices, tile, grads.device),
-        exact=_make_stream(layout, True, exact_slices, tile, grads.device),
+        lossy=_make_list(layout, False, lossy_slices, tile, grads.device),
+        exact=_make_list(layout, True, exact_slices, tile, grads.device),
         flat=layout.exact_numel == 0 and _is_one_run(lossy_slices),
         tile=tile,
     )
 
 
-def _make_stream(
+def _make_list(
     layout: "_C.BucketLayout", exact: bool, slices: Sequence[tuple[int, int]], tile: int, device: torch.device
-) -> Stream:
-    starts, offsets, first = (table.to(device) for table in _C.stream_table(layout, exact, list(slices), tile))
+) -> SliceList:
+    starts, offsets, first = (table.to(device) for table in _C.slice_table(layout, exact, list(slices), tile))
     counts = torch.zeros(len(slices), dtype=torch.int64, device=device)
     numel = layout.exact_numel if exact else layout.lossy_numel
-    return Stream(starts, offsets, first, counts, numel, len(slices))
+    return SliceList(starts, offsets, first, counts, numel, len(slices))
 
 
 def _is_one_run(slices: Sequence[tuple[int, int]]) -> bool:

@@ -92,9 +92,9 @@ def encode_and_store(
 def encode_tile(y, sections, tile, numel, part_numel, position, kept, kept_at, VEC: tl.constexpr, encoder):
     """Encodes `y` as encode_and_store does, with the variant's residual, rotation and noise.
 
-    position: stream element that the tile starts with. kept: the tile's residual, fp32 [TILE]. kept_at: element of the
-    residual that the tile starts with. encoder: (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK); the last
-    five are constants.
+    position: the bucket's lossy element that the tile starts with. kept: the tile's residual, fp32 [TILE].
+    kept_at: element of the residual that the tile starts with. encoder: (residual, key, WIRE, BLOCK, ROTATED,
+    STOCHASTIC, FEEDBACK); the last five are constants.
     """
     residual, key = encoder[0], encoder[1]
     WIRE: tl.constexpr = encoder[2]

@@ -34,7 +34,7 @@ __device__ __forceinline__ int element(int k) { return k * NUM_THREADS + static_
 // ---- kernel parameters
 
 // Slices laid end to end; see csrc/devices/slice_table.h.
-struct Stream {
+struct SliceList {
   const i64* starts;
   const i64* offsets;
   const int* first;
@@ -71,39 +71,39 @@ struct Encoder {
 
 __device__ __forceinline__ i64 tiles_of(i64 part_numel) { return (part_numel + TILE - 1) / TILE; }
 
-// One tile of a part. Its first element has the index `begin` in the stream and `inside` in the part. It has `numel`
-// elements: the first `num_real` belong to the stream, the others are zeros past the stream's end. Its elements lie in
-// the slices low … high, both included.
+// One tile of a part. Its first element has the index `begin` in the slice list and `inside` in the part. It has
+// `numel` elements: the first `num_real` belong to the list, the others are zeros past its end. Its elements lie in the
+// slices low … high, both included.
 struct Tile {
   i64 begin, inside;
   int numel, num_real;
   int low, high;
 };
 
-__device__ __forceinline__ Tile tile_of(i64 stream_numel, i64 part_numel, i64 part, i64 index) {
-  const i64 inside = index * TILE, left = stream_numel - part * part_numel - inside;
+__device__ __forceinline__ Tile tile_of(i64 list_numel, i64 part_numel, i64 part, i64 index) {
+  const i64 inside = index * TILE, left = list_numel - part * part_numel - inside;
   const int numel = static_cast<int>(lesser(part_numel - inside, TILE));
   return {part * part_numel + inside, inside, numel, static_cast<int>(left < 0 ? 0 : lesser(left, numel)), 0, 0};
 }
 
 template <bool kExact>
-__device__ __forceinline__ Tile tile_of(const Stream& stream, i64 part_numel, i64 part, i64 index) {
-  Tile tile = tile_of(stream.numel, part_numel, part, index);
-  tile.high = stream.num_slices - 1;
+__device__ __forceinline__ Tile tile_of(const SliceList& list, i64 part_numel, i64 part, i64 index) {
+  Tile tile = tile_of(list.numel, part_numel, part, index);
+  tile.high = list.num_slices - 1;
   if (kExact || !FLAT) {
-    const int* first = stream.first + part * tiles_of(part_numel) + index;
+    const int* first = list.first + part * tiles_of(part_numel) + index;
     tile.low = static_cast<int>(lesser(first[0], tile.high));
     // The table's next entry belongs to the element after the tile, even if that is the next part's first.
-    if (tile.begin + tile.numel < stream.numel) tile.high = static_cast<int>(lesser(first[1], tile.high));
+    if (tile.begin + tile.numel < list.numel) tile.high = static_cast<int>(lesser(first[1], tile.high));
   }
   return tile;
 }
 
-// The last of the slices low … high that starts at or before stream element `at`.
-__device__ __forceinline__ int slice_of(const Stream& stream, int low, int high, i64 at) {
+// The last of the slices low … high that starts at or before element `at`.
+__device__ __forceinline__ int slice_of(const SliceList& list, int low, int high, i64 at) {
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (stream.starts[middle] <= at) {
+    if (list.starts[middle] <= at) {
       low = middle;
     } else {
       high = middle - 1;
@@ -114,23 +114,23 @@ __device__ __forceinline__ int slice_of(const Stream& stream, int low, int high,
 
 // Where the tile's element i lies, in elements from the bucket's origin.
 template <bool kExact>
-__device__ __forceinline__ i64 place_of(const Stream& stream, const Tile& tile, int i) {
+__device__ __forceinline__ i64 place_of(const SliceList& list, const Tile& tile, int i) {
   const i64 at = tile.begin + i;
   if (!kExact && FLAT) return at;
-  const int slice = slice_of(stream, tile.low, tile.high, at);
-  return at + stream.offsets[slice] - stream.starts[slice];
+  const int slice = slice_of(list, tile.low, tile.high, at);
+  return at + list.offsets[slice] - list.starts[slice];
 }
 
-// Adds the number of the warp's bad elements to stream.counts, slice by slice, with one atomic addition for each slice.
-// `at`: this lane's stream element, which lies in slices low … high.
-__device__ __forceinline__ void count(const Stream& stream, int low, int high, i64 at, bool is_bad) {
+// Adds the number of the warp's bad elements to list.counts, slice by slice, with one atomic addition for each slice.
+// `at`: this lane's element, which lies in slices low … high.
+__device__ __forceinline__ void count(const SliceList& list, int low, int high, i64 at, bool is_bad) {
   u32 left = __ballot_sync(kAllLanes, is_bad);
   if (left == 0) return;
-  const int slice = is_bad ? slice_of(stream, low, high, at) : -1;
+  const int slice = is_bad ? slice_of(list, low, high, at) : -1;
   while (left != 0) {
     const int leader = __ffs(static_cast<int>(left)) - 1;
     const u32 same = __ballot_sync(kAllLanes, slice == __shfl_sync(kAllLanes, slice, leader));
-    if (lane() == leader) atomicAdd(stream.counts + slice, static_cast<u64>(__popc(same)));
+    if (lane() == leader) atomicAdd(list.counts + slice, static_cast<u64>(__popc(same)));
     left &= ~same;
   }
 }
@@ -144,7 +144,7 @@ struct Scratch {
   u32 noise[kMaxTile / 2];                                    // 16 bits for each element
 };
 
-// Philox4x32-10 as in fusedcomm/reference: one counter for eight elements. `position`: the tile's first stream element.
+// Philox4x32-10 as in fusedcomm/reference: one counter for eight elements. `position`: the tile's first element.
 __device__ __forceinline__ void draw_noise(const Encoder& encoder, i64 position, u32* noise) {
   for (int group = static_cast<int>(threadIdx.x); group < TILE / 8; group += NUM_THREADS) {
     u32 c0 = static_cast<u32>(position / 8 + group), c1 = encoder.parameter, c2 = encoder.step, c3 = encoder.source;
@@ -211,8 +211,8 @@ __device__ __forceinline__ void make_scales(const Sections& out, const Tile& til
   }
 }
 
-// Encodes the tile's values y, which must be zeros past its end, into the sections of its part. `position`: stream
-// element that the tile starts with. `kept_at`: element of the residual that the tile starts with.
+// Encodes the tile's values y, which must be zeros past its end, into the sections of its part. `position`: the
+// bucket's lossy element that the tile starts with. `kept_at`: element of the residual that the tile starts with.
 template <bool kExact>
 __device__ __forceinline__ void encode_tile(float (&y)[kPerThread], const Sections& out, const Tile& tile,
                                             i64 part_numel, const Encoder& encoder, i64 position, i64 kept_at,
@@ -266,7 +266,7 @@ struct Constant {
 };
 
 // Calls take(Constant<whether the tile is exact>, elements of a part, part of the message, tile of the part) for each
-// tile of this thread block: first those of the exact stream's parts, then those of the lossy stream's.
+// tile of this thread block: first those of the parts' exact sections, then those of the lossy ones.
 template <class Take>
 __device__ __forceinline__ void for_each_tile(i64 part_numel, i64 part_exact_numel, int num_parts, const Take& take) {
   const i64 tiles = tiles_of(part_numel), exact_tiles = tiles_of(part_exact_numel);
@@ -288,25 +288,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
                 i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts, float scale, void* residual,
                 i64 noise_seed, int noise_parameter, int noise_step, int noise_source) {
   __shared__ Scratch scratch;
-  const Stream lossy = {starts, offsets, first, counts, num_slices, numel};
-  const Stream exact = {exact_starts, exact_offsets, exact_first, exact_counts, exact_num_slices, exact_numel};
+  const SliceList lossy = {starts, offsets, first, counts, num_slices, numel};
+  const SliceList exact = {exact_starts, exact_offsets, exact_first, exact_counts, exact_num_slices, exact_numel};
   const Encoder encoder = {residual, noise_seed, noise_parameter, noise_step, noise_source};
   for_each_tile(part_numel, part_exact_numel, num_parts, [&](auto is_exact, i64 of_part, i64 part, i64 index) {
     constexpr bool kExact = decltype(is_exact)::value;
-    const Stream& stream = kExact ? exact : lossy;
+    const SliceList& list = kExact ? exact : lossy;
     const Sections out = sections(scales_out, kExact ? exact_out : codes_out, part_stride, part);
-    const Tile tile = tile_of<kExact>(stream, of_part, first_part + part, index);
+    const Tile tile = tile_of<kExact>(list, of_part, first_part + part, index);
     float y[kPerThread];
 #pragma unroll
     for (int k = 0; k < TILE / NUM_THREADS; ++k) {
       y[k] = 0.0f;
       if (element(k) < tile.num_real) {
-        y[k] = value_of(load_bits(grads, place_of<kExact>(stream, tile, element(k)), GRAD), GRAD) * scale;
+        y[k] = value_of(load_bits(grads, place_of<kExact>(list, tile, element(k)), GRAD), GRAD) * scale;
       }
     }
 #pragma unroll
     for (int k = 0; k < TILE / NUM_THREADS; ++k) {
-      count(stream, tile.low, tile.high, tile.begin + element(k), magnitude_bits(y[k]) >= kInfBits);
+      count(list, tile.low, tile.high, tile.begin + element(k), magnitude_bits(y[k]) >= kInfBits);
     }
     encode_tile<kExact>(y, out, tile, of_part, encoder, tile.begin, tile.begin, scratch);
   });
@@ -350,12 +350,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
                   const i64* exact_starts, const i64* exact_offsets, const int* exact_first, int exact_num_slices,
                   i64 exact_numel, u8* exact_in, u8* scales_in, u8* codes_in, i64 part_stride, i64 part_numel,
                   i64 part_exact_numel, i64 first_part, int num_parts, int num_messages, float scale) {
-  const Stream lossy = {starts, offsets, first, nullptr, num_slices, numel};
-  const Stream exact = {exact_starts, exact_offsets, exact_first, nullptr, exact_num_slices, exact_numel};
+  const SliceList lossy = {starts, offsets, first, nullptr, num_slices, numel};
+  const SliceList exact = {exact_starts, exact_offsets, exact_first, nullptr, exact_num_slices, exact_numel};
   for_each_tile(part_numel, part_exact_numel, num_parts, [&](auto is_exact, i64 of_part, i64 part, i64 index) {
     constexpr bool kExact = decltype(is_exact)::value;
-    const Stream& stream = kExact ? exact : lossy;
-    const Tile tile = tile_of<kExact>(stream, of_part, first_part + part, index);
+    const SliceList& list = kExact ? exact : lossy;
+    const Tile tile = tile_of<kExact>(list, of_part, first_part + part, index);
     float total[kPerThread];
 #pragma unroll 1
     for (int message = 0; message < (SUMS ? num_messages : 1); ++message) {
@@ -363,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 #pragma unroll
       for (int k = 0; k < TILE / NUM_THREADS; ++k) {
         const int i = element(k);
-        // Elements past the stream's end are decoded, too: a rotation has mixed them with those before.
+        // Elements past the list's end are decoded, too: a rotation has mixed them with those before.
         float value = i < tile.numel ? decoded(in, tile.inside + i, kExact ? fp32 : WIRE) : 0.0f;
         if (!kExact && ROTATED) value = unrotate(value);
         total[k] = message == 0 ? value : total[k] + value;
@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 #pragma unroll
     for (int k = 0; k < TILE / NUM_THREADS; ++k) {
       if (element(k) >= tile.num_real) continue;
-      store_bits(grads, place_of<kExact>(stream, tile, element(k)), rounded(total[k] * scale, GRAD), GRAD);
+      store_bits(grads, place_of<kExact>(list, tile, element(k)), rounded(total[k] * scale, GRAD), GRAD);
     }
   });
 }
@@ -381,14 +381,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 #ifdef SCALE
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     scale_kernel(float* data, i64 numel, float scale, const i64* starts, u64* counts, int num_slices) {
-  const Stream stream = {starts, nullptr, nullptr, counts, num_slices, numel};
+  const SliceList list = {starts, nullptr, nullptr, counts, num_slices, numel};
   for (i64 unit = blockIdx.x; unit < tiles_of(numel); unit += gridDim.x) {
 #pragma unroll
     for (int k = 0; k < TILE / NUM_THREADS; ++k) {
       const i64 at = unit * TILE + element(k);
       float y = 0.0f;
       if (at < numel) data[at] = y = data[at] * scale;
-      count(stream, 0, num_slices - 1, at, magnitude_bits(y) >= kInfBits);
+      count(list, 0, num_slices - 1, at, magnitude_bits(y) >= kInfBits);
     }
   }
 }

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def noise(key, begin, NUMEL: tl.constexpr, VEC: tl.constexpr):
-    """uint32 [NUMEL], each less than 2^16: the noise of the stream's elements from `begin` on.
+    """uint32 [NUMEL], each less than 2^16: the noise of the elements from `begin` on.
 
     key: see Noise in arguments.py. begin: a multiple of 8. VEC: 4, or a multiple of 8.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def load_scattered(grads, slices, begin, real, low, high, lane, scale, FLAT: tl.constexpr):
-    """fp32, shaped like `lane`: the scaled gradients of stream elements begin + lane, +0 past the first `real`.
+    """fp32, shaped like `lane`: the scaled gradients of the elements begin + lane, +0 past the first `real`.
 
     The zeros are not scaled: the product could be NaN or -0.
     """
@@ -64,10 +64,10 @@ def pack_tile(
 
 
 @triton.jit
-def pack_stream(
+def pack_slices(
     seen, grads, slices, sections, parts, begin_unit, scale, encoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Packs this program's tiles of a stream.
+    """Packs this program's tiles of a slice list.
 
     sections: (scales, codes) of part 0. parts: (bytes from one part to the next, elements of a part, number of the
     first part, number of parts).
@@ -93,10 +93,10 @@ def pack_stream(
 
 
 @triton.jit
-def count_stream(grads, slices, parts, begin_unit, scale, TILE: tl.constexpr, FLAT: tl.constexpr):
-    """Goes over the tiles of pack_stream again and adds the number of non-finite elements to slices.counts."""
+def count_slices(grads, slices, parts, begin_unit, scale, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """Goes over the tiles of pack_slices again and adds the number of non-finite elements to slices.counts."""
     _stride, part_numel, first_part, num_parts = parts
-    PIECE: tl.constexpr = TILE // 4  # this size leaves pack_stream's loop the most registers
+    PIECE: tl.constexpr = TILE // 4  # this size leaves pack_slices's loop the most registers
     lane = tl.arange(0, PIECE)
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
@@ -141,7 +141,7 @@ def pack_kernel(
     # The encoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
     if HAS_EXACT:
         unit = first_unit(num_parts * tiles_of(shape.exact_numel, TILE))
-        seen = pack_stream(
+        seen = pack_slices(
             seen,
             grads,
             exact,
@@ -155,7 +155,7 @@ def pack_kernel(
         )
     else:
         unit = exact_unit
-    seen = pack_stream(
+    seen = pack_slices(
         seen,
         grads,
         lossy,
@@ -169,8 +169,8 @@ def pack_kernel(
     )
     if tl.max(seen, axis=0) >= INF_BITS:
         if HAS_EXACT:
-            count_stream(grads, exact, exact_parts, exact_unit, scale, TILE, False)
-        count_stream(grads, lossy, parts, unit, scale, TILE, FLAT)
+            count_slices(grads, exact, exact_parts, exact_unit, scale, TILE, False)
+        count_slices(grads, lossy, parts, unit, scale, TILE, FLAT)
 
 
 def pack(
@@ -179,7 +179,7 @@ def pack(
     """Packs chunk number `chunk` of `bucket` into the message `out`, uint8 [layout.chunk_nbytes], 16-byte aligned.
 
     Writes every byte of the layout's piece of each part. Adds the number of each slice's elements that are not finite,
-    after scaling, to the streams' `counts`. A residual has layout.padded_numel elements. `num_programs`: size of the
+    after scaling, to the lists' `counts`. A residual has layout.padded_numel elements. `num_programs`: size of the
     launch's grid. Raises ValueError if `out` or the residual has another shape, dtype or alignment.
     """
     layout = bucket.layout

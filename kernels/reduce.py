@@ -81,8 +81,8 @@ def reduce_tile(
 ):
     """Sums a tile and encodes it into the output part with these sections (scales, codes).
 
-    position: stream element that the first output part starts with. ranks: as for load_rank. encoder: as for
-    encode_tile.
+    position: the bucket's lossy element that the first output part starts with. ranks: as for load_rank. encoder: as
+    for encode_tile.
     """
     residual = encoder[0]
     BLOCK: tl.constexpr = encoder[3]
@@ -110,10 +110,10 @@ def reduce_tile(
 
 
 @triton.jit
-def reduce_stream(
+def reduce_section(
     ranks, sections, parts, begin_unit, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sums this program's tiles of a stream.
+    """Sums this program's tiles of a section.
 
     sections: (scales, codes) of the first output part. parts: (bytes from one output part to the next, elements of a
     part, number of parts).
@@ -151,14 +151,14 @@ def reduce_kernel(
     # The encoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
     if HAS_EXACT:
         # For all tiles of one shape, Triton loads as many elements per thread as the widest access of that shape does.
-        # If the lossy stream has more than four per thread, exact tiles get a shape of their own: fp32 sums of more
+        # If a lossy tile has more than four per thread, exact tiles get a shape of their own: fp32 sums of more
         # than four per thread would pass through shared memory before they are stored.
         VEC: tl.constexpr = vector_numel(
             message.codes.dtype.element_ty, out.codes.dtype.element_ty, residual.dtype.element_ty
         )
         EXACT_TILE: tl.constexpr = TILE if VEC == 4 else TILE // 4
         num_exact_units = num_parts * tiles_of(shape.exact_numel, EXACT_TILE)
-        reduce_stream(
+        reduce_section(
             (message.scales, message.exact, in_stride, world_size),
             (out.scales, out.exact),
             (shape.stride, shape.exact_numel, num_parts),
@@ -169,7 +169,7 @@ def reduce_kernel(
             FP32,
             EXACT_TILE,
         )
-    reduce_stream(
+    reduce_section(
         (message.scales, message.codes, in_stride, world_size),
         (out.scales, out.codes),
         (shape.stride, shape.numel, num_parts),

@@ -1,6 +1,6 @@
 """Residuals: the sum of an encoder's errors so far, for each element. Read before a tile is encoded, written after.
 
-Residuals lie in the order of the stream. A tile's residuals are therefore contiguous and aligned, wherever its
+Residuals lie in the order of the slice list. A tile's residuals are therefore contiguous and aligned, wherever its
 gradients lie.
 """
 

@@ -1,4 +1,4 @@
-"""Where a tile lies: its range of the stream, and its elements' places in memory.
+"""Where a tile lies: its range of the slice list, and its elements' places in memory.
 
 A tile is at most TILE consecutive elements of one section of one part. If they are contiguous in memory, from an
 aligned address on, the tile takes the fast path: 128-bit accesses and no masks. Otherwise every element finds its slice
@@ -17,7 +17,7 @@ def tiles_of(part_numel, TILE: tl.constexpr):
 
 @triton.jit
 def first_unit(num_taken):
-    """The first tile of a stream that this program takes, if `num_taken` tiles of another stream were dealt before."""
+    """The first tile of a list that this program takes, if `num_taken` tiles of another list were dealt before."""
     num_programs = tl.num_programs(0)
     return (tl.program_id(0) + num_programs - num_taken % num_programs) % num_programs
 
@@ -26,8 +26,8 @@ def first_unit(num_taken):
 def extent(numel, part_numel, part, tile, TILE: tl.constexpr):
     """(begin, on_wire, real) of a tile of the bucket's part number `part`.
 
-    begin: the tile's first stream element, i64. on_wire: the number of its elements, i32. real: the number of its
-    elements before the stream's end, `numel`, i32.
+    begin: the tile's first element, i64. on_wire: the number of its elements, i32. real: the number of its
+    elements before the list's end, `numel`, i32.
     """
     inside = tl.cast(tile, tl.int64) * TILE
     begin = part * part_numel + inside
@@ -71,7 +71,7 @@ def slice_of(slices, low, high, element):
 def place_of(slices, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.constexpr):
     """(offset, run, low, high) of a tile.
 
-    offset: where its first element lies, in elements from the bucket's origin. run: the number of stream elements, from
+    offset: where its first element lies, in elements from the bucket's origin. run: the number of elements, from
     that one on, that are known to be contiguous in memory. low, high: as from overlapping(); zeros if FLAT.
     """
     begin, _, real = extent(slices.numel, part_numel, part, tile, TILE)
@@ -89,7 +89,7 @@ def place_of(slices, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.conste
 
 @triton.jit
 def offsets_of(slices, begin, low, high, lane, mask, FLAT: tl.constexpr):
-    """i64, shaped like `lane`: where stream elements begin + lane lie, in elements from the bucket's origin.
+    """i64, shaped like `lane`: where the elements begin + lane lie, in elements from the bucket's origin.
 
     Undefined where `mask` is False. low, high: the slices that hold the elements.
     """
@@ -105,7 +105,7 @@ def offsets_of(slices, begin, low, high, lane, mask, FLAT: tl.constexpr):
 def count_by_slice(slices, low, high, begin, bad):
     """Adds the number of bad elements to slices.counts, slice by slice.
 
-    bad: bool [numel], for stream elements from `begin` on. There is one atomic addition for each slice, not for each
+    bad: bool [numel], for the elements from `begin` on. There is one atomic addition for each slice, not for each
     bad element: in an overflow every element of a model is bad.
     """
     NUMEL: tl.constexpr = bad.shape[0]

@@ -102,17 +102,17 @@ def unpack_tile(
         for piece in range(0, real, PIECE):
             left = real - piece
             mask = piece_lane < left
-            # Elements past the stream's end are loaded, too: a rotation has mixed them with those before.
+            # Elements past the list's end are loaded, too: a rotation has mixed them with those before.
             some = load_gradients(messages, inside + piece, on_wire - piece, scale, dtype, 1, PIECE, False, decoder)
             places = offsets_of(slices, begin + piece, low, high, piece_lane, mask, FLAT)
             tl.store(grads + places, some, mask=mask)
 
 
 @triton.jit
-def unpack_stream(
+def unpack_slices(
     grads, slices, sections, parts, num_messages, begin_unit, scale, decoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Unpacks this program's tiles of a stream.
+    """Unpacks this program's tiles of a slice list.
 
     sections: (scales, codes) of part 0. parts: (bytes from one part to the next, elements of a part, number of the
     first part, number of parts).
@@ -153,7 +153,7 @@ def unpack_kernel(
     # The decoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
     if HAS_EXACT:
         num_exact_units = num_parts * tiles_of(shape.exact_numel, TILE)
-        unpack_stream(
+        unpack_slices(
             grads,
             exact,
             (message.scales, message.exact),
@@ -165,7 +165,7 @@ def unpack_kernel(
             TILE,
             False,
         )
-    unpack_stream(
+    unpack_slices(
         grads,
         lossy,
         (message.scales, message.codes),

@@ -11,7 +11,7 @@ import torch
 from fusedcomm.native import _C
 
 TILE = 8192
-"""Stream elements that a program handles at a time: 16 KiB of 16-bit or 32 KiB of fp32 gradients in flight."""
+"""Elements that a program handles at a time: 16 KiB of 16-bit or 32 KiB of fp32 gradients in flight."""
 
 NUM_WARPS = 16
 """Warps of a program. One 128-bit access of every thread covers a quarter of an fp32 tile. Four accesses are in flight

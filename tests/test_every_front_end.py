@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches, Gradients, by_kind, constant, integers, no_sync_of, reducer_of, synchronise, synchronized
+from models import Branches, Gradients, by_kind, constant, integers, no_sync_of, reducer_of, synchronize, synchronized
 from scripts import ROOT
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -243,7 +243,7 @@ def accumulated(rank, world_size, wire, front_end):
     model = Gradients((5000,))
     forward, comm = synchronized(front_end, model, Config(wire, wires={"1d": wire}))
     no_sync, gradient = no_sync_of(forward, comm), [torch.full((5000,), float(rank + 1))]
-    synchronise(forward, gradient, steps=2)
+    synchronize(forward, gradient, steps=2)
     forward.zero_grad(set_to_none="views" not in front_end)
     before = comm.stats().buckets
     with no_sync():
@@ -269,7 +269,7 @@ def on_a_subgroup(rank, world_size, front_end):
     subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     config = Config("int8", wires={"1d": "int8"})
     forward, _ = synchronized(front_end, Gradients((6000,)), config, group=subgroups[rank // 2])
-    return synchronise(forward, [torch.full((6000,), float(rank))])[0].unique().tolist()
+    return synchronize(forward, [torch.full((6000,), float(rank))])[0].unique().tolist()
 
 
 @pytest.mark.parametrize("front_end", ["hook", "reducer"])

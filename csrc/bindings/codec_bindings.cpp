@@ -34,17 +34,17 @@ std::byte* wire_bytes(const at::Tensor& tensor, int64_t nbytes, const char* name
   return data;
 }
 
-SliceList stream_of(const std::vector<at::Tensor>& slices) {
-  SliceList stream;
+SliceList slice_list(const std::vector<at::Tensor>& slices) {
+  SliceList list;
   for (const at::Tensor& slice : slices) {
     check_on_cpu(slice, "a slice");
-    stream.append(slice.data_ptr(), slice.numel(), grad_dtype_of(slice.scalar_type()));
+    list.append(slice.data_ptr(), slice.numel(), grad_dtype_of(slice.scalar_type()));
   }
-  return stream;
+  return list;
 }
 
-BucketSlices streams_of(const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
-  return {stream_of(lossy), stream_of(exact)};
+BucketSlices bucket_slices(const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
+  return {slice_list(lossy), slice_list(exact)};
 }
 
 // NoiseTuple: (seed, parameter, step, source), as in NoiseKey. ResidualTuple: (format, bytes as uint8, numel).
@@ -71,11 +71,11 @@ Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional
 int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const std::vector<at::Tensor>& lossy,
              const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out,
              const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
-  const BucketSlices streams = streams_of(lossy, exact);
+  const BucketSlices slices = bucket_slices(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
   const Encoding encoding = encoding_of(noise, residual);
   py::gil_scoped_release no_gil;
-  return codec.pack({layout, chunk, streams, scale, bytes, encoding});
+  return codec.pack({layout, chunk, slices, scale, bytes, encoding});
 }
 
 void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& parts, float scale, const at::Tensor& out,
@@ -95,28 +95,28 @@ std::optional<double> unpack(const Codec& codec, const BucketLayout& layout, int
                              float scale, const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact,
                              int64_t num_messages, float unscale, bool squares) {
   TORCH_CHECK_VALUE(num_messages >= 1, "num_messages=", num_messages, " is not possible: use 1 or more");
-  const BucketSlices streams = streams_of(lossy, exact);
+  const BucketSlices slices = bucket_slices(lossy, exact);
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes() * num_messages, "parts");
   double sum = 0;
   py::gil_scoped_release no_gil;
   codec.unpack(
-      {layout, chunk, in, scale, streams, num_messages, /*is_last=*/false, {unscale, squares ? &sum : nullptr}});
+      {layout, chunk, in, scale, slices, num_messages, /*is_last=*/false, {unscale, squares ? &sum : nullptr}});
   return squares ? std::optional<double>(sum) : std::nullopt;
 }
 
 // Returns Σg² of the result.
 double finish_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float unscale) {
-  const SliceList stream = stream_of(slices);
+  const SliceList list = slice_list(slices);
   double sum = 0;
   py::gil_scoped_release no_gil;
-  codec.finish_in_place(stream, {unscale, &sum});
+  codec.finish_in_place(list, {unscale, &sum});
   return sum;
 }
 
 int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
-  const SliceList stream = stream_of(slices);
+  const SliceList list = slice_list(slices);
   py::gil_scoped_release no_gil;
-  return codec.scale_in_place(stream, scale);
+  return codec.scale_in_place(list, scale);
 }
 
 }  // namespace

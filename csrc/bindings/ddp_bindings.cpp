@@ -44,7 +44,7 @@ void bind_ddp(pybind11::module_& m) {
       },
       py::arg("reducer"), py::arg("target"));
   m.def("run_ddp_bucket",
-        [](Synchroniser& hook, DdpBucket& bucket) { return returned(&run_ddp_bucket, hook, bucket); });
+        [](Synchronizer& hook, DdpBucket& bucket) { return returned(&run_ddp_bucket, hook, bucket); });
   m.def("remove_hook", &remove_hook, py::arg("reducer"), NoGil());
 }
 

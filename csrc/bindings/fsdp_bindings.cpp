@@ -19,13 +19,13 @@ void bind_fsdp(pybind11::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   // pieces: (name, numel in a row, number of the wire).
   py::class_<ReduceScatter, std::shared_ptr<ReduceScatter>>(m, "ReduceScatter")
-      .def(py::init([](std::shared_ptr<Synchroniser> synchroniser, size_t index,
+      .def(py::init([](std::shared_ptr<Synchronizer> synchronizer, size_t index,
                        const std::vector<std::tuple<std::string, int64_t, int>>& pieces) {
              std::vector<ReduceScatter::Piece> all;
              for (const auto& [name, numel, wire] : pieces) all.push_back({name, numel, wire});
-             return std::make_shared<ReduceScatter>(std::move(synchroniser), index, std::move(all));
+             return std::make_shared<ReduceScatter>(std::move(synchronizer), index, std::move(all));
            }),
-           py::kw_only(), py::arg("synchroniser"), py::arg("index"), py::arg("pieces"), NoGil())
+           py::kw_only(), py::arg("synchronizer"), py::arg("index"), py::arg("pieces"), NoGil())
       .def("set_row", &ReduceScatter::set_row, py::arg("row"), NoGil())
       .def_property_readonly("row_numel", &ReduceScatter::row_numel)
       .def_property_readonly("sent_nbytes", &ReduceScatter::sent_nbytes)

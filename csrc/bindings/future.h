@@ -6,7 +6,7 @@
 #include <functional>
 #include <utility>
 
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 
 // Declared here, because torch/csrc/jit/python/pybind_utils.h takes longer to compile than all bindings together.
 namespace torch::jit {

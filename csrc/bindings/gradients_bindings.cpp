@@ -1,4 +1,4 @@
-// Binds buckets, the synchroniser with its engine and results, and sums of named tensors.
+// Binds buckets, the synchronizer with its engine and results, and sums of named tensors.
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
@@ -14,7 +14,7 @@
 #include "gradients/bucket.h"
 #include "gradients/collective_calls.h"
 #include "gradients/fused_sum.h"
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 #include "transport/error_text.h"
 
 namespace fusedcomm {
@@ -74,7 +74,7 @@ void bind_results(py::module_& m) {
       .def_readonly("norm", &Measurement::norm);
 }
 
-// The synchroniser owns it, because its end joins threads that may wait for the GIL.
+// The synchronizer owns it, because its end joins threads that may wait for the GIL.
 void bind_engine(py::module_& m) {
   py::class_<Engine, std::unique_ptr<Engine, py::nodelete>>(m, "Engine")
       .def("free_workspaces", &Engine::free_workspaces, NoGil())
@@ -87,7 +87,7 @@ void bind_engine(py::module_& m) {
 
 void bind_fused_sum(py::module_& m) {
   py::class_<FusedSum, std::shared_ptr<FusedSum>>(m, "FusedSum")
-      .def(py::init<std::shared_ptr<Synchroniser>>(), py::arg("synchroniser"))
+      .def(py::init<std::shared_ptr<Synchronizer>>(), py::arg("synchronizer"))
       // done: gets the text of the error, empty if there is none. Returns the sum's torch.futures.Future.
       .def(
           "run",
@@ -109,8 +109,8 @@ void bind_fused_sum(py::module_& m) {
           py::arg("ends_step") = false);
 }
 
-void bind_synchroniser(py::module_& m) {
-  py::class_<Synchroniser, std::shared_ptr<Synchroniser>>(m, "Synchroniser")
+void bind_synchronizer(py::module_& m) {
+  py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<TensorTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
@@ -119,8 +119,8 @@ void bind_synchroniser(py::module_& m) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<Parameters::Known> table;
              for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
-             const Synchroniser::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
-             return std::make_shared<Synchroniser>(std::move(engine), std::move(transport), table, grad_device,
+             const Synchronizer::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
+             return std::make_shared<Synchronizer>(std::move(engine), std::move(transport), table, grad_device,
                                                    options);
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
@@ -128,67 +128,67 @@ void bind_synchroniser(py::module_& m) {
            py::arg("fallback_error"), py::arg("fallback_wire"), NoGil())
       .def(
           "verifications",
-          [](const Synchroniser& synchroniser) {
-            synchroniser.settle();
-            return synchroniser.monitor().verifications();
+          [](const Synchronizer& synchronizer) {
+            synchronizer.settle();
+            return synchronizer.monitor().verifications();
           },
           NoGil())
       .def(
           "measurements",
-          [](const Synchroniser& synchroniser) {
-            synchroniser.settle();
-            return synchroniser.monitor().measurements();
+          [](const Synchronizer& synchronizer) {
+            synchronizer.settle();
+            return synchronizer.monitor().measurements();
           },
           NoGil())
-      .def("residuals", &Synchroniser::residuals, py::arg("names") = py::none(), NoGil())
-      .def("restore_residuals", &Synchroniser::restore_residuals, py::arg("residuals"), py::arg("names") = py::none(),
+      .def("residuals", &Synchronizer::residuals, py::arg("names") = py::none(), NoGil())
+      .def("restore_residuals", &Synchronizer::restore_residuals, py::arg("residuals"), py::arg("names") = py::none(),
            NoGil())
-      .def_property("step", py::cpp_function(&Synchroniser::step, NoGil()),
-                    py::cpp_function(&Synchroniser::restore_step, NoGil()))
-      .def("run", [](Synchroniser& synchroniser,
-                     const Bucket& bucket) { return returned(&Synchroniser::run, synchroniser, bucket); })
+      .def_property("step", py::cpp_function(&Synchronizer::step, NoGil()),
+                    py::cpp_function(&Synchronizer::restore_step, NoGil()))
+      .def("run", [](Synchronizer& synchronizer,
+                     const Bucket& bucket) { return returned(&Synchronizer::run, synchronizer, bucket); })
       .def(
           "watch",
-          [](Synchroniser& synchroniser, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
+          [](Synchronizer& synchronizer, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
              const std::string& store_text) {
-            const int rank = synchroniser.engine().rank(), world_size = synchroniser.engine().world_size();
-            synchroniser.watch(store, {rank, world_size, stall_after_s, timeout_s, store_port, store_text});
+            const int rank = synchronizer.engine().rank(), world_size = synchronizer.engine().world_size();
+            synchronizer.watch(store, {rank, world_size, stall_after_s, timeout_s, store_port, store_text});
           },
           py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_port"),
           py::arg("store_text"), NoGil())
-      .def("unwatch", &Synchroniser::unwatch, NoGil())
-      .def("stop", &Synchroniser::stop, py::arg("reason"), NoGil())
-      .def("leave", &Synchroniser::leave, py::arg("reason"), NoGil())
+      .def("unwatch", &Synchronizer::unwatch, NoGil())
+      .def("stop", &Synchronizer::stop, py::arg("reason"), NoGil())
+      .def("leave", &Synchronizer::leave, py::arg("reason"), NoGil())
       .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
       .def("begin_call", &begin_call, py::arg("what"), NoGil())
       .def("end_call", &end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
-      .def("explain", &Synchroniser::explain, py::arg("failure"), NoGil())
-      .def("adopt_names", &Synchroniser::adopt_names, py::arg("other"), NoGil())
+      .def("explain", &Synchronizer::explain, py::arg("failure"), NoGil())
+      .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())
       .def_property_readonly(
-          "epilogue", [](Synchroniser& synchroniser) -> PassEpilogue& { return synchroniser.epilogue(); },
+          "epilogue", [](Synchronizer& synchronizer) -> PassEpilogue& { return synchronizer.epilogue(); },
           py::return_value_policy::reference_internal)
       // (name, number of dimensions) → number of the wire.
-      .def("choose_wires", &Synchroniser::choose_wires, py::arg("wire_of"), NoGil())
-      .def("take_notices", &Synchroniser::take_notices, NoGil())
-      .def_property_readonly("transport", &Synchroniser::transport)
-      .def("stats", &Synchroniser::stats, NoGil())
+      .def("choose_wires", &Synchronizer::choose_wires, py::arg("wire_of"), NoGil())
+      .def("take_notices", &Synchronizer::take_notices, NoGil())
+      .def_property_readonly("transport", &Synchronizer::transport)
+      .def("stats", &Synchronizer::stats, NoGil())
       .def_property_readonly(
-          "engine", [](Synchroniser& synchroniser) -> Engine& { return synchroniser.engine(); },
+          "engine", [](Synchronizer& synchronizer) -> Engine& { return synchronizer.engine(); },
           py::return_value_policy::reference_internal)
-      .def("nonfinite_by_parameter", &Synchroniser::nonfinite_by_parameter, NoGil())
-      .def("restore_nonfinite", &Synchroniser::restore_nonfinite, NoGil())
+      .def("nonfinite_by_parameter", &Synchronizer::nonfinite_by_parameter, NoGil())
+      .def("restore_nonfinite", &Synchronizer::restore_nonfinite, NoGil())
       .def(
           "buckets",
-          [](const Synchroniser& synchroniser) {
+          [](const Synchronizer& synchronizer) {
             std::vector<std::shared_ptr<BucketRecord>> records;
-            for (const auto& record : synchroniser.buckets())
+            for (const auto& record : synchronizer.buckets())
               records.push_back(std::const_pointer_cast<BucketRecord>(record));
             return records;
           },
           NoGil());
 }
 
-// The synchroniser's epilogue. Another thread may hold its lock while it waits for the GIL, to free a parameter.
+// The synchronizer's epilogue. Another thread may hold its lock while it waits for the GIL, to free a parameter.
 void bind_epilogue(py::module_& m) {
   py::class_<PassEpilogue>(m, "PassEpilogue")
       .def("want_squares", &PassEpilogue::want_squares, py::arg("in_unpack"), NoGil())
@@ -230,7 +230,7 @@ void bind_gradients(pybind11::module_& m) {
   bind_results(m);
   bind_epilogue(m);
   bind_engine(m);
-  bind_synchroniser(m);
+  bind_synchronizer(m);
   bind_fused_sum(m);
 }
 

@@ -37,7 +37,7 @@ void end_without_gil(Coordinator* coordinator) {
 std::shared_ptr<Coordinator> make_coordinator(
     int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, double stall_warning_s,
     double stall_shutdown_s, Coordinator::Say say,
-    std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine) {
+    std::function<std::shared_ptr<Synchronizer>(int, std::string)> open_engine) {
   Coordinator::Options options;
   options.rank = rank;
   options.size = size;

@@ -44,9 +44,9 @@ at::Tensor tensor_of(const std::vector<T>& values) {
       .clone();
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> stream_table(const BucketLayout& layout, bool exact,
-                                                            const std::vector<std::pair<int64_t, int64_t>>& slices,
-                                                            int64_t tile) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> tables_of(const BucketLayout& layout, bool exact,
+                                                         const std::vector<std::pair<int64_t, int64_t>>& slices,
+                                                         int64_t tile) {
   std::vector<SlicePlace> places;
   for (const auto& [offset, numel] : slices) places.push_back({offset, numel});
   const SliceTable table = slice_table(layout, exact, places, tile);
@@ -144,15 +144,15 @@ void bind_layout(pybind11::module_& m) {
       py::arg("max_chunk_nbytes"), py::arg("rotated") = false);
   m.def(
       "bucket_layouts",
-      [](const std::vector<std::tuple<std::string, int64_t, bool, int64_t>>& streams, int64_t num_parts,
+      [](const std::vector<std::tuple<std::string, int64_t, bool, int64_t>>& formats, int64_t num_parts,
          int64_t exact_numel, int64_t max_chunk_nbytes) {
         std::vector<WireFormat> wires;
-        for (const auto& [wire, block, rotated, numel] : streams) {
+        for (const auto& [wire, block, rotated, numel] : formats) {
           wires.push_back({wire_from_name(wire), block, rotated, numel});
         }
         return bucket_layouts(wires, num_parts, exact_numel, max_chunk_nbytes);
       },
-      py::arg("streams"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("max_chunk_nbytes"));
+      py::arg("formats"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("max_chunk_nbytes"));
   m.def(
       "with_num_parts",
       [](BucketLayout layout, int64_t num_parts) {
@@ -172,7 +172,7 @@ void bind_layout(pybind11::module_& m) {
         return residual_nbytes(residual_format_from_name(format), numel);
       },
       py::arg("format"), py::arg("numel"));
-  m.def("stream_table", &stream_table, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
+  m.def("slice_table", &tables_of, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
 }
 
 }  // namespace fusedcomm

@@ -18,20 +18,20 @@ void bind_reducer(pybind11::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(m, "GradReducer")
-      .def(py::init([](std::shared_ptr<Synchroniser> synchroniser,
+      .def(py::init([](std::shared_ptr<Synchronizer> synchronizer,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters,
                        int64_t first_bucket_nbytes, int64_t bucket_nbytes, bool find_unused, int64_t every,
                        const StorePtr& store, GradReducer::Say say) {
              std::vector<GradReducer::Parameter> table;
              for (const auto& [tensor, name, is_sparse] : parameters) table.push_back({tensor, name, is_sparse});
              const GradReducer::Options options{{first_bucket_nbytes, bucket_nbytes}, find_unused, every};
-             return GradReducer::make(std::move(synchroniser), std::move(table), options, store, std::move(say));
+             return GradReducer::make(std::move(synchronizer), std::move(table), options, store, std::move(say));
            }),
-           py::kw_only(), py::arg("synchroniser"), py::arg("parameters"), py::arg("first_bucket_nbytes"),
+           py::kw_only(), py::arg("synchronizer"), py::arg("parameters"), py::arg("first_bucket_nbytes"),
            py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("every") = 1, py::arg("store"), py::arg("say"))
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
-      .def("set_synchroniser", &GradReducer::set_synchroniser, py::arg("synchroniser"), NoGil())
+      .def("set_synchronizer", &GradReducer::set_synchronizer, py::arg("synchronizer"), NoGil())
       .def(
           "set_caps",
           [](GradReducer& reducer, int64_t first_bucket_nbytes, int64_t bucket_nbytes) {

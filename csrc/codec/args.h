@@ -17,12 +17,12 @@ namespace fusedcomm {
 class BucketTables {
  public:
   virtual ~BucketTables() = default;
-  // Counts of the non-finite elements so far: one for each slice of the lossy stream, then one for each slice of the
-  // exact stream. Waits for the device.
+  // Counts of the non-finite elements so far: one for each lossy slice, then one for each exact slice. Waits for the
+  // device.
   virtual std::vector<int64_t> nonfinite() const = 0;
 };
 
-// The gradients of a bucket as the codec sees them. Both streams have the same dtype.
+// The gradients of a bucket as the codec sees them. Both lists have the same dtype.
 struct BucketSlices {
   SliceList lossy;
   SliceList exact;
@@ -40,7 +40,7 @@ struct Residual {
   int64_t numel = 0;
 };
 
-// How the lossy stream is rounded.
+// How lossy elements are rounded.
 struct Encoding {
   // Stochastic rounding if true, else rounding to nearest even.
   bool stochastic = false;
@@ -52,7 +52,7 @@ struct Encoding {
 struct PackArgs {
   const BucketLayout& layout;
   int64_t chunk;
-  const BucketSlices& streams;
+  const BucketSlices& slices;
   // Factor for every gradient element.
   float scale;
   // A message of layout.chunk_nbytes(). pack writes this layout's piece of every part and zeroes the piece's padding.
@@ -106,7 +106,7 @@ struct UnpackArgs {
   // Factor for every decoded element, or for the sum.
   float scale;
   // unpack writes to these slices.
-  const BucketSlices& streams;
+  const BucketSlices& slices;
   // May exceed 1 only if the layout has one part.
   int64_t num_messages = 1;
   // See PackArgs.

@@ -42,20 +42,20 @@ class DefaultFloatEnvironment {
   std::fenv_t saved_;
 };
 
-void check_stream(const SliceList& stream, int64_t numel, const char* name) {
-  if (stream.numel() != numel) {
-    throw std::invalid_argument(std::string("the ") + name + " stream has " + std::to_string(stream.numel()) +
-                                " elements, but its layout has " + std::to_string(numel));
+void check_numel(const SliceList& list, int64_t numel, const char* name) {
+  if (list.numel() != numel) {
+    throw std::invalid_argument(std::string("the ") + name + " slices have " + std::to_string(list.numel()) +
+                                " elements, but their layout has " + std::to_string(numel));
   }
 }
 
-void check_bucket(const BucketLayout& layout, int64_t chunk, const BucketSlices& streams) {
+void check_bucket(const BucketLayout& layout, int64_t chunk, const BucketSlices& slices) {
   if (chunk < 0 || chunk >= layout.num_chunks) {
     throw std::invalid_argument("chunk " + std::to_string(chunk) + " does not exist; the number of chunks is " +
                                 std::to_string(layout.num_chunks));
   }
-  check_stream(streams.lossy, layout.lossy_numel, "lossy");
-  check_stream(streams.exact, layout.exact_numel, "exact");
+  check_numel(slices.lossy, layout.lossy_numel, "lossy");
+  check_numel(slices.exact, layout.exact_numel, "exact");
 }
 
 void check_reduce(const ReduceArgs& args) {
@@ -152,7 +152,7 @@ Codec::Codec(const std::string& isa, int num_threads) : impl_(std::make_unique<I
 Codec::~Codec() = default;
 
 int64_t Codec::pack(const PackArgs& args) const {
-  check_bucket(args.layout, args.chunk, args.streams);
+  check_bucket(args.layout, args.chunk, args.slices);
   check_encoding(args.encoding, args.layout.padded_numel());
   const bool streamed = args.layout.chunk_nbytes() >= kStreamedChunkNbytes;
   std::atomic<int64_t> nonfinite{0};
@@ -175,9 +175,9 @@ void Codec::reduce(const ReduceArgs& args) const {
 }
 
 void Codec::unpack(const UnpackArgs& args) const {
-  check_bucket(args.layout, args.chunk, args.streams);
+  check_bucket(args.layout, args.chunk, args.slices);
   check_messages(args.layout, args.num_messages);
-  const bool streamed = args.streams.lossy.numel() * grad_nbytes(args.streams.lossy.dtype()) >= kStreamedBucketNbytes;
+  const bool streamed = args.slices.lossy.numel() * grad_nbytes(args.slices.lossy.dtype()) >= kStreamedBucketNbytes;
   const Units units(args.layout.part, args.layout.num_parts);
   UnitSquares squares(args.epilogue, units.count());
   impl_->for_each_unit(units, [&](int64_t index, const Unit& unit, bool) {
@@ -187,14 +187,14 @@ void Codec::unpack(const UnpackArgs& args) const {
   squares.add_up();
 }
 
-void Codec::finish_in_place(const SliceList& stream, const Epilogue& epilogue) const {
-  const Format grad = format_of(stream.dtype());
-  const int64_t num_units = ceil_div(stream.numel(), kUnitNumel);
+void Codec::finish_in_place(const SliceList& list, const Epilogue& epilogue) const {
+  const Format grad = format_of(list.dtype());
+  const int64_t num_units = ceil_div(list.numel(), kUnitNumel);
   UnitSquares squares(epilogue, num_units);
   impl_->pool.run(num_units, [&](int64_t index) {
     const DefaultFloatEnvironment environment;
     const int64_t begin = index * kUnitNumel;
-    for (Cursor cursor(stream, {begin, std::min(begin + kUnitNumel, stream.numel())}); cursor.remaining() > 0;) {
+    for (Cursor cursor(list, {begin, std::min(begin + kUnitNumel, list.numel())}); cursor.remaining() > 0;) {
       const int64_t numel = cursor.run_numel();
       finish_run(impl_->kernels, grad, cursor.data(), numel, epilogue.unscale, squares.of(index));
       cursor.advance(numel);
@@ -203,13 +203,13 @@ void Codec::finish_in_place(const SliceList& stream, const Epilogue& epilogue) c
   squares.add_up();
 }
 
-int64_t Codec::scale_in_place(const SliceList& stream, float scale) const {
+int64_t Codec::scale_in_place(const SliceList& list, float scale) const {
   std::atomic<int64_t> nonfinite{0};
-  const ScaleFn scale_run = impl_->kernels.scale[index_of(format_of(stream.dtype()))];
-  impl_->pool.run(ceil_div(stream.numel(), kUnitNumel), [&](int64_t index) {
+  const ScaleFn scale_run = impl_->kernels.scale[index_of(format_of(list.dtype()))];
+  impl_->pool.run(ceil_div(list.numel(), kUnitNumel), [&](int64_t index) {
     const DefaultFloatEnvironment environment;
     const int64_t begin = index * kUnitNumel;
-    for (Cursor cursor(stream, {begin, std::min(begin + kUnitNumel, stream.numel())}); cursor.remaining() > 0;) {
+    for (Cursor cursor(list, {begin, std::min(begin + kUnitNumel, list.numel())}); cursor.remaining() > 0;) {
       const int64_t numel = cursor.run_numel();
       nonfinite.fetch_add(scale_run(cursor.data(), numel, scale), std::memory_order_relaxed);
       cursor.advance(numel);

@@ -34,10 +34,10 @@ class Codec {
   void reduce(const ReduceArgs& args) const;
   void unpack(const UnpackArgs& args) const;
   // x *= scale, for gradients that are summed in place. Returns how many elements are not finite after scaling.
-  int64_t scale_in_place(const SliceList& stream, float scale) const;
+  int64_t scale_in_place(const SliceList& list, float scale) const;
 
   // The epilogue of gradients that were summed in place.
-  void finish_in_place(const SliceList& stream, const Epilogue& epilogue) const;
+  void finish_in_place(const SliceList& list, const Epilogue& epilogue) const;
 
   const std::string& isa() const;
   int num_threads() const;

@@ -12,7 +12,7 @@ void SliceList::append(void* data, int64_t numel, GradDtype dtype) {
   if (slices_.empty()) {
     dtype_ = dtype;
   } else if (dtype != dtype_) {
-    throw std::invalid_argument("all slices of a stream must have one dtype");
+    throw std::invalid_argument("all slices of a list must have one dtype");
   }
   const int64_t end = starts_.back() + numel;
   if (!slices_.empty()) {

@@ -1,4 +1,4 @@
-// Where the gradients of a stream are in memory: contiguous runs of elements.
+// Where gradients are in memory: contiguous runs of elements.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ struct Slice {
   int64_t numel = 0;
 };
 
-// A stream as a list of slices. Element i of the stream is in slice k if starts[k] ≤ i < starts[k + 1].
+// Slices one after another. Element i of the list is in slice k if starts[k] ≤ i < starts[k + 1].
 class SliceList {
  public:
   // Drops an empty slice. Merges a slice with the one before it if it follows that one in memory. Throws
-  // std::invalid_argument if numel is negative or dtype is not the stream's.
+  // std::invalid_argument if numel is negative or dtype is not the list's.
   void append(void* data, int64_t numel, GradDtype dtype);
   int64_t numel() const { return starts_.back(); }
   GradDtype dtype() const { return dtype_; }

@@ -247,12 +247,12 @@ void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& 
 
 int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& unit, bool streamed) {
   const BucketLayout& layout = args.layout;
-  const SliceList& stream = unit.exact ? args.streams.exact : args.streams.lossy;
+  const SliceList& list = unit.exact ? args.slices.exact : args.slices.lossy;
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
-  const Cursor cursor(stream, covered(range, unit));
+  const Cursor cursor(list, covered(range, unit));
   const Section<std::byte> out(layout, unit, args.out + part_place(layout, unit.part));
-  const Format grad = format_of(stream.dtype());
+  const Format grad = format_of(list.dtype());
   if (!unit.exact && is_special(args.encoding)) return pack_tiles(kernels, args, unit, cursor, grad);
   if (!unit.exact && has_scales(layout.wire)) {
     return pack_blocks(kernels, {kernels, layout, out}, cursor, unit.numel, args.scale, grad, streamed);
@@ -267,7 +267,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   const bool rotates = to.rotated && !args.from.rotated;
   const int fp32 = index_of(Format::kFp32);
   TileEncoder encoder(kernels, to, args.encoding, rotates);
-  const int64_t stream_begin = (args.chunk * to.num_parts + args.first_part + unit.part) * to.part.lossy_numel;
+  const int64_t lossy_begin = (args.chunk * to.num_parts + args.first_part + unit.part) * to.part.lossy_numel;
   const int64_t residual_begin = (args.chunk * args.num_parts + unit.part) * to.part.lossy_numel;
   alignas(64) float acc[kMaxTileNumel];
   for (int64_t first = unit.first; first < unit.first + unit.numel;) {
@@ -279,7 +279,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
       kernels.convert[fp32][fp32](acc, out.codes, tile.numel, args.scale, false);
     } else if (is_special(args.encoding)) {
       kernels.scale[fp32](acc, tile.numel, args.scale);
-      encoder.encode(acc, tile.numel, stream_begin + first, residual_begin + first, out);
+      encoder.encode(acc, tile.numel, lossy_begin + first, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
       const BlockKernels& blocks = kernels.blocks[scaled_index(to.wire)];
       const QuantizeFn quantize = rotates ? blocks.quantize_rotated[fp32] : blocks.quantize[fp32];
@@ -293,12 +293,12 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
 
 void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed, double* squares) {
   const BucketLayout& layout = args.layout;
-  const SliceList& stream = unit.exact ? args.streams.exact : args.streams.lossy;
+  const SliceList& list = unit.exact ? args.slices.exact : args.slices.lossy;
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
   const Section<const std::byte> in(layout, unit, args.parts + part_place(layout, unit.part));
-  const Format grad = format_of(stream.dtype());
-  Cursor cursor(stream, covered(range, unit));
+  const Format grad = format_of(list.dtype());
+  Cursor cursor(list, covered(range, unit));
   Writer writer(kernels, grad, args.epilogue.unscale, squares, streamed);
   if (args.num_messages > 1) {
     unpack_sum(kernels, args, unit, cursor, writer);

@@ -40,7 +40,7 @@ class TileEncoder {
 
   int64_t tile_numel() const { return std::max(kTileNumel, layout_.block_numel); }
 
-  // Encodes the values of `numel` stream elements to `out`. The noise is that of the stream elements from `begin` on.
+  // Encodes `numel` lossy values to `out`. The noise is that of the bucket's lossy elements from `begin` on.
   // The residual is read and written from its element `residual_begin` on. Overwrites `values`.
   void encode(float* values, int64_t numel, int64_t begin, int64_t residual_begin, const Section<std::byte>& out) {
     const bool feeds_back = encoding_.residual.data != nullptr;

@@ -1,5 +1,5 @@
-// How the codec walks a message: by units of work, which are pieces of a part's sections, and by the slices that hold a
-// stream's elements.
+// How the codec walks a message: by units of work, which are pieces of a part's sections, and by the slices that
+// hold the elements.
 #pragma once
 
 #include <algorithm>
@@ -98,8 +98,8 @@ inline void zero_padding(const BucketLayout& layout, std::byte* part) {
   zero(part + p.code_offset + codes_nbytes(layout.wire, p.lossy_numel), part + p.nbytes);
 }
 
-// The stream elements that the unit covers, where `range` is what its part's section covers. Fewer than unit.numel, or
-// none, where the stream ends.
+// The elements of the slice list that the unit covers, where `range` is what its part's section covers. Fewer than
+// unit.numel, or none, where the list ends.
 inline Range covered(const Range& range, const Unit& unit) {
   const int64_t begin = std::min(range.begin + unit.first, range.end);
   return {begin, std::min(begin + unit.numel, range.end)};
@@ -107,28 +107,28 @@ inline Range covered(const Range& range, const Unit& unit) {
 
 // ---- slices
 
-// Walks the elements of `range` in a stream, one contiguous run after another.
+// Walks the elements of `range` in a slice list, one contiguous run after another.
 class Cursor {
  public:
-  Cursor(const SliceList& stream, const Range& range)
-      : stream_(stream), nbytes_(grad_nbytes(stream.dtype())), position_(range.begin), end_(range.end) {
-    const auto& starts = stream.starts();
+  Cursor(const SliceList& list, const Range& range)
+      : list_(list), nbytes_(grad_nbytes(list.dtype())), position_(range.begin), end_(range.end) {
+    const auto& starts = list.starts();
     slice_ = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), position_) - starts.begin()) - 1;
   }
 
   int64_t remaining() const { return end_ - position_; }
-  int64_t run_numel() const { return std::min(end_, stream_.starts()[slice_ + 1]) - position_; }
+  int64_t run_numel() const { return std::min(end_, list_.starts()[slice_ + 1]) - position_; }
   std::byte* data() const {
-    return static_cast<std::byte*>(stream_.slices()[slice_].data) + (position_ - stream_.starts()[slice_]) * nbytes_;
+    return static_cast<std::byte*>(list_.slices()[slice_].data) + (position_ - list_.starts()[slice_]) * nbytes_;
   }
   // `numel` is at most run_numel().
   void advance(int64_t numel) {
     position_ += numel;
-    if (position_ == stream_.starts()[slice_ + 1]) ++slice_;
+    if (position_ == list_.starts()[slice_ + 1]) ++slice_;
   }
 
  private:
-  const SliceList& stream_;
+  const SliceList& list_;
   int64_t nbytes_;
   int64_t position_;
   int64_t end_;

@@ -23,12 +23,12 @@ class CpuDevice : public Device {
   int64_t pack(const PackArgs& args) override { return codec_.pack(args); }
   void reduce(const ReduceArgs& args) override { codec_.reduce(args); }
   void unpack(const UnpackArgs& args) override { codec_.unpack(args); }
-  int64_t scale_in_place(const BucketSlices& streams, float scale, bool /*is_last*/) override {
-    return codec_.scale_in_place(streams.lossy, scale);
+  int64_t scale_in_place(const BucketSlices& slices, float scale, bool /*is_last*/) override {
+    return codec_.scale_in_place(slices.lossy, scale);
   }
   bool has_epilogue() const override { return true; }
-  void finish_in_place(const BucketSlices& streams, const Epilogue& epilogue) override {
-    codec_.finish_in_place(streams.lossy, epilogue);
+  void finish_in_place(const BucketSlices& slices, const Epilogue& epilogue) override {
+    codec_.finish_in_place(slices.lossy, epilogue);
   }
 
  private:

@@ -57,8 +57,8 @@ KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Enco
   return key;
 }
 
-GradDtype dtype_of(const BucketSlices& streams) {
-  return (streams.lossy.numel() != 0 ? streams.lossy : streams.exact).dtype();
+GradDtype dtype_of(const BucketSlices& slices) {
+  return (slices.lossy.numel() != 0 ? slices.lossy : slices.exact).dtype();
 }
 
 bool is_one_run(const std::vector<SlicePlace>& slices) {
@@ -70,8 +70,8 @@ bool is_one_run(const std::vector<SlicePlace>& slices) {
   return true;
 }
 
-// All tables of a bucket, in one allocation on the device: the non-finite counts of both streams, then for each stream
-// its starts, offsets and first slices.
+// All tables of a bucket, in one allocation on the device: the non-finite counts of both slice lists, then for each
+// list its starts, offsets and first slices.
 class CudaTables : public BucketTables {
  public:
   CudaTables(const SliceTable& lossy_table, const SliceTable& exact_table, bool is_flat, c10::Device device,
@@ -128,12 +128,12 @@ class CudaTables : public BucketTables {
   at::Tensor storage_;
 };
 
-const CudaTables& tables_of(const BucketSlices& streams) {
-  TORCH_CHECK(streams.tables, "fusedcomm: a bucket has no tables of this device: prepare() was not called for it");
-  TORCH_CHECK(reinterpret_cast<uintptr_t>(streams.origin) % kAlignNbytes == 0,
-              "fusedcomm: a gradient bucket starts at ", streams.origin, ", which is not a multiple of ", kAlignNbytes,
+const CudaTables& tables_of(const BucketSlices& slices) {
+  TORCH_CHECK(slices.tables, "fusedcomm: a bucket has no tables of this device: prepare() was not called for it");
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(slices.origin) % kAlignNbytes == 0, "fusedcomm: a gradient bucket starts at ",
+              slices.origin, ", which is not a multiple of ", kAlignNbytes,
               " bytes: leave the allocation of buckets to DDP");
-  return static_cast<const CudaTables&>(*streams.tables);
+  return static_cast<const CudaTables&>(*slices.tables);
 }
 
 }  // namespace
@@ -213,9 +213,9 @@ void CudaDevice::warm_up() {
 
 int64_t CudaDevice::pack(const PackArgs& args) {
   const BucketLayout& layout = args.layout;
-  const CudaTables& tables = tables_of(args.streams);
+  const CudaTables& tables = tables_of(args.slices);
   PackLaunch launch;
-  launch.grads = args.streams.origin;
+  launch.grads = args.slices.origin;
   launch.lossy = tables.lossy;
   launch.exact = tables.exact;
   launch.out = sections(layout, args.out);
@@ -227,7 +227,7 @@ int64_t CudaDevice::pack(const PackArgs& args) {
   launch.noise = noise_args(args.encoding.noise);
   KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
   key.flat = tables.flat;
-  key.grad_dtype = dtype_of(args.streams);
+  key.grad_dtype = dtype_of(args.slices);
   launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
   return 0;
 }
@@ -261,9 +261,9 @@ void CudaDevice::reduce(const ReduceArgs& args) {
 
 void CudaDevice::unpack(const UnpackArgs& args) {
   const BucketLayout& layout = args.layout;
-  const CudaTables& tables = tables_of(args.streams);
+  const CudaTables& tables = tables_of(args.slices);
   UnpackLaunch launch;
-  launch.grads = args.streams.origin;
+  launch.grads = args.slices.origin;
   launch.lossy = tables.lossy;
   launch.exact = tables.exact;
   launch.in = sections(layout, args.parts);
@@ -275,17 +275,17 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   KernelKey key = key_of(UnpackLaunch::kName, layout);
   key.sums = args.num_messages > 1;
   key.flat = tables.flat;
-  key.grad_dtype = dtype_of(args.streams);
+  key.grad_dtype = dtype_of(args.slices);
   launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
 }
 
-int64_t CudaDevice::scale_in_place(const BucketSlices& streams, float scale, bool is_last) {
-  const CudaTables& tables = tables_of(streams);
-  TORCH_CHECK(tables.flat && streams.lossy.dtype() == GradDtype::kFloat32,
+int64_t CudaDevice::scale_in_place(const BucketSlices& slices, float scale, bool is_last) {
+  const CudaTables& tables = tables_of(slices);
+  TORCH_CHECK(tables.flat && slices.lossy.dtype() == GradDtype::kFloat32,
               "fusedcomm: only one run of fp32 gradients can be summed in place");
   ScaleLaunch launch;
-  launch.data = streams.origin;
-  launch.numel = streams.lossy.numel();
+  launch.data = slices.origin;
+  launch.numel = slices.lossy.numel();
   launch.scale = scale;
   launch.starts = tables.lossy.starts;
   launch.counts = tables.lossy.counts;

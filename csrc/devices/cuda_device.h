@@ -34,7 +34,7 @@ class CudaDevice : public StreamDevice {
   int64_t pack(const PackArgs& args) override;
   void reduce(const ReduceArgs& args) override;
   void unpack(const UnpackArgs& args) override;
-  int64_t scale_in_place(const BucketSlices& streams, float scale, bool is_last) override;
+  int64_t scale_in_place(const BucketSlices& slices, float scale, bool is_last) override;
 
   void range_push(const std::string& name) override;
   void range_pop() override;

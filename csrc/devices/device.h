@@ -45,7 +45,7 @@ class Device {
   // does nothing.
   virtual void settle() {}
 
-  // Makes the device's tables of a bucket whose streams consist of these slices; null if the device needs none.
+  // Makes the device's tables of a bucket of these slices; null if the device needs none.
   virtual std::shared_ptr<const BucketTables> prepare(const BucketLayout&, const std::vector<SlicePlace>& /*lossy*/,
                                                       const std::vector<SlicePlace>& /*exact*/) {
     return nullptr;
@@ -56,12 +56,12 @@ class Device {
   virtual int64_t pack(const PackArgs& args) = 0;
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;
-  virtual int64_t scale_in_place(const BucketSlices& streams, float scale, bool is_last) = 0;
+  virtual int64_t scale_in_place(const BucketSlices& slices, float scale, bool is_last) = 0;
 
   // Whether unpack() and finish_in_place() follow an epilogue. If not, unpack() only multiplies by its `unscale`.
   virtual bool has_epilogue() const { return false; }
   // The epilogue of gradients that were summed in place. Call it only if has_epilogue().
-  virtual void finish_in_place(const BucketSlices& /*streams*/, const Epilogue& /*epilogue*/) {}
+  virtual void finish_in_place(const BucketSlices& /*slices*/, const Epilogue& /*epilogue*/) {}
 
   // Opens and closes a named range around a stage, for profilers.
   virtual void range_push(const std::string& /*name*/) {}

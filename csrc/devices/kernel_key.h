@@ -22,7 +22,7 @@ struct KernelKey {
   Wire wire = Wire::kFp32;                     // the wire that is encoded; unpack: decoded
   int64_t block_numel = kDefaultBlockNumel;    // for wires with scales
   GradDtype grad_dtype = GradDtype::kFloat32;  // of the gradients that pack reads or unpack writes
-  bool flat = true;                            // gradients in one run and no exact stream; reduce: no exact section
+  bool flat = true;                            // gradients in one run and no exact elements; reduce: no exact section
   // pack: rotates before encoding. reduce: the same, if its input is not rotated already. unpack: rotates back.
   bool rotated = false;
   Wire in_wire = Wire::kFp32;              // reduce: the wire that is decoded

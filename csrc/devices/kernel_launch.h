@@ -55,7 +55,7 @@ struct CudaKernels {
   }
 };
 
-// A stream's slices; see SliceTable.
+// A slice list; see SliceTable.
 struct SliceArgs {
   const int64_t* starts = nullptr;
   const int64_t* offsets = nullptr;
@@ -96,7 +96,7 @@ struct PackLaunch {
   int64_t first_part = 0;
   int32_t num_parts = 0;
   float scale = 1;
-  void* residual = nullptr;  // at the stream's first element; null if there is none
+  void* residual = nullptr;  // at the first lossy element; null if there is none
   NoiseArgs noise;
 
   auto params() {

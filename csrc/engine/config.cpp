@@ -39,7 +39,7 @@ void check_config(const WireConfig& config) {
                                 ", and cannot carry " + of_others(config) +
                                 ": use sum='two-shot' where parameters have wires of their own");
   }
-  for (const WireFormat& stream : config.others) check_stream_wire(stream);
+  for (const WireFormat& format : config.others) check_format(format);
   const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
   const bool is_auto = config.sum == Sum::kAuto;
   const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;

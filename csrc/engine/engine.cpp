@@ -239,7 +239,7 @@ WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Slot* slot, B
   switch (buffer) {
     case Buffer::kGradients:
       if (!job->plan->in_place) return {};
-      return {static_cast<std::byte*>(job->payloads.front().streams.lossy.slices().front().data), nbytes, job};
+      return {static_cast<std::byte*>(job->payloads.front().slices.lossy.slices().front().data), nbytes, job};
     case Buffer::kOutgoing:
       return {slot->outgoing.get(), nbytes, slot->outgoing};
     case Buffer::kIncoming:
@@ -279,7 +279,7 @@ void Engine::run_codec(BucketJob& job, const Step& step, int64_t chunk, const st
 }
 
 void Engine::scale(BucketJob& job) {
-  job.num_nonfinite = device_->scale_in_place(job.payloads.front().streams, job.plan->pack_scale, job.is_last);
+  job.num_nonfinite = device_->scale_in_place(job.payloads.front().slices, job.plan->pack_scale, job.is_last);
   if (job.num_nonfinite != 0 && job.on_nonfinite) job.on_nonfinite(job, 0);
 }
 
@@ -289,7 +289,7 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    count += device_->pack({layouts[i], chunk, payload.streams, job.plan->pack_scale, out, payload.pack, job.is_last});
+    count += device_->pack({layouts[i], chunk, payload.slices, job.plan->pack_scale, out, payload.pack, job.is_last});
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
@@ -327,13 +327,13 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
 void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    const BucketSlices& streams = payload.unpacked ? *payload.unpacked : payload.streams;
+    const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;
     double* const squares = job.squares.empty() ? nullptr : &job.squares[chunk * job.payloads.size() + i];
     device_->unpack({job.plan->layouts[i],
                      chunk,
                      parts,
                      job.plan->unpack_scale,
-                     streams,
+                     slices,
                      num_messages,
                      job.is_last,
                      {job.unscale, squares}});

@@ -24,7 +24,7 @@ class FailureLatch {
   // Sets the function that adds detail to the first failure's text. It runs once, on the failing thread, without the
   // latch's lock. It must wait for nothing that needs the engine's submit_mutex_, because a thread whose bucket fails
   // while it is handed over holds that mutex. The watch takes only its own locks and the board's, and
-  // Synchroniser::stop(), which ends its wait, does not take submit_mutex_.
+  // Synchronizer::stop(), which ends its wait, does not take submit_mutex_.
   void explain_with(Explain explain);
   // The first error, null if there is none. Waits while the first failure is being explained, because every job gets
   // the explained text.

@@ -19,7 +19,7 @@ namespace fusedcomm {
 
 // The elements of one of a bucket's layouts, and how they are rounded.
 struct Payload {
-  BucketSlices streams;
+  BucketSlices slices;
   // What unpack writes to, if it needs other tables than pack. On two levels pack's tables are of the plan's host
   // layout, and unpack's are of its layout.
   std::optional<BucketSlices> unpacked;
@@ -39,7 +39,7 @@ struct BucketJob {
   // Keeps the gradients alive as long as the job. After a failure or a stop, the transport may still use their memory
   // after on_done.
   std::shared_ptr<void> owner;
-  // One for each of plan->layouts. If the bucket is summed in place, all elements are in the first one's lossy stream.
+  // One for each of plan->layouts. If the bucket is summed in place, all slices are in the first one's lossy list.
   std::vector<Payload> payloads;
   std::shared_ptr<const BucketLabel> label;
   bool is_last = false;  // whether it is the last bucket of its backward pass

@@ -23,13 +23,13 @@ Sum sum_of_codes(const WireConfig& config, int world_size) {
 }
 
 Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-               const std::vector<WireFormat>& streams, std::string* reason) {
+               const std::vector<WireFormat>& formats, std::string* reason) {
   if (config.sum != Sum::kAuto) return config.sum;
   int64_t numel = exact_numel;
   bool rounds = false;
-  for (const WireFormat& stream : streams) {
-    numel += stream.numel;
-    rounds = rounds || stream.wire != Wire::kFp32;
+  for (const WireFormat& format : formats) {
+    numel += format.numel;
+    rounds = rounds || format.wire != Wire::kFp32;
   }
   if (numel == exact_numel && dtype == GradDtype::kFloat32) {
     if (config.wire != Wire::kFp32) *reason = "every parameter in it is exempt";
@@ -47,34 +47,34 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
 }
 
 // The most bytes of a chunk with which its message within a host has at most config.max_chunk_nbytes, too.
-int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>& streams, int64_t exact_numel) {
+int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>& formats, int64_t exact_numel) {
   if (config.ranks_per_host == 1) return config.max_chunk_nbytes;
   int64_t nbytes = 0, local_nbytes = 0;
-  for (const WireFormat& stream : streams) {
-    const int64_t exact = &stream == streams.data() ? exact_numel : 0;
-    nbytes += part_layout(stream.wire, stream.block_numel, exact, stream.numel).nbytes;
-    local_nbytes += part_layout(config.local_wire, stream.block_numel, exact, stream.numel).nbytes;
+  for (const WireFormat& format : formats) {
+    const int64_t exact = &format == formats.data() ? exact_numel : 0;
+    nbytes += part_layout(format.wire, format.block_numel, exact, format.numel).nbytes;
+    local_nbytes += part_layout(config.local_wire, format.block_numel, exact, format.numel).nbytes;
   }
   const int64_t num_chunks = ceil_div(std::max(nbytes, local_nbytes), config.max_chunk_nbytes);
   return num_chunks <= 1 ? config.max_chunk_nbytes : std::max<int64_t>(1, nbytes / num_chunks);
 }
 
-// The formats of the bucket's lossy streams; if it has none, one stream without elements. Appends their wire numbers to
+// The formats of the bucket's lossy elements; if it has none, one format of no elements. Appends their wire numbers to
 // `wires`.
-std::vector<WireFormat> streams_of(const WireConfig& config, const std::vector<int64_t>& lossy_numels,
+std::vector<WireFormat> formats_of(const WireConfig& config, const std::vector<int64_t>& lossy_numels,
                                    std::vector<int>* wires) {
-  std::vector<WireFormat> streams;
+  std::vector<WireFormat> formats;
   for (size_t number = 0; number < lossy_numels.size(); ++number) {
     if (lossy_numels[number] == 0) continue;
-    streams.push_back(wire_format(config, static_cast<int>(number)));
-    streams.back().numel = lossy_numels[number];
+    formats.push_back(wire_format(config, static_cast<int>(number)));
+    formats.back().numel = lossy_numels[number];
     wires->push_back(static_cast<int>(number));
   }
-  if (streams.empty()) {
-    streams.push_back(wire_format(config, 0));
+  if (formats.empty()) {
+    formats.push_back(wire_format(config, 0));
     wires->push_back(0);
   }
-  return streams;
+  return formats;
 }
 
 // A factor as the product of `near_one`, of magnitude above 1/2 and at most 1, and `power`, a power of two.
@@ -93,12 +93,12 @@ SplitFactor split(double factor) {
 
 // Sets the layouts and scales of a bucket that the codec sums.
 void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_numel,
-                       const std::vector<WireFormat>& streams, double factor, BucketPlan* plan) {
+                       const std::vector<WireFormat>& formats, double factor, BucketPlan* plan) {
   const double predivide = config.predivide != 0 ? config.predivide : 1;
   plan->pack_scale = static_cast<float>(1 / predivide);
   if (!plan->encodes_sums()) {
     plan->unpack_scale = static_cast<float>(predivide * factor / world_size);
-    plan->layouts = bucket_layouts(streams, 1, exact_numel, config.max_chunk_nbytes);
+    plan->layouts = bucket_layouts(formats, 1, exact_numel, config.max_chunk_nbytes);
     return;
   }
   // The encoded sum is at most as large as the mean, so it overflows no earlier. Unpack multiplies by a power of two,
@@ -106,7 +106,7 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
   const SplitFactor parts = split(factor);
   plan->reduce_scale = static_cast<float>(predivide * parts.near_one / world_size);
   plan->unpack_scale = static_cast<float>(parts.power);
-  plan->layouts = bucket_layouts(streams, world_size, exact_numel, max_chunk_nbytes(config, streams, exact_numel));
+  plan->layouts = bucket_layouts(formats, world_size, exact_numel, max_chunk_nbytes(config, formats, exact_numel));
   if (config.ranks_per_host > 1) {
     plan->host_layouts = host_layouts(plan->layouts, config.local_wire, config.ranks_per_host);
   }
@@ -115,12 +115,12 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
 // Sets the layouts and scales of a bucket that the transport sums. An all-reduce has one dtype, so exempt parameters of
 // an exact bucket need no section of their own.
 void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run, int64_t exact_numel,
-                     const std::vector<WireFormat>& streams, std::optional<double> factor, BucketPlan* plan) {
-  WireFormat whole = streams.front();
+                     const std::vector<WireFormat>& formats, std::optional<double> factor, BucketPlan* plan) {
+  WireFormat whole = formats.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
     int64_t numel = exact_numel;
-    for (const WireFormat& stream : streams) numel += stream.numel;
+    for (const WireFormat& format : formats) numel += format.numel;
     whole = {Wire::kFp32, config.block_numel, false, numel};
     if (factor) {
       plan->unpack_scale = static_cast<float>(*factor / world_size);
@@ -149,12 +149,12 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        const std::vector<int64_t>& lossy_numels, bool in_one_run, std::optional<double> factor) {
   BucketPlan plan;
-  const std::vector<WireFormat> streams = streams_of(config, lossy_numels, &plan.wires);
-  plan.sum = choose_sum(config, world_size, dtype, exact_numel, streams, &plan.reason);
+  const std::vector<WireFormat> formats = formats_of(config, lossy_numels, &plan.wires);
+  plan.sum = choose_sum(config, world_size, dtype, exact_numel, formats, &plan.reason);
   if (plan.sums_codes()) {
-    plan_sum_of_codes(config, world_size, exact_numel, streams, factor.value_or(1), &plan);
+    plan_sum_of_codes(config, world_size, exact_numel, formats, factor.value_or(1), &plan);
   } else {
-    plan_all_reduce(config, world_size, dtype, in_one_run, exact_numel, streams, factor, &plan);
+    plan_all_reduce(config, world_size, dtype, in_one_run, exact_numel, formats, factor, &plan);
   }
   ChunkShape shape{world_size, plan.chunk_nbytes(), plan.in_place};
   if (plan.in_place) shape.nbytes = plan.layouts.front().lossy_numel * grad_nbytes(GradDtype::kFloat32);
@@ -169,9 +169,9 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
 BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,
                                const std::vector<int64_t>& lossy_numels, double factor) {
   BucketPlan plan;
-  const std::vector<WireFormat> streams = streams_of(config, lossy_numels, &plan.wires);
+  const std::vector<WireFormat> formats = formats_of(config, lossy_numels, &plan.wires);
   plan.sum = Sum::kOneShot;  // as there, each rank's codec adds what all encoders have made
-  RowLayouts rows = row_layouts(streams, world_size, exact_numel, config.max_chunk_nbytes);
+  RowLayouts rows = row_layouts(formats, world_size, exact_numel, config.max_chunk_nbytes);
   plan.layouts = std::move(rows.own);
   plan.packed_rows = std::move(rows.packed);
   const double predivide = config.predivide != 0 ? config.predivide : 1;
@@ -188,10 +188,10 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   // bytes.
   int64_t slack = 0;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
-    const WireFormat stream = wire_format(config, number);
-    const int64_t grain = grain_numel(stream.wire, stream.block_numel);
+    const WireFormat format = wire_format(config, number);
+    const int64_t grain = grain_numel(format.wire, format.block_numel);
     const int64_t local = config.ranks_per_host > 1 ? codes_nbytes(config.local_wire, grain) : 0;
-    slack += std::max(codes_nbytes(stream.wire, grain) + scales_nbytes(stream.wire, 1), local) + 4 * kAlignNbytes;
+    slack += std::max(codes_nbytes(format.wire, grain) + scales_nbytes(format.wire, 1), local) + 4 * kAlignNbytes;
   }
   return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }

@@ -53,7 +53,7 @@ struct BucketPlan {
     if (!packed_rows.empty()) return packed_rows;
     return on_two_levels() ? host_layouts : layouts;
   }
-  // Elements of the exact stream, which the first layout has.
+  // Exact elements, which the first layout has.
   int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
 };
 
@@ -64,8 +64,8 @@ using BucketPlanPtr = std::shared_ptr<const BucketPlan>;
 // (bench/hook_overhead.py --ranks 2). Exact sums cost so little time there that they are worth it.
 inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 
-// Plans a bucket with exact_numel elements in the exact stream and lossy_numels[k] elements in wire number k; missing
-// ones are 0. in_one_run: the gradients are contiguous, so that a collective may work on their own memory. Throws
+// Plans a bucket with exact_numel exact elements and lossy_numels[k] elements in wire number k; missing ones
+// are 0. in_one_run: the gradients are contiguous, so that a collective may work on their own memory. Throws
 // std::invalid_argument if sum='direct' would have to carry exact elements.
 //
 // factor: the result is the mean × factor. It is applied where it costs no rounding, so with factor = world_size whole
@@ -75,7 +75,7 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
                        const std::vector<int64_t>& lossy_numels, bool in_one_run = true,
                        std::optional<double> factor = std::nullopt);
 
-// Plans a reduce-scatter of rows, one for each rank, of exact_numel elements in the exact stream and lossy_numels[k] in
+// Plans a reduce-scatter of rows, one for each rank, of exact_numel exact elements and lossy_numels[k] in
 // wire number k. Rank r gets the sum of the ranks' rows r × factor, added in fp32 in the order of ranks. Sums on two
 // levels do not apply.
 BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,

@@ -26,8 +26,8 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
                      ? plan_reduce_scatter(config, world_size, exact_numel, lossy_numels, record->factor.value_or(1))
                      : plan_bucket(config, world_size, grad_dtype_of(record->dtype), exact_numel, lossy_numels,
                                    record->in_one_run, record->factor);
-  record->streams.resize(record->plan.layouts.size());
-  std::vector<bool> begun(record->streams.size(), false);
+  record->kept.resize(record->plan.layouts.size());
+  std::vector<bool> begun(record->kept.size(), false);
   for (BucketRecord::Member& member : record->members) {
     const std::vector<int>& wires = record->plan.wires;
     member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
@@ -37,21 +37,21 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
       const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
       member.payload = static_cast<size_t>(found - wires.begin());
     }
-    if (!begun[member.payload]) record->streams[member.payload].noise_number = member.state->number;
+    if (!begun[member.payload]) record->kept[member.payload].noise_number = member.state->number;
     begun[member.payload] = true;
   }
   if (!record->scatters) return;
-  for (BucketRecord::Payload& stream : record->streams) stream.noise_number = static_cast<uint32_t>(bucket.index);
+  for (BucketRecord::Kept& kept : record->kept) kept.noise_number = static_cast<uint32_t>(bucket.index);
 }
 
 bool is_in(const BucketRecord::Member& member, size_t payload, bool exact) {
   return member.payload == payload && member.exact == exact;
 }
 
-// The slices of one of a payload's streams in one row: of an all-reduce, what is packed; of a reduce-scatter, what is
+// A payload's slices in one row, lossy or exact: of an all-reduce, what is packed; of a reduce-scatter, what is
 // unpacked.
-StreamSlices slices_of(const BucketRecord& record, const std::vector<SlicePlace>& places, size_t payload, bool exact) {
-  StreamSlices slices;
+SlicePlaces slices_of(const BucketRecord& record, const std::vector<SlicePlace>& places, size_t payload, bool exact) {
+  SlicePlaces slices;
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
     if (is_in(member, payload, exact)) slices.append({places[i].offset, member.numel}, member.state);
@@ -59,16 +59,16 @@ StreamSlices slices_of(const BucketRecord& record, const std::vector<SlicePlace>
   return slices;
 }
 
-// What a reduce-scatter packs in one of a payload's streams: chunk by chunk a segment of every row, filled up with the
+// What a reduce-scatter packs of a payload, lossy or exact: chunk by chunk a segment of every row, filled up with the
 // zeros behind the rows.
-StreamSlices row_segments(const BucketRecord& record, size_t payload, bool exact) {
+SlicePlaces row_segments(const BucketRecord& record, size_t payload, bool exact) {
   const BucketLayout& packed = record.plan.packed_rows[payload];
   const int64_t segment = exact ? packed.part.exact_numel : packed.part.lossy_numel;
-  StreamSlices slices;
+  SlicePlaces slices;
   for (int64_t chunk = 0; chunk < packed.num_chunks && segment != 0; ++chunk) {
     const Range range{chunk * segment, (chunk + 1) * segment};
     for (int64_t row = 0; row < packed.num_parts; ++row) {
-      int64_t at = 0, filled = 0;  // elements of the row's stream before the member; elements of the segment
+      int64_t at = 0, filled = 0;  // elements of the row's list before the member; elements of the segment
       for (const BucketRecord::Member& member : record.members) {
         if (!is_in(member, payload, exact)) continue;
         const int64_t from = std::max(range.begin, at), to = std::min(range.end, at + member.numel);
@@ -86,23 +86,23 @@ StreamSlices row_segments(const BucketRecord& record, size_t payload, bool exact
 // Makes the slices that the record keeps, and the device's tables.
 void prepare(Device* device, Parameters* parameters, const Gradients& gradients, BucketRecord* record) {
   const BucketPlan& plan = record->plan;
-  for (size_t payload = 0; payload < record->streams.size(); ++payload) {
-    BucketRecord::Payload& stream = record->streams[payload];
-    StreamSlices lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
-    StreamSlices exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
+  for (size_t payload = 0; payload < record->kept.size(); ++payload) {
+    BucketRecord::Kept& kept = record->kept[payload];
+    SlicePlaces lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
+    SlicePlaces exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
     if (record->scatters || plan.on_two_levels()) {
-      stream.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places);
+      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places);
     }
     if (record->scatters) {
-      stream.own_lossy = std::exchange(lossy, row_segments(*record, payload, /*exact=*/false));
-      stream.own_exact = std::exchange(exact, row_segments(*record, payload, /*exact=*/true));
-      stream.lossy = lossy;
-      stream.exact = exact;
+      kept.own_lossy = std::exchange(lossy, row_segments(*record, payload, /*exact=*/false));
+      kept.own_exact = std::exchange(exact, row_segments(*record, payload, /*exact=*/true));
+      kept.lossy = lossy;
+      kept.exact = exact;
     }
-    stream.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places);
-    if (!stream.tables) continue;
+    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places);
+    if (!kept.tables) continue;
     lossy.states.insert(lossy.states.end(), exact.states.begin(), exact.states.end());
-    parameters->count_with(stream.tables, std::move(lossy.states));
+    parameters->count_with(kept.tables, std::move(lossy.states));
   }
 }
 
@@ -110,10 +110,10 @@ void make_residuals(const Engine& engine, const Place& place, c10::Device device
   const WireConfig& config = engine.config();
   const BucketPlan& plan = record->plan;
   if (!config.feedback || !plan.sums_codes()) return;
-  for (size_t payload = 0; payload < record->streams.size(); ++payload) {
+  for (size_t payload = 0; payload < record->kept.size(); ++payload) {
     const BucketLayout& layout = record->scatters ? plan.packed_rows[payload] : plan.layouts[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
-    auto& residual = record->streams[payload].residual;
+    auto& residual = record->kept[payload].residual;
     residual = record->scatters ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, device)
                                 : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale,
                                                                    plan.reduce_scale, place, device,
@@ -133,12 +133,12 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
   at::NoGradGuard no_grad;
   make_residuals(engine, place, gradients.device(), record);
   // No old residual is released before all of them have been copied.
-  std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined if there is no residual
-  std::vector<int64_t> begins(record->streams.size(), 0);
+  std::vector<at::Tensor> values(record->kept.size());  // by payload; undefined if there is no residual
+  std::vector<int64_t> begins(record->kept.size(), 0);
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor left_out = member.state->left_out();
-    const auto& residual = record->streams[member.payload].residual;
+    const auto& residual = record->kept[member.payload].residual;
     if (!member.exact && residual && left_out.defined()) {
       at::Tensor& all = values[member.payload];
       const BucketPlan& plan = record->plan;
@@ -152,7 +152,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     if (!member.exact) begins[member.payload] += member.numel;
   }
   for (size_t payload = 0; payload < values.size(); ++payload) {
-    if (values[payload].defined()) values[payload] = record->streams[payload].residual->set_values(values[payload]);
+    if (values[payload].defined()) values[payload] = record->kept[payload].residual->set_values(values[payload]);
   }
   begins.assign(begins.size(), 0);
   for (size_t i = 0; i < record->members.size(); ++i) {
@@ -161,7 +161,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     int64_t& begin = begins[member.payload];
     if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel));
     member.state->loaded = at::Tensor();
-    member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
+    member.state->residual = member.exact ? nullptr : record->kept[member.payload].residual;
     member.state->residual_begin = begin;
     if (!member.exact) begin += member.numel;
   }
@@ -175,7 +175,7 @@ int64_t count_nonfinite(const Gradients& gradients, int64_t begin, int64_t numel
   return numel - values.mul(scale).isfinite().sum().item<int64_t>();
 }
 
-// The range of the elements of a stream, exact or lossy, that are in a chunk.
+// The range of the exact or lossy elements that are in a chunk.
 Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
   const int64_t last = layout.num_parts - 1;
   if (exact) return {layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end};
@@ -198,14 +198,14 @@ bool is_of(const BucketRecord& record, const Bucket& bucket) {
 bool has_residuals(const BucketRecord& record) {
   return record.passthrough ||
          std::all_of(record.members.begin(), record.members.end(), [&record](const BucketRecord::Member& member) {
-           return member.state->residual == (member.exact ? nullptr : record.streams[member.payload].residual);
+           return member.state->residual == (member.exact ? nullptr : record.kept[member.payload].residual);
          });
 }
 
 // Whether the gradients lie where the tables say. True if there are no tables.
 bool lies_as(const BucketRecord& record, const Gradients& gradients) {
-  const auto has_tables = [](const BucketRecord::Payload& stream) { return stream.tables != nullptr; };
-  if (record.in_one_run || std::none_of(record.streams.begin(), record.streams.end(), has_tables)) return true;
+  const auto has_tables = [](const BucketRecord::Kept& kept) { return kept.tables != nullptr; };
+  if (record.in_one_run || std::none_of(record.kept.begin(), record.kept.end(), has_tables)) return true;
   return std::equal(
       record.members.begin(), record.members.end(), gradients.places().begin(), gradients.places().end(),
       [](const BucketRecord::Member& member, const SlicePlace& place) { return member.offset == place.offset; });
@@ -307,7 +307,7 @@ void BucketRecords::make_stale() {
     if (!record) continue;
     const auto stale = std::make_shared<BucketRecord>(*record);
     stale->is_stale = true;
-    for (BucketRecord::Payload& stream : stale->streams) stream.residual = nullptr;
+    for (BucketRecord::Kept& kept : stale->kept) kept.residual = nullptr;
     record = stale;
   }
 }
@@ -315,15 +315,15 @@ void BucketRecords::make_stale() {
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk) {
   // Gradients that are summed in place have been scaled already.
   const float scale = job.plan->in_place ? 1.0F : job.plan->pack_scale;
-  for (size_t payload = 0; payload < record.streams.size(); ++payload) {
+  for (size_t payload = 0; payload < record.kept.size(); ++payload) {
     const BucketLayout& layout = record.scatters ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
     for (const bool exact : {false, true}) {
-      const BucketRecord::Payload& stream = record.streams[payload];
-      const StreamSlices slices = !record.scatters ? slices_of(record, gradients.places(), payload, exact)
-                                  : exact          ? stream.exact
-                                                   : stream.lossy;
+      const BucketRecord::Kept& kept = record.kept[payload];
+      const SlicePlaces slices = !record.scatters ? slices_of(record, gradients.places(), payload, exact)
+                                 : exact          ? kept.exact
+                                                  : kept.lossy;
       const Range range = of_chunk(layout, chunk, exact);
-      int64_t before = 0;  // elements of the stream before the slice
+      int64_t before = 0;  // elements before the slice
       for (size_t i = 0; i < slices.places.size(); ++i) {
         const SlicePlace& place = slices.places[i];
         const int64_t begin = std::max(range.begin, before), end = std::min(range.end, before + place.numel);

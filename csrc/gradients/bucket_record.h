@@ -13,8 +13,8 @@
 
 namespace fusedcomm {
 
-// Slices of a stream, in its order.
-struct StreamSlices {
+// A slice list whose address is not known yet.
+struct SlicePlaces {
   std::vector<SlicePlace> places;         // in elements from the origin of the gradients
   std::vector<ParameterStatePtr> states;  // the parameter of each; null for padding
 
@@ -32,10 +32,10 @@ struct BucketRecord {
     int64_t offset = 0;  // elements from the origin of the gradients for which the tables were made
     int64_t numel = 0;   // elements of the gradients' dtype, in one row: a complex parameter counts twice
     size_t payload = 0;  // index of its layout in the plan
-    bool exact = false;  // whether it is in that layout's exact stream
+    bool exact = false;  // whether it is one of that layout's exact slices
   };
   // What is kept for one of the plan's layouts.
-  struct Payload {
+  struct Kept {
     // Selects the noise of stochastic rounding: the number of the layout's first lossy parameter. In a reduce-scatter
     // the bucket's index.
     uint32_t noise_number = 0;
@@ -44,7 +44,7 @@ struct BucketRecord {
     std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
     // Reduce-scatter: what pack reads, the segments of all rows, and what unpack writes, counted from the own row. Else
     // empty, because the gradients may lie elsewhere in every pass.
-    StreamSlices lossy, exact, own_lossy, own_exact;
+    SlicePlaces lossy, exact, own_lossy, own_exact;
   };
   std::vector<c10::TensorImpl*> parameters;
   std::vector<Member> members;
@@ -56,7 +56,7 @@ struct BucketRecord {
   bool in_one_run = true;
   bool scatters = false;  // a reduce-scatter
   BucketPlan plan;
-  std::vector<Payload> streams;  // one for each of the plan's layouts
+  std::vector<Kept> kept;  // one for each of the plan's layouts
   std::shared_ptr<const BucketLabel> label;
 
   std::vector<std::string> parameter_names() const;

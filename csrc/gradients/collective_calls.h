@@ -1,4 +1,4 @@
-// Collective calls of a synchroniser's ranks that are not buckets.
+// Collective calls of a synchronizer's ranks that are not buckets.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,20 +10,20 @@
 
 namespace fusedcomm {
 
-class Synchroniser;
+class Synchronizer;
 
 // In all of these `what` names the call in reports of stalls and failures. Every rank must make the same calls, in the
 // same order among its buckets.
 
 // Returns the largest of the ranks' values. Call it between backward passes; it waits.
-double max_over_ranks(const Synchroniser& synchroniser, double value, const std::string& what);
+double max_over_ranks(const Synchronizer& synchronizer, double value, const std::string& what);
 // Gathers every rank's `numbers`, int64 [n] on a CPU, the same n on every rank, and returns at once. The future
 // receives int64 [world_size, n] on the gradients' device.
-FuturePtr gather(const Synchroniser& synchroniser, const at::Tensor& numbers, const std::string& what);
+FuturePtr gather(const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what);
 // Notes on the board that this rank takes part in a collective call of somebody else, between backward passes. Returns
 // a number for end_call().
-int64_t begin_call(const Synchroniser& synchroniser, const std::string& what);
+int64_t begin_call(const Synchronizer& synchronizer, const std::string& what);
 // If not `all_took_part`, the call counts as not made.
-void end_call(const Synchroniser& synchroniser, int64_t call, bool all_took_part);
+void end_call(const Synchronizer& synchronizer, int64_t call, bool all_took_part);
 
 }  // namespace fusedcomm

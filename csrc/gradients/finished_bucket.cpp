@@ -18,7 +18,7 @@ void finish(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients
     job->after_unpack = [device, own = job.get(), unscale = task.unscale] {
       for (size_t i = 0; i < own->payloads.size(); ++i) {
         double* const squares = own->squares.empty() ? nullptr : &own->squares[i];
-        device->finish_in_place(own->payloads[i].streams, {unscale, squares});
+        device->finish_in_place(own->payloads[i].slices, {unscale, squares});
       }
     };
   } else if (task.unscale != 1) {

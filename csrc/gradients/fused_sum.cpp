@@ -7,7 +7,7 @@ namespace {
 
 // A model has fewer parameters.
 constexpr size_t kMaxNames = size_t{1} << 16;
-// Each has a record of its parameters in the synchroniser.
+// Each has a record of its parameters in the synchronizer.
 constexpr size_t kMaxIndices = 1024;
 
 void check(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
@@ -33,7 +33,7 @@ FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector
   Bucket bucket(index, /*is_last_of_pass=*/ends_step, std::move(parameters), std::move(gradients));
   bucket.is_alone = true;
   bucket.factor = factor;
-  FuturePtr sum = synchroniser_->run(bucket);
+  FuturePtr sum = synchronizer_->run(bucket);
   sum->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
     done(future.hasError() ? future.exception_ptr() : nullptr);
   });
@@ -42,7 +42,7 @@ FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector
 
 const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor& like) {
   if (recent_.size() >= kMaxNames / 2) {
-    for (const auto& [old_name, parameter] : older_) synchroniser_->forget(parameter);
+    for (const auto& [old_name, parameter] : older_) synchronizer_->forget(parameter);
     older_ = std::exchange(recent_, {});
   }
   at::Tensor& parameter = recent_[name];
@@ -52,10 +52,10 @@ const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor&
   }
   if (parameter.defined()) {
     if (parameter.sizes() == like.sizes() && parameter.scalar_type() == like.scalar_type()) return parameter;
-    synchroniser_->forget(parameter);
+    synchronizer_->forget(parameter);
   }
   parameter = at::empty({}, like.options().requires_grad(false)).expand(like.sizes());
-  synchroniser_->know(parameter, name);
+  synchronizer_->know(parameter, name);
   return parameter;
 }
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 
 namespace fusedcomm {
 
@@ -23,7 +23,7 @@ class FusedSum {
  public:
   using Done = std::function<void(std::exception_ptr)>;
 
-  explicit FusedSum(std::shared_ptr<Synchroniser> synchroniser) : synchroniser_(std::move(synchroniser)) {}
+  explicit FusedSum(std::shared_ptr<Synchronizer> synchronizer) : synchronizer_(std::move(synchronizer)) {}
 
   // Replaces the tensors by their mean over the ranks × factor. Every rank must make the same calls in the same order,
   // with the same names, shapes, dtypes and factors. Returns at once.
@@ -43,7 +43,7 @@ class FusedSum {
   FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor, Done done,
                 bool ends_step = false);
 
-  const std::shared_ptr<Synchroniser>& synchroniser() const { return synchroniser_; }
+  const std::shared_ptr<Synchronizer>& synchronizer() const { return synchronizer_; }
 
  private:
   using Names = std::unordered_map<std::string, at::Tensor>;
@@ -53,7 +53,7 @@ class FusedSum {
   // The index of the record of these parameters, which stays the same while they come together.
   size_t index_of(const std::vector<at::Tensor>& parameters, double factor);
 
-  const std::shared_ptr<Synchroniser> synchroniser_;
+  const std::shared_ptr<Synchronizer> synchronizer_;
   // Parameters by name. Names that have not come for long are dropped, because some callers make new ones for ever:
   // when `recent_` is full, it becomes `older_`.
   Names recent_, older_;

@@ -19,49 +19,49 @@ SliceList slice_list(const std::vector<SlicePlace>& places, const at::Tensor& te
 void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job) {
   const Gradients& gradients = *bucket.gradients;
   std::byte* const origin = gradients.origin();
-  for (size_t i = 0; i < record.streams.size(); ++i) {
-    const BucketRecord::Payload& stream = record.streams[i];
+  for (size_t i = 0; i < record.kept.size(); ++i) {
+    const BucketRecord::Kept& kept = record.kept[i];
     Payload& payload = job->payloads[i];
-    payload.streams.origin = origin;
-    payload.streams.tables = stream.tables;
+    payload.slices.origin = origin;
+    payload.slices.tables = kept.tables;
     if (!bucket.own_row) continue;
     const at::Tensor &rows = gradients.front(), &sum = bucket.own_row->sum;
-    payload.streams.lossy = slice_list(stream.lossy.places, rows);
-    payload.streams.exact = slice_list(stream.exact.places, rows);
-    payload.unpacked = BucketSlices{slice_list(stream.own_lossy.places, sum), slice_list(stream.own_exact.places, sum),
-                                    sum.data_ptr(), stream.unpack_tables};
+    payload.slices.lossy = slice_list(kept.lossy.places, rows);
+    payload.slices.exact = slice_list(kept.exact.places, rows);
+    payload.unpacked = BucketSlices{slice_list(kept.own_lossy.places, sum), slice_list(kept.own_exact.places, sum),
+                                    sum.data_ptr(), kept.unpack_tables};
   }
   if (bucket.own_row) return;
   const GradDtype dtype = grad_dtype_of(record.dtype);
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
-    BucketSlices& streams = job->payloads[member.payload].streams;
-    SliceList& stream = member.exact ? streams.exact : streams.lossy;
-    stream.append(origin + gradients.places()[i].offset * grad_nbytes(dtype), member.numel, dtype);
+    BucketSlices& slices = job->payloads[member.payload].slices;
+    SliceList& list = member.exact ? slices.exact : slices.lossy;
+    list.append(origin + gradients.places()[i].offset * grad_nbytes(dtype), member.numel, dtype);
   }
-  for (size_t i = 0; i < record.streams.size(); ++i) {
-    if (!record.streams[i].unpack_tables) continue;
-    job->payloads[i].unpacked = job->payloads[i].streams;
-    job->payloads[i].unpacked->tables = record.streams[i].unpack_tables;
+  for (size_t i = 0; i < record.kept.size(); ++i) {
+    if (!record.kept[i].unpack_tables) continue;
+    job->payloads[i].unpacked = job->payloads[i].slices;
+    job->payloads[i].unpacked->tables = record.kept[i].unpack_tables;
   }
 }
 
 void add_rounding(const BucketRecord& record, const Engine& engine, const Place& place, int64_t step, BucketJob* job) {
   const WireConfig& config = engine.config();
-  for (size_t i = 0; i < record.streams.size(); ++i) {
-    const BucketRecord::Payload& stream = record.streams[i];
+  for (size_t i = 0; i < record.kept.size(); ++i) {
+    const BucketRecord::Kept& kept = record.kept[i];
     Payload& payload = job->payloads[i];
     Encoding& first = first_encoding(record, &payload);
     if (record.plan.sums_codes() && config.stochastic) {
       first.stochastic = payload.reduce.stochastic = true;
-      first.noise = payload.reduce.noise = {config.seed, stream.noise_number, static_cast<uint32_t>(step), 0};
+      first.noise = payload.reduce.noise = {config.seed, kept.noise_number, static_cast<uint32_t>(step), 0};
       first.noise.source = record.plan.on_two_levels() ? kFirstHostSource + static_cast<uint32_t>(place.host)
                                                        : static_cast<uint32_t>(engine.rank());
       payload.reduce.noise.source = kReducerSource;
     }
-    if (!stream.residual) continue;
-    first.residual = stream.residual->of_first();
-    payload.reduce.residual = stream.residual->of_second();
+    if (!kept.residual) continue;
+    first.residual = kept.residual->of_first();
+    payload.reduce.residual = kept.residual->of_second();
   }
 }
 
@@ -79,7 +79,7 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
     attribute_nonfinite(*record, *gradients, packed, chunk);
   };
-  job->payloads.resize(record->streams.size());
+  job->payloads.resize(record->kept.size());
   add_slices(bucket, *record, job.get());
   add_rounding(*record, engine, place, step, job.get());
   std::shared_ptr<Device> device;  // that of a reduce-scatter

@@ -17,10 +17,10 @@ std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, 
                                                                 const Engine& engine, const Place& place,
                                                                 c10::Device device) {
   const BucketPlan& plan = record.plan;
-  std::vector<std::shared_ptr<ResidualBuffer>> residuals, temporary(record.streams.size());
-  for (size_t i = 0; i < record.streams.size(); ++i) {
+  std::vector<std::shared_ptr<ResidualBuffer>> residuals, temporary(record.kept.size());
+  for (size_t i = 0; i < record.kept.size(); ++i) {
     if (plan.layouts[i].lossy_numel == 0 || plan.layouts[i].wire == Wire::kFp32) continue;
-    std::shared_ptr<ResidualBuffer> residual = record.streams[i].residual;
+    std::shared_ptr<ResidualBuffer> residual = record.kept[i].residual;
     if (!residual) {
       try {
         residual = std::make_shared<ResidualBuffer>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,

@@ -1,9 +1,9 @@
-// Error feedback's residuals of a lossy stream on this rank: what its two encoders have left out so far. The first
+// Error feedback's residuals of lossy elements on this rank: what its two encoders have left out so far. The first
 // encoder is pack, which encodes every part. On two levels it is the local reduce, which encodes the parts that this
 // rank sums over its host. The second encoder is the reduce, which encodes this rank's own part.
 //
-// Encoders need residuals in the order of the stream. Code that keeps them by parameter reads and writes ranges of it
-// with values() and set_values().
+// Encoders need residuals in the order of the slice list. Code that keeps them by parameter reads and writes ranges of
+// it with values() and set_values().
 #pragma once
 
 #include <ATen/ATen.h>
@@ -32,12 +32,12 @@ class ResidualBuffer {
   Residual of_second() const { return {format_, static_cast<std::byte*>(second_.data_ptr()), second_numel()}; }
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
-  // The residual of the stream's elements from `begin` on: fp32 [numel], in the unit of gradients. If this rank added
+  // The residual of the lossy elements from `begin` on: fp32 [numel], in the unit of gradients. If this rank added
   // it to its gradient, nothing would be left out. The second encoder's residual is of means, so it counts multiplied
   // by the world size.
   at::Tensor values(int64_t begin, int64_t numel) const;
   // Replaces the residual by `values` ([layout.lossy_numel], in the unit of gradients). With two levels this rank
-  // encodes only part of the stream: returns what lies outside it, to be added to the gradient. On one level returns an
+  // encodes only part of the list: returns what lies outside it, to be added to the gradient. On one level returns an
   // undefined tensor.
   at::Tensor set_values(const at::Tensor& values);
   // The view of `values`, as set_values() takes them, of what values(begin, numel) returns.

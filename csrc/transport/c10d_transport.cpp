@@ -20,7 +20,7 @@ namespace fusedcomm {
 namespace {
 
 // How long a destructor waits for collectives under way.
-constexpr std::chrono::seconds kPatience{10};
+constexpr std::chrono::seconds kEndTimeout{10};
 
 at::ScalarType scalar_type(Wire wire) {
   switch (wire) {
@@ -74,7 +74,7 @@ const char* peer_on(Channel channel) {
   }
 }
 
-// Runs `end` on a thread and waits for it, at most for kPatience. `end` may wait for a peer that is gone; then the
+// Runs `end` on a thread and waits for it, for kEndTimeout at most. `end` may wait for a peer that is gone; then the
 // thread goes on alone and keeps alive what it waits for. Returns false only then: true if `end` has ended or no thread
 // could be started.
 template <typename End>
@@ -89,7 +89,7 @@ bool end_soon(End end) {
   } catch (const std::system_error&) {
     return true;
   }
-  return has_ended.wait_for(kPatience) != std::future_status::timeout;
+  return has_ended.wait_for(kEndTimeout) != std::future_status::timeout;
 }
 
 }  // namespace
@@ -169,7 +169,7 @@ HostTransport::~HostTransport() {
         stderr,
         "fusedcomm: rank %d of %d closes its channels, but a collective still waits for a peer after %d s: the "
         "channels end when the peer answers or at the process group's timeout\n",
-        rank, size, static_cast<int>(kPatience.count()));
+        rank, size, static_cast<int>(kEndTimeout.count()));
   }
 }
 

@@ -18,9 +18,9 @@ namespace {
 // Exchanges use the tags from 1 to kNumTags, one after another; the sentinels use kSentinelTag.
 constexpr int kNumTags = 1 << 30;
 constexpr int kSentinelTag = 0;
-// kBetweenLooks: time between two looks for lost peers. kAtOnce: timeout of a wait that only asks whether a message has
+// kPeerPoll: time between two looks for lost peers. kAtOnce: timeout of a wait that only asks whether a message has
 // ended. kLong: a message that is incomplete for this long is named in errors.
-constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1}, kLong{5000};
+constexpr std::chrono::milliseconds kPeerPoll{500}, kAtOnce{1}, kLong{5000};
 constexpr char kClosed[] = "its channel has been closed";
 // An error names at most this many peers beside the first.
 constexpr size_t kNamedPeers = 8;
@@ -161,7 +161,7 @@ void Exchange::post() {
   for (;;) {
     if (posted_.empty()) {
       to_post_.wait(lock, has_work);
-    } else if (!to_post_.wait_for(lock, kBetweenLooks, has_work)) {
+    } else if (!to_post_.wait_for(lock, kPeerPoll, has_work)) {
       look(&lock);
       continue;
     }
@@ -209,11 +209,11 @@ void Exchange::end_those_of_lost_peers(Item* item, int* waiting_for) {
   }
 }
 
-bool Exchange::end_all(Item* item, Clock::time_point timed_out, int* waiting_for) {
+bool Exchange::end_all(Item* item, Clock::time_point deadline, int* waiting_for) {
   for (Pending& pending : item->works) {
     *waiting_for = pending.peer;
     if (!pending.ended && !lost(pending.peer)) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       pending.ended = between(pending.peer, [&] { return pending.work->wait(std::max(left, kAtOnce)); });
     }
     if (!pending.ended) return false;
@@ -222,7 +222,7 @@ bool Exchange::end_all(Item* item, Clock::time_point timed_out, int* waiting_for
 }
 
 void Exchange::wait_for(Item* item) {
-  const Clock::time_point timed_out = Clock::now() + timeout_;  // however often look() aborts its waits
+  const Clock::time_point deadline = Clock::now() + timeout_;  // however often look() aborts its waits
   int waiting_for = 0;
   try {
     if (const auto first = item->not_begun.begin(); first != item->not_begun.end()) {
@@ -231,9 +231,9 @@ void Exchange::wait_for(Item* item) {
     }
     do {
       end_those_of_lost_peers(item, &waiting_for);
-    } while (!end_all(item, timed_out, &waiting_for));
+    } while (!end_all(item, deadline, &waiting_for));
   } catch (const std::exception& error) {
-    const bool is_closed_here = Clock::now() >= timed_out || lost(waiting_for);
+    const bool is_closed_here = Clock::now() >= deadline || lost(waiting_for);
     throw std::runtime_error(error.what() + others_awaited(item, waiting_for, is_closed_here));
   }
 }

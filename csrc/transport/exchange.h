@@ -99,7 +99,7 @@ class Exchange {
   void end_those_of_lost_peers(Item* item, int* waiting_for);
   // Waits for all messages. Returns false at the first one that has not ended, because look() has aborted its wait or
   // its peer is lost.
-  bool end_all(Item* item, Clock::time_point timed_out, int* waiting_for);
+  bool end_all(Item* item, Clock::time_point deadline, int* waiting_for);
   // Called after the wait for peer `failed` has failed. Returns what is known about the other peers whose messages are
   // not complete, each after "; "; empty if nothing is known. Ranks that wait for a lost rank fail as well, so an error
   // with only the first failed peer could name one of those.

@@ -105,13 +105,13 @@ std::optional<std::string> Courier::loss() const {
 void Courier::stop() {
   if (!thread_.joinable()) return;
   // How long to wait for a request to end before the thread is detached.
-  constexpr std::chrono::milliseconds kPatience{100};
+  constexpr std::chrono::milliseconds kEndTimeout{100};
   bool ended;
   {
     std::unique_lock<std::mutex> lock(desk_->mutex);
     desk_->stopping = true;
     desk_->changed.notify_all();
-    ended = desk_->changed.wait_for(lock, kPatience, [this] { return desk_->ended; });
+    ended = desk_->changed.wait_for(lock, kEndTimeout, [this] { return desk_->ended; });
   }
   ended ? thread_.join() : thread_.detach();
 }

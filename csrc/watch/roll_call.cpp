@@ -162,13 +162,13 @@ bool Answers::read(const std::function<std::optional<std::string>(int rank)>& fe
   return true;
 }
 
-bool Answers::are_known(double deadline_s) const {
+bool Answers::are_known(double timeout_s) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::all_of(of_ranks_.begin(), of_ranks_.end(),
-                     [deadline_s](const Answer& answer) { return answer.text || answer.missed_s >= deadline_s; });
+                     [timeout_s](const Answer& answer) { return answer.text || answer.missed_s >= timeout_s; });
 }
 
-void Answers::put_into(RollCall* call, double late_s, double deadline_s) const {
+void Answers::put_into(RollCall* call, double late_s, double timeout_s) const {
   std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < of_ranks_.size(); ++i) {
     const Answer& answer = of_ranks_[i];
@@ -180,7 +180,7 @@ void Answers::put_into(RollCall* call, double late_s, double deadline_s) const {
         call->unreadable[rank] = error.what();
       }
       if (answer.missed_s >= late_s) call->late_s[rank] = answer.read_s;
-    } else if (answer.missed_s >= deadline_s) {
+    } else if (answer.missed_s >= timeout_s) {
       call->absent[rank] = "";
     } else {
       call->unread.push_back(rank);

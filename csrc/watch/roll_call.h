@@ -117,12 +117,12 @@ class Answers {
   // reached.
   bool read(const std::function<std::optional<std::string>(int rank)>& fetch, const std::function<double()>& now_s,
             double until_s);
-  // Whether every rank has either answered or had no answer when asked at `deadline_s` or later.
-  bool are_known(double deadline_s) const;
+  // Whether every rank has either answered or had no answer when asked at `timeout_s` or later.
+  bool are_known(double timeout_s) const;
   // Fills in `answers`, `unreadable`, `late_s`, `absent` and `unread`. A rank is late if it had no answer yet when
-  // asked at `late_s` or later. It is absent if it still has none and was asked at `deadline_s` or later. The texts of
+  // asked at `late_s` or later. It is absent if it still has none and was asked at `timeout_s` or later. The texts of
   // absent ranks stay empty.
-  void put_into(RollCall* call, double late_s, double deadline_s) const;
+  void put_into(RollCall* call, double late_s, double timeout_s) const;
 
  private:
   struct Answer {

@@ -71,13 +71,13 @@ Watch::Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device,
     : board_(std::move(board)),
       device_(std::move(device)),
       options_(std::move(options)),
-      poll_interval_(poll_s(options_)),
-      roll_call_poll_(poll_interval_ / 5),
-      answer_deadline_(after_polls_s(options_, 2)),
+      poll_(poll_s(options_)),
+      roll_call_poll_(poll_ / 5),
+      answer_timeout_(after_polls_s(options_, 2)),
       late_after_(after_polls_s(options_, 1)),
       request_timeout_(1 + options_.world_size / 1e3),
       silence_timeout_(2 * request_timeout_),
-      roll_call_timeout_(answer_deadline_ + 6 * request_timeout_),
+      roll_call_timeout_(answer_timeout_ + 6 * request_timeout_),
       courier_(store) {
   const auto problem = send([](c10d::Store&) {});
   if (problem && !problem->is_silence()) throw std::runtime_error("no connection to the store: " + problem->text);
@@ -125,9 +125,9 @@ void Watch::loop() {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto failed = [this] { return failure_ && !explanation_; };
       const auto began = Clock::now();
-      changed_.wait_for(lock, poll_interval_, [&] { return stopping_ || failed(); });
+      changed_.wait_for(lock, poll_, [&] { return stopping_ || failed(); });
       if (stopping_) return;
-      if (Clock::now() - began > 2 * poll_interval_ + kPause) awake_since_ = Clock::now();
+      if (Clock::now() - began > 2 * poll_ + kPause) awake_since_ = Clock::now();
       must_explain = failed();
     }
     try {
@@ -313,7 +313,7 @@ void Watch::explain_failure() {
   }
   std::string text = known_->finding.text;
   const double age_s = Seconds(Clock::now() - known_->when).count();
-  if (age_s > answer_deadline_.count()) text += "\n  (" + seconds_text(age_s) + " before this error)";
+  if (age_s > answer_timeout_.count()) text += "\n  (" + seconds_text(age_s) + " before this error)";
   std::lock_guard<std::mutex> lock(mutex_);
   explanation_ = std::move(text);
   changed_.notify_all();

@@ -53,7 +53,7 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   // Returns what is known about the other ranks after this failure, for people. Empty if the watch stops or finds
-  // nothing in time. Waits for a roll call: about 3 s if a rank is missing, and at most 2 · (answer_deadline_ + 6 ·
+  // nothing in time. Waits for a roll call: about 3 s if a rank is missing, and at most 2 · (answer_timeout_ + 6 ·
   // request_timeout_). That is 18 s with few ranks, 34 s with 1,000 ranks and 214 s with 10,000 ranks.
   std::string explain(const std::string& failure);
   void stop();
@@ -117,11 +117,11 @@ class Watch {
   const std::shared_ptr<const Device> device_;
   const WatchOptions options_;
   // Time between two polls of the store; longer if many ranks share it.
-  const Seconds poll_interval_;
+  const Seconds poll_;
   // Time between two polls during a roll call.
   const Seconds roll_call_poll_;
   // A rank that has not answered a roll call within this time is missing.
-  const Seconds answer_deadline_;
+  const Seconds answer_timeout_;
   // An answer that takes longer than this is late.
   const Seconds late_after_;
   // How long one errand may take.

@@ -69,17 +69,17 @@ std::optional<Finding> Watch::wait_for_report(const Call& call) {
 std::optional<Finding> Watch::collect(const Call& opened) {
   auto answers = std::make_shared<Answers>(options_.world_size);
   const auto now_s = [started = Clock::now()] { return Seconds(Clock::now() - started).count(); };
-  // A rank that has not answered by the deadline is missing. If the store cannot be asked for its answer by end_s, the
+  // A rank that has not answered within timeout_s is missing. If the store cannot be asked for its answer by end_s, the
   // rank stays unread.
-  const double deadline_s = answer_deadline_.count(), end_s = (answer_deadline_ + request_timeout_).count();
+  const double timeout_s = answer_timeout_.count(), end_s = (answer_timeout_ + request_timeout_).count();
   RollCall call;
   for (;;) {
     auto were_all_asked = std::make_shared<std::atomic<bool>>(false);
-    call.store_problem = send([=, number = opened.number, timeout_s = request_timeout_.count()](c10d::Store& store) {
+    call.store_problem = send([=, number = opened.number, request_s = request_timeout_.count()](c10d::Store& store) {
       const auto fetch = [&](int rank) { return read_key(store, answer_key(number, rank)); };
-      *were_all_asked = answers->read(fetch, now_s, now_s() + timeout_s / 2);
+      *were_all_asked = answers->read(fetch, now_s, now_s() + request_s / 2);
     });
-    if (call.store_problem || answers->are_known(deadline_s) || now_s() > end_s) break;
+    if (call.store_problem || answers->are_known(timeout_s) || now_s() > end_s) break;
     if (!sleep(*were_all_asked ? roll_call_poll_ : Seconds{0})) return std::nullopt;
   }
   if (!sleep(Seconds{0})) return std::nullopt;
@@ -87,7 +87,7 @@ std::optional<Finding> Watch::collect(const Call& opened) {
   call.world_size = options_.world_size;
   call.opening = opened.opening;
   call.waited_s = now_s();
-  answers->put_into(&call, late_after_.count(), deadline_s);
+  answers->put_into(&call, late_after_.count(), timeout_s);
   call.answers[options_.rank] = answer();
   call.absent.erase(options_.rank);
   call.unreadable.erase(options_.rank);

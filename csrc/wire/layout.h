@@ -1,18 +1,18 @@
 // The wire layout: how the bytes of a bucket are arranged in messages. It is defined only here.
 //
-// A bucket is two streams of elements: the *lossy* stream (parameters sent in the wire dtype) and the *exact* stream
-// (exempt parameters, always fp32). Both are cut into the same chunks, and every chunk into one *part* for each owner:
+// A bucket is two lists of elements: *lossy* ones (of parameters sent in the wire dtype) and *exact* ones (of exempt
+// parameters, always fp32). Both are cut into the same chunks, and every chunk into one *part* for each owner:
 //
 //   bucket   = chunk 0 | chunk 1 | …          one collective carries one chunk; its size is bounded
 //   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; otherwise 1 part
 //   part     = exact fp32 | scales | codes    each section starts on a 16-byte boundary
 //
-// Cuts fall on multiples of the block, counted from the start of the stream, so neither the block grid nor the sum
-// depends on the chunk size. Elements past the end of a stream are zeros.
+// Cuts fall on multiples of the block, counted from the start of the list, so neither the block grid nor the sum
+// depends on the chunk size. Elements past the end of a list are zeros.
 //
 // If some parameters have a wire dtype of their own, the bucket has one layout for each wire dtype. A part of a message
 // is then the parts of these layouts, one after the other. All layouts have the same number of chunks. Only the first
-// has the exact stream.
+// has exact elements.
 //
 // Python uses this header through the bindings, and device code includes it. No other code computes the layout.
 #pragma once
@@ -63,7 +63,7 @@ struct PartLayout {
   int64_t nbytes = 0;        // a multiple of kAlignNbytes
 };
 
-// The elements of a stream from `begin` up to, but not including, `end`.
+// The elements of a slice list from `begin` up to, but not including, `end`.
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
@@ -74,7 +74,7 @@ struct Range {
 struct BucketLayout {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
-  bool rotated = false;   // the lossy stream is rotated before it is quantized
+  bool rotated = false;   // lossy elements are rotated before they are quantized
   int64_t num_parts = 1;  // parts in a chunk: world_size for two-shot, otherwise 1
   int64_t num_chunks = 0;
   int64_t exact_numel = 0;  // of the whole bucket
@@ -86,10 +86,10 @@ struct BucketLayout {
   // Bytes of one chunk's message, including all layouts.
   int64_t chunk_nbytes() const { return part_stride * num_parts; }
 
-  // Elements of the lossy stream including padding. A residual has this many elements.
+  // Lossy elements including padding. A residual has this many elements.
   int64_t padded_numel() const { return num_chunks * num_parts * part.lossy_numel; }
 
-  // The elements of a stream that a part holds, without padding. The range may be empty.
+  // The elements of a slice list that a part holds, without padding. The range may be empty.
   Range lossy_range(int64_t chunk, int64_t part_index) const {
     return clipped(chunk, part_index, part.lossy_numel, lossy_numel);
   }
@@ -104,7 +104,7 @@ struct BucketLayout {
   }
 };
 
-// The unit, in elements, in which a lossy stream is cut: a block if the wire has scales, otherwise the elements that
+// The unit, in elements, in which lossy elements are cut: a block if the wire has scales, otherwise the elements that
 // fill kAlignNbytes.
 inline int64_t grain_numel(Wire wire, int64_t block_numel) {
   return has_scales(wire) ? block_numel : kAlignNbytes / codes_nbytes(wire, 1);
@@ -121,7 +121,7 @@ inline PartLayout part_layout(Wire wire, int64_t block_numel, int64_t exact_nume
   return part;
 }
 
-// A lossy stream: its format on the wire and its number of elements.
+// Lossy elements: their format on the wire and their number.
 struct WireFormat {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
@@ -130,50 +130,50 @@ struct WireFormat {
 };
 
 // Throws std::invalid_argument if the block size is not possible or the wire cannot be rotated.
-inline void check_stream_wire(const WireFormat& stream) {
-  check_block_numel(stream.block_numel);
-  if (stream.rotated && !has_scales(stream.wire)) {
+inline void check_format(const WireFormat& format) {
+  check_block_numel(format.block_numel);
+  if (format.rotated && !has_scales(format.wire)) {
     throw std::invalid_argument(
         "rotate=True is for wires with scales: other wires round each element alone, so a rotation does not help");
   }
 }
 
 // Cuts a bucket into equal chunks of about `max_chunk_nbytes` at most; a part has at least one grain. Returns one
-// layout for each of `streams`, in their order. Throws std::invalid_argument if there is no stream or a number is out
+// layout for each of `formats`, in their order. Throws std::invalid_argument if there is no format or a number is out
 // of range.
-inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& streams, int64_t num_parts,
+inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& formats, int64_t num_parts,
                                                 int64_t exact_numel, int64_t max_chunk_nbytes) {
-  const bool negative = std::any_of(streams.begin(), streams.end(), [](const auto& s) { return s.numel < 0; });
-  if (streams.empty() || num_parts < 1 || exact_numel < 0 || negative || max_chunk_nbytes < 1) {
+  const bool negative = std::any_of(formats.begin(), formats.end(), [](const auto& s) { return s.numel < 0; });
+  if (formats.empty() || num_parts < 1 || exact_numel < 0 || negative || max_chunk_nbytes < 1) {
     throw std::invalid_argument(
-        "bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative, streams not empty");
+        "bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative, formats not empty");
   }
   int64_t nbytes = 0, numel = exact_numel;
-  for (const WireFormat& stream : streams) {
-    check_stream_wire(stream);
+  for (const WireFormat& format : formats) {
+    check_format(format);
     nbytes +=
-        part_layout(stream.wire, stream.block_numel, &stream == streams.data() ? exact_numel : 0, stream.numel).nbytes;
-    numel += stream.numel;
+        part_layout(format.wire, format.block_numel, &format == formats.data() ? exact_numel : 0, format.numel).nbytes;
+    numel += format.numel;
   }
   std::vector<BucketLayout> layouts;
   const int64_t wanted_parts = std::max<int64_t>(1, ceil_div(nbytes, max_chunk_nbytes)) * num_parts;
   int64_t stride = 0, num_chunks = 0;
-  for (const WireFormat& stream : streams) {
+  for (const WireFormat& format : formats) {
     BucketLayout layout;
-    layout.wire = stream.wire;
-    layout.block_numel = stream.block_numel;
-    layout.rotated = stream.rotated;
+    layout.wire = format.wire;
+    layout.block_numel = format.block_numel;
+    layout.rotated = format.rotated;
     layout.num_parts = num_parts;
     layout.exact_numel = layouts.empty() ? exact_numel : 0;
-    layout.lossy_numel = stream.numel;
+    layout.lossy_numel = format.numel;
     if (numel != 0) {
       const int64_t exact_part = round_up(ceil_div(layout.exact_numel, wanted_parts), kAlignNbytes / 4);
       const int64_t lossy_part =
-          round_up(ceil_div(stream.numel, wanted_parts), grain_numel(stream.wire, stream.block_numel));
-      layout.part = part_layout(stream.wire, stream.block_numel, exact_part, lossy_part);
+          round_up(ceil_div(format.numel, wanted_parts), grain_numel(format.wire, format.block_numel));
+      layout.part = part_layout(format.wire, format.block_numel, exact_part, lossy_part);
       // Rounding up to the grain can leave the last chunks empty: do not send those.
       if (exact_part != 0) num_chunks = std::max(num_chunks, ceil_div(layout.exact_numel, exact_part * num_parts));
-      if (lossy_part != 0) num_chunks = std::max(num_chunks, ceil_div(stream.numel, lossy_part * num_parts));
+      if (lossy_part != 0) num_chunks = std::max(num_chunks, ceil_div(format.numel, lossy_part * num_parts));
     }
     layout.part_offset = stride;
     stride += layout.part.nbytes;
@@ -186,7 +186,7 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& s
   return layouts;
 }
 
-// As bucket_layouts, for a bucket with a single lossy stream.
+// As bucket_layouts, for a bucket with a single lossy format.
 inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_parts, int64_t exact_numel,
                                   int64_t lossy_numel, int64_t max_chunk_nbytes, bool rotated = false) {
   return bucket_layouts({{wire, block_numel, rotated, lossy_numel}}, num_parts, exact_numel, max_chunk_nbytes).front();
@@ -220,19 +220,19 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
 }
 
 // A reduce-scatter. Its bucket has a row for each rank, and every row has the same elements. Part r of chunk c has a
-// segment of row r: pack's stream is, for each chunk, the segments of all rows, one after another, each filled up with
-// zeros. Rank r receives the segments of its row, and unpacks them with `own`, where they are the whole stream.
+// segment of row r: pack's list is, for each chunk, the segments of all rows, one after another, each filled up with
+// zeros. Rank r receives the segments of its row, and unpacks them with `own`, where they are the whole list.
 struct RowLayouts {
-  std::vector<BucketLayout> packed;  // one for each stream; numels include the zeros
+  std::vector<BucketLayout> packed;  // one for each format; numels include the zeros
   std::vector<BucketLayout> own;
 };
 
-// `streams` and exact_numel: of one row. Throws as bucket_layouts does.
-inline RowLayouts row_layouts(const std::vector<WireFormat>& streams, int64_t num_rows, int64_t exact_numel,
+// `formats` and exact_numel: of one row. Throws as bucket_layouts does.
+inline RowLayouts row_layouts(const std::vector<WireFormat>& formats, int64_t num_rows, int64_t exact_numel,
                               int64_t max_chunk_nbytes) {
   // The parts of a message to one rank, which has at most its share of the bytes of a chunk.
   RowLayouts layouts;
-  layouts.own = bucket_layouts(streams, 1, exact_numel, std::max<int64_t>(1, max_chunk_nbytes / num_rows));
+  layouts.own = bucket_layouts(formats, 1, exact_numel, std::max<int64_t>(1, max_chunk_nbytes / num_rows));
   for (const BucketLayout& own : layouts.own) {
     BucketLayout packed = own;
     packed.num_parts = num_rows;

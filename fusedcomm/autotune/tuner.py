@@ -34,7 +34,7 @@ _FIRST_BUCKET_MIB = 1
 class Target(Protocol):
     """What gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
 
-    def set(self, synchroniser: "_C.Synchroniser | None", process_group: dist.ProcessGroup) -> None:
+    def set(self, synchronizer: "_C.Synchronizer | None", process_group: dist.ProcessGroup) -> None:
         """Uses this engine from the next pass on; None: DDP's own all-reduce on that group."""
 
     def set_bucket_mib(self, mib: float) -> None:
@@ -160,7 +160,7 @@ class Tuner(Runs):
         return self.is_off and self._tuning is not None and not self._delivering
 
     def start(self, target: Target) -> None:
-        """Gives `target` the synchroniser of the running candidate, now and whenever that changes."""
+        """Gives `target` the synchronizer of the running candidate, now and whenever that changes."""
         self._target = target
         self._set_target()
         if self._search is not None and not self._search.finished:
@@ -273,7 +273,7 @@ class Tuner(Runs):
                 session.unwatch()
         if is_watched:
             self.session.watch()
-        self._target.set(self.session.synchroniser if self.uses_engine else None, self.session.process_group)
+        self._target.set(self.session.synchronizer if self.uses_engine else None, self.session.process_group)
         if self._running.bucket_mib is not None:
             self._target.set_bucket_mib(self._running.bucket_mib)
 
@@ -287,7 +287,7 @@ class Tuner(Runs):
         if self.is_off:
             self.session.keeps_residuals = False
             self.session.is_off = True
-            self.session.synchroniser.engine.free_workspaces()
+            self.session.synchronizer.engine.free_workspaces()
         self._sessions = {_of_session(self._running): self.session}
         self._base = self.session
 
@@ -315,7 +315,7 @@ class Tuner(Runs):
         return session
 
     def _sums(self, best: Candidate) -> list[Candidate]:
-        records = self._sessions[_of_session(best)].synchroniser.buckets()
+        records = self._sessions[_of_session(best)].synchronizer.buckets()
         used = {record.plan.sum for record in records if not record.passthrough}
         return self._space.sums(best, used, self._base.world_size, self._base.levels.can_be_two)
 
@@ -323,7 +323,7 @@ class Tuner(Runs):
         if self._base.device.type != "cpu":
             return []
         session = self._sessions[_of_session(best)]
-        plans = [record.plan for record in session.synchroniser.buckets() if not record.passthrough]
+        plans = [record.plan for record in session.synchronizer.buckets() if not record.passthrough]
         num_chunks = [plan.num_chunks for plan in plans if not plan.in_place]
         return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
 

@@ -341,7 +341,7 @@ class Config(Options):
         )
 
     def native_checks(self) -> dict[str, object]:
-        """The arguments of the native synchroniser that say what it measures, and what follows."""
+        """The arguments of the native synchronizer that say what it measures, and what follows."""
         fallback = self.checks.fallback
         return {
             "verify_every": self.checks.verify_every,

@@ -25,7 +25,7 @@ from fusedcomm.ddp.module import (
 )
 from fusedcomm.native import _C
 from fusedcomm.session.off import OffSession
-from fusedcomm.session.parameters import NamedParameter, device_of, synchronised_parameters
+from fusedcomm.session.parameters import NamedParameter, device_of, synchronized_parameters
 from fusedcomm.session.session import Session
 
 
@@ -60,7 +60,7 @@ def attach(
         refuse_options(ddp)
         if not is_off:
             wait_for_delayed(ddp)
-        parameters = synchronised_parameters(named, configs)
+        parameters = synchronized_parameters(named, configs)
         if not is_off:
             refuse_unhooked(parameters)
         if space is not None:

@@ -184,7 +184,7 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
     state.look_at(bucket)
     # From a hook that was registered in Python the reducer accepts only a Python object as the result.
     session = state.session(bucket.buffer().device)
-    return _C.run_ddp_bucket(session.synchroniser, bucket).then(_value)
+    return _C.run_ddp_bucket(session.synchronizer, bucket).then(_value)
 
 
 def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

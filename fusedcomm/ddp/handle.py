@@ -15,7 +15,7 @@ from fusedcomm.ddp.module import (
     native_hook,
     options_to_agree,
     refuse_join,
-    synchronised_tensors,
+    synchronized_tensors,
 )
 from fusedcomm.native import _C
 from fusedcomm.session.norm import GradientNorms
@@ -102,7 +102,7 @@ class Handle(GradientNorms):
         """The parameters that DDP synchronizes, and frozen ones."""
         self.refuse_detached("no gradients are synchronized")
         ddp = self._ddp()
-        return [] if ddp is None else synchronised_tensors(ddp)
+        return [] if ddp is None else synchronized_tensors(ddp)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         if self.session.process_group is not ddp.process_group:
@@ -145,7 +145,7 @@ class Handle(GradientNorms):
         if isinstance(self._runs, Tuner):
             self._runs.start(self._target)
         else:
-            self._target.set(self.session.synchroniser, ddp.process_group)
+            self._target.set(self.session.synchronizer, ddp.process_group)
 
 
 def let_go(ddp: DistributedDataParallel) -> bool:

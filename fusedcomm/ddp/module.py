@@ -222,7 +222,7 @@ def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tup
     return [(name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False) if id(tensor) in taken]
 
 
-def synchronised_tensors(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+def synchronized_tensors(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """The parameters whose gradients DDP synchronizes if they require any, those of its delayed all-reduce too."""
     delayed = getattr(ddp, "_delay_all_reduce_params", None) or []
     return [tensor for _, tensor in named_tensors(ddp.module, ddp.parameters_to_ignore)] + list(delayed)

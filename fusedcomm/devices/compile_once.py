@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 NAME = "fusedcomm.lock"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """Seconds without a new kernel after which a rank ignores the other ranks' locks: such a rank may have been stopped. A
 kernel takes seconds to compile."""
 # Seconds between two looks at locked kernels.
@@ -30,18 +30,18 @@ def compiled(kernels: Iterable[Hashable], compile: Callable, folder: str | None 
         folder: the cache's folder. None: Triton's.
     """
     waiting = list(kernels)
-    until = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     with _open_lock_file(_cache_folder() if folder is None else folder) as file:
         while waiting:
             others = []
             for kernel in waiting:
                 with _locked(file, kernel) as is_ours:
-                    if not is_ours and time.monotonic() < until:
+                    if not is_ours and time.monotonic() < deadline:
                         others.append(kernel)
                         continue
                     result = compile(kernel)
                 yield result
-                until = time.monotonic() + PATIENCE_S
+                deadline = time.monotonic() + TIMEOUT_S
             if len(others) == len(waiting):
                 time.sleep(POLL_S)
             waiting = others

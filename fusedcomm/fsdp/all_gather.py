@@ -35,14 +35,14 @@ class WatchedAllGather(AllGather):
 def waiting(session: Session, what: str) -> Iterator[None]:
     """Context of a collective call of torch's within a step, on cpu. `what` names it in reports. An error out of it
     gets the result of a roll call, which names the ranks that are gone."""
-    call = session.synchroniser.begin_call(what)
+    call = session.synchronizer.begin_call(what)
     has_ended = False
     try:
         yield
         has_ended = True
     except RuntimeError as error:
         failure = f"fusedcomm: rank {session.rank} of {session.world_size}: {what} failed: {error}"
-        report = session.synchroniser.explain(failure)
+        report = session.synchronizer.explain(failure)
         raise RuntimeError(f"{failure}\n{report}" if report else failure) from error
     finally:
-        session.synchroniser.end_call(call, has_ended)
+        session.synchronizer.end_call(call, has_ended)

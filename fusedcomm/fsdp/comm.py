@@ -125,7 +125,7 @@ class FusedReduceScatter:
         is_last = self._is_last
         future = native.run(output_tensor, input_tensor, self._factor, call, is_last)
         if is_last:
-            self._session.synchroniser.step = self.num_calls
+            self._session.synchronizer.step = self.num_calls
         if self._verifier.is_due(len(self._before), call):
             self._pending.finish()
             future.wait()
@@ -162,7 +162,7 @@ class FusedReduceScatter:
         row = [i for i, each in enumerate(self.sharded.parameters) if each.is_trained]
         if self._native is None:
             pieces = [(p.name, p.row_numel, self._wire_of(p.name, p.tensor)) for p in self.sharded.parameters]
-            self._native = _C.ReduceScatter(synchroniser=self._session.synchroniser, index=self._index, pieces=pieces)
+            self._native = _C.ReduceScatter(synchronizer=self._session.synchronizer, index=self._index, pieces=pieces)
         elif row == self._row:
             return self._native
         else:
@@ -200,7 +200,7 @@ class FusedReduceScatter:
             return {}
         self.native()
         shapes = {p.name: (self._session.world_size, p.row_numel) for p in self.sharded.parameters}
-        found = self._session.synchroniser.residuals(set(shapes))
+        found = self._session.synchronizer.residuals(set(shapes))
         return {name: values.view(shapes[name]) for name, values in found.items()}
 
     def sum_residuals(self) -> dict[str, torch.Tensor]:
@@ -208,7 +208,7 @@ class FusedReduceScatter:
         [row_numel]. As in row_residuals() some may be missing."""
         if self._replicas is None or not self._replicas.session.keeps_residuals:
             return {}
-        found = self._replicas.session.synchroniser.residuals({p.name for p in self.sharded.parameters})
+        found = self._replicas.session.synchronizer.residuals({p.name for p in self.sharded.parameters})
         return {name: values / self._unit_of_sums for name, values in found.items()}
 
     def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
@@ -216,10 +216,10 @@ class FusedReduceScatter:
         own = {p.name for p in self.sharded.parameters}
         if self.keeps_row_residuals:
             self.native()
-            self._session.synchroniser.restore_residuals(rows, own)
+            self._session.synchronizer.restore_residuals(rows, own)
         if self._replicas is not None and self._replicas.session.keeps_residuals:
             scaled = {name: row * self._unit_of_sums for name, row in sums.items()}
-            self._replicas.session.synchroniser.restore_residuals(scaled, own)
+            self._replicas.session.synchronizer.restore_residuals(scaled, own)
 
     @property
     def _unit_of_sums(self) -> float:

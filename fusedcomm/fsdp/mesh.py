@@ -214,7 +214,7 @@ class MeshSums:
             num_shards=self.num_shards,
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
-            scratch_nbytes=sum(session.synchroniser.engine.scratch_nbytes for session in self.sessions),
+            scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             rows=tuple(self._row(comm) for comm in self.comms),
             off=self.is_off,

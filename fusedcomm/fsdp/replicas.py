@@ -48,8 +48,8 @@ class ReplicaSums:
 
     def __init__(self, session: Session, wires: dict[str, int]) -> None:
         self.session, self._wires = session, wires
-        session.synchroniser.choose_wires(lambda name, num_dims: wires[name])
-        self._sum = _C.FusedSum(session.synchroniser)
+        session.synchronizer.choose_wires(lambda name, num_dims: wires[name])
+        self._sum = _C.FusedSum(session.synchronizer)
 
     def wire_of(self, name: str, parameter: torch.Tensor) -> int:
         """The number of a parameter's wire."""

@@ -72,30 +72,29 @@ def connect(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
 
 def _accept_all(store: dist.Store, size: int, timeout: datetime.timedelta, about: dict) -> Star:
     token, proof = (secrets.token_hex(TOKEN_NBYTES // 2) for _ in range(2))
-    until = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     with _Door(token, proof, size) as door:
         addresses = [[address, door.port] for address in own_addresses()]
         published = json.dumps({"token": token, "proof": proof, "addresses": addresses}).encode()
         store.set(ADDRESSES_KEY, signatures.signed(published, ADDRESSES_KEY))
         while len(door.ranks) < size - 1:
-            door.serve(_left(until, lambda: _missing(door.ranks, size, timeout)))
+            door.serve(_left(deadline, lambda: _missing(door.ranks, size, timeout)))
         abouts = [about, *(door.ranks[rank].about for rank in range(1, size))]
         connections = [door.ranks[rank].connection for rank in range(1, size)]
         for connection in connections:
-            connection.settimeout(_left(until, lambda: "a rank does not read rank 0's answer"))
+            connection.settimeout(_left(deadline, lambda: "a rank does not read rank 0's answer"))
             connection.sendall(_message({"about": abouts}))
         return Star([_detach(connection) for connection in connections], abouts, token)
 
 
 @dataclasses.dataclass(eq=False)
 class _Guest:
-    """Who has connected to rank 0. `token`: what it must send. `until`: the time at which it must have said who it is.
-    `about`: None until then."""
+    """Who has connected to rank 0. By `deadline` it must have sent `token`, then who it is: `about`, None before."""
 
     connection: socket.socket
     address: tuple[str, int]
     token: bytes
-    until: float
+    deadline: float
     data: bytearray = dataclasses.field(default_factory=bytearray)
     about: dict | None = None
 
@@ -126,13 +125,14 @@ class _Door:
     def serve(self, timeout_s: float) -> None:
         """Waits for something to happen, for at most so long, and deals with it."""
         now = time.monotonic()
-        for key, _ in self._selector.select(min([timeout_s, *(max(0.0, each.until - now) for each in self._guests)])):
+        first_s = min([timeout_s, *(max(0.0, each.deadline - now) for each in self._guests)])
+        for key, _ in self._selector.select(first_s):
             if key.data is None:
                 self._let_in()
             elif key.data.connection.fileno() >= 0:  # it was not closed meanwhile
                 self._read(key.data)
         now = time.monotonic()
-        for guest in [each for each in self._guests if each.until <= now]:
+        for guest in [each for each in self._guests if each.deadline <= now]:
             self._close(guest)
 
     def _let_in(self) -> None:
@@ -196,7 +196,7 @@ class _Door:
 
 
 def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict) -> Star:
-    until = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     store.wait([ADDRESSES_KEY], timeout)
     try:
         published = json.loads(signatures.content_of(store.get(ADDRESSES_KEY), ADDRESSES_KEY))
@@ -210,8 +210,8 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
     failures: dict[str, str] = {}
 
     def left() -> float:
-        return _left(until, lambda: f"cannot connect with rank 0: {failures}. Set GLOO_SOCKET_IFNAME to an interface "
-                     "that all hosts share")  # fmt: skip
+        return _left(deadline, lambda: f"cannot connect with rank 0: {failures}. Set GLOO_SOCKET_IFNAME to an "
+                     "interface that all hosts share")  # fmt: skip
 
     try_s = FIRST_TRY_S
     while True:
@@ -224,14 +224,14 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
                 time.sleep(0.01)
                 continue
             try:
-                proof_until = min(until, time.monotonic() + try_s * HELLO_S / FIRST_TRY_S)
+                proof_deadline = min(deadline, time.monotonic() + try_s * HELLO_S / FIRST_TRY_S)
                 connection.sendall(_token_for(published["token"], connection.getpeername()[0]) + hello)
-                proof = _receive(connection, TOKEN_NBYTES, proof_until)
+                proof = _receive(connection, TOKEN_NBYTES, proof_deadline)
                 if not hmac.compare_digest(proof, expected):
                     raise ValueError("another program is at this address")
                 failures[where] = "rank 0 is there, and waits for other ranks"
-                nbytes = _message_nbytes(_receive(connection, 4, until))
-                answer = json.loads(_receive(connection, nbytes, until))
+                nbytes = _message_nbytes(_receive(connection, 4, deadline))
+                answer = json.loads(_receive(connection, nbytes, deadline))
             except (OSError, ValueError) as error:
                 connection.close()
                 left()
@@ -271,9 +271,9 @@ def _interface_address(name: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _left(until: float, text) -> float:
-    """Seconds left until then. Raises TimeoutError with what `text` returns if there are none."""
-    left_s = until - time.monotonic()
+def _left(deadline: float, text) -> float:
+    """Seconds left. Raises TimeoutError with what `text` returns if there are none."""
+    left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError(f"fusedcomm.horovod: hvd.init() took too long: {text()}")
     return left_s
@@ -310,11 +310,11 @@ def _message_nbytes(header: bytes | bytearray) -> int:
     return nbytes
 
 
-def _receive(connection: socket.socket, nbytes: int, until: float) -> bytes:
-    """Raises ConnectionError if the other end closes, and TimeoutError unless all bytes come until then."""
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """Raises ConnectionError if the other end closes, and TimeoutError unless all bytes come by then."""
     data = bytearray()
     while len(data) < nbytes:
-        left_s = until - time.monotonic()
+        left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
         connection.settimeout(left_s)

@@ -21,7 +21,7 @@ _NO_TIMEOUT = datetime.timedelta(days=365)
 opened: "list[tuple[World, Session]]" = []
 
 
-def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchroniser":
+def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchronizer":
     """Opens the engine of a process set for a wire. Every member of the set calls it, in the same order.
 
     Raises RuntimeError, with the same text on every member, if one of them cannot open it.
@@ -38,7 +38,7 @@ def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchroniser":
     )
     session = open_session(group, wire)
     opened.append((world, session))
-    return session.synchroniser
+    return session.synchronizer
 
 
 def open_session(group: OwnGroup, wire: str) -> Session:
@@ -47,7 +47,7 @@ def open_session(group: OwnGroup, wire: str) -> Session:
     # The coordinator looks for stalls, and knows the names of operations.
     session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
     if config.name_patterns:
-        session.synchroniser.choose_wires(
+        session.synchronizer.choose_wires(
             # It reads only the dimensions.
             lambda name, num_dims: config.wire_number(name, torch.empty([0] * num_dims, dtype=torch.float32)),
         )

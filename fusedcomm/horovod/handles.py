@@ -1,4 +1,4 @@
-"""Operations under way: what Python keeps of each, by handle, until it is synchronised."""
+"""Operations under way: what Python keeps of each, by handle, until it is synchronized."""
 
 import contextlib
 import dataclasses
@@ -75,7 +75,7 @@ def submit(
     # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
     if last is not None and last.world is found and not last.is_seen_done:
         raise ValueError(
-            f"{key} is pending: its handle has not been synchronised since it was submitted. Use another "
+            f"{key} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
     given = inputs, outputs
@@ -99,7 +99,7 @@ def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once. Raises ValueError for a handle that is not under way."""
     pending = _pending.get(_checked(handle))
     if pending is None:
-        raise ValueError(f"poll: handle {handle} was synchronised before, so it is no longer under way")
+        raise ValueError(f"poll: handle {handle} was synchronized before, so it is no longer under way")
     try:
         pending.is_seen_done = pending.world.coordinator.poll(pending.native)
         return pending.is_seen_done
@@ -125,7 +125,7 @@ def _checked(handle: int) -> int:
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an operation and returns its result; None for a handle that was synchronised before.
+    """Waits for an operation and returns its result; None for a handle that was synchronized before.
 
     Raises ValueError for what is no handle of this process, and HorovodInternalError if the ranks disagreed about the
     operation, or the job has failed or was shut down.
@@ -152,7 +152,7 @@ def _check_versions(pending: Pending) -> None:
         if tensor._version != before:
             raise RuntimeError(
                 f"rank {pending.world.rank}: {pending.key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in "
-                "place after it was submitted and before it was synchronised, so the result may hold old or new "
+                "place after it was submitted and before it was synchronized, so the result may hold old or new "
                 "values. Submit a clone, or change it after synchronize()"
             )
 
@@ -164,7 +164,7 @@ def leave_to_parent() -> None:
 
 
 def forget_all() -> None:
-    """Called when the job is shut down. Handles stay known, so synchronising them tells what happened."""
+    """Called when the job is shut down. Handles stay known, so synchronizing them tells what happened."""
     global _num_joins
     with _lock:
         _counts.clear()

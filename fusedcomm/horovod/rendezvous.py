@@ -62,9 +62,9 @@ def meet() -> tuple[int, int, dist.Store]:
     global _current
     store, worker = _open(), os.environ[WORKER]
     timeout_s = environment.seconds("HOROVOD_ELASTIC_TIMEOUT")
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     _set(store, f"waiting/{worker}")
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         newest = _look(store)
         if newest.number > _must_exceed and worker in newest.members:
             _set(store, f"ready/{newest.number}/{worker}")

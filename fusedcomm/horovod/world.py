@@ -39,7 +39,7 @@ class World:
 
 
 class Ended:
-    """Stands in a coordinator's place after shutdown(), for handles that have not been synchronised, and in a child of
+    """Stands in a coordinator's place after shutdown(), for handles that have not been synchronized, and in a child of
     fork(), which has no part in its parent's job."""
 
     def __init__(self, failure: str) -> None:

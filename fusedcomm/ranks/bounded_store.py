@@ -96,9 +96,9 @@ class BoundedStore:
 
     def _ask(self, request: Callable[[], T], asked: str) -> T:
         errand = Errand(request)
-        limit_s = self._timeout.total_seconds()
-        if not errand.has_ended_within(limit_s):
-            raise self.failure(f"no answer within {limit_s:g} s", asked)
+        timeout_s = self._timeout.total_seconds()
+        if not errand.has_ended_within(timeout_s):
+            raise self.failure(f"no answer within {timeout_s:g} s", asked)
         try:
             return errand.result()
         except NotImplementedError:  # a store need not have every request

@@ -93,7 +93,7 @@ class Peers:
             PeerLostError: a rank whose key is missing is lost.
             StoreError: the store has failed.
         """
-        limit_s = (timeout or self.timeout).total_seconds()
+        timeout_s = (timeout or self.timeout).total_seconds()
         given_up = threading.Event()
 
         def missing() -> list[int]:
@@ -106,7 +106,7 @@ class Peers:
                 waited_s = time.monotonic() - began
                 if store.check(list(keys.values())):
                     return []
-                if waited_s >= limit_s:
+                if waited_s >= timeout_s:
                     return missing()
                 given_up.wait(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
@@ -173,8 +173,8 @@ class Peers:
     def _raise_cause(self, error: RuntimeError, what: str) -> NoReturn:
         """Raises PeerLostError if a rank is lost, StoreError if the store has failed, else `error`."""
         failure = self._store.failure(error, what) if isinstance(error, dist.DistNetworkError) else error
-        until = time.monotonic() + (_GRACE_S if isinstance(failure, StoreError) else 0.0)
-        while not (lost := self._connections.lost()) and time.monotonic() < until:
+        deadline = time.monotonic() + (_GRACE_S if isinstance(failure, StoreError) else 0.0)
+        while not (lost := self._connections.lost()) and time.monotonic() < deadline:
             time.sleep(_FIRST_POLL_S)
         if lost:
             failure = self._loss(lost, what)

@@ -19,7 +19,7 @@ from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, s
 from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
-from fusedcomm.session.parameters import ParameterWatch, device_of, synchronised_parameters
+from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 
@@ -109,7 +109,7 @@ class GradReducer(GradientNorms):
         parameters, problem = [], None
         try:
             refuse(named)
-            parameters = synchronised_parameters(named, configs)
+            parameters = synchronized_parameters(named, configs)
         except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
             problem = error
         self._size = choice.size
@@ -130,7 +130,7 @@ class GradReducer(GradientNorms):
         else:
             super().__init__(make_tuner(choice, space, *arguments, self._size, **options))
         self.native = _C.GradReducer(
-            synchroniser=self.session.synchroniser,
+            synchronizer=self.session.synchronizer,
             # Gradients arrive from the model's end to its beginning.
             parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
             first_bucket_nbytes=self._size.caps()[0],
@@ -200,7 +200,7 @@ class GradReducer(GradientNorms):
         session = self.session
         return (
             f"wire {session.config.wire}, {session.world_size} ranks, {len(session.parameters)} parameters, "
-            f"{session.synchroniser.step} steps"
+            f"{session.synchronizer.step} steps"
         )
 
     def parameters_now(self) -> list[torch.Tensor]:

@@ -36,9 +36,9 @@ class ReducerTarget:
     def __init__(self, reducer: "_C.GradReducer", size: BucketSize) -> None:
         self._reducer, self._size = reducer, size
 
-    def set(self, synchroniser: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
+    def set(self, synchronizer: "_C.Synchronizer", process_group: dist.ProcessGroup) -> None:
         """See :class:`fusedcomm.autotune.tuner.Target`, also for the methods below."""
-        self._reducer.set_synchroniser(synchroniser)
+        self._reducer.set_synchronizer(synchronizer)
 
     def set_bucket_mib(self, mib: float) -> None:
         """Cuts buckets of this size from the next pass on."""

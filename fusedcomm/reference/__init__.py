@@ -37,8 +37,8 @@ noise of its place after the rotation. Scales and values that are not finite are
     floats           add u·2^(bits dropped) to the bits of the magnitude, then truncate; below the least normal number,
                      where the step is constant, floor(magnitude / step + u) steps
 
-With error feedback, an encoder keeps a residual for each element of the padded stream: the rounding error of the last
-step. It first adds the residual to y, so an element's rounding errors do not add up over the steps:
+With error feedback, an encoder keeps a residual for each lossy element, padding included: the rounding error of the
+last step. It first adds the residual to y, so an element's rounding errors do not add up over the steps:
 
     y += residual, then residual = y − decoded (rotated back if y was rotated), or 0 where that is not finite
     residuals are fp32 or bf16 (rounded as on the wire)

@@ -12,7 +12,7 @@ class NoiseKey:
     seed: int
     """64 bits, the same on every rank."""
     parameter: int
-    """Number of the first parameter of the stream. Elements are counted from the start of the stream."""
+    """Number of the first lossy parameter. Elements are counted from its first one."""
     step: int
     """Number of backward passes before this one."""
     source: int
@@ -23,7 +23,7 @@ FIRST_HOST, REDUCER = 0x40000000, 0xFFFFFFFF
 
 
 def noise(key: NoiseKey, first: int, numel: int, device: torch.device | None = None) -> torch.Tensor:
-    """u in [0, 1) for the stream's elements from `first` on: fp32 [numel], multiples of 2^-16.
+    """u in [0, 1) for the elements from `first` on: fp32 [numel], multiples of 2^-16.
 
     The bits come from Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Its key is
     (low word of the seed, high word of the seed), its counter (element // 8, parameter, step, source). One counter

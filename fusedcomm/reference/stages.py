@@ -41,7 +41,7 @@ class Feedback:
 
     format: str
     residual: torch.Tensor
-    """uint8 [_C.residual_nbytes(format, numel)]. It has all elements of the stream that this encoder encodes: for pack
+    """uint8 [_C.residual_nbytes(format, numel)]. It has all elements that this encoder encodes: for pack
     numel is layout.padded_numel; for reduce it covers the parts that the rank encodes, chunk after chunk."""
 
 
@@ -56,17 +56,17 @@ def pack(
 ) -> torch.Tensor:
     """The bytes of one chunk in this layout: uint8 [layout.num_parts · layout.part.nbytes].
 
-    `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's streams, in fp32, bf16 or
+    `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's elements, in fp32, bf16 or
     fp16. `scale` is the factor for every element. `key` turns on stochastic rounding, `feedback` error feedback. Raises
-    ValueError if the streams have other lengths.
+    ValueError if they have other lengths.
     """
-    _check_streams(layout, lossy_flat, exact_flat)
+    _check_numels(layout, lossy_flat, exact_flat)
     lossy_numel = layout.part.lossy_numel
     begin = chunk * layout.num_parts * lossy_numel
     lossy = torch.cat(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
-    codes, scales = _encode_stream(layout, lossy, begin, begin, key, feedback, rotated=layout.rotated)
+    codes, scales = _encode(layout, lossy, begin, begin, key, feedback, rotated=layout.rotated)
     exacts = [
         _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
         for p in range(layout.num_parts)
@@ -101,7 +101,7 @@ def reduce(
         exact_sum = exact if exact_sum is None else exact_sum + exact
     numel = to.part.lossy_numel * num_parts
     first = (chunk * to.num_parts + first_part) * to.part.lossy_numel
-    codes, scales = _encode_stream(
+    codes, scales = _encode(
         to,
         scaled(lossy_sum, scale),
         chunk * numel,
@@ -115,7 +115,7 @@ def reduce(
     return torch.cat([part_bytes(to, *sections) for sections in pieces])
 
 
-def _encode_stream(
+def _encode(
     layout: "_C.BucketLayout",
     y: torch.Tensor,
     begin: int,
@@ -165,10 +165,10 @@ def unpack(
     return round_to(scaled(lossy, scale), dtype), round_to(scaled(exact, scale), dtype)
 
 
-def _check_streams(layout: "_C.BucketLayout", lossy_flat: torch.Tensor, exact_flat: torch.Tensor) -> None:
+def _check_numels(layout: "_C.BucketLayout", lossy_flat: torch.Tensor, exact_flat: torch.Tensor) -> None:
     for name, flat, numel in (("lossy", lossy_flat, layout.lossy_numel), ("exact", exact_flat, layout.exact_numel)):
         if tuple(flat.shape) != (numel,):
-            raise ValueError(f"the {name} stream must have shape ({numel},) for this layout, not {tuple(flat.shape)}")
+            raise ValueError(f"the {name} elements must have shape ({numel},) for this layout, not {tuple(flat.shape)}")
 
 
 def _numel(bounds: tuple[int, int]) -> int:

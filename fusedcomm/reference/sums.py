@@ -38,25 +38,25 @@ def all_reduce_mean(
         raise ValueError(f"wire='{wire}' is not possible: use one of {', '.join(WIRE_DTYPES)}")
     exempt = torch.zeros_like(grads[0], dtype=torch.bool) if exempt_mask is None else exempt_mask
     result = torch.empty_like(grads[0])
-    for mask, wire_of_stream in ((~exempt, wire), (exempt, "fp32")):
-        is_rotated = rotated and wire_of_stream == wire
+    for mask, elements_wire in ((~exempt, wire), (exempt, "fp32")):
+        is_rotated = rotated and elements_wire == wire
         numel = int(mask.sum())
         values = [
             torch.nn.functional.pad(scaled(grad[mask], 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
             for grad in grads
         ]
         if ranks_per_host > 1:
-            local = local_wire if wire_of_stream == wire else "fp32"
+            local = local_wire if elements_wire == wire else "fp32"
             values = [_through_wire(y, local, block) for y in values]
             values = [
                 scaled(in_order(values[first : first + ranks_per_host]), 1.0)
                 for first in range(0, len(values), ranks_per_host)
             ]
-        decoded = [_through_wire(rotate(y) if is_rotated else y, wire_of_stream, block) for y in values]
+        decoded = [_through_wire(rotate(y) if is_rotated else y, elements_wire, block) for y in values]
         if sum == "one-shot":
             mean = scaled(in_order([unrotate(y) if is_rotated else y for y in decoded]), predivide / len(grads))
         else:
-            mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), wire_of_stream, block)
+            mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), elements_wire, block)
             mean = unrotate(mean) if is_rotated else mean
         result[mask] = round_to(scaled(mean[:numel], 1.0), result.dtype)
     return result

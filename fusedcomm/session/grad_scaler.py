@@ -62,24 +62,24 @@ class GradScaler(torch.amp.GradScaler):
         inverse = self._inverse()
         for comm in self._comms:
             comm.want_squares()
-        for synchroniser in self._synchronisers():
-            if synchroniser.epilogue.unscaled != 1 and not self._is_used and synchroniser.epilogue.has_unchanged:
+        for synchronizer in self._synchronizers():
+            if synchronizer.epilogue.unscaled != 1 and not self._is_used and synchronizer.epilogue.has_unchanged:
                 raise RuntimeError(
                     "fusedcomm: the gradients of the backward pass before are unscaled already, and no step has used "
                     "them, so those of this loss cannot be added: call backward() within no_sync() for all losses of a "
                     "step but the last, or zero_grad() before a new step"
                 )
-            synchroniser.epilogue.take_unscaled()
-        for synchroniser in self._next_synchronisers():
-            synchroniser.epilogue.require_unscale(True)
-            synchroniser.epilogue.set_unscale(inverse)
+            synchronizer.epilogue.take_unscaled()
+        for synchronizer in self._next_synchronizers():
+            synchronizer.epilogue.require_unscale(True)
+            synchronizer.epilogue.set_unscale(inverse)
         self._is_used = False
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
         """As torch's. Gradients that unpack has unscaled are not unscaled again."""
         is_ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        if is_ready and any(synchroniser.epilogue.unscaled != 1 for synchroniser in self._synchronisers()):
+        if is_ready and any(synchronizer.epilogue.unscaled != 1 for synchronizer in self._synchronizers()):
             self.unscale_(optimizer)  # a fused optimizer would unscale once more
         return super().step(optimizer, *args, **kwargs)
 
@@ -88,8 +88,8 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if not self._enabled:
             return
-        for synchroniser in self._synchronisers():
-            synchroniser.epilogue.take_unscaled()
+        for synchronizer in self._synchronizers():
+            synchronizer.epilogue.take_unscaled()
         self._is_used = True
         if self._scale is not None and self._scale.device.type == "cuda":
             # Copied now, so that scale() need not wait for what is enqueued after this.
@@ -102,14 +102,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def release(self) -> None:
         """Ends the unscaling by unpack: backward passes without ``scale()`` are possible again."""
-        for synchroniser in self._next_synchronisers():
-            synchroniser.epilogue.require_unscale(False)
+        for synchronizer in self._next_synchronizers():
+            synchronizer.epilogue.require_unscale(False)
 
-    def _synchronisers(self) -> "list[_C.Synchroniser]":
-        return [found for comm in self._comms if (found := comm.synchroniser_now()) is not None]
+    def _synchronizers(self) -> "list[_C.Synchronizer]":
+        return [found for comm in self._comms if (found := comm.synchronizer_now()) is not None]
 
-    def _next_synchronisers(self) -> "list[_C.Synchroniser]":
-        return [found for comm in self._comms if (found := comm.next_synchroniser()) is not None]
+    def _next_synchronizers(self) -> "list[_C.Synchronizer]":
+        return [found for comm in self._comms if (found := comm.next_synchronizer()) is not None]
 
     def _inverse(self) -> float:
         """1 / scale as torch computes it: in fp64, rounded to fp32."""
@@ -130,15 +130,15 @@ class GradScaler(torch.amp.GradScaler):
         scaled, finite = {id(p): p for p in mine}, True
         unread: list[torch.Tensor] = []
         for comm in self._comms:
-            synchroniser = comm.synchroniser_now()
-            if synchroniser is None or synchroniser.epilogue.unscaled == 1:
+            synchronizer = comm.synchronizer_now()
+            if synchronizer is None or synchronizer.epilogue.unscaled == 1:
                 continue
             self._is_used = True
-            unscaled = [p for p in synchroniser.epilogue.parameters() if scaled.pop(id(p), None) is not None]
+            unscaled = [p for p in synchronizer.epilogue.parameters() if scaled.pop(id(p), None) is not None]
             if not allow_fp16 and any(p.grad is not None and p.grad.dtype == torch.float16 for p in unscaled):
                 raise ValueError("Attempting to unscale FP16 gradients.")
             # A bucket counts only if all its parameters are in the optimizer.
-            total, others = synchroniser.epilogue.squares(unscaled)
+            total, others = synchronizer.epilogue.squares(unscaled)
             finite = finite and total - total == 0
             unread += others
         found: dict[torch.device, torch.Tensor] = {}

@@ -95,7 +95,7 @@ class GradientNorms(CommHandle):
         if norm.device.type == "cpu" and factor.item() == 1:
             return norm
         if hand_over is not None:
-            hand_over.give(factor.float().reciprocal(), measured.synchroniser)
+            hand_over.give(factor.float().reciprocal(), measured.synchronizer)
         else:
             _scale([p.grad for p in measured.parameters if p.grad is not None], factor)
         return norm
@@ -104,15 +104,15 @@ class GradientNorms(CommHandle):
         """The parameters whose gradients are synchronized, and perhaps frozen ones; for fusedcomm itself."""
         raise NotImplementedError
 
-    def synchroniser_now(self) -> "_C.Synchroniser | None":
+    def synchronizer_now(self) -> "_C.Synchronizer | None":
         """What has synchronized the gradients of the last pass; None for torch's own sums. For fusedcomm itself."""
         self.refuse_detached("no gradients are synchronized")
-        return self.session.synchroniser if self.runs.uses_engine else None
+        return self.session.synchronizer if self.runs.uses_engine else None
 
-    def next_synchroniser(self) -> "_C.Synchroniser | None":
+    def next_synchronizer(self) -> "_C.Synchronizer | None":
         """What is asked for the next pass. If a search gives that pass to another one, it passes the requests on."""
         self.refuse_detached("no gradients are synchronized")
-        return self.session.synchroniser if self.session.uses_engine else None
+        return self.session.synchronizer if self.session.uses_engine else None
 
     def _unpack_writes_all(self) -> bool:
         """Whether unpack writes the gradients of all parameters of a bucket."""
@@ -120,12 +120,12 @@ class GradientNorms(CommHandle):
 
     def want_squares(self) -> None:
         """From the next pass on Σg² is known, as far as unpack writes the gradients. For fusedcomm itself."""
-        synchroniser = self.next_synchroniser()
-        if synchroniser is not None:
-            synchroniser.epilogue.want_squares(in_unpack=self._unpack_writes_all())
+        synchronizer = self.next_synchronizer()
+        if synchronizer is not None:
+            synchronizer.epilogue.want_squares(in_unpack=self._unpack_writes_all())
 
     def _measured(self, also: Iterable[torch.Tensor]) -> "_Measured":
-        measured = _Measured(self.synchroniser_now(), [*self.parameters_now(), *also])
+        measured = _Measured(self.synchronizer_now(), [*self.parameters_now(), *also])
         self.want_squares()
         if all(p.grad is None for p in measured.parameters):
             raise RuntimeError(
@@ -147,15 +147,15 @@ def refuse_nonfinite(norm: torch.Tensor) -> None:
 class _Measured:
     """The parameters of a norm, and what synchronizes most of them."""
 
-    def __init__(self, synchroniser: "_C.Synchroniser | None", parameters: list[torch.Tensor]) -> None:
-        self.synchroniser, self.parameters = synchroniser, list({id(p): p for p in parameters}.values())
+    def __init__(self, synchronizer: "_C.Synchronizer | None", parameters: list[torch.Tensor]) -> None:
+        self.synchronizer, self.parameters = synchronizer, list({id(p): p for p in parameters}.values())
 
     def squares(self) -> torch.Tensor:
         """Σg², a float64 tensor without dimensions."""
         total, others = 0.0, [p for p in self.parameters if p.grad is not None]
         device = others[0].grad.device
-        if self.synchroniser is not None:
-            total, others = self.synchroniser.epilogue.squares(self.parameters)
+        if self.synchronizer is not None:
+            total, others = self.synchronizer.epilogue.squares(self.parameters)
         return torch.tensor(total, dtype=torch.float64, device=device) + power_sum(others, 2.0, device)
 
 
@@ -253,7 +253,7 @@ class _HandOver:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._divisor: torch.Tensor | None = None
-        self._synchroniser: _C.Synchroniser | None = None
+        self._synchronizer: _C.Synchronizer | None = None
         self._step: int | None = None
         # The hooks stay: torch goes through its hooks while they run, and raises if one is removed meanwhile.
         optimizer.register_step_pre_hook(self._before)
@@ -266,17 +266,17 @@ class _HandOver:
         return optimizer._fusedcomm_hand_over
 
     def forget(self) -> None:
-        self._divisor = self._synchroniser = None
+        self._divisor = self._synchronizer = None
 
-    def give(self, divisor: torch.Tensor, synchroniser: "_C.Synchroniser | None") -> None:
-        """`synchroniser` tells if a backward pass comes before the step, which is an error."""
-        self._divisor, self._synchroniser = divisor, synchroniser
-        self._step = None if synchroniser is None else synchroniser.step
+    def give(self, divisor: torch.Tensor, synchronizer: "_C.Synchronizer | None") -> None:
+        """`synchronizer` tells if a backward pass comes before the step, which is an error."""
+        self._divisor, self._synchronizer = divisor, synchronizer
+        self._step = None if synchronizer is None else synchronizer.step
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._divisor is None:
             return
-        if self._synchroniser is not None and self._synchroniser.step != self._step:
+        if self._synchronizer is not None and self._synchronizer.step != self._step:
             self.forget()
             raise RuntimeError(
                 "fusedcomm: a backward pass came between clip_grad_norm_(optimizer=…) and optimizer.step(), so the "

@@ -34,7 +34,7 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
 
 
 class KeptState:
-    """A synchroniser's state where there is none: what was loaded, so that steps go on to be counted later."""
+    """A synchronizer's state where there is none: what was loaded, so that steps go on to be counted later."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -73,7 +73,7 @@ class OffSession(Runs):
     ) -> None:
         agree_on_off(process_group, device, local, problem)
         self.process_group, self.parameters, self.device = process_group, parameters, device
-        self.synchroniser = KeptState()
+        self.synchronizer = KeptState()
 
     @property
     def session(self) -> "OffSession":

@@ -74,7 +74,7 @@ def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Ten
     return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
 
 
-def synchronised_parameters(
+def synchronized_parameters(
     named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
 ) -> list[NamedParameter]:
     """See :func:`named_parameters`.

@@ -257,10 +257,10 @@ def predicted_rows(
     return tuple(rows)
 
 
-def actual_rows(world_size: int, hosts: Hosts | None, synchroniser: "_C.Synchroniser") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, hosts: Hosts | None, synchronizer: "_C.Synchronizer") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
-    for index, record in enumerate(synchroniser.buckets()):
+    for index, record in enumerate(synchronizer.buckets()):
         names = tuple(record.parameters)
         if record.passthrough:
             rows.append(_passthrough_row(world_size, hosts, index, names, record.dtype, record.numel))

@@ -94,12 +94,12 @@ class Session(Runs):
             self.levels = levels.find(cfg, self.host_names)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        synchroniser, problem = None, None
+        synchronizer, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
-                synchroniser = _C.Synchroniser(
+                synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
                     transport=transport,
@@ -114,20 +114,20 @@ class Session(Runs):
             problem = error
         found = {
             "hosts": self.hosts.groups if self.hosts else None,
-            "chunks": dataclasses.astuple(self.effective_config.chunks) if synchroniser else None,
+            "chunks": dataclasses.astuple(self.effective_config.chunks) if synchronizer else None,
         }
         try:
             self.peers.doing("attaching: its engine is ready")
             self._agree(self._store, "ready", found, problem)  # raises if any rank could not make its engine
         except Exception:
-            if synchroniser is not None:  # freed now, because a caller may keep the error and with it the synchroniser
-                synchroniser.stop("another rank has no engine")
-                synchroniser.engine.free_workspaces()
+            if synchronizer is not None:  # freed now, because a caller may keep the error and with it the synchronizer
+                synchronizer.stop("another rank has no engine")
+                synchronizer.engine.free_workspaces()
             raise
-        self.synchroniser = synchroniser
+        self.synchronizer = synchronizer
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        self.recorder = Recorder(synchroniser, self._store, self.peers, place)
+        self.recorder = Recorder(synchronizer, self._store, self.peers, place)
         _made.add(self)
         self.peers.doing("in training, attached")
         if watched:
@@ -196,7 +196,7 @@ class Session(Runs):
             self.codec = path.codec
         self._s_per_byte = beside._s_per_byte
         self._transport = beside._transport
-        return beside.synchroniser.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
+        return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
     @property
     def session(self) -> "Session":
@@ -212,7 +212,7 @@ class Session(Runs):
         if self.world_size == 1 or self._is_watched:
             return
         try:
-            self.synchroniser.watch(
+            self.synchronizer.watch(
                 store=self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
@@ -229,7 +229,7 @@ class Session(Runs):
         """Ends what :meth:`watch` began. Idempotent."""
         if self._is_watched:
             self._is_watched = False
-            self.synchroniser.unwatch()
+            self.synchronizer.unwatch()
 
     @property
     def ranks_per_host(self) -> int:
@@ -328,11 +328,11 @@ class Session(Runs):
 
     def stats(self) -> Stats:
         """Counts and times of this rank."""
-        return collect(self.synchroniser, self.world_size)
+        return collect(self.synchronizer, self.world_size)
 
     def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
-        return self.everybodys(nonfinite_rows(self.synchroniser, self.rank))
+        return self.everybodys(nonfinite_rows(self.synchronizer, self.rank))
 
     def everybodys(self, own: list[NonFinite]) -> list[NonFinite]:
         """The rows of all ranks, the greatest counts first. A collective call."""
@@ -361,15 +361,15 @@ class Session(Runs):
     def calling(self, what: str) -> Iterator[None]:
         """Context of a collective call between steps. Tells the other ranks and the watch that this rank takes part."""
         self.peers.doing(f"in {what}")
-        call = self.synchroniser.begin_call(what)
+        call = self.synchronizer.begin_call(what)
         has_ended = False
         try:
             yield
             has_ended = True
         finally:
-            self.synchroniser.end_call(call, has_ended)
+            self.synchronizer.end_call(call, has_ended)
             self.peers.doing(
-                f"in training, after step {self.synchroniser.step - 1}" if self.synchroniser.step else "in training"
+                f"in training, after step {self.synchronizer.step - 1}" if self.synchronizer.step else "in training"
             )
 
     def sum_over_ranks(self, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -393,7 +393,7 @@ class Session(Runs):
             off: whether the buckets go through DDP's own all-reduce and not through this session.
         """
         now = trainable(self.parameters)
-        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.synchroniser)
+        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.synchronizer)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             native = None if off else self.native_config
@@ -403,7 +403,7 @@ class Session(Runs):
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
-            scratch_nbytes=self.synchroniser.engine.scratch_nbytes,
+            scratch_nbytes=self.synchronizer.engine.scratch_nbytes,
             exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
@@ -416,11 +416,11 @@ class Session(Runs):
 
     def max_over_ranks(self, value: float, what: str) -> float:
         """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
-        return self.synchroniser.max_over_ranks(value, what)
+        return self.synchronizer.max_over_ranks(value, what)
 
     def say_notices(self) -> None:
         """Emits the engine's notices since the last call as warnings."""
-        for text in self.synchroniser.take_notices():
+        for text in self.synchronizer.take_notices():
             warn_alone(text, stacklevel=4)
 
     def _kernels(self) -> dict:
@@ -433,14 +433,14 @@ class Session(Runs):
 
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""
-        self.synchroniser.stop(reason)
+        self.synchronizer.stop(reason)
 
 
 @atexit.register
 def _leave_all() -> None:
     # Worker threads must not outlive the interpreter.
     for session in list(_made):  # also the stopped ones, which still have channels
-        session.synchroniser.leave("the process is exiting")
+        session.synchronizer.leave("the process is exiting")
 
 
 # A forked child has none of the threads.

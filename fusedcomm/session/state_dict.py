@@ -17,15 +17,15 @@ def state_dict(session: Session, consolidated: bool) -> dict:
     """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
     # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        residuals = session.synchroniser.residuals()
+        residuals = session.synchronizer.residuals()
         if consolidated and session.uses_engine:
             residuals = _mean_over_ranks(session, residuals)
     return {
         "version": VERSION,
         "rank": None if consolidated else session.rank,
         "world_size": None if consolidated else session.world_size,
-        "step": session.synchroniser.step,
-        "nonfinite": session.synchroniser.nonfinite_by_parameter(),
+        "step": session.synchronizer.step,
+        "nonfinite": session.synchronizer.nonfinite_by_parameter(),
         "error_feedback": session.config.residual_format,
         "residuals": residuals,
     }
@@ -45,9 +45,9 @@ def load_state_dict(session: Session, state: dict) -> None:
         residuals = {}
     # Each call checks its names before it changes anything. check() has checked everything else.
     with torch.inference_mode(False), torch.no_grad():
-        session.synchroniser.restore_residuals(residuals)
-    session.synchroniser.restore_nonfinite(state["nonfinite"])
-    session.synchroniser.step = state["step"]
+        session.synchronizer.restore_residuals(residuals)
+    session.synchronizer.restore_nonfinite(state["nonfinite"])
+    session.synchronizer.step = state["step"]
 
 
 def take_over(session: Session, old: Session) -> None:
@@ -61,15 +61,15 @@ def take_over(session: Session, old: Session) -> None:
         return session.parameters is None or name in known
 
     if session.parameters is None:
-        session.synchroniser.adopt_names(old.synchroniser)
-    counts = old.synchroniser.nonfinite_by_parameter()
-    session.synchroniser.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
-    session.synchroniser.step = old.synchroniser.step
-    session.synchroniser.epilogue.take_over(old.synchroniser.epilogue)
+        session.synchronizer.adopt_names(old.synchronizer)
+    counts = old.synchronizer.nonfinite_by_parameter()
+    session.synchronizer.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
+    session.synchronizer.step = old.synchronizer.step
+    session.synchronizer.epilogue.take_over(old.synchronizer.epilogue)
     # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
     ratio = session.world_size / old.world_size
-    residuals = old.synchroniser.residuals()
-    session.synchroniser.restore_residuals(
+    residuals = old.synchronizer.residuals()
+    session.synchronizer.restore_residuals(
         {name: ratio * values for name, values in residuals.items() if is_known(name)}
     )
 

@@ -186,9 +186,9 @@ class Stats:
         return rows
 
 
-def collect(synchroniser: "_C.Synchroniser", world_size: int) -> Stats:
+def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
     """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
-    native = synchroniser.stats()
+    native = synchronizer.stats()
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
     newest = (native.num_timed_steps - 1) % len(exposed) if exposed else 0
     uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
@@ -203,12 +203,12 @@ def collect(synchroniser: "_C.Synchroniser", world_size: int) -> Stats:
         busy_ms=step_times(busy, newest),
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
         nonfinite=native.num_nonfinite,
-        nonfinite_by_parameter=synchroniser.nonfinite_by_parameter(),
+        nonfinite_by_parameter=synchronizer.nonfinite_by_parameter(),
         quantization_error={
             measured.bucket: _ratio(measured.error_norm.item(), measured.norm.item())
-            for measured in synchroniser.measurements().values()
+            for measured in synchronizer.measurements().values()
         },
-        verified=tuple(_verified(verification) for verification in synchroniser.verifications()),
+        verified=tuple(_verified(verification) for verification in synchronizer.verifications()),
     )
 
 
@@ -263,8 +263,8 @@ def _ratio(error: float, norm: float) -> float:
     return error / norm if norm != 0 else 0.0 if error == 0 else float("inf")
 
 
-def nonfinite_rows(synchroniser: "_C.Synchroniser", rank: int) -> list[NonFinite]:
+def nonfinite_rows(synchronizer: "_C.Synchronizer", rank: int) -> list[NonFinite]:
     """This rank's rows of a report: one for each parameter that has had NaN or Inf gradients."""
-    bucket_of = {name: bucket.label for bucket in synchroniser.buckets() for name in bucket.parameters}
-    counts = synchroniser.nonfinite_by_parameter()
+    bucket_of = {name: bucket.label for bucket in synchronizer.buckets() for name in bucket.parameters}
+    counts = synchronizer.nonfinite_by_parameter()
     return [NonFinite(rank, bucket_of.get(name, ""), name, count) for name, count in counts.items()]

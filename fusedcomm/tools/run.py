@@ -328,10 +328,10 @@ class Job:
         os.environ.pop(self.key_name)
         for worker in self.workers:
             worker.process.terminate()
-        until = time.monotonic() + END_S
+        deadline = time.monotonic() + END_S
         for worker in self.workers:
             try:
-                worker.process.wait(max(0.0, until - time.monotonic()))
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()

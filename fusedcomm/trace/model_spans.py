@@ -37,11 +37,11 @@ class ModelRecorder:
     """Has hooks on the module, its outputs and torch's optimizers only within :meth:`record`.
 
     Args:
-        synchroniser: takes the stamps, on the calling thread's stream, and numbers the steps.
+        synchronizer: takes the stamps, on the calling thread's stream, and numbers the steps.
     """
 
-    def __init__(self, synchroniser: "_C.Synchroniser", module: nn.Module) -> None:
-        self._synchroniser, self._module = synchroniser, module
+    def __init__(self, synchronizer: "_C.Synchronizer", module: nn.Module) -> None:
+        self._synchronizer, self._module = synchronizer, module
         self._hooks = contextlib.ExitStack()
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._spans: list[tuple[str, int, _C.Stamp, _C.Stamp]] = []
@@ -51,7 +51,7 @@ class ModelRecorder:
         """The backward passes under way, by autograd's number of them."""
         self._optimizers: dict[int, _C.Stamp] = {}
         """The beginnings of steps under way, by the optimizer's id."""
-        self._step = max(0, synchroniser.step - 1)
+        self._step = max(0, synchronizer.step - 1)
         """The step of the latest pass, to which the optimizer's next step belongs."""
 
     @contextlib.contextmanager
@@ -75,11 +75,11 @@ class ModelRecorder:
 
     def _add(self, stage: str, step: int, begin: "_C.Stamp") -> None:
         """Adds a span that ends now."""
-        self._spans.append((stage, step, begin, self._synchroniser.engine.stamp()))
+        self._spans.append((stage, step, begin, self._synchronizer.engine.stamp()))
 
     def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
-        self._step = self._synchroniser.step
-        self._forwards.append(self._synchroniser.engine.stamp())
+        self._step = self._synchronizer.step
+        self._forwards.append(self._synchronizer.engine.stamp())
 
     def _end_forward(self, module: nn.Module, inputs: tuple, outputs: object) -> None:
         self._add("forward", self._step, self._forwards.pop())
@@ -92,17 +92,17 @@ class ModelRecorder:
         if number in self._passes:  # another output's gradient
             return
         self._passes.add(number)
-        self._step = self._synchroniser.step
-        self._at_end(functools.partial(self._end_backward, number, self._step, self._synchroniser.engine.stamp()))
+        self._step = self._synchronizer.step
+        self._at_end(functools.partial(self._end_backward, number, self._step, self._synchronizer.engine.stamp()))
 
     def _end_backward(self, number: int, step: int, begin: "_C.Stamp") -> None:
         self._passes.discard(number)
         self._add("backward", step, begin)
-        if self._synchroniser.step == step:  # the last bucket was not handed over
+        if self._synchronizer.step == step:  # the last bucket was not handed over
             return
         # DDP queues the callback in which it waits during the pass; with static_graph from within a callback, which was
         # queued after this one. The end of the pass is therefore noted in the callback after the next.
-        noted = functools.partial(self._add, "wait", step, self._synchroniser.engine.stamp())
+        noted = functools.partial(self._add, "wait", step, self._synchronizer.engine.stamp())
         self._at_end(functools.partial(self._at_end, noted))
 
     @staticmethod
@@ -113,7 +113,7 @@ class ModelRecorder:
     def _begin_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         groups = optimizer.param_groups
         if any(id(parameter) in self._parameters for group in groups for parameter in group["params"]):
-            self._optimizers[id(optimizer)] = self._synchroniser.engine.stamp()
+            self._optimizers[id(optimizer)] = self._synchronizer.engine.stamp()
 
     def _end_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         begin = self._optimizers.pop(id(optimizer), None)

@@ -24,12 +24,12 @@ class Recorder:
 
     def __init__(
         self,
-        synchroniser: "_C.Synchroniser",
+        synchronizer: "_C.Synchronizer",
         store: BoundedStore,
         peers: Peers,
         place: tuple[int, int],
     ) -> None:
-        self._synchroniser, self._store, self._peers, self._place = synchroniser, store, peers, place
+        self._synchronizer, self._store, self._peers, self._place = synchronizer, store, peers, place
         self._num_gathered = 0
 
     @contextlib.contextmanager
@@ -48,15 +48,15 @@ class Recorder:
             return
         if own_path is not None:
             trace.check(own_path)
-        first_step = self._synchroniser.step  # the same on all ranks that trace the same steps
+        first_step = self._synchronizer.step  # the same on all ranks that trace the same steps
         try:
-            model = None if module is None else ModelRecorder(self._synchroniser, module)
-            origin = self._synchroniser.engine.start_trace()
+            model = None if module is None else ModelRecorder(self._synchronizer, module)
+            origin = self._synchronizer.engine.start_trace()
             try:
                 with model.record() if model else contextlib.nullcontext():
                     yield
             finally:
-                spans = self._synchroniser.engine.stop_trace()
+                spans = self._synchronizer.engine.stop_trace()
             document = self._document(spans, model.spans(origin) if model else [], first_step)
         except BaseException as error:
             # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.

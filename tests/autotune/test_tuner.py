@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, synchronise, threads_of_engine, worst
+from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, synchronize, threads_of_engine, worst
 from patience import patient, slowness
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -227,7 +227,7 @@ def searched(rank, world_size, ms, kwargs, slow_type=Slow):
     while last is None or len(wires) < last + 3:
         step = len(wires)
         slow()
-        seen = synchronise(ddp, gradients(rank, step))
+        seen = synchronize(ddp, gradients(rank, step))
         parts = zip(*(gradients(r, step) for r in range(world_size)), strict=True)
         exact = [sum(part) / world_size for part in parts]
         errors.append(worst(((a - b).norm() / b.norm()).item() for a, b in zip(seen, exact, strict=True)))
@@ -336,7 +336,7 @@ def off_beside_default(rank, world_size):
     same = []
     for step in range(4):
         values = gradients(rank, step)
-        same += [torch.equal(a, b) for a, b in zip(synchronise(ddp, values), synchronise(plain, values), strict=True)]
+        same += [torch.equal(a, b) for a, b in zip(synchronize(ddp, values), synchronize(plain, values), strict=True)]
     stats, plan, state = comm.stats(), comm.plan(), comm.state_dict()
     comm.load_state_dict(state)
     report = comm.nonfinite_report()
@@ -364,7 +364,7 @@ def off_and_back(rank, world_size):
 
     def step(number):
         values = gradients(rank, number)
-        pairs = zip(synchronise(ddp, values), synchronise(plain, values), strict=True)
+        pairs = zip(synchronize(ddp, values), synchronize(plain, values), strict=True)
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
     right += [step(0) == 0, step(1) == 0]
@@ -423,7 +423,7 @@ def with_error_feedback(rank, world_size):
     wires, step = [], 0
     for step in range(45):
         slow()
-        delivered += synchronise(ddp, gradients(rank, step))[0]
+        delivered += synchronize(ddp, gradients(rank, step))[0]
         wanted += sum(gradients(r, step)[0] for r in range(world_size)) / world_size
         plan = comm.plan()
         wires.append("off" if plan.off else plan.config.wire)
@@ -453,9 +453,9 @@ def guarded(rank, world_size):
     slow = Slow(comm, rank, off=60, int8=3)
     while not comm.tuning().finished:
         slow()
-        synchronise(ddp, gradients(rank, 1))
+        synchronize(ddp, gradients(rank, 1))
     for step in range(4):
-        seen = synchronise(ddp, gradients(rank, step))
+        seen = synchronize(ddp, gradients(rank, step))
     return comm.tuning().chosen, len(comm.stats().verified), comm.stats().quantization_error, seen
 
 
@@ -503,7 +503,7 @@ def saved_and_loaded(rank, world_size, path):
         comm.tuning().save(path)
     while not comm.tuning().finished:
         slow()
-        synchronise(ddp, gradients(rank, 0))
+        synchronize(ddp, gradients(rank, 0))
     tuning = comm.tuning()
     if rank == 0:
         tuning.save(path)
@@ -516,7 +516,7 @@ def saved_and_loaded(rank, world_size, path):
             comm = fusedcomm.attach(ddp, Auto(("int8", "bf16"), tuned=tuned), quiet=True)
         warned += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
         at_once = comm.tuning()
-        seen = synchronise(ddp, gradients(rank, 0))
+        seen = synchronize(ddp, gradients(rank, 0))
         plan, sent = comm.plan(), comm.stats().sent_nbytes
         comm.detach()
         errors.append((at_once.finished, at_once.chosen == tuning.chosen, plan.config.wire, sent > 0))
@@ -538,7 +538,7 @@ def loaded_on_hosts(rank, world_size, names):
         ddp = module()
         tuned = frozen(world_size, dataclasses.replace(INT8, by_host=True), ddp)
         comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
-        seen = [value.sum().item() for value in synchronise(ddp, gradients(rank, 0))]
+        seen = [value.sum().item() for value in synchronize(ddp, gradients(rank, 0))]
         tuning, plan = comm.tuning(), str(comm.plan())
         comm.detach()
     return tuning.finished, plan, seen, [str(warning.message) for warning in caught]
@@ -571,7 +571,7 @@ def misfits(rank, world_size):
             warnings.simplefilter("always")
             comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
         assert not comm.tuning().finished and comm.tuning().num_steps == 0
-        synchronise(ddp, gradients(rank, 0))
+        synchronize(ddp, gradients(rank, 0))
         comm.detach()
         messages[name] = [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
     return messages
@@ -621,19 +621,19 @@ def moved(rank, world_size, is_finished):
     comm = fusedcomm.attach(ddp, Auto(("int8",), Config("int8", wires={"1d": "int8"}), tuned), quiet=True)
     values = [torch.full((NUMEL,), float(rank)), torch.full((30, 40), float(rank))]
     for _ in range(14):
-        before = synchronise(ddp, values)[0].unique().tolist()
+        before = synchronize(ddp, values)[0].unique().tolist()
     trials = len(comm.tuning().trials)
     ddp._update_process_group(subgroup)
     if rank > 1:
         comm.detach()
         return before, None, trials, None, None
-    after = synchronise(ddp, values)[0].unique().tolist()
+    after = synchronize(ddp, values)[0].unique().tolist()
     begun_again = len(comm.tuning().trials)
     steps = 0
     while not comm.tuning().finished:
         steps += 1
-        assert synchronise(ddp, values)[0].unique().tolist() == after
-    again = synchronise(ddp, values)[0].unique().tolist() == after
+        assert synchronize(ddp, values)[0].unique().tolist() == after
+    again = synchronize(ddp, values)[0].unique().tolist() == after
     return before, after, trials, begun_again, (comm.tuning().chosen.wire, steps > 15, again)
 
 
@@ -657,7 +657,7 @@ def failing(rank, world_size):
     errors, passed = [], 0
     for _ in range(30):
         try:
-            synchronise(ddp, gradients(rank, 0))
+            synchronize(ddp, gradients(rank, 0))
             passed += 1
         except Exception as error:
             errors.append(str(error))
@@ -703,7 +703,7 @@ def without(rank, world_size, impossible, numel, kwargs):
         errors, wires, steps_left = [], [], 3
         while steps_left:
             slow()
-            seen = synchronise(ddp, [torch.full((1, numel), float(rank + 1))])[0]
+            seen = synchronize(ddp, [torch.full((1, numel), float(rank + 1))])[0]
             errors.append((seen - (world_size + 1) / 2).abs().max().item())
             plan = comm.plan()
             wires.append("off" if plan.off else plan.config.wire)
@@ -752,7 +752,7 @@ def traced_at(rank, world_size, path):
     def attempt():
         try:
             with comm.trace(path, all_ranks=True):
-                synchronise(ddp, gradients(rank, 0))
+                synchronize(ddp, gradients(rank, 0))
         except RuntimeError as error:
             return str(error)
         return "traced"
@@ -778,13 +778,13 @@ def detached_while_searching(rank, world_size):
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto(("bf16", "int8")), quiet=True)
     for _ in range(14):
-        synchronise(ddp, gradients(rank, 0))
+        synchronize(ddp, gradients(rank, 0))
     comm.detach()
     exact = [sum(parts) / world_size for parts in zip(*(gradients(r, 1) for r in range(world_size)), strict=True)]
-    seen = synchronise(ddp, gradients(rank, 1))
+    seen = synchronize(ddp, gradients(rank, 1))
     same = all(torch.allclose(a, b) for a, b in zip(seen, exact, strict=True))
     again = fusedcomm.attach(ddp, "bf16", quiet=True)
-    synchronise(ddp, gradients(rank, 1))
+    synchronize(ddp, gradients(rank, 1))
     buckets, tuning = again.stats().buckets, again.tuning()
     again.detach()
     # No thread works or watches once off is kept. `dropped` is dropped without detach().
@@ -793,7 +793,7 @@ def detached_while_searching(rank, world_size):
     off.detach()
     dropped = module()
     fusedcomm.attach(dropped, "auto", quiet=True)
-    synchronise(dropped, gradients(rank, 0))
+    synchronize(dropped, gradients(rank, 0))
     del dropped, comm, again
     gc.collect()
     return same, buckets > 0, tuning, [num_of_off, threads_settle_at(before) - before]
@@ -825,9 +825,9 @@ def printed(rank, world_size):
             slow = Slow(comm, rank, **TIMES)
             while not comm.tuning().finished:
                 slow()
-                synchronise(ddp, gradients(rank, 0))
+                synchronize(ddp, gradients(rank, 0))
             for _ in range(3):
-                synchronise(ddp, gradients(rank, 0))
+                synchronize(ddp, gradients(rank, 0))
     finally:
         os.environ["FUSEDCOMM_QUIET"] = "1"
     return out.getvalue(), str(comm.tuning())

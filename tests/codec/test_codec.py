@@ -146,7 +146,7 @@ def test_messages_of_several_parts_are_not_summed(codec):
 
 
 def check_slices(codec, layout, flats, numels, offset, scale):
-    """Packs from slices of the lossy and the exact stream, and unpacks into them.
+    """Packs from slices of the lossy and the exact elements, and unpacks into them.
 
     The slices have `numels` elements and are `offset` elements apart.
     """
@@ -354,8 +354,8 @@ def test_any_number_of_ranks(codec, wire, num_ranks):
     single = bucket_layout(wire, 64, 1, layout.part.exact_numel, layout.part.lossy_numel, 1 << 30)
     assert single.part.nbytes == layout.part.nbytes
     numels = ((0, single.lossy_numel), (100, single.exact_numel))
-    streams = [[signed(numel, seed=seed + rank, specials=True) for seed, numel in numels] for rank in range(num_ranks)]
-    parts = torch.cat([reference.pack(single, 0, *of_rank, 1.0) for of_rank in streams])
+    inputs = [[signed(numel, seed=seed + rank, specials=True) for seed, numel in numels] for rank in range(num_ranks)]
+    parts = torch.cat([reference.pack(single, 0, *of_rank, 1.0) for of_rank in inputs])
     out = uninitialised(layout.part.nbytes)
     codec.reduce(layout, parts, 1 / num_ranks, out)
     assert torch.equal(out, reference.reduce(layout, parts, 1 / num_ranks))
@@ -397,7 +397,7 @@ def test_the_threads_floating_point_mode_changes_nothing(codec, wire):
 def test_one_codec_serves_several_threads(codec):
     layout = bucket_layout("int8", 128, 2, 500, 200_003, 1 << 30)
     inputs = [(signed(200_003, seed=s), signed(500, seed=s)) for s in range(4)]
-    expected = [reference.pack(layout, 0, *streams, 1.0) for streams in inputs]
+    expected = [reference.pack(layout, 0, *elements, 1.0) for elements in inputs]
     failures = []
 
     def work(index):
@@ -480,8 +480,8 @@ LAYOUT = bucket_layout("bf16", 128, 1, 16, 1000, 1 << 20)
     [
         ({"chunk": 1}, ValueError, "chunk 1 does not exist; the number of chunks is 1"),
         ({"chunk": -1}, ValueError, "chunk -1 does not exist; the number of chunks is 1"),
-        ({"lossy": [torch.zeros(999)]}, ValueError, "lossy stream has 999 elements, but its layout has 1000"),
-        ({"exact": []}, ValueError, "exact stream has 0 elements, but its layout has 16"),
+        ({"lossy": [torch.zeros(999)]}, ValueError, "lossy slices have 999 elements, but their layout has 1000"),
+        ({"exact": []}, ValueError, "exact slices have 0 elements, but their layout has 16"),
         ({"lossy": [torch.zeros(1000).double()]}, TypeError, "float32, bfloat16 or float16, not Double"),
         ({"lossy": [torch.zeros(500), torch.zeros(500).half()]}, ValueError, "must have one dtype"),
         ({"lossy": [torch.zeros(2000)[::2]]}, ValueError, "a slice must be a contiguous CPU tensor"),

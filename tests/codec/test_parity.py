@@ -39,8 +39,8 @@ def train(
     with Join([ddp]) if scenario.uneven else contextlib.nullcontext():
         for step in range(num_steps):
             for accumulated in range(scenario.accumulate):
-                is_synchronised = accumulated == scenario.accumulate - 1
-                with contextlib.nullcontext() if is_synchronised else ddp.no_sync():
+                is_synchronized = accumulated == scenario.accumulate - 1
+                with contextlib.nullcontext() if is_synchronized else ddp.no_sync():
                     x, y = scenario.batch(rank, scenario.accumulate * step + accumulated)
                     (ddp(x.to(_input_dtype(ddp))).to(y.dtype) - y).square().mean().backward()
             record.append([_dense(p.grad) for p in ddp.parameters()])

@@ -433,7 +433,7 @@ def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rota
     layout = _C.bucket_layout(wire, block, world_size, exact[0].numel(), lossy[0].numel(), max_chunk_nbytes, rotated)
     results = [torch.empty_like(lossy[0]), torch.empty_like(exact[0])]
     for chunk in range(layout.num_chunks):
-        sent = [reference.pack(layout, chunk, *streams, 1 / predivide) for streams in zip(lossy, exact, strict=True)]
+        sent = [reference.pack(layout, chunk, *elements, 1 / predivide) for elements in zip(lossy, exact, strict=True)]
         by_owner = torch.stack(sent).view(world_size, world_size, -1).transpose(0, 1)
         means = [reference.reduce(layout, parts.reshape(-1), predivide / world_size) for parts in by_owner]
         values = reference.unpack(layout, chunk, torch.cat(means), 1.0, dtype)
@@ -518,9 +518,9 @@ def test_other_sums_have_no_reference():
         reference.all_reduce_mean([torch.ones(1)], "int2")
 
 
-def test_streams_of_another_length_are_refused():
+def test_elements_of_another_length_are_refused():
     layout = _C.bucket_layout("bf16", 128, 2, 10, 100, 1 << 20)
-    with pytest.raises(ValueError, match=r"lossy stream must have shape \(100,\).* not \(99,\)"):
+    with pytest.raises(ValueError, match=r"lossy elements must have shape \(100,\).* not \(99,\)"):
         reference.pack(layout, 0, torch.zeros(99), torch.zeros(10), 1.0)
-    with pytest.raises(ValueError, match=r"exact stream must have shape \(10,\).* not \(11,\)"):
+    with pytest.raises(ValueError, match=r"exact elements must have shape \(10,\).* not \(11,\)"):
         reference.pack(layout, 0, torch.zeros(100), torch.zeros(11), 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,7 +159,7 @@ def test_auto_decides_as_the_engine():
 def real_means(rank, world_size, shape, wire, kwargs):
     ddp = DistributedDataParallel(Gradients(shape))
     fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
-    return synchronise(ddp, [gradients(world_size, shape)[rank]])[0]
+    return synchronize(ddp, [gradients(world_size, shape)[rank]])[0]
 
 
 REAL = [
@@ -187,7 +187,7 @@ def real_means_with_exempt(rank, world_size, wire, rotate):
     ddp = DistributedDataParallel(Gradients((90, 70), (999,)))
     fusedcomm.attach(ddp, Config(wire, wires={"1d": "fp32"}, blocks=Blocks(rotate=rotate)), quiet=True)
     both = gradients(world_size, (90 * 70 + 999,))[rank]
-    seen = synchronise(ddp, [both[:6300].view(90, 70), both[6300:]])
+    seen = synchronize(ddp, [both[:6300].view(90, 70), both[6300:]])
     return torch.cat([seen[0].view(-1), seen[1]])
 
 

@@ -132,14 +132,14 @@ def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
 @pytest.mark.parametrize("format", ("fp32", "bf16"))
 def test_wires_share_a_message(codec, format):
     """Each layout's piece of every part has the bytes that it would have alone. The whole message is written."""
-    streams = [("int4", 32, True, 3001), ("fp8", 64, False, 700), ("int8", 128, False, 5)]
-    layouts = _C.bucket_layouts(streams, 3, 41, 1500)
-    values = [signed(numel, seed=numel) for _, _, _, numel in streams]
+    formats = [("int4", 32, True, 3001), ("fp8", 64, False, 700), ("int8", 128, False, 5)]
+    layouts = _C.bucket_layouts(formats, 3, 41, 1500)
+    values = [signed(numel, seed=numel) for _, _, _, numel in formats]
     exact = signed(41, seed=1)
     assert len({layout.num_chunks for layout in layouts}) == 1 and layouts[0].num_chunks > 1
     residuals = [feedbacks(format, layout.padded_numel) for layout in layouts]
-    unpacked = [torch.full((numel,), torch.nan) for _, _, _, numel in streams]
-    expected = [torch.full((numel,), torch.nan) for _, _, _, numel in streams]
+    unpacked = [torch.full((numel,), torch.nan) for _, _, _, numel in formats]
+    expected = [torch.full((numel,), torch.nan) for _, _, _, numel in formats]
     for chunk in range(layouts[0].num_chunks):
         message = torch.full((layouts[0].chunk_nbytes,), 0xA5, dtype=torch.uint8)
         pieces, summed = [], [torch.full((layouts[0].part_stride,), fill, dtype=torch.uint8) for fill in (0xA5, 0x5A)]

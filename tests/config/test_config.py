@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -42,7 +42,7 @@ def through(rank, world_size, front_end):
         fusedcomm.attach(ddp, CONFIG, quiet=True)
     else:
         ddp.register_comm_hook(fusedcomm.CommState(CONFIG), fusedcomm.comm_hook)
-    return synchronise(ddp, [gradient_of(rank)])[0]
+    return synchronize(ddp, [gradient_of(rank)])[0]
 
 
 def test_every_front_end_takes_the_same_object_and_gives_the_same_bits(ranks):

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, error_of, integers, mean_of_integers, refused, synchronise, threads_of_engine
+from models import Gradients, error_of, integers, mean_of_integers, refused, synchronize, threads_of_engine
 from patience import HANG_S
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -123,7 +123,7 @@ def test_options_of_ddp_that_differ_between_ranks_are_named(ranks, of_ranks, wor
 def trained_with_other_options(rank, world_size, of_ranks):
     ddp = DistributedDataParallel(Gradients((128, 64), (9,)), **of_ranks[rank])
     fusedcomm.attach(ddp, "fp32", quiet=True)
-    return synchronise(ddp, [integers(rank, (128, 64)), integers(rank, (9,))], steps=4)
+    return synchronize(ddp, [integers(rank, (128, 64)), integers(rank, (9,))], steps=4)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def handle_life(rank, world_size):
     comm = fusedcomm.attach(ddp, "int8")
     gradients = [integers(rank, (128, 64)), integers(rank, (9,))]
     predicted = str(comm.plan())
-    synchronise(ddp, gradients, steps=5)
+    synchronize(ddp, gradients, steps=5)
     stats, plan = comm.stats(), comm.plan()
     comm.detach()
     comm.detach()
-    after_detach = synchronise(ddp, gradients)
+    after_detach = synchronize(ddp, gradients)
     again = fusedcomm.attach(ddp, "fp32")
-    after_attach = synchronise(ddp, gradients)
+    after_attach = synchronize(ddp, gradients)
     return predicted, stats, plan, after_detach, after_attach, again.stats().buckets
 
 
@@ -181,7 +181,7 @@ def after_detach(rank, world_size, wire):
     ddp = DistributedDataParallel(Gradients((128, 64), (9,)))
     gradients = [integers(rank, (128, 64)), integers(rank, (9,))]
     comm = fusedcomm.attach(ddp, wire, quiet=True)
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     state, attached = comm.state_dict(), comm.plan()
     comm.detach()
     errors = []
@@ -207,7 +207,7 @@ def in_a_block(rank, world_size):
     ddp = DistributedDataParallel(Gradients((128, 64)))
     gradients = [integers(rank, (128, 64))]
     with fusedcomm.attach(ddp, "int8", quiet=True) as comm:
-        synchronise(ddp, gradients)
+        synchronize(ddp, gradients)
     seen = [comm.plan().detached, comm.stats().steps]
     with pytest.raises(KeyError):
         with fusedcomm.attach(ddp, "int8", quiet=True) as comm:
@@ -217,7 +217,7 @@ def in_a_block(rank, world_size):
         comm.detach()  # detached already when the block ends
     with pytest.raises(RuntimeError, match="this handle is a copy"):
         copy.copy(comm).__enter__()
-    return seen, synchronise(ddp, gradients)
+    return seen, synchronize(ddp, gradients)
 
 
 def test_a_handle_is_a_context_that_detaches_at_its_end(ranks):
@@ -236,7 +236,7 @@ class Trainer:
 def copies_of_a_trainer(rank, world_size, wire):
     trainer = Trainer(wire)
     gradients = [integers(rank, (128, 64))]
-    synchronise(trainer.ddp, gradients)
+    synchronize(trainer.ddp, gradients)
     buffer = io.BytesIO()
     torch.save(trainer, buffer)
     buffer.seek(0)
@@ -248,9 +248,9 @@ def copies_of_a_trainer(rank, world_size, wire):
                 said.append(error_of(RuntimeError, getattr(handle, method)))
             handle.detach()
         other.comm = fusedcomm.attach(other.ddp, "fp32", quiet=True)
-        means += synchronise(other.ddp, gradients)
+        means += synchronize(other.ddp, gradients)
         assert other.comm.stats().steps == 1
-    synchronise(trainer.ddp, gradients)
+    synchronize(trainer.ddp, gradients)
     return said, means, trainer.comm.plan().buckets[0].parameters
 
 
@@ -270,7 +270,7 @@ def checkpointed(rank, world_size):
     comm = fusedcomm.attach(ddp, "int8")
     gradients = [torch.ones(70, 80), torch.ones(30)]
     gradients[1][rank] = float("nan")
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     state = comm.state_dict()
     comm.detach()
     comm = fusedcomm.attach(ddp, "int8")
@@ -313,7 +313,7 @@ def printed_nowhere(rank, world_size):
             comm = fusedcomm.attach(ddp, "bf16")
     finally:
         os.environ["FUSEDCOMM_QUIET"] = "1"
-    synchronise(ddp, [torch.ones(4000)])
+    synchronize(ddp, [torch.ones(4000)])
     return comm.stats().steps
 
 
@@ -423,7 +423,7 @@ def lifetimes(rank, world_size):
     before = threads_of_engine()
     ddp = DistributedDataParallel(Gradients((40, 40)))
     comm = fusedcomm.attach(ddp)
-    synchronise(ddp, [torch.ones(40, 40)])
+    synchronize(ddp, [torch.ones(40, 40)])
     during = threads_of_engine()
     comm.detach()
     return before, during, threads_of_engine(), threading.active_count()

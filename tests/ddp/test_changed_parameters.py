@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from models import Gradients, error_of, integers, mean_of_integers, synchronise
+from models import Gradients, error_of, integers, mean_of_integers, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -55,7 +55,7 @@ def changed(rank, world_size, change, wire):
     """The errors of two steps after the change, and of an attempt to attach to the changed module."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     comm = fusedcomm.attach(ddp, wire, quiet=True)
-    synchronise(ddp, gradients_of(rank), steps=2)
+    synchronize(ddp, gradients_of(rank), steps=2)
     change(ddp)
     with torch.no_grad():
         ddp(gradients_of(rank))  # no step: nothing is to be synchronized
@@ -85,14 +85,14 @@ def in_other_places(rank, world_size):
     """Steps after changes that leave DDP the tensors it has."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     fusedcomm.attach(ddp, "fp32", quiet=True)
-    seen = [synchronise(ddp, gradients_of(rank))]
+    seen = [synchronize(ddp, gradients_of(rank))]
     ddp.load_state_dict(copy.deepcopy(ddp.state_dict()))
-    seen.append(synchronise(ddp, gradients_of(rank)))
+    seen.append(synchronize(ddp, gradients_of(rank)))
     ddp.module.weights = torch.nn.ParameterList(list(ddp.module.weights))  # another module with the same parameters
-    seen.append(synchronise(ddp, gradients_of(rank)))
+    seen.append(synchronize(ddp, gradients_of(rank)))
     for weight in ddp.module.weights:
         weight.data = weight.data.clone()
-    return [*seen, synchronise(ddp, gradients_of(rank))]
+    return [*seen, synchronize(ddp, gradients_of(rank))]
 
 
 def test_the_same_tensors_in_other_places_are_trained_on(ranks):
@@ -130,7 +130,7 @@ def compilations(rank, world_size):
     for _ in range(5):
         compiled(torch.ones(2, 8)).sum().backward()
         frames.append(counters["frames"]["total"])
-    return frames, [reason for reason in counters["graph_break"] if "Synchroniser" in reason]
+    return frames, [reason for reason in counters["graph_break"] if "Synchronizer" in reason]
 
 
 def test_torch_compile_does_not_look_into_the_check(ranks):

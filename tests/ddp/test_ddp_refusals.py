@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, error_of, integers, mean_of_integers, synchronise
+from models import Gradients, error_of, integers, mean_of_integers, synchronize
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,7 @@ def under_join(rank, world_size, wire):
     texts = []
     with pytest.raises(RuntimeError) as error, Join([ddp], divide_by_initial_world_size=False):
         for _ in range(2 + rank):  # the ranks have different numbers of inputs
-            synchronise(ddp, gradients)
+            synchronize(ddp, gradients)
     texts.append(str(error.value))
     comm.detach()
     with Join([ddp], divide_by_initial_world_size=False):
@@ -29,9 +29,9 @@ def under_join(rank, world_size, wire):
     texts.append(str(error.value))
     with Join([ddp], enable=False, divide_by_initial_world_size=False):
         comm = fusedcomm.attach(ddp, "fp32", quiet=True)
-        texts.append(torch.equal(synchronise(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
+        texts.append(torch.equal(synchronize(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
     with Join([ddp]):
-        texts.append(torch.equal(synchronise(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
+        texts.append(torch.equal(synchronize(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
     return texts
 
 
@@ -65,7 +65,7 @@ class Wrapped(dist.ProcessGroup):
 
 def with_a_comm_state(ddp, group):
     ddp.register_comm_hook(fusedcomm.CommState("int8", process_group=group), fusedcomm.comm_hook)
-    synchronise(ddp, [torch.ones(SHAPE)])
+    synchronize(ddp, [torch.ones(SHAPE)])
 
 
 FRONT_ENDS = {

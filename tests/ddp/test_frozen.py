@@ -3,7 +3,7 @@ began with."""
 
 import pytest
 import torch
-from models import Gradients, error_of, integers, mean_of_integers, synchronise
+from models import Gradients, error_of, integers, mean_of_integers, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -27,7 +27,7 @@ def all_frozen(rank, world_size, kwargs):
     ddp(gradients_of(rank))
     ddp.requires_grad_(True)
     thawed = comm.plan()
-    means = synchronise(ddp, gradients_of(rank), steps=2)
+    means = synchronize(ddp, gradients_of(rank), steps=2)
     ddp.requires_grad_(False)
     return without, thawed, means, comm.plan()
 

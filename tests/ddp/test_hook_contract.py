@@ -19,7 +19,7 @@ from models import (
     constant,
     error_of,
     refusal,
-    synchronise,
+    synchronize,
     synchronized,
 )
 from ranks import GROUP_TIMEOUT_S, Ranks
@@ -171,7 +171,7 @@ def refused_on_one_rank(rank, world_size, registered):
     config = Config("int8", wires={"weights.7": "fp32"} if rank == 1 else {})
     with pytest.raises((ValueError, RuntimeError)) as error:
         ddp, _ = synchronized("CommState" if registered else "hook", Gradients((50,)), config)
-        synchronise(ddp, [torch.ones(50)])
+        synchronize(ddp, [torch.ones(50)])
     return str(error.value)
 
 
@@ -204,13 +204,13 @@ def copies(rank, world_size):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gradient = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
-            (exact,) = synchronise(other, [gradient], steps=2)
+            (exact,) = synchronize(other, [gradient], steps=2)
         messages = [str(w.message) for w in caught if "copy of one with fusedcomm" in str(w.message)]
         comm = fusedcomm.attach(other, Config("int8", wires={"1d": "int8"}))
-        (lossy,) = synchronise(other, [gradient])
+        (lossy,) = synchronize(other, [gradient])
         results.append((len(messages), exact, torch.equal(exact, lossy), comm.stats().buckets))
     # The original is still attached.
-    synchronise(ddp, [gradient])
+    synchronize(ddp, [gradient])
     return results
 
 
@@ -275,7 +275,7 @@ def rebuilt(rank, world_size, ddp_kwargs):
     buckets = []
     for step in range(4):
         gradients = [torch.full(shape, float((i + 1) * (step + 1) * (2 * rank + 1))) for i, shape in enumerate(shapes)]
-        for i, seen in enumerate(synchronise(ddp, gradients)):
+        for i, seen in enumerate(synchronize(ddp, gradients)):
             assert seen.unique().tolist() == [(i + 1) * (step + 1) * 2.0], (step, i)
         buckets.append([row.parameters for row in comm.plan().buckets])
     return buckets
@@ -297,7 +297,7 @@ def moved_to_another_group(rank, world_size, through):
     subgroup, config = dist.new_group([0, 1]), Config("int8", wires={"1d": "int8"})
     ddp, comm = synchronized("CommState" if through == "CommState" else "hook", Gradients((6000,)), config)
     gradient = [torch.full((6000,), float(rank))]
-    before = synchronise(ddp, gradient)[0].unique().tolist()
+    before = synchronize(ddp, gradient)[0].unique().tolist()
     if through == "a detached handle":
         comm.detach()
     ddp._update_process_group(subgroup)
@@ -307,7 +307,7 @@ def moved_to_another_group(rank, world_size, through):
         return before, None, None
     if through == "CommState":
         comm.process_group = subgroup
-    after = synchronise(ddp, gradient, steps=3)[0].unique().tolist()
+    after = synchronize(ddp, gradient, steps=3)[0].unique().tolist()
     return before, after, comm.plan().world_size if through == "attach" else None
 
 
@@ -389,7 +389,7 @@ def joined(rank, world_size, wire):
     seen = []
     with Join([ddp]):
         for _ in range(2 + 3 * rank):
-            values = synchronise(ddp, [torch.full((5120,), 4.0), torch.full((64, 40), 8.0)])
+            values = synchronize(ddp, [torch.full((5120,), 4.0), torch.full((64, 40), 8.0)])
             seen.append([value.unique().tolist() for value in values])
     return seen
 
@@ -426,7 +426,7 @@ def frozen_and_back(rank, world_size, frozen):
     comm = fusedcomm.attach(ddp, Config("int4", wires={"weights.0": "bf16"} if frozen else {}, feedback=Feedback()))
     ddp.module.weights[frozen].requires_grad_(True)
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((600, 70), (64,))]
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     names = [bucket.parameters for bucket in comm.plan().buckets]
     state = comm.state_dict()
     comm.load_state_dict(state)
@@ -448,7 +448,7 @@ def rebuilt_twice(rank, world_size):
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.008)
     comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
     gradients = [torch.full(shape, float(rank + index)) for index, shape in enumerate(shapes)]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
     ddp._update_process_group(subgroup)
     order = ddp.module.weights
     seen = []
@@ -479,7 +479,7 @@ def with_ignored_parameters(rank, world_size, registered):
     model._modules = {"teacher": model._modules.pop("teacher"), **model._modules}  # its parameter is the first
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["teacher.weight"])
     ddp, _ = synchronized("CommState" if registered else "hook", model, "int8")
-    return synchronise(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
+    return synchronize(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
 
 
 @pytest.mark.parametrize("registered", [False, True])

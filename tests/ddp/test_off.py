@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from models import Gradients, error_of, synchronise, threads_of_engine
+from models import Gradients, error_of, synchronize, threads_of_engine
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -18,7 +18,7 @@ SHAPE = (60, 90)
 
 def seen_by(ddp, rank, steps=1):
     gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
-    return synchronise(ddp, [gradient], steps=steps)[-1]
+    return synchronize(ddp, [gradient], steps=steps)[-1]
 
 
 def compared(rank, world_size):

@@ -5,7 +5,7 @@ import collections
 import pytest
 import torch
 import torchs_ddp_tests
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from sampling import few
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -24,11 +24,11 @@ def profiled_steps(rank, world_size, config, dtype=torch.float32):
     ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.01)
     comm = fusedcomm.attach(ddp, config, quiet=True)
     gradients = [torch.ones(shape, dtype=dtype) for shape in SHAPES]
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     for _ in range(2):  # the second profiler sees nothing of the first one's steps
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            synchronise(ddp, gradients, steps=NUM_STEPS)
-        synchronise(ddp, gradients)
+            synchronize(ddp, gradients, steps=NUM_STEPS)
+        synchronize(ddp, gradients)
     buckets = [(row.grad_nbytes // dtype.itemsize, max(1, row.num_chunks)) for row in comm.plan().buckets]
     events = [
         (event.name, event.is_async, event.time_range.start, event.time_range.end, event.thread, event.input_shapes)

@@ -105,7 +105,7 @@ def test_a_rank_that_dies_while_it_compiles_leaves_no_lock(tmp_path, holder):
 
 
 def test_a_rank_that_is_stopped_is_not_waited_for_long(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(compile_once, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(compile_once, "TIMEOUT_S", 0.3)
     compiled = list(compile_once.compiled(KERNELS, compiler(tmp_path), str(tmp_path)))
     assert compiled == [*KERNELS[1:], KERNELS[0]]
 

@@ -12,7 +12,7 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, Mlp, Sparse, integers, mean_of_integers, synchronise, worst
+from models import Gradients, Mlp, Sparse, integers, mean_of_integers, synchronize, worst
 from patience import HANG_S
 from test_cuda_engine import CONFIGS, SHAPES
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +48,7 @@ def both_devices(rank, world_size, config, dtype, exact_sum):
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.016)
         comm = fusedcomm.attach(ddp, config)
         num_steps = 4 if config.feedback else 2  # a residual shows in the next step
-        seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=num_steps)
+        seen = synchronize(ddp, [gradient.to(device) for gradient in gradients], steps=num_steps)
         stats = comm.stats()
         comm.detach()
         # Sums in place keep NaNs as they are, and which NaN a sum gives depends on the device.
@@ -99,7 +99,7 @@ def big_bucket(rank, world_size, wire):
     comm = fusedcomm.attach(
         ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(1 << 20)), local=LocalOptions(sm_limit=sms)
     )
-    seen = synchronise(ddp, gradients, steps=3)
+    seen = synchronize(ddp, gradients, steps=3)
     comm.detach()
     mean = mean_of_integers(world_size, shape).cuda()
     return [(gradient - mean).abs().max().item() for gradient in seen]
@@ -117,7 +117,7 @@ def torn_down(rank, world_size, hosts):
     ddp = DistributedDataParallel(Gradients(shape).cuda())
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot", hosts=hosts))
     gradients = [integers(rank, shape).cuda()]
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     ddp.zero_grad(set_to_none=True)
     torch.cuda._sleep(1_000_000_000)
     ddp(gradients).backward()
@@ -208,7 +208,7 @@ def through_comm_state(rank, world_size):
     ddp = DistributedDataParallel(Gradients((301, 77), (5000,)).cuda())
     ddp.register_comm_hook(fusedcomm.CommState(Config("bf16", sum="two-shot")), fusedcomm.comm_hook)
     gradients = [integers(rank, shape) for shape in ((301, 77), (5000,))]
-    return [seen.cpu() for seen in synchronise(ddp, [gradient.cuda() for gradient in gradients], steps=3)]
+    return [seen.cpu() for seen in synchronize(ddp, [gradient.cuda() for gradient in gradients], steps=3)]
 
 
 def test_comm_state_runs_the_same_engine(ranks):
@@ -251,7 +251,7 @@ def searched(rank, world_size):
     wires, wrong = [], 0
     for step in range(100):
         gradients = [(integers(rank, shape) + step % 5).cuda() for shape in shapes]
-        for seen, shape in zip(synchronise(ddp, gradients), shapes, strict=True):
+        for seen, shape in zip(synchronize(ddp, gradients), shapes, strict=True):
             wrong += (seen != mean_of_integers(world_size, shape).cuda() + step % 5).sum().item()
         plan = comm.plan()
         wires.append("off" if plan.off else plan.config.wire)
@@ -294,7 +294,7 @@ def delayed(rank, world_size, config, num_steps):
     wrong = 0
     for step in range(num_steps):
         gradients = [(integers(rank, shape) + step % 5).cuda() for shape in shapes]
-        for seen, shape in zip(synchronise(ddp, gradients), shapes, strict=True):
+        for seen, shape in zip(synchronize(ddp, gradients), shapes, strict=True):
             wrong += (seen != mean_of_integers(world_size, shape).cuda() + step % 5).sum().item()
     comm.detach()
     return wrong
@@ -321,7 +321,7 @@ def with_sync(rank, world_size, sync):
     ddp = DistributedDataParallel(Gradients(*SHAPES).cuda(), bucket_cap_mb=0.016)
     fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(4096)))
     del os.environ[env.SYNC]
-    return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=3)]).cpu()
+    return torch.cat([seen.flatten() for seen in synchronize(ddp, gradients, steps=3)]).cpu()
 
 
 def test_one_stage_at_a_time_gives_identical_bits(ranks):
@@ -337,10 +337,10 @@ def told(rank, world_size, path):
     ddp = DistributedDataParallel(Gradients((300, 500), (4000,)).cuda())
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(sm_limit=3))
     gradients = [torch.ones(300, 500).cuda(), torch.ones(4000).cuda()]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
     before = comm.session.native_device.num_launches
     with comm.trace(path):
-        synchronise(ddp, gradients, steps=2)
+        synchronize(ddp, gradients, steps=2)
     launches = comm.session.native_device.num_launches - before
     stats = comm.stats()
     plan = comm.plan()
@@ -377,13 +377,13 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
     with one_rank_group():
         ddp = DistributedDataParallel(Gradients((5000,)).cuda())
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), quiet=True)
-        synchronise(ddp, [torch.ones(5000).cuda()], steps=3)
+        synchronize(ddp, [torch.ones(5000).cuda()], steps=3)
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 ddp.reducer._run_comm_hook(bucket)
         # The next step works as before.
-        (seen,) = synchronise(ddp, [torch.full((5000,), 3.0).cuda()])
+        (seen,) = synchronize(ddp, [torch.full((5000,), 3.0).cuda()])
         assert seen.unique().tolist() == [3.0]
         comm.detach()
 

@@ -15,7 +15,7 @@ import cuda_cpp
 import fake_cuda
 import pytest
 import torch
-from models import Gradients, Mlp, Sparse, synchronise
+from models import Gradients, Mlp, Sparse, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -63,11 +63,11 @@ def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes
         ddp = DistributedDataParallel(Gradients(*shapes, dtype=dtype), bucket_cap_mb=0.016)
         if path == "cpu":
             comm = fusedcomm.attach(ddp, config)
-            seen = synchronise(ddp, gradients, steps=num_steps)
+            seen = synchronize(ddp, gradients, steps=num_steps)
         else:
             with (takes_over or fake.takes_over)(config):
                 comm = fusedcomm.attach(ddp, config)
-                seen = synchronise(ddp, gradients, steps=num_steps)
+                seen = synchronize(ddp, gradients, steps=num_steps)
         stats = comm.stats()
         num_buckets = len(comm.plan().buckets)
         comm.detach()
@@ -215,9 +215,9 @@ def grids_by_bucket(rank, world_size, library, config):
         ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
         with fake.takes_over(config):
             comm = fusedcomm.attach(ddp, config)
-            seen.append(synchronise(ddp, gradients, steps=2))
+            seen.append(synchronize(ddp, gradients, steps=2))
             num_before = len(fake.grids)
-            seen.append(synchronise(ddp, gradients))
+            seen.append(synchronize(ddp, gradients))
             num_buckets = len(comm.plan().buckets)
             comm.detach()
         grids.append(fake.grids[num_before:])
@@ -275,7 +275,7 @@ def recorded(rank, world_size, library, sum):
     with fake.takes_over(config):
         ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
         comm = fusedcomm.attach(ddp, config)
-        synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
+        synchronize(ddp, [torch.ones(3000), torch.ones(20, 30)])
         comm.detach()
     return [
         (kernel, {name: value for name, value in args.items() if not isinstance(value, torch.Tensor)})
@@ -343,10 +343,10 @@ def faulting(rank, world_size, library):
     ddp = DistributedDataParallel(Gradients((3000,)))
     with fake.takes_over(Config("bf16")):
         fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-        synchronise(ddp, [torch.ones(3000)])
+        synchronize(ddp, [torch.ones(3000)])
         fake.fail("cuLaunchKernel", 700)
         try:
-            synchronise(ddp, [torch.ones(3000)])
+            synchronize(ddp, [torch.ones(3000)])
         except RuntimeError as error:
             return str(error)
     return None
@@ -373,7 +373,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
     with fake.takes_over(Config("bf16")):
         ddp = DistributedDataParallel(Gradients((3000,)))
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
-        hook = comm.session.synchroniser
+        hook = comm.session.synchronizer
 
         def call():
             entered.wait()
@@ -393,7 +393,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
         thread.start()
         fake._run = run
         try:
-            synchronise(ddp, [torch.ones(3000)])
+            synchronize(ddp, [torch.ones(3000)])
         finally:
             fake._run = own_run
         thread.join()
@@ -424,7 +424,7 @@ def captured(rank, world_size, library, is_watched):
         with fake.capturing(), pytest.raises(RuntimeError) as raised:
             ddp.reducer._run_comm_hook(bucket).wait()
         done = len(fake.launches), len(begun), len(target.take_pass_ends())
-        (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+        (seen,) = synchronize(ddp, [torch.full((3000,), 3.0)])
         num_seen = len(target.take_pass_ends())
         comm.detach()
     return str(raised.value), done, seen.unique().tolist(), num_seen
@@ -464,7 +464,7 @@ def loaded_by_attaching(rank, world_size, library):
         fake.library.fake_set_context(context)
         with fake.takes_over(Config(wire)):
             comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}))
-            (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+            (seen,) = synchronize(ddp, [torch.full((3000,), 3.0)])
             comm.detach()
         assert (seen - 3).abs().max() < 1e-2 and fake.launches
         numbers.append(fake.library.fake_num_loads())

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronise
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronize
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +45,7 @@ TWO_LEVELS = [
 def exact_means(rank, world_size, wire, kwargs, dtype):
     ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.02)
     comm = fusedcomm.attach(ddp, Config(wire, **kwargs))
-    seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in SHAPES], steps=3)
+    seen = synchronize(ddp, [integers(rank, shape, dtype) for shape in SHAPES], steps=3)
     exact = [torch.equal(s, mean_of_integers(world_size, shape, dtype)) for s, shape in zip(seen, SHAPES, strict=True)]
     return all(exact), {row.sum for row in comm.plan().buckets}
 
@@ -66,7 +66,7 @@ def gradient_and_mean(rank, world_size, wire, rotate, numel, sum):
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     ddp = DistributedDataParallel(Gradients((numel,)))
     fusedcomm.attach(ddp, Config(wire, sum=sum, wires={"1d": wire}, blocks=Blocks(rotate=rotate)))
-    return gradient, synchronise(ddp, [gradient])[0]
+    return gradient, synchronize(ddp, [gradient])[0]
 
 
 @pytest.mark.sampled
@@ -85,7 +85,7 @@ def absorbed(rank, world_size, config, dtype):
     """The mean of 256 on rank 0 and 1 on the others. In bf16, 256 + 1 rounds to 256."""
     ddp = DistributedDataParallel(Gradients((20000,), dtype=dtype))
     fusedcomm.attach(ddp, config)
-    (seen,) = synchronise(ddp, [torch.full((20000,), 256.0 if rank == 0 else 1.0, dtype=dtype)])
+    (seen,) = synchronize(ddp, [torch.full((20000,), 256.0 if rank == 0 else 1.0, dtype=dtype)])
     return seen.unique().tolist()
 
 
@@ -122,7 +122,9 @@ AT_ONCE = [
     *((wire, {"hosts": TWO_BY_TWO, "rounding": Rounding("stochastic", 3)}, 4) for wire in ("bf16", "int8", "int4")),
     *((wire, {}, 4) for wire in CODEC_WIRES),
     ("bf16", {"sum": "direct"}, 2),
-    ("int4", {"rounding": Rounding("stochastic"), "feedback": Feedback(), "sum": "two-shot"}, 3),
+    # Without error feedback: what the owner of a part has kept is rounded again when DDP's second buckets give the part
+    # to another rank, and chunks decide which.
+    ("int4", {"rounding": Rounding("stochastic"), "sum": "two-shot"}, 3),
 ]
 
 
@@ -135,7 +137,7 @@ def random_result(rank, world_size, wire, kwargs, local, forced_sync):
             patch.setenv(env.SYNC, "1")
         ddp = DistributedDataParallel(Gradients(*shapes))
         fusedcomm.attach(ddp, Config(wire, **kwargs), local=local)
-        return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=2)])
+        return torch.cat([seen.flatten() for seen in synchronize(ddp, gradients, steps=2)])
 
 
 @pytest.mark.sampled
@@ -166,7 +168,7 @@ def exempt_result(rank, world_size):
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
     comm = fusedcomm.attach(ddp, "int8")
-    seen = synchronise(ddp, gradients)
+    seen = synchronize(ddp, gradients)
     return gradients, seen, [row.num_chunks for row in comm.plan().buckets], comm.plan().exempt
 
 
@@ -193,7 +195,7 @@ def nonfinite_result(rank, world_size, wire, kwargs):
         gradients[1][7000] = float("-inf")
     ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
     comm = fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs))
-    a, b = synchronise(ddp, gradients)
+    a, b = synchronize(ddp, gradients)
     far = torch.isfinite(a.view(-1)[1024:]).all() and torch.isfinite(b[:4000]).all()
     stats = comm.stats()
     return (a.view(-1)[17].item(), b[5000].item(), b[7000].item(), bool(far)), stats.nonfinite_by_parameter
@@ -248,7 +250,7 @@ def shapes_result(rank, world_size, wire, hosts):
     ddp = DistributedDataParallel(Gradients(*shapes))
     fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=hosts))
     gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
-    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+    return [seen.unique().tolist() for seen in synchronize(ddp, gradients, steps=3)]
 
 
 @pytest.mark.sampled
@@ -275,7 +277,7 @@ def verified_result(rank, world_size, wire, verify_every, nan):
     comm = fusedcomm.attach(
         ddp, Config(wire, sum="two-shot", wires={"1d": wire}, checks=Checks(verify_every=verify_every))
     )
-    seen = torch.cat([gradient.flatten() for gradient in synchronise(ddp, gradients, steps=9)])
+    seen = torch.cat([gradient.flatten() for gradient in synchronize(ddp, gradients, steps=9)])
     stats = comm.stats()
     return seen, [(v.step, v.bucket.split(" (")[0], v.relative_error) for v in stats.verified], stats.buckets
 
@@ -310,10 +312,10 @@ HEADERS_NBYTES = 4096
 def recorded_step(rank, world_size, wire, kwargs, numel):
     ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
     fusedcomm.attach(ddp, Config(wire, **kwargs))
-    synchronise(ddp, [integers(rank, (numel,))], steps=3)  # DDP rebuilds the buckets here, which needs a broadcast
+    synchronize(ddp, [integers(rank, (numel,))], steps=3)  # DDP rebuilds the buckets here, which needs a broadcast
     dist.barrier()
     before, sent_before = len(flight_record()), tcp_nbytes_sent()
-    synchronise(ddp, [integers(rank, (numel,))])
+    synchronize(ddp, [integers(rank, (numel,))])
     sent_nbytes = tcp_nbytes_sent() - sent_before
     entries = flight_record()[before:]
     dist.barrier()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, stderr_to, synchronise
+from models import Gradients, stderr_to, synchronize
 from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,7 @@ def train_until_error(rank, world_size, wire, fate, through_state):
     else:
         comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
 
     def meet_fate(gradient):
         if fate == "killed":
@@ -54,7 +54,7 @@ def train_until_error(rank, world_size, wire, fate, through_state):
         ddp.module.weights[0].register_hook(meet_fate)
     started = time.monotonic()
     try:
-        synchronise(ddp, gradients)
+        synchronize(ddp, gradients)
     except RuntimeError as error:
         waited = time.monotonic() - started
         # The error is permanent: every later step must fail, too.
@@ -175,7 +175,7 @@ def stopped_under_way(rank, world_size):
     """Detaches while a bucket waits for rank 1. Returns the bucket's error."""
     ddp = DistributedDataParallel(Gradients((300000,)))
     comm = fusedcomm.attach(ddp, "int8")
-    synchronise(ddp, [torch.ones(300000)])
+    synchronize(ddp, [torch.ones(300000)])
     if rank == 1:
         comm.detach()
         return None
@@ -216,7 +216,7 @@ def prevented(rank, world_size, when):
         fusedcomm.attach(ddp, "bf16")
     except (OSError, MemoryError, RuntimeError) as error:
         # No rank is attached: the module still works, with DDP's default all-reduce.
-        return f"{type(error).__name__}: {error}", synchronise(ddp, [torch.full((1000,), float(rank))])[0][0].item()
+        return f"{type(error).__name__}: {error}", synchronize(ddp, [torch.full((1000,), float(rank))])[0][0].item()
     finally:
         session.CpuPath = own
     return "attached", None
@@ -294,7 +294,7 @@ def let_go(rank, world_size, wire, how):
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
     comm = fusedcomm.attach(ddp, Config(wire, sum=how))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
 
     def fail(gradient):
         if rank == world_size - 1:
@@ -304,7 +304,7 @@ def let_go(rank, world_size, wire, how):
 
     ddp.module.weights[0].register_hook(fail)
     with pytest.raises(ArithmeticError):
-        synchronise(ddp, gradients)
+        synchronize(ddp, gradients)
     comm.detach()
     with tempfile.NamedTemporaryFile() as log, stderr_to(log.name):
         began = time.monotonic()

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, on_host, synchronise
+from models import Gradients, on_host, synchronize
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 from traces import read
@@ -43,7 +43,7 @@ def result(rank, world_size, wire, kwargs, shapes, local=None):
     gradients = [torch.randn(shape, generator=generator) * (rank + 1) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
     fusedcomm.attach(ddp, Config(wire, **kwargs), local=local)
-    seen = synchronise(ddp, gradients, steps=2)
+    seen = synchronize(ddp, gradients, steps=2)
     return torch.cat([g.flatten() for g in gradients]), torch.cat([s.flatten() for s in seen])
 
 
@@ -158,7 +158,7 @@ def on_both_devices(rank, world_size, kwargs):
     for device in ("cpu", "cuda"):
         ddp = DistributedDataParallel(Gradients(*shapes).to(device), bucket_cap_mb=0.05)
         comm = fusedcomm.attach(ddp, Config(sum="two-shot", hosts=TWO_BY_TWO, **kwargs))
-        seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=2)
+        seen = synchronize(ddp, [gradient.to(device) for gradient in gradients], steps=2)
         results.append(torch.cat([gradient.flatten() for gradient in seen]).cpu())
         comm.detach()
     return results
@@ -219,7 +219,7 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
         gradients = [torch.randn(shape, generator=generator) for shape in shapes]
         for total, gradient in zip(given, gradients, strict=True):
             total += gradient
-        for total, mean in zip(seen, synchronise(ddp, gradients), strict=True):
+        for total, mean in zip(seen, synchronize(ddp, gradients), strict=True):
             total += mean
         if reload and step == 3:
             comm.load_state_dict(comm.state_dict(consolidated=reload == "consolidated"))
@@ -264,7 +264,7 @@ def mean_of_many_steps(rank, world_size, feedback, num_steps=20):
     gradient = torch.randn(20000, generator=torch.Generator().manual_seed(rank))
     ddp = DistributedDataParallel(Gradients((20000,)))
     fusedcomm.attach(ddp, Config("int4", "two-shot", wires={"1d": "int4"}, feedback=feedback, hosts=TWO_BY_TWO))
-    return gradient, sum(synchronise(ddp, [gradient])[0] for _ in range(num_steps)) / num_steps
+    return gradient, sum(synchronize(ddp, [gradient])[0] for _ in range(num_steps)) / num_steps
 
 
 # --- order, and ranks that are lost ---------------------------------------------------------------------------------
@@ -321,12 +321,12 @@ def train_until_error(rank, world_size, lost):
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), hosts=TWO_BY_TWO))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
     if rank == lost:
         ddp.module.weights[0].register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
     started = time.monotonic()
     try:
-        synchronise(ddp, gradients)
+        synchronize(ddp, gradients)
     except RuntimeError as error:
         waited = time.monotonic() - started
         comm.detach()
@@ -357,7 +357,7 @@ def attached(rank, world_size, kwargs):
         comm = fusedcomm.attach(ddp, Config(**{"wire": "int8", "wires": {"1d": "int8"}, **kwargs}))
     except (RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
-    (seen,) = synchronise(ddp, [torch.full((5000,), float(rank))])
+    (seen,) = synchronize(ddp, [torch.full((5000,), float(rank))])
     assert seen.unique().tolist() == [(world_size - 1) / 2]
     plan = comm.plan()
     return None, str(plan), plan.hosts and plan.hosts.groups
@@ -394,7 +394,7 @@ def in_a_subgroup(rank, world_size):
     ddp = DistributedDataParallel(Gradients((30000,)), process_group=group)
     comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, hosts=INTERLEAVED))  # ranks in the group
     gradient = torch.randn(30000, generator=torch.Generator().manual_seed(rank))
-    (seen,) = synchronise(ddp, [gradient], steps=2)
+    (seen,) = synchronize(ddp, [gradient], steps=2)
     return gradient, seen, comm.plan().hosts.groups
 
 
@@ -433,7 +433,7 @@ def by_default(rank, world_size, names, kwargs):
     with on_host(names[rank]):
         ddp = DistributedDataParallel(Gradients((300, 100)))
         comm = fusedcomm.attach(ddp, Config(**kwargs))
-    (seen,) = synchronise(ddp, [torch.full((300, 100), float(rank))], steps=3)
+    (seen,) = synchronize(ddp, [torch.full((300, 100), float(rank))], steps=3)
     plan, stats = comm.plan(), comm.stats()
     (row,) = plan.buckets
     assert stats.sent_nbytes == 3 * row.sent_nbytes
@@ -491,7 +491,7 @@ def with_a_path_for_one_level(rank, world_size, names):
         patch.setattr(session, "CpuPath", Path)
         ddp = DistributedDataParallel(Gradients((5000,)))
         fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    return len(made), synchronise(ddp, [torch.full((5000,), float(rank))])[0].unique().tolist()
+    return len(made), synchronize(ddp, [torch.full((5000,), float(rank))])[0].unique().tolist()
 
 
 def test_what_two_levels_need_is_prepared_only_where_sums_have_them(ranks):
@@ -506,9 +506,9 @@ def moved_to_one_host(rank, world_size, kwargs):
         ddp = DistributedDataParallel(Gradients((6000,)))
         comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, **kwargs))
         gradient = torch.full((6000,), float(rank))
-        before, of_two_hosts = synchronise(ddp, [gradient], steps=3)[0].unique().tolist(), str(comm.plan())
+        before, of_two_hosts = synchronize(ddp, [gradient], steps=3)[0].unique().tolist(), str(comm.plan())
         ddp._update_process_group(groups[rank % 2])
-        after = synchronise(ddp, [gradient], steps=3)[0].unique().tolist()
+        after = synchronize(ddp, [gradient], steps=3)[0].unique().tolist()
         return before, of_two_hosts, after, str(comm.plan()), comm.stats().sent_between_hosts_nbytes
 
 
@@ -579,7 +579,7 @@ def through_state(rank, world_size):
     )
     ddp = DistributedDataParallel(Gradients((5000,)))
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
-    return synchronise(ddp, [torch.full((5000,), float(rank))], steps=3)[0].unique().tolist()
+    return synchronize(ddp, [torch.full((5000,), float(rank))], steps=3)[0].unique().tolist()
 
 
 def test_a_comm_state_has_hosts_too(ranks):
@@ -593,7 +593,7 @@ def traced(rank, world_size, path):
     ddp = DistributedDataParallel(Gradients((300, 50), (4000,)))
     comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(8192), hosts=TWO_BY_TWO))
     with comm.trace(path):
-        synchronise(ddp, [torch.ones(300, 50), torch.ones(4000)])
+        synchronize(ddp, [torch.ones(300, 50), torch.ones(4000)])
 
 
 def test_a_trace_shows_the_stages_of_both_levels_in_order(ranks, tmp_path):

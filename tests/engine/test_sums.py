@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -347,9 +347,9 @@ def counted_by_engines(rank, world_size, num_steps, configs):
     for config in configs:
         ddp = DistributedDataParallel(Gradients((NUMEL,)), bucket_cap_mb=10)
         comm = fusedcomm.attach(ddp, config, quiet=True)
-        synchronise(ddp, [gradient], steps=2)
+        synchronize(ddp, [gradient], steps=2)
         before = comm.stats()
-        (seen,) = synchronise(ddp, [gradient], steps=num_steps)
+        (seen,) = synchronize(ddp, [gradient], steps=num_steps)
         after = comm.stats()
         (row,) = comm.plan().buckets
         found.append(
@@ -408,10 +408,10 @@ def counted(rank, world_size, kwargs, num_steps):
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     comm = fusedcomm.attach(ddp, Config(**kwargs))
     gradients = [torch.ones(shape) for shape in SHAPES]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
     dist.barrier()
     before, stats_before = tcp_nbytes_sent(), comm.stats().sent_nbytes
-    synchronise(ddp, gradients, steps=num_steps)
+    synchronize(ddp, gradients, steps=num_steps)
     dist.barrier()
     over_tcp = (tcp_nbytes_sent() - before) / num_steps
     dist.barrier()  # a rank that leaves closes its end of the sockets

@@ -5,7 +5,7 @@ import contextlib
 import fake_cuda
 import pytest
 import torch
-from models import Gradients, normal, synchronise
+from models import Gradients, normal, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -41,8 +41,8 @@ def means(rank, world_size, library, config, apart):
     with device:
         comm = fusedcomm.attach(ddp, config, quiet=True)
         for _ in range(2):  # from the second pass on, DDP's only bucket is in its final order
-            synchronise(ddp, gradients_of(rank, 0))
-        hook = comm.session.synchroniser
+            synchronize(ddp, gradients_of(rank, 0))
+        hook = comm.session.synchronizer
         hook.restore_residuals({})  # both runs start without residuals
         (record,) = hook.buckets()
         order = [int(name.rpartition(".")[2]) for name in record.parameters]
@@ -51,7 +51,7 @@ def means(rank, world_size, library, config, apart):
             if step == 3:
                 gradients[5].view(-1)[-1] = float("inf")
             if not apart:
-                seen.append(synchronise(ddp, gradients))
+                seen.append(synchronize(ddp, gradients))
                 continue
             # The memory is new in every step, and its addresses are in no order.
             lying = [gradient.clone() for gradient in gradients]

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +44,7 @@ def measured(rank, world_size, kwargs, num_steps):
     checks = Checks(measure_every=2)
     comm = fusedcomm.attach(ddp, Config(**kwargs, wires={"1d": kwargs["wire"]}, checks=checks), quiet=True)
     for step in range(num_steps):
-        results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+        results = synchronize(ddp, [smooth(rank, step), spiky(rank, step)])
     return comm.stats().quantization_error, results
 
 
@@ -98,7 +98,7 @@ def wires_by_step(rank, world_size, fallback, num_steps, feedback=None):
     for step in range(num_steps):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            results.append(synchronise(ddp, [smooth(rank, step), spiky(rank, step)]))
+            results.append(synchronize(ddp, [smooth(rank, step), spiky(rank, step)]))
         messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
         wires.append([(bucket.wire, bucket.sum) for bucket in comm.plan().buckets])
     delivered = [sum(step[index].double() for step in results) for index in range(2)]
@@ -151,7 +151,7 @@ def only_once(rank, world_size):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             scale = float(step < 6)
-            synchronise(ddp, [scale * smooth(rank, step), scale * spiky(rank, step)])
+            synchronize(ddp, [scale * smooth(rank, step), scale * spiky(rank, step)])
         messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
     return messages, [bucket.wire for bucket in comm.plan().buckets]
 
@@ -170,7 +170,7 @@ def told_where_warnings_are_errors(rank, world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(6):
-            results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+            results = synchronize(ddp, [smooth(rank, step), spiky(rank, step)])
     return results
 
 
@@ -184,7 +184,7 @@ def zero_gradients(rank, world_size):
     kwargs = {"feedback": Feedback(), "checks": Checks(verify_every=1, fallback=Fallback(0.5))}
     comm = fusedcomm.attach(ddp, Config("int4", wires={"1d": "int4"}, **kwargs), quiet=True)
     for step in range(8):
-        synchronise(ddp, [(step < 3) * smooth(rank, step)] * 2)
+        synchronize(ddp, [(step < 3) * smooth(rank, step)] * 2)
     return [bucket.wire for bucket in comm.plan().buckets]
 
 
@@ -200,7 +200,7 @@ def loaded_by_one_rank(rank, world_size):
     for step in range(9):
         if rank == 0 and step in (3, 5, 6):
             comm.load_state_dict({**comm.state_dict(), "step": 100 + step})
-        results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+        results = synchronize(ddp, [smooth(rank, step), spiky(rank, step)])
     return results, [bucket.wire for bucket in comm.plan().buckets]
 
 
@@ -222,7 +222,7 @@ def reported(rank, world_size):
             broken[1][5] = torch.nan
         if rank == 2:
             broken[0][:3] = torch.inf
-        synchronise(ddp, broken)
+        synchronize(ddp, broken)
     return comm.nonfinite_report()
 
 
@@ -253,7 +253,7 @@ def with_wires(rank, world_size, kwargs):
     ddp = DistributedDataParallel(Gradients((NUMEL,), (50, 60), (33,), (7000,)))
     comm = fusedcomm.attach(ddp, Config("int4", **kwargs), quiet=True)
     gradients = [smooth(rank, index, weight.numel()).view_as(weight) for index, weight in enumerate(ddp.module.weights)]
-    results = synchronise(ddp, gradients, steps=2)
+    results = synchronize(ddp, gradients, steps=2)
     (bucket,) = comm.plan().buckets
     return gradients, results, bucket, comm.plan().exempt, comm.stats().sent_nbytes
 
@@ -295,7 +295,7 @@ def with_empty_parameters(rank, world_size, kwargs):
     ddp = DistributedDataParallel(Gradients(*shapes))
     fusedcomm.attach(ddp, Config(sum="two-shot", **kwargs), quiet=True)
     gradients = [torch.full(shape, 2.0 * rank + 1) for shape in shapes]
-    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+    return [seen.unique().tolist() for seen in synchronize(ddp, gradients, steps=3)]
 
 
 @pytest.mark.sampled(by=lambda kwargs: {"feedback": "feedback" in kwargs})

@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_cuda
 import pytest
 import torch
-from models import Gradients, synchronise, worst
+from models import Gradients, synchronize, worst
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -37,7 +37,7 @@ def verified(gradients, config) -> tuple[list[float], list[str], list[str], list
     for gradient in gradients:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            results += synchronise(ddp, [gradient])
+            results += synchronize(ddp, [gradient])
         told += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
         wires += [bucket.wire for bucket in comm.plan().buckets]
     errors = [row.relative_error for row in comm.stats().verified]

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from models import Gradients, attach_to, normal, synchronise
+from models import Gradients, attach_to, normal, synchronize
 from torch.distributed.algorithms.join import Join
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +21,7 @@ STOCHASTIC_BF16 = {"rounding": Rounding("stochastic"), "feedback": Feedback("bf1
 
 def bits(rank, world_size, num_steps, wire, kwargs):
     ddp, _ = attach_to(Gradients(SHAPE), wire, **kwargs)
-    return [synchronise(ddp, [normal(rank, step, SHAPE)])[0] for step in range(num_steps)]
+    return [synchronize(ddp, [normal(rank, step, SHAPE)])[0] for step in range(num_steps)]
 
 
 @pytest.mark.sampled(by=lambda wire, kwargs: {"rotate": "blocks" in kwargs})
@@ -105,7 +105,7 @@ def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
     state = {**comm.state_dict(), "residuals": {"weights.0": normal(rank, 0, SHAPE)}}
     comm.load_state_dict(state)
     with CudaArithmetic() if as_cuda else contextlib.nullcontext():
-        (delivered,) = synchronise(ddp, [torch.zeros(SHAPE)])
+        (delivered,) = synchronize(ddp, [torch.zeros(SHAPE)])
         return delivered, comm.state_dict()["residuals"]["weights.0"]
 
 
@@ -206,8 +206,8 @@ def after_an_overflow(rank, world_size, format):
     if rank == 1:
         broken[777] = torch.inf
         broken[7777] = torch.nan
-    (first,) = synchronise(ddp, [broken])
-    (second,) = synchronise(ddp, [normal(rank, 1, SHAPE)])
+    (first,) = synchronize(ddp, [broken])
+    (second,) = synchronize(ddp, [normal(rank, 1, SHAPE)])
     return bool(first.isfinite().all()), bool(second.isfinite().all()), comm.state_dict()["residuals"]["weights.0"]
 
 
@@ -229,7 +229,7 @@ def under_autocast(rank, world_size):
     delivered = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for _ in range(3):
         with torch.autocast("cpu", torch.float16):
-            seen = synchronise(ddp, gradients)
+            seen = synchronize(ddp, gradients)
         delivered = [total + grad for total, grad in zip(delivered, seen, strict=True)]
     with torch.autocast("cpu", torch.float16):
         residuals = comm.state_dict(consolidated=True)["residuals"]
@@ -251,7 +251,7 @@ def under_another_default_dtype(rank, world_size):
         ddp, comm = attach_to(
             Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, feedback=Feedback(), blocks=Blocks(rotate=True)
         )
-        synchronise(ddp, [normal(rank, 0, shape).float() for shape in SHAPES], steps=3)
+        synchronize(ddp, [normal(rank, 0, shape).float() for shape in SHAPES], steps=3)
         state = comm.state_dict()
         if rank == 1:  # a rank without residuals takes part with zeros
             comm.load_state_dict({**state, "residuals": {}})

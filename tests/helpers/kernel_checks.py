@@ -47,11 +47,11 @@ def wire_format(variant: "_C.KernelKey") -> str:
     return variant.wire + "-rotated" * variant.rotated
 
 
-def streams(flat: bool, dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
-    """(values of each stream, slices of each, gradients that hold them), lossy before exact. Parts of half the elements
+def elements(flat: bool, dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
+    """(values of each list, slices of each, gradients that hold them), lossy before exact. Parts of half the elements
     have full tiles and others. The gradients of a flat bucket are one run; others have gaps."""
     numels = ([TILE + 4, 2 * TILE - 900], []) if flat else ([TILE + 4, 7, 64, TILE + 1], [TILE + 20])
-    values = tuple(signed(sum(of_stream), dtype, 8 + i, specials=True) for i, of_stream in enumerate(numels))
+    values = tuple(signed(sum(of_list), dtype, 8 + i, specials=True) for i, of_list in enumerate(numels))
     lossy, end = lay_out(numels[0], [0] if flat else [0, 3], 0)
     exact, end = lay_out(numels[1], [0, 3], end)
     gradients = torch.full((end + 11,), GAP, dtype=dtype)
@@ -70,7 +70,7 @@ def with_residual(variant: "_C.KernelKey", source: int, numel: int, device: str)
 
 
 def check_pack(variant: "_C.KernelKey", device: str) -> None:
-    flats, slices, original = streams(variant.flat, variant.grad_dtype)
+    flats, slices, original = elements(variant.flat, variant.grad_dtype)
     layout = bucket_layout(wire_format(variant), variant.block, 2, len(flats[1]), len(flats[0]))
     gradients = original.to(device)
     bucket = make_bucket(layout, gradients, *slices)
@@ -80,21 +80,21 @@ def check_pack(variant: "_C.KernelKey", device: str) -> None:
     assert_bytes(memory, reference.pack(layout, 0, *flats, SCALE, **encoder.of_reference(1)))
     encoder.check()
     assert_same_bits(gradients, original)
-    for stream, flat, of_stream in zip((bucket.lossy, bucket.exact), flats, slices, strict=True):
-        assert stream.counts.tolist() == nonfinite_by_slice(flat, of_stream, SCALE)
+    for listed, flat, of_list in zip((bucket.lossy, bucket.exact), flats, slices, strict=True):
+        assert listed.counts.tolist() == nonfinite_by_slice(flat, of_list, SCALE)
 
 
 def check_unpack(variant: "_C.KernelKey", device: str) -> None:
     num_messages, num_parts = (3, 1) if variant.sums else (1, 2)
     dtype = variant.grad_dtype
-    flats, slices, original = streams(variant.flat, dtype)
+    flats, slices, original = elements(variant.flat, dtype)
     layout = bucket_layout(wire_format(variant), variant.block, num_parts, len(flats[1]), len(flats[0]))
     sent = [tuple(flat.roll(7 * i) * (-1) ** i for flat in flats) for i in range(num_messages)]
     messages = torch.cat([reference.pack(layout, 0, *of_rank, SCALE) for of_rank in sent])
     gradients = torch.full_like(original, GAP, device=device)
     unpack(make_bucket(layout, gradients, *slices), 0, messages.to(device), 3.0, PROGRAMS, num_messages=num_messages)
-    for of_stream, flat in zip(slices, reference.unpack(layout, 0, messages, 3.0, dtype, num_messages), strict=True):
-        place(of_stream, flat, original)
+    for of_list, flat in zip(slices, reference.unpack(layout, 0, messages, 3.0, dtype, num_messages), strict=True):
+        place(of_list, flat, original)
     assert_same_bits(gradients, original)
 
 

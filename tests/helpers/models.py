@@ -30,7 +30,7 @@ class Gradients(nn.Module):
         return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True))
 
 
-def synchronise(
+def synchronize(
     model: "DistributedDataParallel | Gradients", gradients: list[torch.Tensor], steps: int = 1
 ) -> list[torch.Tensor]:
     """Runs `steps` backward passes, each from zeroed gradients, of a Gradients, in DDP or by itself. Returns the
@@ -159,7 +159,7 @@ def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple
 
     for weight in ddp.module.weights:
         weight.register_hook(user_hook)
-    seen = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
+    seen = synchronize(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
     expected = (world_size + 1) / 2
     return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
 
@@ -295,7 +295,7 @@ class MeanOverRanks(torch.autograd.Function):
         return gradient / dist.get_world_size()
 
 
-class Synchronised(nn.Module):
+class Synchronized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(10 if i == 0 else 32, 32) for i in range(4))
@@ -356,7 +356,7 @@ SCENARIOS = {
     "bf16_parameters": Scenario(model_kwargs={"dtype": torch.bfloat16}),
     "float64_parameters": Scenario(model_kwargs={"dtype": torch.float64}),
     "mixed_dtypes": Scenario(model=Mixed, ddp=SMALL_BUCKETS),
-    "collectives_in_backward": Scenario(model=Synchronised, ddp=SMALL_BUCKETS),
+    "collectives_in_backward": Scenario(model=Synchronized, ddp=SMALL_BUCKETS),
 }
 
 

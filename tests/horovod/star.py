@@ -48,18 +48,18 @@ def star(
 ) -> Iterator:
     """A coordinator with set 0 over all ranks of the default group, and set 1 over the ranks but the last.
 
-    engines_by_wire: receives the synchronisers of set 0, by wire.
+    engines_by_wire: receives the synchronizers of set 0, by wire.
     """
     _, store = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
     store = dist.PrefixStore("star", store)
 
-    def open_engine(set_id: int, wire: str) -> "_C.Synchroniser":
+    def open_engine(set_id: int, wire: str) -> "_C.Synchronizer":
         group = OwnGroup(dist.PrefixStore(f"engines/{set_id}", store), rank, size, datetime.timedelta(seconds=60))
         session = open_session(group, wire)
         sessions.append(session)
         if engines_by_wire is not None:
-            engines_by_wire[wire] = session.synchroniser
-        return session.synchroniser
+            engines_by_wire[wire] = session.synchronizer
+        return session.synchronizer
 
     sessions = []
     coordinator = _C.Coordinator(

@@ -229,10 +229,10 @@ def check_polls(rank, size):
         while not hvd.poll(late):
             pass
         hvd.synchronize(late)
-        assert hvd.synchronize(late) is None, "a handle is synchronised once"
+        assert hvd.synchronize(late) is None, "a handle is synchronized once"
 
 
-def test_a_handle_can_be_polled_until_it_is_done_and_is_synchronised_once(ranks):
+def test_a_handle_can_be_polled_until_it_is_done_and_is_synchronized_once(ranks):
     ranks.run(check_polls, world_size=2)
 
 

@@ -22,7 +22,7 @@ class Sums:
     def __init__(self, config: Config) -> None:
         device = torch.device("cpu")
         self.session = Session(config, dist.group.WORLD, None, LocalOptions(), device, watched=False)
-        self.sums = _C.FusedSum(self.session.synchroniser)
+        self.sums = _C.FusedSum(self.session.synchronizer)
         self.world_size = dist.get_world_size()
 
     def start(self, tensors: dict[str, torch.Tensor], factor: float = 1.0):
@@ -138,7 +138,7 @@ def conserved(rank, world_size):
             for name, mean in sums.run({name: given[name].clone() for name in names}).items():
                 total[name] += mean
                 count[name] += 1
-    left_out = sums.session.synchroniser.residuals()
+    left_out = sums.session.synchronizer.residuals()
     zeros = {name: torch.zeros(tensor.numel()) for name, tensor in given.items()}
     return total, {**zeros, **left_out}, {name: count[name] * given[name] for name in given}
 
@@ -166,12 +166,12 @@ def by_name(rank, world_size):
         asked.append(name)
         return config.wire_number(name, torch.empty([0] * num_dims))
 
-    sums.session.synchroniser.choose_wires(wire_of)
+    sums.session.synchronizer.choose_wires(wire_of)
     shape = (90, 91)
     for step in range(2):
         results = sums.run({name: normal(rank, step, shape) for name in ("exact.x", "half.x", "x")})
         results |= sums.run({"bias": normal(rank, step, (4000,)), "large": normal(rank, step, shape)})
-    return asked, results, [record.parameters for record in sums.session.synchroniser.buckets()]
+    return asked, results, [record.parameters for record in sums.session.synchronizer.buckets()]
 
 
 def test_wires_go_by_name(ranks):

@@ -112,7 +112,7 @@ def lay_out(numels, gaps, begin):
 
 
 def place(slices, values, grads):
-    """Writes the flat values of a stream where its slices lie."""
+    """Writes the flat values of a slice list where its slices lie."""
     for (offset, numel), piece in zip(slices, values.split([numel for _, numel in slices]), strict=True):
         grads[offset : offset + numel] = piece
 
@@ -159,10 +159,10 @@ def nonfinite_by_slice(flat, slices, scale):
 def with_guarded_tables(bucket):
     """The same bucket, with a 0 behind each table: a kernel that reads it finds another slice."""
 
-    def guarded_tables(stream):
+    def guarded_tables(listed):
         names = ("starts", "offsets", "first")
-        tables = {name: torch.nn.functional.pad(getattr(stream, name), (0, 1))[:-1] for name in names}
-        return dataclasses.replace(stream, **tables)
+        tables = {name: torch.nn.functional.pad(getattr(listed, name), (0, 1))[:-1] for name in names}
+        return dataclasses.replace(listed, **tables)
 
     return dataclasses.replace(bucket, lossy=guarded_tables(bucket.lossy), exact=guarded_tables(bucket.exact))
 
@@ -170,7 +170,7 @@ def with_guarded_tables(bucket):
 def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, scale=0.3, unpack_scale=3.0):
     """Packs, reduces and unpacks every chunk of a bucket, and compares all memory, written or not, with the oracle's.
 
-    `flats` (lossy, exact) are the streams' values, `numels` (lossy, exact) their slices.
+    `flats` (lossy, exact) are the elements' values, `numels` (lossy, exact) their slices.
     """
     dtype = flats[0].dtype
     lossy_slices, end = lay_out(numels[0], gaps, 0)
@@ -199,8 +199,8 @@ def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, 
         for result, range_of, value in zip(results, (layout.lossy_range, layout.exact_range), values, strict=True):
             result[range_of(chunk, 0)[0] : range_of(chunk, layout.num_parts - 1)[1]] = value
     assert_same_bits(grads, original)
-    for stream, flat, slices in ((bucket.lossy, flats[0], lossy_slices), (bucket.exact, flats[1], exact_slices)):
-        assert stream.counts.tolist() == nonfinite_by_slice(flat, slices, scale)
+    for listed, flat, slices in ((bucket.lossy, flats[0], lossy_slices), (bucket.exact, flats[1], exact_slices)):
+        assert listed.counts.tolist() == nonfinite_by_slice(flat, slices, scale)
 
     for chunk, packed in enumerate(chunks):
         unpack(bucket, chunk, packed, unpack_scale, num_programs)
@@ -305,7 +305,7 @@ def test_at_the_real_tile(device, wire_format, flat):
 @pytest.mark.parametrize(
     "numels", [([], []), ([0], [0]), ([1], []), ([], [1]), ([0, 777], []), ([], [3, 774])], ids=str
 )
-def test_small_and_empty_streams(device, wire_format, numels):
+def test_small_and_empty_lists(device, wire_format, numels):
     layout = bucket_layout(wire_format, 32, 3, sum(numels[1]), sum(numels[0]), 1000)
     check_bucket(layout, (signed(sum(numels[0])), signed(sum(numels[1]))), numels, [0, 2], device)
 
@@ -562,7 +562,7 @@ ANY_BUCKET = dict(
 def test_any_bucket(device, request):
     def check(wire_format, dtype, numels, gaps, num_parts, max_chunk_nbytes, num_programs, tile, seed):
         layout = bucket_layout(wire_format, 32, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
-        flats = [signed(sum(sizes), dtype, seed + stream, specials=True) for stream, sizes in enumerate(numels)]
+        flats = [signed(sum(sizes), dtype, seed + i, specials=True) for i, sizes in enumerate(numels)]
         check_bucket(layout, flats, numels, gaps, device, tile=tile, num_programs=num_programs)
 
     num_buckets = 25 if request.config.getoption("--all") or device == "cuda" else 5
@@ -612,7 +612,7 @@ def check_steps(
 ):
     """Packs, reduces and unpacks messages with these layouts in some steps, by the kernels and by the reference.
 
-    numels: slices of each layout's stream. exact_numels: slices of the exact stream, which the first layout has.
+    numels: slices of each layout's lossy elements. exact_numels: slices of the exact ones, which the first layout has.
     """
     world_size, num_chunks = layouts[0].num_parts, layouts[0].num_chunks
     encoders, sum_encoders = (
@@ -623,9 +623,9 @@ def check_steps(
         )
     )
     end, slices = 0, []
-    for of_stream in (*numels, exact_numels):
-        stream_slices, end = lay_out(of_stream, [0] if flat else GAPS, end)
-        slices.append(stream_slices)
+    for of_list in (*numels, exact_numels):
+        list_slices, end = lay_out(of_list, [0] if flat else GAPS, end)
+        slices.append(list_slices)
     for step in range(num_steps):
         grads = signed(end + 11, dtype, seed=step, specials=True)
         exact_flat = gather(grads, slices[-1])
@@ -656,14 +656,14 @@ def check_steps(
             for bucket, layout in zip(buckets, layouts, strict=True):
                 unpack(bucket, chunk, message, 2.0, 2)
                 parts = piece(layout, expected).reshape(-1)
-                for value, stream, exact in zip(
+                for value, listed, exact in zip(
                     reference.unpack(layout, chunk, parts, 2.0, dtype),
                     (bucket.lossy, bucket.exact),
                     (False, True),
                     strict=True,
                 ):
                     begin = (layout.exact_range if exact else layout.lossy_range)(chunk, 0)[0]
-                    places = list(zip(stream.offsets.tolist(), stream.starts.diff().tolist(), strict=True))
+                    places = list(zip(listed.offsets.tolist(), listed.starts.diff().tolist(), strict=True))
                     assert_same_bits(gather(bucket.grads, places)[begin : begin + len(value)], value)
         for encoder in (*encoders, *sum_encoders):
             encoder.check()
@@ -720,8 +720,8 @@ def test_noise_and_residuals_at_the_real_tile(device, wire_format, stochastic, f
 @pytest.mark.parametrize(("stochastic", "feedback"), [(False, None), (True, "bf16")])
 def test_several_layouts_in_a_message(device, stochastic, feedback):
     numels = [[1, 300, 0, 77], [500], [9, 9, 200]]
-    streams = [("int8", 64, False, 378), ("int4", 32, True, 500), ("bf16", 128, False, 218)]
-    layouts = _C.bucket_layouts(streams, 2, 55, 1000)
+    formats = [("int8", 64, False, 378), ("int4", 32, True, 500), ("bf16", 128, False, 218)]
+    layouts = _C.bucket_layouts(formats, 2, 55, 1000)
     assert layouts[0].num_chunks > 1
     check_steps(layouts, numels, [50, 5], device, stochastic, feedback)
 

@@ -1,4 +1,4 @@
-// Runs the CUDA path without a GPU, from DDP's hook to the launches of kernels. The hook, the synchroniser, the engine,
+// Runs the CUDA path without a GPU, from DDP's hook to the launches of kernels. The hook, the synchronizer, the engine,
 // CudaDevice and StreamTransport are the product's. The accelerator is simulated (sim_accelerator.h), and so are
 // torch's tensors on it (sim_torch.cpp), the driver and its kernels (sim_kernels.h) and the process group
 // (sim_backend.h). Ranks are threads. The backward pass writes gradients on a compute stream, and the optimizer reads
@@ -90,8 +90,8 @@ class Rank {
                                          /*max_programs=*/8, /*max_programs_of_last=*/8, /*forced_sync=*/false);
     cuda_->warm_up();
     const auto transport = make_transport(groups);
-    hook_ = std::make_shared<Synchroniser>(std::make_shared<Engine>(setup.config, cuda_, transport), transport, known_,
-                                           device_, Synchroniser::Options{0, setup.monitor, kExactWire});
+    hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport, known_,
+                                           device_, Synchronizer::Options{0, setup.monitor, kExactWire});
     switch_.set(hook_, nullptr);
     observer_ = std::make_shared<PassObserver>(cuda_, [] {});
     switch_.watch(observer_);
@@ -138,7 +138,7 @@ class Rank {
 
   c10::Stream compute() const { return sim::current_stream(rank_); }
   void synchronize() const { sim::synchronize(compute(), /*counts=*/false); }
-  Synchroniser& hook() const { return *hook_; }
+  Synchronizer& hook() const { return *hook_; }
   CudaDevice& cuda() const { return *cuda_; }
   HookSwitch& hook_switch() { return switch_; }
   size_t num_buckets() const { return parameters_.size(); }
@@ -238,7 +238,7 @@ class Rank {
   std::vector<std::vector<at::Tensor>> parameters_;  // by bucket
   std::vector<Parameters::Known> known_;
   std::shared_ptr<CudaDevice> cuda_;
-  std::shared_ptr<Synchroniser> hook_;
+  std::shared_ptr<Synchronizer> hook_;
   std::shared_ptr<PassObserver> observer_;
   HookSwitch switch_{nullptr};
   std::vector<HandedOver> handed_over_;  // of this pass

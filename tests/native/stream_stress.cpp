@@ -86,16 +86,16 @@ class SimDevice : public StreamDevice {
 
   int64_t pack(const PackArgs& args) override {
     check_stream(0);
-    std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.streams, false);
+    std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.slices, false);
     accesses.push_back({args.out, 0, 0, args.layout.chunk_nbytes(), true});
-    launch_pack(accesses, [codec = codec_, layout = args.layout, chunk = args.chunk, streams = args.streams,
-                           scale = args.scale, out = args.out] { codec->pack({layout, chunk, streams, scale, out}); });
+    launch_pack(accesses, [codec = codec_, layout = args.layout, chunk = args.chunk, slices = args.slices,
+                           scale = args.scale, out = args.out] { codec->pack({layout, chunk, slices, scale, out}); });
     return 0;
   }
 
-  int64_t scale_in_place(const BucketSlices& streams, float scale, bool /*is_last*/) override {
-    launch_pack(whole_bucket(streams.origin, true),
-                [codec = codec_, streams, scale] { codec->scale_in_place(streams.lossy, scale); });
+  int64_t scale_in_place(const BucketSlices& slices, float scale, bool /*is_last*/) override {
+    launch_pack(whole_bucket(slices.origin, true),
+                [codec = codec_, slices, scale] { codec->scale_in_place(slices.lossy, scale); });
     return 0;
   }
 
@@ -110,23 +110,23 @@ class SimDevice : public StreamDevice {
   }
 
   void unpack(const UnpackArgs& args) override {
-    std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.streams, true);
+    std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.slices, true);
     accesses.push_back({args.parts, 0, 0, args.layout.chunk_nbytes() * args.num_messages, false});
     check_stream(2);
-    sim::launch(current_stream(), "unpack", accesses,
-                [codec = codec_, layout = args.layout, chunk = args.chunk, parts = args.parts, scale = args.scale,
-                 streams = args.streams,
-                 num = args.num_messages] { codec->unpack({layout, chunk, parts, scale, streams, num}); });
+    sim::launch(
+        current_stream(), "unpack", accesses,
+        [codec = codec_, layout = args.layout, chunk = args.chunk, parts = args.parts, scale = args.scale,
+         slices = args.slices, num = args.num_messages] { codec->unpack({layout, chunk, parts, scale, slices, num}); });
   }
 
  private:
   void check_stream(size_t i) const { REQUIRE(current_stream() == streams()[i], "a kernel on another lane's stream"); }
 
-  static std::vector<sim::Access> chunk_of_bucket(const BucketLayout& layout, int64_t chunk,
-                                                  const BucketSlices& streams, bool writes) {
+  static std::vector<sim::Access> chunk_of_bucket(const BucketLayout& layout, int64_t chunk, const BucketSlices& slices,
+                                                  bool writes) {
     const int64_t last = layout.num_parts - 1;
-    return {{streams.origin, 0, layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end, writes},
-            {streams.origin, 1, layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end, writes}};
+    return {{slices.origin, 0, layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end, writes},
+            {slices.origin, 1, layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end, writes}};
   }
 
   void launch_pack(const std::vector<sim::Access>& accesses, std::function<void()> work) {
@@ -415,12 +415,12 @@ class Rank {
     const auto numel = static_cast<int64_t>(bucket->gradients.size());
     job->plan = no_plan();
     job->payloads.clear();
-    BucketSlices streams;
-    streams.origin = bucket->gradients.data();
-    streams.lossy.append(streams.origin, numel, GradDtype::kFloat32);
-    const auto scale = [this, streams](float factor) { engine_->device().scale_in_place(streams, factor, false); };
-    const auto sum = [this, streams, bucket, numel](Lane::Completion done) {
-      transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(streams.origin), numel * 4, bucket},
+    BucketSlices slices;
+    slices.origin = bucket->gradients.data();
+    slices.lossy.append(slices.origin, numel, GradDtype::kFloat32);
+    const auto scale = [this, slices](float factor) { engine_->device().scale_in_place(slices, factor, false); };
+    const auto sum = [this, slices, bucket, numel](Lane::Completion done) {
+      transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(slices.origin), numel * 4, bucket},
                              Wire::kFp32, std::move(done));
     };
     const float mean = 1.0F / static_cast<float>(setup_.world_size);
@@ -539,7 +539,7 @@ void steady() {
         const auto hashes = train_steadily(setup);
         if (num_slots != 2) continue;
         setup.forced_sync = true;
-        REQUIRE(train_steadily(setup) == hashes, "forced synchronisation changes the bits");
+        REQUIRE(train_steadily(setup) == hashes, "forced synchronization changes the bits");
       }
     }
   }
@@ -559,7 +559,7 @@ void two_levels() {
         setup.slow_stream = variant++;
         const auto hashes = train_steadily(setup);
         setup.forced_sync = true;
-        REQUIRE(train_steadily(setup) == hashes, "forced synchronisation changes the bits");
+        REQUIRE(train_steadily(setup) == hashes, "forced synchronization changes the bits");
       }
     }
   }

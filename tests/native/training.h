@@ -65,12 +65,11 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   job->plan = std::make_shared<const BucketPlan>(plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32,
                                                              bucket->exact_numel, {numel - bucket->exact_numel}));
   Payload payload;
-  BucketSlices& streams = payload.streams;
-  streams.origin = bucket->gradients.data();
-  SliceList& head = job->plan->exact_numel() != 0 ? streams.exact : streams.lossy;
+  BucketSlices& slices = payload.slices;
+  slices.origin = bucket->gradients.data();
+  SliceList& head = job->plan->exact_numel() != 0 ? slices.exact : slices.lossy;
   head.append(bucket->gradients.data(), bucket->exact_numel, GradDtype::kFloat32);
-  streams.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel,
-                       GradDtype::kFloat32);
+  slices.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel, GradDtype::kFloat32);
   job->payloads.push_back(std::move(payload));
   const std::string name = "bucket " + std::to_string(index);
   job->label = std::make_shared<const BucketLabel>(name, name + " (" + std::to_string(numel) + " elements)");

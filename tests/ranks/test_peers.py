@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, stderr_to, synchronise
+from models import Gradients, stderr_to, synchronize
 from patience import HANG_S, patient
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +41,7 @@ def attach(ddp: DistributedDataParallel, config: Config | fusedcomm.Auto = INT8)
 
 
 def step(ddp: DistributedDataParallel) -> None:
-    synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
+    synchronize(ddp, [torch.ones(shape) for shape in SHAPES])
 
 
 def dies_before_attaching(ddp: DistributedDataParallel, is_victim: bool) -> None:
@@ -210,7 +210,7 @@ def comes_late(rank, world_size):
         if rank == 0:
             store.wait(["has come"], datetime.timedelta(seconds=HANG_S))
         fusedcomm.attach(ddp, "int8", local=LocalOptions(stall_after=patient(1) if rank == 0 else HANG_S))
-    gradients = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
+    gradients = synchronize(ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
     return said, [gradient.unique().tolist() for gradient in gradients]
 
 

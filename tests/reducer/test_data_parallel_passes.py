@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def synchronised_passes(rank, world_size, ours):
+def synchronized_passes(rank, world_size, ours):
     """Whether the gradient is the mean after backward(), and what it is, in several orders of calls."""
     module = nn.Linear(1, 1, bias=False)
     model, x = wrapped(ours, module), torch.tensor([[float(rank + 1)]])
@@ -45,7 +45,7 @@ def synchronised_passes(rank, world_size, ours):
 
 
 def test_the_same_passes_are_synchronized_as_in_ddp(ranks):
-    ours, theirs = (ranks.run(synchronised_passes, ours, world_size=2) for ours in (True, False))
+    ours, theirs = (ranks.run(synchronized_passes, ours, world_size=2) for ours in (True, False))
     assert ours == theirs
     assert {name for name in ours[0] if ours[0][name] == ours[1][name]} == {
         "forward and backward",

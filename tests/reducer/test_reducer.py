@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from models import Branches, Gradients, integers, mean_of_integers, reducer_of, synchronise
+from models import Branches, Gradients, integers, mean_of_integers, reducer_of, synchronize
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -89,7 +89,7 @@ def handed_over_early(rank, world_size):
 
     def wait_for_a_bucket(gradient):
         before = 4 * len(ended)
-        while reducer.session.synchroniser.stats().num_buckets <= before:
+        while reducer.session.synchronizer.stats().num_buckets <= before:
             pass
         ended.append(1)
         return gradient
@@ -361,7 +361,7 @@ def users_hook(rank, world_size):
     reducer_of(model)
     seen = []
     model.weights[0].register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
-    synchronise(model, [torch.full((40,), float(rank))])
+    synchronize(model, [torch.full((40,), float(rank))])
     return seen[0].unique().tolist(), model.weights[0].grad.unique().tolist()
 
 

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, integers, mean_of_integers, reducer_of, synchronise, threads_of_engine
+from models import Gradients, integers, mean_of_integers, reducer_of, synchronize, threads_of_engine
 from patience import patient
 
 from fusedcomm.autotune import search as autotune
@@ -79,7 +79,7 @@ def searched(rank, world_size, ms, wire, kwargs):
     while last is None or len(ways) < last + 3:
         step = len(ways)
         clock()
-        seen = synchronise(model, gradients(rank, step))
+        seen = synchronize(model, gradients(rank, step))
         # Sums of two ranks' integers are exact in fp32 and in bf16.
         right.append(all(torch.equal(a, b) for a, b in zip(seen, mean(world_size, step), strict=True)))
         if last is None and reducer.tuning().finished:
@@ -175,7 +175,7 @@ def with_error_feedback(rank, world_size):
     wires, step = set(), 0
     while step < 3 or not reducer.tuning().finished:
         clock()
-        for total, value in zip(delivered, synchronise(model, of(rank, step)), strict=True):
+        for total, value in zip(delivered, synchronize(model, of(rank, step)), strict=True):
             total += value
         for total, *parts in zip(wanted, *(of(r, step) for r in range(world_size)), strict=True):
             total += sum(parts) / world_size
@@ -237,7 +237,7 @@ def alone(rank, world_size):
     found = []
     for wire, kwargs in (("auto", {}), ("bf16", {"bucket_mib": "auto"}), ("bf16", {})):
         reducer = reducer_of(model, wire, **kwargs)
-        seen = synchronise(model, gradients(0, 0)[:2])
+        seen = synchronize(model, gradients(0, 0)[:2])
         found.append(
             (reducer.tuning(), all(torch.equal(*pair) for pair in zip(seen, gradients(0, 0)[:2], strict=True)))
         )
@@ -265,7 +265,7 @@ def saved_and_loaded(rank, world_size, path):
         reducer.trace(path)
     while not reducer.tuning().finished:
         clock()
-        synchronise(model, gradients(rank, 0))
+        synchronize(model, gradients(rank, 0))
     tuning = reducer.tuning()
     if rank == 0:
         tuning.save(path)
@@ -273,7 +273,7 @@ def saved_and_loaded(rank, world_size, path):
     reducer.detach()
     again = reducer_of(model, Auto(tuned=path))
     at_once = again.tuning()
-    synchronise(model, gradients(rank, 0))
+    synchronize(model, gradients(rank, 0))
     plan = again.plan()
     again.detach()
     of_ddp = Tuning(True, OFF, (Trial(OFF, 20.0),), 31, 99, world_size, "cpu", tuning.model)
@@ -320,18 +320,18 @@ def ended(rank, world_size):
     values = [integers(rank, shape) for shape in SHAPES[:2]]
     reducer = reducer_of(model, "auto")
     clock = Clock(reducer, rank, times(fp32=(40,) * 4, bf16=(20,) * 4))
-    synchronise(model, values, steps=12)
+    synchronize(model, values, steps=12)
     during = threads_of_engine()
     reducer.detach()
     left = [threads_settle_at(before) - before]
-    own = all(torch.equal(a, b) for a, b in zip(synchronise(model, values), values, strict=True))
+    own = all(torch.equal(a, b) for a, b in zip(synchronize(model, values), values, strict=True))
     again = reducer_of(model, "bf16")
-    mean_again = torch.equal(synchronise(model, values)[0], mean_of_integers(world_size, SHAPES[0]))
+    mean_again = torch.equal(synchronize(model, values)[0], mean_of_integers(world_size, SHAPES[0]))
     again.detach()
     # One is dropped with its model while it searches; of one that has ended its search only the chosen engine is left.
     dropped = Gradients(*SHAPES[:2])
     reducer_of(dropped, "auto")
-    synchronise(dropped, values, steps=12)
+    synchronize(dropped, values, steps=12)
     del dropped, reducer, again, clock
     gc.collect()
     left.append(threads_settle_at(before) - before)
@@ -343,7 +343,7 @@ def ended(rank, world_size):
     clock = Clock(searching, rank, times(fp32=(40,) * 4, bf16=(20,) * 4))
     while not searching.tuning().finished:
         clock()
-        synchronise(model, values)
+        synchronize(model, values)
     left.append(threads_settle_at(before + one) - before - one)
     searching.detach()
     return during > before + one, left, own, mean_again
@@ -372,7 +372,7 @@ def failing(rank, world_size):
     passed, errors = 0, []
     for _ in range(6):
         try:
-            synchronise(model, values)
+            synchronize(model, values)
             passed += 1
         except Exception as error:
             errors.append(str(error))
@@ -399,8 +399,8 @@ def printed(rank, world_size):
             clock = Clock(reducer, rank, times(bf16=(40, 30, 45, 45)))
             while not reducer.tuning().finished:
                 clock()
-                synchronise(model, gradients(rank, 0))
-            synchronise(model, gradients(rank, 0), steps=3)
+                synchronize(model, gradients(rank, 0))
+            synchronize(model, gradients(rank, 0), steps=3)
     finally:
         os.environ["FUSEDCOMM_QUIET"] = "1"
     tuning = str(reducer.tuning())

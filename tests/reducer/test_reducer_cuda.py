@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronise
+from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronize
 
 from fusedcomm.config import Blocks, Checks, Config, Feedback
 
@@ -33,7 +33,7 @@ def on_both_devices(rank, world_size, config):
         model = Gradients(*SHAPES).to(device)
         reducer = reducer_of(model, config, bucket_mib=0.05)
         inputs = [gradient.to(device) for gradient in gradients]
-        synchronise(model, inputs, steps=3)
+        synchronize(model, inputs, steps=3)
         with reducer.no_sync():
             model(inputs).backward()
         model(inputs).backward()
@@ -80,7 +80,7 @@ def test_ranks_stay_identical(ranks, wire):
 def means(rank, world_size):
     model = Gradients(*SHAPES).cuda()
     reducer = reducer_of(model, "bf16")
-    seen = synchronise(model, [integers(rank, shape).cuda() for shape in SHAPES], steps=3)
+    seen = synchronize(model, [integers(rank, shape).cuda() for shape in SHAPES], steps=3)
     reducer.detach()
     return all(
         torch.equal(each.cpu(), mean_of_integers(world_size, shape)) for each, shape in zip(seen, SHAPES, strict=True)

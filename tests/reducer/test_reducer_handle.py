@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from models import Gradients, Mlp, error_of, integers, mean_of_integers, reducer_of, synchronise, threads_of_engine
+from models import Gradients, Mlp, error_of, integers, mean_of_integers, reducer_of, synchronize, threads_of_engine
 
 from fusedcomm.config import Checks, Config, Feedback
 from fusedcomm.reducer.reducer import _of_modules
@@ -107,10 +107,10 @@ def several_reducers(rank, world_size):
     reducers = [reducer_of(first, "bf16"), reducer_of(second, "fp32")]
     seen = []
     for step in range(1, 4):
-        seen += synchronise(first, [step * integers(rank, (500,))])
-        seen += synchronise(second, [step * integers(rank, (700,)), step * integers(rank, (9,))])
+        seen += synchronize(first, [step * integers(rank, (500,))])
+        seen += synchronize(second, [step * integers(rank, (700,)), step * integers(rank, (9,))])
     reducers[0].detach()
-    seen += synchronise(second, [integers(rank, (700,)), integers(rank, (9,))])
+    seen += synchronize(second, [integers(rank, (700,)), integers(rank, (9,))])
     return seen
 
 

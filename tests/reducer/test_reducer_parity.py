@@ -12,7 +12,7 @@ from collections.abc import Callable
 import fake_cuda
 import pytest
 import torch
-from models import Branches, Complex, Conv, Gradients, Mixed, Mlp, Sparse, Synchronised, integers, mean_of_integers
+from models import Branches, Complex, Conv, Gradients, Mixed, Mlp, Sparse, Synchronized, integers, mean_of_integers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -103,7 +103,7 @@ CASES = {
     "checkpointed": Case(lambda: Checkpointed(use_reentrant=False), bucket_mib=0.005),
     "checkpointed_reentrant": Case(lambda: Checkpointed(use_reentrant=True), bucket_mib=0.005),
     "compiled": Case(compiled=True, bucket_mib=0.005),
-    "collectives_in_backward": Case(Synchronised, bucket_mib=0.005),
+    "collectives_in_backward": Case(Synchronized, bucket_mib=0.005),
 }
 
 

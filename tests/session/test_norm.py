@@ -31,7 +31,7 @@ def backward(forward, rank, step, scale=1.0):
 
 def num_read(comm):
     """Parameters whose gradients a norm would read now."""
-    return len(comm.synchroniser_now().epilogue.squares(comm.parameters_now())[1])
+    return len(comm.synchronizer_now().epilogue.squares(comm.parameters_now())[1])
 
 
 def norms(rank, world_size, front_end, wire):

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, attach_to, normal, synchronise
+from models import Gradients, attach_to, normal, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -17,16 +17,16 @@ SHAPE = (20011,)
 def saved_after(rank, world_size, num_steps, consolidated, kwargs):
     ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
     for step in range(num_steps):
-        synchronise(ddp, [normal(rank, step, SHAPE)])
+        synchronize(ddp, [normal(rank, step, SHAPE)])
     state = comm.state_dict(consolidated)
-    return state, [synchronise(ddp, [normal(rank, step, SHAPE)])[0] for step in (num_steps, num_steps + 1)]
+    return state, [synchronize(ddp, [normal(rank, step, SHAPE)])[0] for step in (num_steps, num_steps + 1)]
 
 
 def resumed(rank, world_size, states, num_steps, kwargs):
     """Loads a state and takes two steps. Returns the sum of their results, and the consolidated state after them."""
     ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
     comm.load_state_dict(states[rank])
-    seen = [synchronise(ddp, [normal(rank, step, SHAPE)])[0].double() for step in (num_steps, num_steps + 1)]
+    seen = [synchronize(ddp, [normal(rank, step, SHAPE)])[0].double() for step in (num_steps, num_steps + 1)]
     return sum(seen), comm.state_dict(consolidated=True)
 
 
@@ -62,7 +62,7 @@ def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
 def delivered_and_remaining(rank, world_size, state):
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     comm.load_state_dict(state)
-    (delivered,) = synchronise(ddp, [normal(rank, 9, SHAPE)])
+    (delivered,) = synchronize(ddp, [normal(rank, 9, SHAPE)])
     return delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
 
 
@@ -70,7 +70,7 @@ def loads(rank, world_size, change, kwargs):
     """Loads a state with some entries changed. Returns the error, "" if there is none, the warnings, and the names of
     the residuals afterwards."""
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
-    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    synchronize(ddp, [normal(rank, 0, SHAPE)])
     state = {**comm.state_dict(), **change}
     for key in [key for key, value in change.items() if value == "missing"]:
         del state[key]
@@ -138,12 +138,12 @@ def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
 def moved_to_a_smaller_group(rank, world_size):
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
-    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    synchronize(ddp, [normal(rank, 0, SHAPE)])
     before = comm.state_dict()["residuals"]["weights.0"]
     if rank == 2:
         return None
     ddp._update_process_group(pairs[0])
-    (delivered,) = synchronise(ddp, [normal(rank, 1, SHAPE)])
+    (delivered,) = synchronize(ddp, [normal(rank, 1, SHAPE)])
     return before, delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
 
 
@@ -161,14 +161,14 @@ def through_a_comm_state(rank, world_size, loaded):
         state.load_state_dict(loaded)
     ddp = DistributedDataParallel(Gradients(SHAPE))
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
-    (first,) = synchronise(ddp, [normal(rank, 0, SHAPE)])
+    (first,) = synchronize(ddp, [normal(rank, 0, SHAPE)])
     before = state.state_dict(consolidated=True)
     own = state.state_dict()["residuals"]
     if rank == 2:
         return first, before, own, None, None
     ddp._update_process_group(pairs[0])
     state.process_group = pairs[0]
-    (second,) = synchronise(ddp, [normal(rank, 1, SHAPE)])
+    (second,) = synchronize(ddp, [normal(rank, 1, SHAPE)])
     return first, before, own, second, state.state_dict(consolidated=True)
 
 
@@ -196,13 +196,13 @@ def moves_with_several_parameters(rank, world_size):
     delivered = [torch.zeros(6000, dtype=torch.float64) for _ in range(4)]
     for step in range(3):
         gradients = [normal(rank, 10 * step + index, (6000,)) for index in range(4)]
-        delivered = [total + seen for total, seen in zip(delivered, synchronise(ddp, gradients), strict=True)]
+        delivered = [total + seen for total, seen in zip(delivered, synchronize(ddp, gradients), strict=True)]
     before = state.state_dict()["residuals"]
     if rank == 2:
         return delivered, None, before, None
     ddp._update_process_group(pairs[0])
     state.process_group = pairs[0]
-    second = synchronise(ddp, [normal(rank, 100 + index, (6000,)) for index in range(4)])
+    second = synchronize(ddp, [normal(rank, 100 + index, (6000,)) for index in range(4)])
     return delivered, second, before, state.state_dict(consolidated=True)["residuals"]
 
 
@@ -222,7 +222,7 @@ def test_a_comm_states_residuals_stay_with_their_parameters_in_another_group(ran
 
 def attached_and_loaded_by_a_comm_state(rank, world_size):
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
-    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    synchronize(ddp, [normal(rank, 0, SHAPE)])
     saved = comm.state_dict()
     state = fusedcomm.CommState(Config("int4", wires={"1d": "int4"}, feedback=Feedback()))
     state.load_state_dict(saved)
@@ -231,7 +231,7 @@ def attached_and_loaded_by_a_comm_state(rank, world_size):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
-            synchronise(ddp, [normal(rank, step, SHAPE)])
+            synchronize(ddp, [normal(rank, step, SHAPE)])
     return [str(warning.message) for warning in caught if "fusedcomm" in str(warning.message)]
 
 
@@ -246,7 +246,7 @@ def test_residuals_that_no_parameter_takes_are_said_to_be_lost_once(ranks):
 def saved_often(rank, world_size):
     """Makes three consolidated states. Returns for each whether the store still has this rank's record of it."""
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
-    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    synchronize(ddp, [normal(rank, 0, SHAPE)])
     for _ in range(3):
         comm.state_dict(consolidated=True)
     store = comm.session._store

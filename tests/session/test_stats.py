@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -140,11 +140,11 @@ def watched(rank, world_size, folder):
     before = comm.plan()
     text_before, line = str(comm), repr(comm)
     gradients = [torch.full((90, 60), math.inf), torch.ones(80, 70)]
-    synchronise(ddp, [torch.ones(90, 60), torch.ones(80, 70)], steps=3)
+    synchronize(ddp, [torch.ones(90, 60), torch.ones(80, 70)], steps=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with comm.trace(f"{folder}/trace-{{rank}}.json"):
-            synchronise(ddp, gradients, steps=2)
+            synchronize(ddp, gradients, steps=2)
         stats = comm.stats()
         report = comm.nonfinite_report()
         events = json.load(open(f"{folder}/trace-{rank}.json"))["traceEvents"]

@@ -60,7 +60,7 @@ def test_starting_counts_and_a_long_one_is_said_before_measuring(clock, monkeypa
 
     monkeypatch.setattr(run, "Team", lambda group, device: types.SimpleNamespace(**vars(ALONE)))
     monkeypatch.setattr(run, "agreed_task", lambda team, settings: (None, None, None))
-    monkeypatch.setattr(run, "synchronised", lambda *arguments, **options: contextlib.nullcontext())
+    monkeypatch.setattr(run, "synchronized", lambda *arguments, **options: contextlib.nullcontext())
     monkeypatch.setattr(run._Probe, "run", probed)
     settings, began = run.Settings(seconds=20.0), clock.now_s - start_s
     found = run.probe(settings, None, torch.device("cpu"), shows_progress=True, began=began)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -25,11 +25,11 @@ def traced(rank, world_size, path, kwargs, attach_kwargs):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
     comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(8192), **attach_kwargs))
     gradients = [torch.ones(shape) for shape in SHAPES]
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     with comm.trace(path, **kwargs):
-        synchronise(ddp, gradients, steps=3)
-    synchronise(ddp, gradients)
-    return list(comm.session.synchroniser.stats().recent_exposed_ms)
+        synchronize(ddp, gradients, steps=3)
+    synchronize(ddp, gradients)
+    return list(comm.session.synchronizer.stats().recent_exposed_ms)
 
 
 def read(path):
@@ -248,12 +248,12 @@ def leaving(rank, world_size, path):
     error = None
     try:
         with comm.trace(path, all_ranks=True):
-            synchronise(ddp, [torch.ones(50)])
+            synchronize(ddp, [torch.ones(50)])
             if rank == 1:
                 raise KeyError("lost")
     except (KeyError, RuntimeError) as caught:
         error = f"{type(caught).__name__}: {caught}"
-    synchronise(ddp, [torch.ones(50)])
+    synchronize(ddp, [torch.ones(50)])
     return error
 
 
@@ -263,10 +263,10 @@ def alone_first(rank, world_size, path):
     comm = fusedcomm.attach(ddp)
     for own in (f"{path}-alone.json", f"{path}-alone-{{rank}}.json"):
         with comm.trace(own) if rank == 0 else contextlib.nullcontext():
-            synchronise(ddp, [torch.ones(50)])
+            synchronize(ddp, [torch.ones(50)])
     for options in ({"all_ranks": True}, {}):
         with comm.trace(path + ("" if options else "-{rank}.json"), **options):
-            synchronise(ddp, [torch.ones(50)])
+            synchronize(ddp, [torch.ones(50)])
 
 
 def test_a_trace_of_one_rank_leaves_those_of_all_as_they_are(ranks, tmp_path):
@@ -283,12 +283,12 @@ def where_it_cannot_be_written(rank, world_size, path):
     error = None
     try:
         with comm.trace(path, all_ranks=True):
-            synchronise(ddp, [torch.ones(50)])
+            synchronize(ddp, [torch.ones(50)])
     except OSError as caught:
         error = f"{type(caught).__name__}: {caught}"
-        synchronise(ddp, [torch.ones(50)])  # the other ranks are in this step
+        synchronize(ddp, [torch.ones(50)])  # the other ranks are in this step
     with comm.trace(f"{path}/made/trace.json", all_ranks=True):
-        synchronise(ddp, [torch.ones(50)])
+        synchronize(ddp, [torch.ones(50)])
     return error
 
 
@@ -308,8 +308,8 @@ def on_a_full_disk(rank, world_size, path):
         warnings.simplefilter("always")
         patch.setattr(trace, "write", fail)
         with comm.trace(path):
-            synchronise(ddp, [torch.ones(50)])
-    synchronise(ddp, [torch.ones(50)])
+            synchronize(ddp, [torch.ones(50)])
+    synchronize(ddp, [torch.ones(50)])
     return [str(warning.message) for warning in caught]
 
 
@@ -332,11 +332,11 @@ def without_a_document(rank, world_size, path):
             patch.setattr(trace, "document", fail)
         try:
             with comm.trace(path, all_ranks=True):
-                synchronise(ddp, [torch.ones(50)])
+                synchronize(ddp, [torch.ones(50)])
         except (ArithmeticError, RuntimeError) as caught:
             error = f"{type(caught).__name__}: {caught}"
     with comm.trace(path, all_ranks=True):
-        synchronise(ddp, [torch.ones(50)])
+        synchronize(ddp, [torch.ones(50)])
     return error
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import Gradients, synchronise
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 from traces import complete_events, dropped, read
 
@@ -19,10 +19,10 @@ def traced(rank, world_size, wire, path, num_steps):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
     comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot" if wire == "int8" else "exact", chunks=Chunks(8192)))
     gradients = [torch.ones(shape) for shape in SHAPES]
-    synchronise(ddp, gradients, steps=2)
+    synchronize(ddp, gradients, steps=2)
     with comm.trace(path):
-        synchronise(ddp, gradients, steps=num_steps)
-    synchronise(ddp, gradients)
+        synchronize(ddp, gradients, steps=num_steps)
+    synchronize(ddp, gradients)
     return [(row.sum, row.num_chunks) for row in comm.plan().buckets]
 
 

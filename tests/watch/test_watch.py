@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from models import Gradients, stderr_to, synchronise
+from models import Gradients, stderr_to, synchronize
 from patience import patient, wait_for_words
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +31,7 @@ def train(rank, world_size, victim, fate, store_kind, wire):
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
         comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
         gradients = [torch.ones(shape) for shape in SHAPES]
-        synchronise(ddp, gradients, steps=3)
+        synchronize(ddp, gradients, steps=3)
 
         def meet_fate(gradient):
             os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
@@ -43,7 +43,7 @@ def train(rank, world_size, victim, fate, store_kind, wire):
             started, error = time.monotonic(), None
             with stderr_to(log.name):
                 try:
-                    synchronise(ddp, gradients)
+                    synchronize(ddp, gradients)
                 except RuntimeError as caught:
                     error = str(caught)
             waited = time.monotonic() - started
@@ -61,12 +61,12 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
     trial_steps = comm.runs._search.trial_steps
-    synchronise(ddp, gradients, steps=trial_steps)
+    synchronize(ddp, gradients, steps=trial_steps)
     log = folder / f"{rank}.log"
     with stderr_to(log):
         if rank == 1:
             wait_for_words("rank 1", folder / "0.log")
-        synchronise(ddp, gradients)
+        synchronize(ddp, gradients)
     return log.read_text()
 
 
@@ -130,7 +130,7 @@ def paused(rank, world_size, victim):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
 
     def pause(gradient):
         if not paused_already:
@@ -144,7 +144,7 @@ def paused(rank, world_size, victim):
         ddp.module.weights[0].register_hook(pause)
     with tempfile.NamedTemporaryFile() as log:
         with stderr_to(log.name):
-            means = synchronise(ddp, gradients, steps=6)
+            means = synchronize(ddp, gradients, steps=6)
         with open(log.name) as file:
             warned = file.read()
     comm.detach()
@@ -172,7 +172,7 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
         comm.session._store.set("watch/call/1", forged)
         comm.session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    synchronise(ddp, gradients, steps=3)
+    synchronize(ddp, gradients, steps=3)
     log = folder / f"{rank}.log"
     with stderr_to(log):
         if rank == victim and stall_after is None:
@@ -180,8 +180,8 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
         elif rank == victim:
             for other in {*range(world_size)} - {victim}:
                 wait_for_words("is slow", folder / f"{other}.log")
-        means = synchronise(ddp, gradients)
-        means += synchronise(ddp, gradients, steps=5)
+        means = synchronize(ddp, gradients)
+        means += synchronize(ddp, gradients, steps=5)
     warned = log.read_text()
     started = time.monotonic()
     comm.detach()

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, stderr_to, synchronise
+from models import Gradients, stderr_to, synchronize
 from patience import HANG_S, patient
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
@@ -106,17 +106,17 @@ def cut_off(rank, world_size, port, control):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(2)))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    means, logs = synchronise(ddp, gradients, steps=3), []
+    means, logs = synchronize(ddp, gradients, steps=3), []
     for order, wait_s in ((b"1", patient(2)), (b"0", patient(10))):
         with tempfile.NamedTemporaryFile() as log:
             with stderr_to(log.name):
                 if rank == 0:
                     obey(control, order)
-                means += synchronise(ddp, gradients)
+                means += synchronize(ddp, gradients)
                 time.sleep(wait_s)  # long enough to notice the loss, and to stop reconnecting
-                means += synchronise(ddp, gradients)
+                means += synchronize(ddp, gradients)
                 time.sleep(patient(6) if rank == 1 else 0)
-                means += synchronise(ddp, gradients)
+                means += synchronize(ddp, gradients)
             with open(log.name) as file:
                 logs.append(file.read())
     comm.detach()
@@ -147,7 +147,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=2))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    means = synchronise(ddp, gradients, steps=3)
+    means = synchronize(ddp, gradients, steps=3)
     with tempfile.NamedTemporaryFile() as log:
         with stderr_to(log.name):
             if rank == 1:
@@ -157,7 +157,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
                 time.sleep(silent_s)
                 obey(control, b"g")
                 time.sleep(patient(8))
-            means += synchronise(ddp, gradients)
+            means += synchronize(ddp, gradients)
         with open(log.name) as file:
             text = file.read()
     comm.detach()
@@ -230,7 +230,7 @@ def attached_without_its_store(rank, world_size, port, control, moment):
     with called_first(moment, cut):
         try:
             fusedcomm.attach(ddp, "int8")
-            synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
+            synchronize(ddp, [torch.ones(shape) for shape in SHAPES])
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
     waited_s = time.monotonic() - started
@@ -271,7 +271,7 @@ def without_its_host(rank, world_size, moment):
                 ddp = DistributedDataParallel(Gradients(*SHAPES))
                 with called_first(moment, end):
                     fusedcomm.attach(ddp, "int8")
-                synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
+                synchronize(ddp, [torch.ones(shape) for shape in SHAPES])
             else:
                 model = fusedcomm.DataParallel(torch.nn.Linear(256, 256), config="int8")
                 for step in range(4):

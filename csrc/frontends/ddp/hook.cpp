@@ -88,16 +88,16 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   return bucket;
 }
 
-FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
+FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
 
-void note_gradients_at_end(const std::shared_ptr<Synchroniser>& hook) {
+void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook) {
   if (!hook->epilogue().is_on() || torch::autograd::get_current_graph_task_id() == -1) return;
   // DDP's own callback copies the means to the gradients. DDP enqueues it after the last bucket's hook has returned,
   // and a callback that enqueues another one does so behind it.
   const auto at_end = [](std::function<void()> callback) {
     torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
   };
-  at_end([at_end, weak = std::weak_ptr<Synchroniser>(hook)] {
+  at_end([at_end, weak = std::weak_ptr<Synchronizer>(hook)] {
     at_end([weak] {
       if (const auto alive = weak.lock()) alive->epilogue().note_gradients();
     });
@@ -115,7 +115,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
     watch->hand_over(bucket);  // may change hook_
     lock.lock();
   }
-  const std::shared_ptr<Synchroniser> hook = hook_;
+  const std::shared_ptr<Synchronizer> hook = hook_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
   lock.unlock();
   auto future = hook ? run_ddp_bucket(*hook, bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
@@ -123,7 +123,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   return future;
 }
 
-void HookSwitch::set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+void HookSwitch::set(std::shared_ptr<Synchronizer> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
   std::lock_guard<std::mutex> lock(mutex_);
   hook_.swap(hook);  // the old hook ends after the lock is released
   process_group_ = std::move(process_group);

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 
 namespace fusedcomm {
 
@@ -23,10 +23,10 @@ using DdpBucket = c10d::GradBucket;
 // a dense buffer has not as many elements as the parameters.
 Bucket bucket_of(c10d::GradBucket& grad_bucket);
 // Runs a bucket for a hook that is registered in Python. The future holds DDP's own buffer.
-FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket);
+FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket);
 // Call within the hook of a pass's last bucket: when DDP has given every parameter its gradient, these are noted for
 // the epilogue. Does nothing without an epilogue, or outside of a backward pass, as under Join.
-void note_gradients_at_end(const std::shared_ptr<Synchroniser>& hook);
+void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook);
 
 // Tells when backward passes begin and when the last bucket of each is handed over. It uses no forward pre-hook,
 // because under Join and under no_sync only the communication hook is called alike on every rank.
@@ -53,7 +53,7 @@ class PassObserver {
 };
 
 // The target of a reducer's hook. A reducer keeps its hook for life, so attaching, detaching and attaching again change
-// the synchroniser behind it. Without a synchroniser it does what DDP does by default: an exact mean on DDP's own
+// the synchronizer behind it. Without a synchronizer it does what DDP does by default: an exact mean on DDP's own
 // group.
 class HookSwitch {
  public:
@@ -61,7 +61,7 @@ class HookSwitch {
 
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
   // `hook`: null for DDP's default, which uses `process_group`.
-  void set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  void set(std::shared_ptr<Synchronizer> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
   // Sets the observer; null: none. The observer's begin_pass may call this function and set().
   void watch(std::shared_ptr<PassObserver> watch);
   // See PassObserver. Empty without an observer.
@@ -70,7 +70,7 @@ class HookSwitch {
  private:
   std::mutex mutex_;
   std::shared_ptr<PassObserver> watch_;
-  std::shared_ptr<Synchroniser> hook_;
+  std::shared_ptr<Synchronizer> hook_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };
 

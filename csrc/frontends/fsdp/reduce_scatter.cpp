@@ -7,17 +7,18 @@
 
 namespace fusedcomm {
 
-ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, std::vector<Piece> pieces)
-    : synchroniser_(std::move(synchroniser)), index_(index), pieces_(std::move(pieces)) {
-  const int64_t world_size = synchroniser_->engine().world_size();
+ReduceScatter::ReduceScatter(std::shared_ptr<Synchronizer> synchronizer, size_t index, std::vector<Piece> pieces)
+    : synchronizer_(std::move(synchronizer)), index_(index), pieces_(std::move(pieces)) {
+  const int64_t world_size = synchronizer_->engine().world_size();
   for (const Piece& piece : pieces_) {
-    all_.push_back(at::empty({}, at::TensorOptions(synchroniser_->grad_device()).dtype(at::kFloat)).expand({world_size, piece.numel}));
-    synchroniser_->know(all_.back(), piece.name, piece.wire);
+    const auto options = at::TensorOptions(synchronizer_->grad_device()).dtype(at::kFloat);
+    all_.push_back(at::empty({}, options).expand({world_size, piece.numel}));
+    synchronizer_->know(all_.back(), piece.name, piece.wire);
   }
 }
 
 void ReduceScatter::set_row(std::vector<size_t> row) {
-  const Engine& engine = synchroniser_->engine();
+  const Engine& engine = synchronizer_->engine();
   std::vector<std::string> names;
   int64_t exact_numel = 0;
   std::vector<int64_t> lossy_numels(engine.config().others.size() + 1);
@@ -49,7 +50,7 @@ int64_t ReduceScatter::padding_numel() const {
 }
 
 int64_t ReduceScatter::residual_nbytes() const {
-  const auto& feedback = synchroniser_->engine().config().feedback;
+  const auto& feedback = synchronizer_->engine().config().feedback;
   int64_t nbytes = 0;
   for (const BucketLayout& packed : plan_.packed_rows) {
     if (feedback && packed.wire != Wire::kFp32) nbytes += fusedcomm::residual_nbytes(*feedback, packed.lossy_numel);
@@ -59,8 +60,8 @@ int64_t ReduceScatter::residual_nbytes() const {
 
 FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call,
                              bool is_last) {
-  const int64_t num_rows = synchroniser_->engine().world_size(), numel = num_rows * row_numel_;
-  const c10::Device device = synchroniser_->grad_device();
+  const int64_t num_rows = synchronizer_->engine().world_size(), numel = num_rows * row_numel_;
+  const c10::Device device = synchronizer_->grad_device();
   TORCH_CHECK_VALUE(input.device() == device && output.device() == device, "fusedcomm: ", title_,
                     ": the reduce-scatter's input is on ", input.device(), ", its output on ", output.device(),
                     ", and fusedcomm was attached for gradients on ", device);
@@ -75,7 +76,7 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
   bucket.is_alone = true;
   bucket.factor = factor;
   bucket.own_row = Bucket::OwnRow{output, call};
-  return synchroniser_->run(bucket);
+  return synchronizer_->run(bucket);
 }
 
 }  // namespace fusedcomm

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 
 namespace fusedcomm {
 
@@ -27,9 +27,9 @@ class ReduceScatter {
     int wire = 0;  // number of its wire; see WireConfig
   };
 
-  // index: of the module among those of the synchroniser, the same on every rank. pieces: of all parameters of the
-  // module, frozen ones included. The synchroniser knows them by their names, as parameters [world_size, numel].
-  ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, std::vector<Piece> pieces);
+  // index: of the module among those of the synchronizer, the same on every rank. pieces: of all parameters of the
+  // module, frozen ones included. The synchronizer knows them by their names, as parameters [world_size, numel].
+  ReduceScatter(std::shared_ptr<Synchronizer> synchronizer, size_t index, std::vector<Piece> pieces);
 
   // From now on the rows consist of these pieces, by index. Call it before the first call, and when no call is under
   // way.
@@ -44,14 +44,14 @@ class ReduceScatter {
 
   // Writes the sum of the ranks' rows × factor to output, and returns at once. input: [world_size × row_numel()], with
   // zeros behind it, float32, bfloat16 or float16. output: [row_numel()], of any of these dtypes. Both are contiguous,
-  // on the synchroniser's device, and must live until the future is done; on an accelerator, until the work of the
+  // on the synchronizer's device, and must live until the future is done; on an accelerator, until the work of the
   // stream that has waited for it is. Every rank must make the same calls in the same order.
   // call: the number of earlier ones; it numbers the noise of stochastic rounding.
   // is_last: whether no other module's reduce-scatter follows in the backward pass.
   FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call, bool is_last);
 
  private:
-  const std::shared_ptr<Synchroniser> synchroniser_;
+  const std::shared_ptr<Synchronizer> synchronizer_;
   const size_t index_;
   const std::vector<Piece> pieces_;
   // Tensors without memory that stand for the pieces, and those in the row.

@@ -13,7 +13,7 @@ namespace {
 
 // After a failure, what is under way may still end for so long.
 constexpr std::chrono::seconds kGrace{5};
-constexpr int kClosingMs = 5000;
+constexpr int kClosingTimeoutMs = 5000;
 
 double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
@@ -177,7 +177,7 @@ void Coordinator::run() {
         timeout_ms, [this](int peer, const std::string& message) { handle_message(peer, message); },
         [this](int peer) { on_lost(peer); });
   }
-  options_.rank == 0 ? links_.close_after_peers(kClosingMs) : links_.hang_up(kClosingMs);
+  options_.rank == 0 ? links_.close_after_peers(kClosingTimeoutMs) : links_.hang_up(kClosingTimeoutMs);
 }
 
 int Coordinator::wait_ms() const {
@@ -185,7 +185,7 @@ int Coordinator::wait_ms() const {
   if (!inbox_.empty() || !outbox_.empty()) return 0;
   double wait_s = negotiator_ ? negotiator_->next_look_s(seconds_since(began_)) : -1;
   if (is_leaving_) {
-    const double left_s = std::max(0.0, kClosingMs / 1e3 - seconds_since(leaving_since_));
+    const double left_s = std::max(0.0, kClosingTimeoutMs / 1e3 - seconds_since(leaving_since_));
     wait_s = wait_s < 0 ? left_s : std::min(wait_s, left_s);
   }
   return wait_s < 0 ? -1 : static_cast<int>(std::ceil(wait_s * 1e3));
@@ -196,7 +196,7 @@ void Coordinator::send_outbox() {
   report();
   const std::deque<std::string> outbox = std::exchange(outbox_, {});
   const auto changes = std::exchange(changes_, {});
-  const bool gives_up = is_leaving_ && seconds_since(leaving_since_) > kClosingMs / 1e3;
+  const bool gives_up = is_leaving_ && seconds_since(leaving_since_) > kClosingTimeoutMs / 1e3;
   lock.unlock();
   if (negotiator_) {
     for (const SetChange& change : changes) {

@@ -9,7 +9,7 @@ namespace fusedcomm::horovod {
 namespace {
 
 // How long a collective that has failed waits for rank 0's word about who is lost.
-constexpr std::chrono::seconds kExplanation{3};
+constexpr std::chrono::seconds kExplanationTimeout{3};
 
 // Whether the engine carries it.
 bool goes_in_wire(const Signature& as) {
@@ -182,7 +182,7 @@ void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, st
   std::unique_lock<std::mutex> lock(mutex_);
   // A backend says that a connection has ended, but not whose. The coordinator's own thread is the one that will know.
   if (error && std::this_thread::get_id() != thread_.get_id()) {
-    changed_.wait_for(lock, kExplanation, [this] { return !failure_.empty(); });
+    changed_.wait_for(lock, kExplanationTimeout, [this] { return !failure_.empty(); });
   }
   lock.unlock();
   std::string text = bucket.requests.front()->result.error;

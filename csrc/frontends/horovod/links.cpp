@@ -86,16 +86,16 @@ void Links::send(int peer, const std::string& message) {
 }
 
 void Links::flush(int timeout_ms) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
   while (true) {
     std::vector<pollfd> fds;
     for (Link& link : links_) {
       if (!link.is_lost) write_some(link);
       if (!link.is_lost && !link.outgoing.empty()) fds.push_back({link.socket, POLLOUT, 0});
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
-    if (fds.empty() || left.count() <= 0) return;
-    poll(fds.data(), fds.size(), static_cast<int>(left.count()));
+    const auto left_ms = (deadline - std::chrono::steady_clock::now()) / std::chrono::milliseconds(1);
+    if (fds.empty() || left_ms <= 0) return;
+    poll(fds.data(), fds.size(), static_cast<int>(left_ms));
   }
 }
 
@@ -105,7 +105,7 @@ void Links::hang_up(int timeout_ms) {
 }
 
 void Links::close_after_peers(int timeout_ms) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
   hang_up(timeout_ms);
   while (true) {
     std::vector<pollfd> fds;
@@ -114,9 +114,9 @@ void Links::close_after_peers(int timeout_ms) {
       link.incoming.clear();
       if (!link.is_lost) fds.push_back({link.socket, POLLIN, 0});
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
-    if (fds.empty() || left.count() <= 0) return;
-    poll(fds.data(), fds.size(), static_cast<int>(left.count()));
+    const auto left_ms = (deadline - std::chrono::steady_clock::now()) / std::chrono::milliseconds(1);
+    if (fds.empty() || left_ms <= 0) return;
+    poll(fds.data(), fds.size(), static_cast<int>(left_ms));
   }
 }
 

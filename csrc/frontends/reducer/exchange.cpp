@@ -12,15 +12,15 @@
 namespace fusedcomm {
 namespace {
 
-// A wait asks whether another rank has a problem after kFirstLook, and then every kLook.
-constexpr std::chrono::milliseconds kFirstLook{1000}, kLook{500};
+// A wait asks whether another rank has a problem after kFirstPoll, and then every kLaterPoll.
+constexpr std::chrono::milliseconds kFirstPoll{1000}, kLaterPoll{500};
 // An error names at most this many parameters.
 constexpr size_t kMaxNamed = 8;
 
 }  // namespace
 
 FuturePtr GradReducer::gather(const std::vector<int64_t>& numbers, const std::string& what) {
-  return fusedcomm::gather(*synchroniser_, at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
+  return fusedcomm::gather(*synchronizer_, at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
 }
 
 at::Tensor GradReducer::wait_for_numbers(const FuturePtr& future) {
@@ -79,7 +79,7 @@ void GradReducer::wait(const FuturePtr& future) {
       done->changed.notify_all();
     });
     std::unique_lock<std::mutex> lock(done->mutex);
-    for (auto look = kFirstLook; !done->changed.wait_for(lock, look, [&] { return done->is_set; }); look = kLook) {
+    for (auto poll = kFirstPoll; !done->changed.wait_for(lock, poll, [&] { return done->is_set; }); poll = kLaterPoll) {
       lock.unlock();
       const std::string problem = problem_.read();
       if (!problem.empty()) give_up(problem);
@@ -105,7 +105,7 @@ void GradReducer::give_up(const std::string& why) {
   failure_ = why;
   in_pass_ = false;
   under_way_.clear();
-  synchroniser_->stop(why);  // buckets under way no longer write to gradients
+  synchronizer_->stop(why);  // buckets under way no longer write to gradients
   TORCH_CHECK(false, why);
 }
 

@@ -18,7 +18,7 @@ void Problem::publish(const std::string& text) {
       [text](c10d::Store& store) {
         if (!store.check({problem_key()})) store.set(problem_key(), text);
       },
-      kPatience);
+      kStoreTimeout);
 }
 
 std::string Problem::read() {
@@ -35,7 +35,7 @@ std::string Problem::read() {
         std::lock_guard<std::mutex> lock(found->mutex);
         found->text = std::move(text);
       },
-      kPatience);
+      kStoreTimeout);
   std::lock_guard<std::mutex> lock(found->mutex);
   return unanswered ? "" : found->text;
 }

@@ -15,13 +15,13 @@ class Problem {
   // `store`: has a prefix that only the ranks of one reducer use.
   explicit Problem(StorePtr store) : store_(std::move(store)) {}
 
-  // Publishes `text`, unless another rank was first. A store that does not answer within kPatience is left alone.
+  // Publishes `text`, unless another rank was first. A store that does not answer within kStoreTimeout is left alone.
   void publish(const std::string& text);
-  // What a rank has published; empty if none has, or if the store does not answer within kPatience.
+  // What a rank has published; empty if none has, or if the store does not answer within kStoreTimeout.
   std::string read();
 
  private:
-  static constexpr std::chrono::seconds kPatience{2};
+  static constexpr std::chrono::seconds kStoreTimeout{2};
 
   // The thread that asks the store: made when it is first needed. If the store cannot be cloned, as one that was
   // written in Python, its errands fail, and the others learn by the group's timeout.

@@ -46,24 +46,24 @@ class GradReducer::TaskEnd {
   std::atomic<bool> has_ended_{false};
 };
 
-std::shared_ptr<GradReducer> GradReducer::make(std::shared_ptr<Synchroniser> synchroniser,
+std::shared_ptr<GradReducer> GradReducer::make(std::shared_ptr<Synchronizer> synchronizer,
                                                std::vector<Parameter> parameters, const Options& options,
                                                StorePtr store, Say say) {
   std::shared_ptr<GradReducer> reducer(
-      new GradReducer(std::move(synchroniser), std::move(parameters), options, std::move(store), std::move(say)));
+      new GradReducer(std::move(synchronizer), std::move(parameters), options, std::move(store), std::move(say)));
   reducer->add_hooks();
   return reducer;
 }
 
-GradReducer::GradReducer(std::shared_ptr<Synchroniser> synchroniser, std::vector<Parameter> parameters,
+GradReducer::GradReducer(std::shared_ptr<Synchronizer> synchronizer, std::vector<Parameter> parameters,
                          const Options& options, StorePtr store, Say say)
     : parameters_(std::move(parameters)),
       options_(options),
       say_(std::move(say)),
-      rank_(synchroniser->engine().rank()),
-      world_size_(synchroniser->engine().world_size()),
+      rank_(synchronizer->engine().rank()),
+      world_size_(synchronizer->engine().world_size()),
       is_accelerated_(!parameters_.empty() && !parameters_.front().tensor.is_cpu()),
-      synchroniser_(std::move(synchroniser)),
+      synchronizer_(std::move(synchronizer)),
       problem_(std::move(store)),
       caps_(options.caps),
       order_(counted(parameters_.size())),
@@ -88,7 +88,7 @@ void GradReducer::shadow_pass() {
   TORCH_CHECK(!in_pass_, rank_text(), "a backward pass of this rank has not ended, so it cannot send zeros in another");
   call_before_pass(lock);
   is_shadow_ = true;
-  synchroniser_->epilogue().set_unscale(1);  // there is no loss here that a scale could be missing from
+  synchronizer_->epilogue().set_unscale(1);  // there is no loss here that a scale could be missing from
   begin_pass();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) hand_over(bucket, at::Tensor());
   finish_pass();
@@ -147,7 +147,7 @@ void GradReducer::on_task_end(int64_t pass) {
 
 void GradReducer::say_notices(std::unique_lock<std::mutex>& lock) {
   std::vector<std::string> notices = std::exchange(notices_, {});
-  for (std::string& notice : synchroniser_->take_notices()) notices.push_back(std::move(notice));
+  for (std::string& notice : synchronizer_->take_notices()) notices.push_back(std::move(notice));
   lock.unlock();
   if (!notices.empty()) say_(notices);
 }
@@ -327,7 +327,7 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
       gradients = std::make_shared<const Gradients>(std::move(tensors));
     }
     const bool is_last = bucket + 1 == buckets_.size();
-    under_way.future = synchroniser_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
+    under_way.future = synchronizer_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
   } catch (const std::exception& error) {
     fail(c10::str(rank_text(), "the hand-over of bucket ", bucket, " failed: ", error_text(error)));
   }
@@ -370,7 +370,7 @@ void GradReducer::finish_pass() {
     multiply_means();
     write_back_all();
     used_.clear();
-    if (PassEpilogue& epilogue = synchroniser_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
+    if (PassEpilogue& epilogue = synchronizer_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
   }
   if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
@@ -382,7 +382,7 @@ void GradReducer::finish_pass() {
 void GradReducer::multiply_means() {
   if (mean_factor_ == 1) return;
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < under_way_.size(); ++i) synchroniser_->epilogue().forget_squares(i);
+  for (size_t i = 0; i < under_way_.size(); ++i) synchronizer_->epilogue().forget_squares(i);
   for (const UnderWay& bucket : under_way_) {
     if (bucket.gradients.front().tensor.is_sparse()) {
       bucket.future->value().toTensor().mul_(mean_factor_);
@@ -414,7 +414,7 @@ void GradReducer::write_back_all() {
         const bool is_sparse = gradient.tensor.is_sparse();
         write_back(parameters_[index].tensor, is_sparse ? under_way.future->value().toTensor() : gradient.tensor);
       } else {
-        synchroniser_->epilogue().forget_squares(bucket);
+        synchronizer_->epilogue().forget_squares(bucket);
       }
     }
   }

@@ -1,7 +1,7 @@
 // A reducer of our own: synchronizes the gradients of parameters without DistributedDataParallel.
 //
 //   autograd has added up a gradient ──► a native hook (accumulators.h) notes that it has arrived
-//     ──► the bucket's last gradient has arrived, and the buckets before it are handed over: Synchroniser::run() packs
+//     ──► the bucket's last gradient has arrived, and the buckets before it are handed over: Synchronizer::run() packs
 //         the gradients where they lie, and writes the mean to the same place
 //     ──► the backward pass ends: a final callback of autograd waits for all buckets, so backward() returns when the
 //         gradients are means
@@ -34,7 +34,7 @@
 #include "frontends/reducer/layout.h"
 #include "frontends/reducer/problem.h"
 #include "gradients/parameter_gradient.h"
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 
 namespace fusedcomm {
 
@@ -55,7 +55,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   // `parameters`: in the order in which gradients are expected to arrive, the same on every rank. `store`: has a prefix
   // that only the ranks of this reducer use. Something else may synchronize none of the parameters.
-  static std::shared_ptr<GradReducer> make(std::shared_ptr<Synchroniser> synchroniser,
+  static std::shared_ptr<GradReducer> make(std::shared_ptr<Synchronizer> synchronizer,
                                            std::vector<Parameter> parameters, const Options& options, StorePtr store,
                                            Say say);
 
@@ -84,7 +84,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void detach();
   // Each changes what the next synchronized pass uses. Call them on every rank before the same pass, while nothing is
   // under way; `before_pass` may call them, too.
-  void set_synchroniser(std::shared_ptr<Synchroniser> synchroniser);
+  void set_synchronizer(std::shared_ptr<Synchronizer> synchronizer);
   void set_caps(const BucketCaps& caps);
   // Calls `before_pass` before each synchronized pass, without locks, and notes when each ends. An exception fails the
   // pass. `device`: takes the stamps.
@@ -111,7 +111,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
     std::vector<StampPtr> ends;
   };
 
-  GradReducer(std::shared_ptr<Synchroniser> synchroniser, std::vector<Parameter> parameters, const Options& options,
+  GradReducer(std::shared_ptr<Synchronizer> synchronizer, std::vector<Parameter> parameters, const Options& options,
               StorePtr store, Say say);
   void add_hooks();
 
@@ -182,7 +182,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   const bool is_accelerated_;  // whether the parameters are on an accelerator
 
   mutable std::mutex mutex_;  // guards the members below
-  std::shared_ptr<Synchroniser> synchroniser_;
+  std::shared_ptr<Synchronizer> synchronizer_;
   std::shared_ptr<Observation> observation_;  // null if there is none
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;

@@ -82,10 +82,10 @@ void GradReducer::detach() {
   accumulators_.reset();
 }
 
-void GradReducer::set_synchroniser(std::shared_ptr<Synchroniser> synchroniser) {
+void GradReducer::set_synchronizer(std::shared_ptr<Synchronizer> synchronizer) {
   std::lock_guard<std::mutex> lock(mutex_);
   check_flags();  // while the old one runs
-  synchroniser_.swap(synchroniser);
+  synchronizer_.swap(synchronizer);
 }
 
 void GradReducer::set_caps(const BucketCaps& caps) {

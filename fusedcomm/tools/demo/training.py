@@ -120,7 +120,7 @@ def network() -> nn.Module:
     )
 
 
-def synchronised(model: nn.Module, spec: RunSpec) -> tuple[nn.Module, fusedcomm.Handle | fusedcomm.GradReducer | None]:
+def synchronized(model: nn.Module, spec: RunSpec) -> tuple[nn.Module, fusedcomm.Handle | fusedcomm.GradReducer | None]:
     """(the module to call, what synchronizes, if it is fusedcomm's)."""
     if spec.has_reducer:
         return model, fusedcomm.GradReducer(model, spec.wire, quiet=True)
@@ -142,7 +142,7 @@ class Run:
         self._batches = digits.batches(spec.seed)
         torch.manual_seed(spec.seed)
         self._network = network()
-        self._forward, self._comm = synchronised(self._network, spec)
+        self._forward, self._comm = synchronized(self._network, spec)
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         # The learning rate falls to zero: at a constant rate the last loss spike would decide the final loss.
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1, 0, total_iters=num_steps)

@@ -26,7 +26,7 @@ from fusedcomm.tools.probe.choices import (
 )
 from fusedcomm.tools.probe.progress import Progress
 from fusedcomm.tools.probe.script import load, naming_the_line
-from fusedcomm.tools.probe.steps import Task, alone, in_turns, synchronised
+from fusedcomm.tools.probe.steps import Task, alone, in_turns, synchronized
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.workload import Synthetic, checked, synthetic, tune_backward
 
@@ -105,7 +105,7 @@ def probe(
     task = agreed_task(team, settings)
     # All ranks begin with rank 0's parameters, as with DDP. The first DDP of a process imports a large part of torch.
     baseline = Candidate("off", bucket_mib=DEFAULT_CAP_MIB)
-    with synchronised(team, task[0], baseline, init_sync=True):
+    with synchronized(team, task[0], baseline, init_sync=True):
         pass
     (start_s,) = team.slowest([time.monotonic() - began])
     measuring_s = max(settings.seconds - start_s, MIN_SHARE * settings.seconds)

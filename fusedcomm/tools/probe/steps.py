@@ -36,7 +36,7 @@ MAX_BUCKETS_NBYTES = 2 << 30
 
 
 @contextlib.contextmanager
-def synchronised(
+def synchronized(
     team: Team, model: nn.Module, choice: Candidate, init_sync: bool = False
 ) -> Iterator[tuple[DistributedDataParallel, Handle | None]]:
     """The model in DDP with gradients synchronized by this choice, and fusedcomm's handle, which is None for DDP's own
@@ -142,7 +142,7 @@ def _turns(
             (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
             if len(modules) >= least and needs_s > left_s:
                 break
-            modules.append(stack.enter_context(synchronised(team, task[0], choice)))
+            modules.append(stack.enter_context(synchronized(team, task[0], choice)))
             check = functools.partial(check_gradients, team, task[0], way_of(choice))
             take_steps(team, modules[-1][0], task, 1, check)
             (last_s,) = take_steps(team, modules[-1][0], task, WARMUP_STEPS - 1)

@@ -1,4 +1,4 @@
-#include "gradients/synchroniser.h"
+#include "gradients/synchronizer.h"
 
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 
 namespace fusedcomm {
 
-Synchroniser::Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
+Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
                            const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
     : engine_(std::move(engine)),
       transport_(std::move(transport)),
@@ -26,7 +26,7 @@ Synchroniser::Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       records_(*engine_, transport_->place(), device),
       monitor_(options.monitor, engine_.get(), transport_.get()) {}
 
-Synchroniser::~Synchroniser() {
+Synchronizer::~Synchronizer() {
   // Ending these joins threads. Such a thread may be releasing a tensor that Python refers to, which takes the GIL.
   const auto end = [this] {
     if (getpid() != process_) {
@@ -47,7 +47,7 @@ Synchroniser::~Synchroniser() {
   }
 }
 
-void Synchroniser::watch(const StorePtr& store, const WatchOptions& options) {
+void Synchronizer::watch(const StorePtr& store, const WatchOptions& options) {
   TORCH_CHECK(!watch(), "fusedcomm: this engine has a watch already: call unwatch() first");
   const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
   // The pointer is weak, because transfers that outlive the engine may still fail.
@@ -59,7 +59,7 @@ void Synchroniser::watch(const StorePtr& store, const WatchOptions& options) {
   watch_ = watch;
 }
 
-void Synchroniser::unwatch() {
+void Synchronizer::unwatch() {
   std::unique_lock<std::mutex> lock(watch_mutex_);
   const std::shared_ptr<Watch> watch = std::move(watch_);
   watch_ = nullptr;
@@ -67,28 +67,28 @@ void Synchroniser::unwatch() {
   if (watch) watch->stop();
 }
 
-std::string Synchroniser::explain(const std::string& failure) const {
+std::string Synchronizer::explain(const std::string& failure) const {
   const auto watch = this->watch();
   return watch ? watch->explain(failure) : std::string();
 }
 
-std::shared_ptr<Watch> Synchroniser::watch() const {
+std::shared_ptr<Watch> Synchronizer::watch() const {
   std::lock_guard<std::mutex> lock(watch_mutex_);
   return watch_;
 }
 
-void Synchroniser::stop(const std::string& reason) {
+void Synchronizer::stop(const std::string& reason) {
   // Stop the watch first: a failure may be waiting for its explanation.
   if (const auto watch = this->watch()) watch->stop();
   engine_->stop(reason);
 }
 
-void Synchroniser::leave(const std::string& reason) {
+void Synchronizer::leave(const std::string& reason) {
   transport_->give_up();
   stop(reason);
 }
 
-void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& error) {
+void Synchronizer::rethrow_named(const Bucket& bucket, const std::exception& error) {
   // Callers may catch errors on a CPU, and out-of-memory errors, by their type: rethrow these unchanged.
   if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
   const std::string cause = error_text(error);
@@ -97,14 +97,14 @@ void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& err
               text_of(bucket), " in step ", step(), " failed: ", cause);
 }
 
-std::string Synchroniser::text_of(const Bucket& bucket) {
+std::string Synchronizer::text_of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::string> names;
   for (const at::Tensor& parameter : bucket.parameters) names.push_back(parameters_.state_of(parameter)->name);
   return make_label(bucket.index, names, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
-FuturePtr Synchroniser::run(const Bucket& bucket) try {
+FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const GradientsPtr& gradients = bucket.gradients;
   const bool is_in_pass = !bucket.is_alone;
@@ -138,7 +138,7 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   rethrow_named(bucket, error);
 }
 
-std::pair<BucketRecordPtr, PassOrder::Turn> Synchroniser::take_turn(const Bucket& bucket) {
+std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   BucketRecords::Found found = records_.of(bucket, &parameters_);
   if (found.is_new) monitor_.forget(found.record->label->name);
@@ -151,12 +151,12 @@ std::pair<BucketRecordPtr, PassOrder::Turn> Synchroniser::take_turn(const Bucket
   return {std::move(found.record), turn};
 }
 
-void Synchroniser::choose_wires(WireOf wire_of) {
+void Synchronizer::choose_wires(WireOf wire_of) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::swap(wire_of_, wire_of);  // the old one may need the GIL to end, so it ends after the lock
 }
 
-void Synchroniser::know(const at::Tensor& parameter, const std::string& name, std::optional<int> wire) {
+void Synchronizer::know(const at::Tensor& parameter, const std::string& name, std::optional<int> wire) {
   WireOf wire_of;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -168,12 +168,12 @@ void Synchroniser::know(const at::Tensor& parameter, const std::string& name, st
   parameters_.know(parameter, name, *wire);
 }
 
-void Synchroniser::forget(const at::Tensor& parameter) {
+void Synchronizer::forget(const at::Tensor& parameter) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.forget(parameter);
 }
 
-void Synchroniser::begin_pass() {
+void Synchronizer::begin_pass() {
   std::unique_lock<std::mutex> lock(mutex_);
   const int64_t pass = order_.num_passes();
   lock.unlock();
@@ -184,7 +184,7 @@ void Synchroniser::begin_pass() {
   notices_.push_back(std::move(notice));
 }
 
-void Synchroniser::fall_back(const ErrorMonitor::Failing& failing) {
+void Synchronizer::fall_back(const ErrorMonitor::Failing& failing) {
   const int to = options_.fallback_wire;
   const Wire wire = to == kExactWire ? Wire::kFp32 : wire_format(engine_->config(), to).wire;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -211,34 +211,34 @@ void Synchroniser::fall_back(const ErrorMonitor::Failing& failing) {
   }
 }
 
-EngineStats Synchroniser::stats() const {
+EngineStats Synchronizer::stats() const {
   EngineStats stats = engine_->stats();
   std::lock_guard<std::mutex> lock(mutex_);
   stats.num_nonfinite += parameters_.take_device_counts();
   return stats;
 }
 
-void Synchroniser::settle() const {
+void Synchronizer::settle() const {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.take_device_counts();
 }
 
-int64_t Synchroniser::step() const {
+int64_t Synchronizer::step() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return order_.step();
 }
 
-void Synchroniser::restore_step(int64_t step) {
+void Synchronizer::restore_step(int64_t step) {
   std::lock_guard<std::mutex> lock(mutex_);
   order_.restore_step(step);
 }
 
-std::map<std::string, at::Tensor> Synchroniser::residuals(const std::optional<ParameterNames>& names) const {
+std::map<std::string, at::Tensor> Synchronizer::residuals(const std::optional<ParameterNames>& names) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return parameters_.residuals(names);
 }
 
-void Synchroniser::restore_residuals(const std::map<std::string, at::Tensor>& residuals,
+void Synchronizer::restore_residuals(const std::map<std::string, at::Tensor>& residuals,
                                      const std::optional<ParameterNames>& names) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_residuals(residuals, names);
@@ -247,17 +247,17 @@ void Synchroniser::restore_residuals(const std::map<std::string, at::Tensor>& re
   records_.make_stale();
 }
 
-std::map<std::string, int64_t> Synchroniser::nonfinite_by_parameter() const {
+std::map<std::string, int64_t> Synchronizer::nonfinite_by_parameter() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return parameters_.nonfinite();
 }
 
-void Synchroniser::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
+void Synchronizer::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_nonfinite(counts);
 }
 
-void Synchroniser::adopt_names(const Synchroniser& other) {
+void Synchronizer::adopt_names(const Synchronizer& other) {
   std::unique_lock<std::mutex> their_lock(other.mutex_);
   const std::vector<ParameterStatePtr> theirs = other.parameters_.states();
   their_lock.unlock();
@@ -265,12 +265,12 @@ void Synchroniser::adopt_names(const Synchroniser& other) {
   parameters_.adopt_names(theirs);
 }
 
-std::vector<std::string> Synchroniser::take_notices() {
+std::vector<std::string> Synchronizer::take_notices() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(notices_, {});
 }
 
-std::vector<BucketRecordPtr> Synchroniser::buckets() const {
+std::vector<BucketRecordPtr> Synchronizer::buckets() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return records_.all();
 }

@@ -25,7 +25,7 @@
 
 namespace fusedcomm {
 
-class Synchroniser {
+class Synchronizer {
  public:
   // All ranks must have the same options.
   struct Options {
@@ -36,10 +36,10 @@ class Synchroniser {
 
   // parameters: empty if they are added as they appear in buckets, e.g. for a hook that is registered without the
   // module. device: of the gradients.
-  Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
+  Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
                const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options);
   // Ends the engine and the transport without holding the GIL.
-  ~Synchroniser();
+  ~Synchronizer();
 
   // Submits a bucket and returns at once. The future receives Bucket::result() or the error. Every rank must submit the
   // same buckets, in the order of their indices.
@@ -84,7 +84,7 @@ class Synchroniser {
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals,
                          const std::optional<ParameterNames>& names = std::nullopt);
   // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
-  void adopt_names(const Synchroniser& other);
+  void adopt_names(const Synchronizer& other);
 
   // Returns the warnings for the user since the last call; may be empty. They are not raised by torch here, because
   // where warnings are errors that would fail on this rank alone.
