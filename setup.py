@@ -114,7 +114,8 @@ def unit_of(file: Path) -> str | None:
     """The unit that includes a source file; None for one that is compiled by itself."""
     folder = file.relative_to(CSRC).parts[0]
     if uses_torch(file):
-        return "bindings" if folder == "bindings" else "torch"
+        # Setuptools sorts sources: these, which take longest, are to come first.
+        return "0_bindings" if folder == "bindings" else "0_torch"
     return None if folder == "codec" else folder
 
 
@@ -127,7 +128,7 @@ def sources() -> list[str]:
     must not define the same name there.
     """
     write_narrow_headers()
-    units: dict[str, list[Path]] = {"torch": [], "bindings": []}  # first, because they take longest
+    units: dict[str, list[Path]] = {}
     alone = []
     for file in sorted(CSRC.rglob("*.cpp")):
         if unit := unit_of(file):
@@ -135,7 +136,7 @@ def sources() -> list[str]:
         else:
             alone.append(str(file.relative_to(CSRC.parent)))
     # What binds runs a few times in a step, and optimizing it takes as long as reading all headers.
-    first = {"bindings": '#pragma GCC optimize("O1")\n'}
+    first = {"0_bindings": '#pragma GCC optimize("O1")\n'}
     return [
         write(
             UNITS / f"{unit}.cpp", first.get(unit, "") + "".join(f'#include "{f.relative_to(CSRC)}"\n' for f in files)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Branches, Gradients, by_kind, constant, integers, no_sync_of, reducer_of, synchronize, synchronized
+from sampling import few
 from scripts import ROOT
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -187,7 +188,7 @@ def with_default(rank, world_size, way, dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "DDP, int4", "DataParallel", "FSDP2, feedback"))
 def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way):
     expected = ranks.run(with_default, way, torch.float32, world_size=2)
     for dtype in (torch.float64, torch.bfloat16):

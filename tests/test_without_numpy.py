@@ -51,6 +51,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_training_and_the_ranks_of_the_probe_need_no_numpy(tmp_path):
     assert printed_by_two_ranks(SCRIPT, tmp_path) == ["True\n", "True\n"]
 

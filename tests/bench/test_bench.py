@@ -104,6 +104,7 @@ def test_a_processor_is_named_with_its_generation(bench_modules):
     assert common.env()["cpu"]
 
 
+@pytest.mark.full
 def test_the_reducers_benchmark_checks_its_means(tmp_path):
     path = tmp_path / "reducer.json"
     sizes = ["--ranks", "2", "--parameters", "30", "--rounds", "2"]

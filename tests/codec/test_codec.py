@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import few
 from values import BLOCK_WIRES, CODECS, DTYPES, same_bits, signed, uninitialised
 
 from fusedcomm import reference
@@ -200,7 +201,7 @@ def test_ragged_and_misaligned_slices(wire, dtype, numels, offset, num_parts, bl
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "fp8 rotated", "int4"])
+@pytest.mark.parametrize("wire", few(["fp32", "bf16", "fp16", "int8", "fp8 rotated", "int4"], "bf16", "int8"))
 @pytest.mark.parametrize(("dtype", "offset"), [*((dtype, 0) for dtype in DTYPES), (torch.float32, 1)], ids=str)
 def test_outputs_that_bypass_the_caches(wire, dtype, offset):
     """The outputs are large enough for that in every dtype. With an offset, they lack the alignment that it needs."""

@@ -445,7 +445,7 @@ def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rota
     return mean
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda wire, rotated, dtype: {"rotated": rotated, "dtype": dtype})
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("wire", "rotated"), [*((wire, False) for wire in WIRES), *((wire, True) for wire in BLOCK_WIRES)]

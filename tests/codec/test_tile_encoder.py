@@ -88,7 +88,7 @@ def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype, 
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda stochastic, wire, **others: {"stochastic": stochastic, "scales": wire in BLOCK_WIRES})
 @pytest.mark.parametrize("stochastic", (False, True))
 def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stochastic):
     for format in FORMATS:
@@ -106,7 +106,7 @@ def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stoch
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda from_wire, **others: {"from_wire": from_wire})
 @pytest.mark.parametrize("from_wire", ("fp32", "bf16", "fp16"))
 def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
     """As on two levels: the part of each of a host's 2 ranks becomes 3 parts, one for each host."""

@@ -99,10 +99,12 @@ def complaints(tmp_path_factory):
     return {name: [line for line in lines if line.startswith(f"{name}.py:")] for name in scripts}
 
 
+@pytest.mark.full
 def test_mypy_finds_nothing_in_a_right_script(complaints):
     assert complaints["right"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=list(FAULTS.values()))
 def test_mypy_finds_a_wrong_name(complaints, number):
     assert any("error:" in line for line in complaints[f"fault_{number}"]), list(FAULTS)[number]

@@ -20,6 +20,7 @@ def library(made_once) -> Path:
     return made_once("cuda-streams", build)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("scene", SCENES)

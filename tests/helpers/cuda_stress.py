@@ -11,7 +11,7 @@ from stream_stress import run
 
 LIBRARY = "libcuda_stress.so"
 # The sources that use torch are compiled as one unit, which setup.py writes.
-UNIT = "build/units/torch.cpp"
+UNIT = "build/units/0_torch.cpp"
 LINK = ["-pthread", f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
 RUN = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encode(), ctypes.c_uint64(int(sys.argv[3])))"
 

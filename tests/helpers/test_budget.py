@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFTEST = """
 from budget import Budget
 
@@ -16,6 +18,7 @@ def pytest_configure(config):
     config.pluginmanager.register(Budget())
 """
 TESTS = """
+import pytest
 import pytest
 
 @pytest.mark.executed
@@ -36,6 +39,7 @@ def run(folder: Path, *options: str) -> str:
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True).stdout
 
 
+@pytest.mark.full
 def test_leaves_marked_tests_out_when_the_time_is_spent(tmp_path):
     told = run(tmp_path, "--executed-minutes", "0", "-rs")
     assert "2 passed, 1 skipped" in told

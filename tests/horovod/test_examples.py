@@ -39,6 +39,7 @@ def test_the_example_learns_on_two_ranks(tmp_path):
     assert len(found) == 3 and found[-1] > 95 and found[-1] >= found[0]
 
 
+@pytest.mark.full
 def test_the_script_for_horovod_runs_as_it_is_with_install(tmp_path):
     script = tmp_path / "installed.py"
     script.write_text(INSTALLED)

@@ -160,7 +160,7 @@ def is_close(a, b):
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n == "compiled" else n for n in CASES])
 def test_two_ranks_get_ddps_bits(ranks, name):
     theirs = ranks.run(train, name, False, world_size=2)
     ours = ranks.run(train, name, True, world_size=2)

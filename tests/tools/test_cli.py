@@ -133,6 +133,7 @@ def demo_packages():
         pytest.importorskip(module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wires", [("fp32", "bf16"), pytest.param(fusedcomm.WIRES, marks=pytest.mark.full)], ids=len)
 def test_demo(tmp_path, demo_packages, wires):
     some = ("--wires", *wires) if len(wires) < len(fusedcomm.WIRES) else ()

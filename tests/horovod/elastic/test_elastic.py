@@ -188,6 +188,7 @@ def wait_for(is_so) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_who_knows_everything_but_the_key_joins_nothing(attacked, tmp_path, monkeypatch):
     job, port, key = attacked
     where = f"0100007F:{port:04X}"  # 127.0.0.1, as the kernel writes it
