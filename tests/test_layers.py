@@ -198,9 +198,7 @@ def test_no_import_runs_upward_or_in_a_circle():
 def test_no_front_end_uses_a_sister():
     assert {native_front_end(path) for path, _ in includes(ROOT / "csrc")} == {None, *FRONT_ENDS}
     assert among_sisters(includes(ROOT / "csrc"), native_front_end) == []
-    # DataParallel may stand in for a DDP module.
-    known = [("fusedcomm.ddp.attach", "fusedcomm.reducer.data_parallel")]
-    assert among_sisters([arrow for arrow in python_arrows() if arrow not in known], python_front_end) == []
+    assert among_sisters(python_arrows(), python_front_end) == []
 
 
 def test_the_gradients_know_no_certain_transport():
