@@ -2,7 +2,7 @@
 #
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
-#                in which every value appears. Half an hour, two cores                       ARGS="-k codec -x"
+#                in which every value appears. 17 minutes, two cores                         ARGS="-k codec -x"
 #   make test-all    the same with every case: more than an hour
 #   make bench   run every benchmark in bench/: hours, within 8 GiB; some minutes with ARGS=--quick. Each one says what
 #                it needs: python bench/NAME.py --help                                       ARGS=--quick
