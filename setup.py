@@ -135,12 +135,8 @@ def sources() -> list[str]:
             units.setdefault(unit, []).append(file)
         else:
             alone.append(str(file.relative_to(CSRC.parent)))
-    # What binds runs a few times in a step, and optimizing it takes as long as reading all headers.
-    first = {"0_bindings": '#pragma GCC optimize("O1")\n'}
     return [
-        write(
-            UNITS / f"{unit}.cpp", first.get(unit, "") + "".join(f'#include "{f.relative_to(CSRC)}"\n' for f in files)
-        )
+        write(UNITS / f"{unit}.cpp", "".join(f'#include "{file.relative_to(CSRC)}"\n' for file in files))
         for unit, files in units.items()
     ] + alone
 
