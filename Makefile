@@ -4,7 +4,7 @@
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
 #                in which every value appears. 17 minutes, two cores                         ARGS="-k codec -x"
 #   make test-all    the same with every case: more than an hour
-#   make bench   run every benchmark in bench/: hours, within 8 GiB; some minutes with ARGS=--quick. Each one says what
+#   make bench   run every benchmark in bench/: hours; some minutes with ARGS=--quick. Each one says what
 #                it needs: python bench/NAME.py --help                                       ARGS=--quick
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.
 #                It can be split into three calls of at most nine minutes, the most valuable first: --call 1, 2, 3. Each
