@@ -23,7 +23,7 @@ Common errors:
         next operation works. Or a rank was lost or has called hvd.shutdown(): every later operation fails, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,19 +43,23 @@ def _is_differentiated(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
-def _reduced(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
-    if wire := wire_of(check_compression(compression), tensors[0]):
-        pairs, how = [(tensor, None) for tensor in tensors], {**how, "wire": wire}
-    else:
-        pairs = [compression.compress(tensor) for tensor in tensors]
+def _carried(
+    is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict, of_autograd: Any, plain: Callable
+) -> list[torch.Tensor]:
+    """What a reduction gives, compressed on its way: of_autograd, a Function, where autograd watches, else plain."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [each for each, _ in pairs]
     if _is_differentiated(*sent):
-        reduced = autograd.Allreduce.apply(is_group, name, how, *sent)
+        reduced = of_autograd.apply(is_group, name, how, *sent)
     else:
-        reduced = autograd.allreduced(is_group, tuple(sent), name, how)
-    if wire:
-        return list(reduced)
+        reduced = plain(is_group, tuple(sent), name, how)
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def _reduced(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
+    if wire := wire_of(check_compression(compression), tensors[0]):
+        compression, how = Compression.none, {**how, "wire": wire}  # the engine encodes
+    return _carried(is_group, tensors, name, compression, how, autograd.Allreduce, autograd.allreduced)
 
 
 def allreduce(
@@ -177,13 +181,7 @@ def alltoall(
 
 def _scattered(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
     check_compression(compression)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    sent = [each for each, _ in pairs]
-    if _is_differentiated(*sent):
-        reduced = autograd.Reducescatter.apply(is_group, name, how, *sent)
-    else:
-        reduced = autograd.scattered(is_group, tuple(sent), name, how)
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    return _carried(is_group, tensors, name, compression, how, autograd.Reducescatter, autograd.scattered)
 
 
 def reducescatter(
