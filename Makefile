@@ -70,7 +70,8 @@ demo: build
 # others follow one by one. With ARGS, either step may select no test.
 test test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test-all: override ARGS += --all
-test test-all: build $(KERNELS) $(CHECKER)
+test-all: $(CHECKER)
+test test-all: build $(KERNELS)
 	$(PY) tests/helpers/native_objects.py
 	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
 	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
