@@ -170,14 +170,18 @@ void CudaDevice::enter_watching_thread() const {
 std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
                                                         const std::vector<SlicePlace>& lossy,
                                                         const std::vector<SlicePlace>& exact, int64_t grad_nbytes) {
-  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, kernels_.tile_numel, grad_nbytes),
-                                      slice_table(layout, true, exact, kernels_.tile_numel, grad_nbytes), device_,
-                                      streams());
+  const int64_t tile = tile_numel(layout);
+  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, tile, grad_nbytes),
+                                      slice_table(layout, true, exact, tile, grad_nbytes), device_, streams());
+}
+
+int64_t CudaDevice::tile_numel(const BucketLayout& layout) const {
+  return has_scales(layout.wire) ? std::max(kernels_.tile_numel, layout.block_numel) : kernels_.tile_numel;
 }
 
 int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) const {
-  return num_parts * (tiles_per_part(layout.part.exact_numel, kernels_.tile_numel) +
-                      tiles_per_part(layout.part.lossy_numel, kernels_.tile_numel));
+  const int64_t tile = tile_numel(layout);
+  return num_parts * (tiles_per_part(layout.part.exact_numel, tile) + tiles_per_part(layout.part.lossy_numel, tile));
 }
 
 const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& layout) const {

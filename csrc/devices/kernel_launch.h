@@ -30,7 +30,7 @@ struct Kernel {
 // The kernels that attach() compiled.
 struct CudaKernels {
   std::map<KernelKey, Kernel> kernels;
-  int64_t tile_numel = 0;  // elements of a tile; see slice_table.h
+  int64_t tile_numel = 0;  // elements of a tile, unless a block has more; see slice_table.h
 
   // Throws std::logic_error, whose text describes the kernel, if it was not compiled.
   const Kernel& at(const KernelKey& key) const {
