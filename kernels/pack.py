@@ -59,7 +59,7 @@ def load_tile(
 
     number, num_tiles, RATIO: as for table_place. begin, end: as for look_up. run, offset: as from run_of.
     """
-    if run == TILE * RATIO:
+    if (run == TILE * RATIO) & (offset >= 0):  # always is: both are loaded at once, before the branch
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
         y = to_fp32(tl.load(grads + offset // VEC * VEC + lane)) * scale
     else:

@@ -76,7 +76,7 @@ def store_tile(grads, slices, number, num_tiles, begin, end, run, offset, g, VEC
     number, num_tiles, RATIO: as for table_place. begin, end: as for look_up. run, offset: as from run_of.
     """
     TILE: tl.constexpr = g.shape[0]
-    if run == TILE * RATIO:
+    if (run == TILE * RATIO) & (offset >= 0):  # always is: both are loaded at once, before the branch
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
         tl.store(grads + offset // VEC * VEC + lane, g)
     else:
