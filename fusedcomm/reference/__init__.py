@@ -62,7 +62,7 @@ from fusedcomm.reference.elements import (
 )
 from fusedcomm.reference.noise import FIRST_HOST, REDUCER, NoiseKey, noise
 from fusedcomm.reference.stages import Feedback, pack, part_bytes, reduce, unpack
-from fusedcomm.reference.sums import all_reduce_mean
+from fusedcomm.reference.sums import all_reduce_mean, slice_list, taken
 
 __all__ = [
     "GREATEST_CODE",
@@ -87,4 +87,6 @@ __all__ = [
     "reduce",
     "unpack",
     "all_reduce_mean",
+    "slice_list",
+    "taken",
 ]
