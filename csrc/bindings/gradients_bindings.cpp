@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -25,12 +26,12 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_results(py::module_& m) {
   py::class_<EngineStats>(m, "EngineStats")
-      .def_readonly("num_steps", &EngineStats::num_steps)
-      .def_readonly("num_buckets", &EngineStats::num_buckets)
-      .def_readonly("grad_nbytes", &EngineStats::grad_nbytes)
-      .def_readonly("sent_nbytes", &EngineStats::sent_nbytes)
-      .def_readonly("sent_between_hosts_nbytes", &EngineStats::sent_between_hosts_nbytes)
-      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
+      .def_property_readonly("counts",
+                             [](const EngineStats& stats) {
+                               std::map<std::string, int64_t> counts;
+                               for (const CountField& field : kCountFields) counts[field.name] = stats.*field.count;
+                               return counts;
+                             })
       .def_readonly("num_timed_steps", &EngineStats::num_timed_steps)
       .def_readonly("busy_ms", &EngineStats::busy_ms)
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)

@@ -8,7 +8,6 @@ import torch
 
 from fusedcomm import patterns
 from fusedcomm.config import check
-from fusedcomm.config.literals import Sum, Wire
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
     SUMS,
@@ -23,6 +22,7 @@ from fusedcomm.config.options import (
     Rounding,
     TwoLevels,
 )
+from fusedcomm.literals import Sum, Wire
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
