@@ -2,46 +2,24 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
 #include <string>
-#include <tuple>
 #include <variant>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "engine/plan.h"
 #include "gradients/grad_dtype.h"
 #include "gradients/parameters.h"
-#include "wire/names.h"
 
 namespace fusedcomm {
 namespace {
 
 namespace py = pybind11;
 
-// How Python gives the value of a field of WireConfig.
-template <class T>
-void read(const py::handle& given, T* field) {
-  *field = given.cast<T>();
-}
-void read(const py::handle& given, Wire* field) { *field = wire_from_name(given.cast<std::string>()); }
-void read(const py::handle& given, Sum* field) { *field = sum_from_name(given.cast<std::string>()); }
-void read(const py::handle& given, std::optional<ResidualFormat>* field) {
-  if (!given.is_none()) *field = residual_format_from_name(given.cast<std::string>());
-}
-void read(const py::handle& given, std::vector<WireFormat>* field) {
-  for (const auto& [name, block_numel, rotated] : given.cast<std::vector<std::tuple<std::string, int64_t, bool>>>()) {
-    field->push_back({wire_from_name(name), block_numel, rotated, 0});
-  }
-}
-
 void bind_config(py::module_& m) {
-  // Takes every field of visit_fields() by its name, and no other.
   py::class_<WireConfig>(m, "WireConfig").def(py::init([](const py::kwargs& given) {
-    WireConfig config;
-    py::dict rest(given);
-    visit_fields([&](const char* name, auto field) { read(rest.attr("pop")(name), &(config.*field)); });
-    if (!rest.empty()) throw py::type_error("WireConfig has no fields " + std::string(py::str(py::list(rest))));
+    WireConfig config = fields_of<WireConfig>(given);
     check_config(config);
     return config;
   }));

@@ -340,15 +340,15 @@ class Config(Options):
             ranks_on_host=ranks_on_host,
         )
 
-    def native_checks(self) -> dict[str, object]:
-        """The arguments of the native synchronizer that say what it measures, and what follows."""
+    def native_checks(self) -> "_C.ErrorMonitorOptions":
+        """What the synchronizer measures, and what follows."""
         fallback = self.checks.fallback
-        return {
-            "verify_every": self.checks.verify_every,
-            "measure_every": self.checks.measure_every,
-            "fallback_error": fallback.error if fallback else 0.0,
-            "fallback_wire": self.number_of(fallback.wire if fallback else self.wire),
-        }
+        return _C.ErrorMonitorOptions(
+            verify_every=self.checks.verify_every,
+            measure_every=self.checks.measure_every,
+            fallback_error=fallback.error if fallback else 0.0,
+            fallback_wire=self.number_of(fallback.wire if fallback else self.wire),
+        )
 
     def is_one_shot(self, world_size: int) -> bool:
         """Whether buckets that the codec encodes are summed by one-shot, with sums on one level."""
