@@ -91,7 +91,7 @@ class Rank {
     cuda_->warm_up();
     const auto transport = make_transport(groups);
     hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport, known_,
-                                           device_, Synchronizer::Options{0, setup.monitor, kExactWire});
+                                           device_, Synchronizer::Options{0, setup.monitor});
     switch_.set(hook_, nullptr);
     observer_ = std::make_shared<PassObserver>(cuda_, [] {});
     switch_.watch(observer_);
