@@ -11,35 +11,38 @@ import torch
 if TYPE_CHECKING:
     from fusedcomm.native import _C
 
-    from .bucket import SliceList
-
 
 class Slices(NamedTuple):
-    """A slice list in tables on the device; see csrc/devices/slice_table.h."""
+    """A slice list in tables on the device; see csrc/devices/slice_table.h. Holes are no slices."""
 
-    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then numel
-    offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
-    first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
-    num_slices: int
-    numel: int  # int64
+    tile_offset: torch.Tensor  # int64 [tiles]: elements from the bucket's origin to the tile's first one; 0: unknown
+    tile_run: torch.Tensor  # int32 [tiles]: TILE: one aligned run; 0: aligned slices; -1: a slice is not aligned
+    first: torch.Tensor  # int32 [tiles + 1]: the slice of the tile's first element, or the last to begin before it
+    vectors: torch.Tensor  # int32 [slices]: each slice's first 16 bytes of gradients in the stream, in 16 bytes
+    starts: torch.Tensor  # int64 [slices]: each slice's first element in the stream
+    ends: torch.Tensor  # int64 [slices]: the end of each slice in the stream
+    deltas: torch.Tensor  # int64 [slices]: elements from the origin to the slice, less its start
 
 
 class CountedSlices(NamedTuple):
     """Slices for pack, which also counts elements that are not finite."""
 
-    starts: torch.Tensor
-    offsets: torch.Tensor
+    tile_offset: torch.Tensor
+    tile_run: torch.Tensor
     first: torch.Tensor
-    counts: torch.Tensor  # int64 [num_slices]: pack adds the number of each slice's elements that are not finite
-    num_slices: int
-    numel: int
+    vectors: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    deltas: torch.Tensor
+    counts: torch.Tensor  # int64 [slices]: pack adds the number of each slice's elements that are not finite
 
 
 class Runs(NamedTuple):
-    """Slices that follow each other in memory without a gap."""
+    """Slices whose places in the stream are their places in memory."""
 
-    starts: torch.Tensor  # as in CountedSlices
-    counts: torch.Tensor  # as in CountedSlices
+    starts: torch.Tensor  # these three as in CountedSlices
+    ends: torch.Tensor
+    counts: torch.Tensor
     num_slices: int
 
 
@@ -67,14 +70,6 @@ class Noise(NamedTuple):
     parameter: int  # int32
     step: int  # int32
     source: int  # int32
-
-
-def slices_of(slices: "SliceList") -> Slices:
-    return Slices(slices.starts, slices.offsets, slices.first, slices.num_slices, slices.numel)
-
-
-def counted_slices_of(slices: "SliceList") -> CountedSlices:
-    return CountedSlices(slices.starts, slices.offsets, slices.first, slices.counts, slices.num_slices, slices.numel)
 
 
 def shape_of(layout: "_C.BucketLayout") -> PartShape:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Runs
-from .constants import NUM_THREADS, OPTIONS
+from .constants import NUM_THREADS, options
 from .elements import INF_BITS, magnitude_bits, max_in_thread
 from .tiles import count_by_slice, slice_of
 
@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 def count_products(data, numel, slices, num_tiles, TILE: tl.constexpr):
     # A thread reads elements that other threads have written.
     tl.debug_barrier()
-    PIECE: tl.constexpr = TILE // 4
-    lane = tl.arange(0, PIECE)
+    lane = tl.arange(0, TILE)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         begin = tl.cast(tile, tl.int64) * TILE
-        low = slice_of(slices, 0, slices.num_slices - 1, begin)
-        high = slice_of(slices, low, slices.num_slices - 1, begin + TILE - 1)
-        for piece in range(0, TILE, PIECE):
-            at = begin + piece
-            y = tl.load(data + at + lane, mask=lane < numel - at, other=0.0)
-            count_by_slice(slices, low, high, at, magnitude_bits(y) >= INF_BITS)
+        low = slice_of(slices.starts, 0, slices.num_slices - 1, begin)
+        high = slice_of(slices.starts, low, slices.num_slices - 1, begin + TILE - 1)
+        y = tl.load(data + begin + lane, mask=lane < numel - begin, other=0.0)
+        count_by_slice(slices.starts, slices.ends, slices.counts, low, high, begin, magnitude_bits(y) >= INF_BITS)
 
 
 @triton.jit(do_not_specialize=["numel", "scale", "slices"])
@@ -67,8 +64,7 @@ def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
     if not bucket.flat or bucket.grads.dtype != torch.float32:
         raise ValueError(f"only flat fp32 buckets are scaled in place, not {bucket.grads.dtype}, flat={bucket.flat}")
     lossy = bucket.lossy
+    runs = Runs(lossy.starts, lossy.ends, lossy.counts, len(lossy.starts))
     scale_kernel[(num_programs,)](
-        *(bucket.grads, lossy.numel, scale, Runs(lossy.starts, lossy.counts, lossy.num_slices)),
-        TILE=bucket.tile,
-        **OPTIONS,
+        bucket.grads, bucket.layout.lossy_numel, scale, runs, TILE=bucket.tile, **options(bucket.tile)
     )
