@@ -64,8 +64,8 @@ def all_reduce_mean(
 
 
 def slice_list(mask: torch.Tensor, element_size: int) -> torch.Tensor:
-    """The slice list of the elements where `mask` (bool [numel], of a bucket in one run) is True: int64, of each element
-    of the list its index in the bucket, or -1 in a hole. element_size: bytes of an element of the gradients.
+    """The slice list of the elements where `mask` (bool [numel], of a bucket in one run) is True: int64, of each
+    element of the list its index in the bucket, or -1 in a hole. element_size: bytes of an element of the gradients.
 
     A slice that does not follow the one before it in memory begins in a new vector of 16 bytes, at the place in it
     that it has in memory.

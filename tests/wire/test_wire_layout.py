@@ -140,8 +140,8 @@ def test_no_chunk_is_empty(case):
 @settings(deadline=None)
 @given(layouts())
 def test_chunks_are_bounded(case):
-    """A part may exceed its share by a grain of lossy elements, by eight exact elements, and by the padding of its three
-    sections."""
+    """A part may exceed its share by a grain of lossy elements, by eight exact elements, and by the padding of its
+    three sections."""
     layout, max_chunk_nbytes = case
     slack = grain_numel(layout) * CODE_NBYTES[layout.wire] + 4 + 32 + 3 * 16
     assert layout.chunk_nbytes <= max_chunk_nbytes + layout.num_parts * slack
