@@ -150,6 +150,26 @@ class CollectiveResult:
     @property
     def received_splits(self) -> list[list[int]]: ...
 
+class CollectiveSignature:
+    def __init__(
+        self,
+        *,
+        kind: str,
+        name: str,
+        op: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        splits: collections.abc.Sequence[int] = [],
+        wire: str = "",
+        tensor_names: collections.abc.Sequence[str] = [],
+        problem: str = "",
+    ) -> None: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def tensor_names(self) -> list[str]: ...
+
 class Coordinator:
     def __init__(
         self,
@@ -177,20 +197,10 @@ class Coordinator:
     def stats(self) -> CoordinatorStats: ...
     def submit(
         self,
-        *,
-        kind: str,
-        name: str,
+        signature: CollectiveSignature,
         inputs: collections.abc.Sequence[torch.Tensor],
         outputs: collections.abc.Sequence[torch.Tensor],
-        op: int = 1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        root: int = 0,
-        splits: collections.abc.Sequence[int] = [],
         set_id: int = 0,
-        wire: str = "",
-        tensor_names: collections.abc.Sequence[str] = [],
-        problem: str = "",
     ) -> int: ...
     def take_events(self) -> list[tuple[str, str, int, int]]: ...
     def wait(self, handle: int) -> CollectiveResult: ...
