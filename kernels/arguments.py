@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 
 class Slices(NamedTuple):
-    """A slice list in tables on the device; see csrc/devices/slice_table.h. Holes are no slices."""
+    """A slice list in tables on the device, by runs: slices that follow each other in memory and in the list. See
+    csrc/devices/slice_table.h."""
 
     tile_offset: torch.Tensor  # int64 [tiles]: elements from the bucket's origin to the tile's first one; 0: unknown
-    tile_run: torch.Tensor  # int32 [tiles]: TILE: one aligned run; 0: aligned slices; -1: a slice is not aligned
-    first: torch.Tensor  # int32 [tiles + 1]: the slice of the tile's first element, or the last to begin before it
-    vectors: torch.Tensor  # int32 [slices]: each slice's first 16 bytes of gradients in the stream, in 16 bytes
-    starts: torch.Tensor  # int64 [slices]: each slice's first element in the stream
-    ends: torch.Tensor  # int64 [slices]: the end of each slice in the stream
-    deltas: torch.Tensor  # int64 [slices]: elements from the origin to the slice, less its start
+    tile_run: torch.Tensor  # int32 [tiles]: TILE: in one run, aligned; 0: in aligned runs; -1: a run is not aligned
+    first: torch.Tensor  # int32 [tiles + 1]: the run of the tile's first element, or the last to begin before it
+    vectors: torch.Tensor  # int32 [runs]: number of each run's first vector in the list
+    starts: torch.Tensor  # int64 [runs]: each run's first element in the list
+    ends: torch.Tensor  # int64 [runs]: the element behind its last one
+    deltas: torch.Tensor  # int64 [runs]: elements from the origin, less elements of the list
 
 
 class CountedSlices(NamedTuple):
@@ -34,14 +35,15 @@ class CountedSlices(NamedTuple):
     starts: torch.Tensor
     ends: torch.Tensor
     deltas: torch.Tensor
-    counts: torch.Tensor  # int64 [slices]: pack adds the number of each slice's elements that are not finite
+    slice_starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then the list's numel
+    counts: torch.Tensor  # int64 [num_slices]: pack adds the number of each slice's elements that are not finite
+    num_slices: int
 
 
-class Runs(NamedTuple):
-    """Slices whose places in the stream are their places in memory."""
+class Counts(NamedTuple):
+    """The counts of slices that follow each other in memory."""
 
-    starts: torch.Tensor  # these three as in CountedSlices
-    ends: torch.Tensor
+    slice_starts: torch.Tensor  # these as in CountedSlices
     counts: torch.Tensor
     num_slices: int
 
@@ -70,6 +72,10 @@ class Noise(NamedTuple):
     parameter: int  # int32
     step: int  # int32
     source: int  # int32
+
+
+def slices_of(slices: CountedSlices) -> Slices:
+    return Slices(*slices[: len(Slices._fields)])
 
 
 def shape_of(layout: "_C.BucketLayout") -> PartShape:

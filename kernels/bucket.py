@@ -7,7 +7,7 @@ import torch
 
 from fusedcomm.native import _C
 
-from .arguments import CountedSlices
+from .arguments import CountedSlices, Slices
 from .variants import tile_of
 
 
@@ -19,6 +19,7 @@ class Bucket:
     grads: torch.Tensor  # [any], fp32, bf16 or fp16, 16-byte aligned; its first element is the bucket's origin
     lossy: CountedSlices  # tables on the gradients' device
     exact: CountedSlices
+    in_one_run: bool  # no exact elements, and the lossy ones lie from the origin on in order
     tile: int  # elements of a tile, for which the tables are made
 
 
@@ -33,8 +34,8 @@ def make_bucket(
 
     Args:
         grads: 1-D, contiguous, fp32, bf16 or fp16; starts at a multiple of 16 bytes.
-        lossy_slices: (offset from grads[0], numel) of each lossy slice, in elements; for a hole the offset is -1, see
-            _C.with_holes.
+        lossy_slices: (offset from grads[0], numel) of each lossy slice, in elements; for a hole the offset is
+            _C.HOLE; see _C.with_holes.
         exact_slices: the same for the exact slices.
         tile: elements of a tile: a power of two, at least 64 and at least the layout's block. None: the engine's.
 
@@ -46,24 +47,25 @@ def make_bucket(
         raise ValueError(f"grads must be 1-D, contiguous, fp32, bf16 or fp16, not {grads.dtype} {list(grads.shape)}")
     if grads.data_ptr() % _C.ALIGN_NBYTES:
         raise ValueError(f"grads must start at a multiple of {_C.ALIGN_NBYTES} bytes")
-    tile = tile or tile_of(layout.block_numel)
+    tile = tile or tile_of(layout.wire, layout.block_numel)
     if tile & (tile - 1) or tile < max(64, layout.block_numel):
         raise ValueError(f"tile={tile} is not possible: use a power of two from {max(64, layout.block_numel)}")
     for offset, numel in (*lossy_slices, *exact_slices):
-        if offset < -1 or numel < 0 or offset + numel > grads.numel():
+        if offset != _C.HOLE and (offset < 0 or numel < 0 or offset + numel > grads.numel()):
             raise ValueError(
                 f"the slice ({offset}, {numel}), an offset and a numel, does not lie within the {grads.numel()} "
                 "elements of grads"
             )
-    tables = [
-        CountedSlices(*_tables(layout, exact, slices, tile, grads))
-        for exact, slices in ((False, lossy_slices), (True, exact_slices))
-    ]
-    return Bucket(layout, grads, *tables, tile)
+    lossy, exact = (
+        _C.slice_table(layout, is_exact, list(slices), tile, grads.element_size())
+        for is_exact, slices in ((False, lossy_slices), (True, exact_slices))
+    )
+    deltas = lossy[Slices._fields.index("deltas")]
+    in_one_run = layout.exact_numel == 0 and deltas.tolist() == [0]
+    return Bucket(layout, grads, _on(grads.device, lossy), _on(grads.device, exact), in_one_run, tile)
 
 
-def _tables(
-    layout: "_C.BucketLayout", exact: bool, slices: Sequence[tuple[int, int]], tile: int, grads: torch.Tensor
-) -> list[torch.Tensor]:
-    tables = [t.to(grads.device) for t in _C.slice_table(layout, exact, list(slices), tile, grads.element_size())]
-    return [*tables, torch.zeros_like(tables[-1])]
+def _on(device: torch.device, tables: list[torch.Tensor]) -> CountedSlices:
+    num_slices = len(tables[-1]) - 1
+    counts = torch.zeros(num_slices, dtype=torch.int64, device=device)
+    return CountedSlices(*(table.to(device) for table in tables), counts, num_slices)

@@ -58,7 +58,7 @@ def load_tile(grads, slices, part_numel, part, tile, scale, VEC: tl.constexpr, T
         x_at = addresses(grads, places, VEC)
         real = lanes(low, high, VEC)
         if run == 0:
-            # A vector at a slice's edge is loaded whole.
+            # A vector at a run's edge is loaded whole.
             x = tl.load(x_at, mask=whole(low < high, VEC))
         else:
             x = tl.load(x_at, mask=real)
@@ -101,9 +101,7 @@ def count_slices(grads, slices, parts, taken, scale, VEC: tl.constexpr, TILE: tl
         part, tile = part_of(unit - taken, num_tiles)
         y = load_tile(grads, slices, part_numel, first_part + part, tile, scale, VEC, TILE, RATIO)
         begin = (first_part + part) * part_numel + tl.cast(tile, tl.int64) * TILE
-        index, _ = table_place(part_numel, first_part + part, tile, TILE, RATIO)
-        low, high = tl.load(slices.first + index), tl.load(slices.first + index + 1)
-        count_by_slice(slices.starts, slices.ends, slices.counts, low, high, begin, magnitude_bits(y) >= INF_BITS)
+        count_by_slice(slices, begin, magnitude_bits(y) >= INF_BITS)
 
 
 @triton.jit(do_not_specialize=["lossy", "exact", "shape", "first_part", "num_parts", "scale", "key"])

@@ -201,7 +201,7 @@ def reduce(
         ValueError: the layouts do not fit, or a tensor has another shape, dtype or alignment.
     """
     to = to or layout
-    tile = tile or max(tile_of(layout.block_numel), tile_of(to.block_numel))
+    tile = tile or tile_of(to.wire, to.block_numel)
     numel = num_parts * to.part.lossy_numel
     rotated = to.rotated and not layout.rotated  # rotated input stays rotated
     if (layout.part.lossy_numel, layout.part.exact_numel) != (numel, num_parts * to.part.exact_numel):

@@ -1,10 +1,10 @@
-"""Where a tile lies: its range of the stream, and its elements' places in memory.
+"""Where a tile lies: its range of the list, and its elements' places in memory.
 
-A tile is at most TILE consecutive elements of one section of one part. A slice's first element has a place in the
-stream that is congruent to its place in memory, modulo 16 bytes of gradients; holes fill the gaps. So every vector, VEC
-consecutive elements from a multiple of VEC on, lies in one slice or in a hole, and its address is aligned. The slice is
-looked up once for each vector. A tile that is one run needs no lookup. Only where a slice is not aligned in memory, as
-that of a view may be, are elements accessed one by one.
+A tile is at most TILE consecutive elements of one section of one part. An element's place in the list is congruent to
+its place in memory, modulo 16 bytes of gradients; holes in the list see to that. So every vector, VEC consecutive
+elements from a multiple of VEC on, lies in one run or in a hole, and its address is aligned. The run is looked up once
+for each vector. A tile that lies in one run needs no lookup. Only where a run is not aligned, as a view may be, are
+elements accessed one by one.
 """
 
 import triton
@@ -58,10 +58,10 @@ def spread(x, VEC: tl.constexpr):
 
 
 @triton.jit
-def slice_of(begins, low, high, place):
-    """int32, shaped like `place`: the last of the slices low … high that begins there or before; `low` if none does.
+def last_before(begins, low, high, place):
+    """int32, shaped like `place`: the last of low … high that begins there or before; `low` if none does.
 
-    begins: int pointer, where each slice begins, in the unit of `place`.
+    begins: where each begins, in the unit of `place`.
     """
     step = 1
     while step <= high - low:
@@ -79,11 +79,11 @@ def look_up(slices, index, begin, end, VEC: tl.constexpr, TILE: tl.constexpr, V:
     """(places, low, high), each [TILE // VEC]: where the vectors of a tile lie, and which of their elements are real.
 
     places: int64, elements from the bucket's origin to the vector; undefined if none of its elements is real.
-    low, high: int32 from 0 to VEC: elements low … high - 1 of the vector lie in a slice and before `end`.
+    low, high: int32 from 0 to VEC: elements low … high - 1 of the vector lie in a run and before `end`.
 
     Args:
         index: the number of the tables' tile in which the tile lies.
-        begin, end: the tile's first element in the stream and the end of its part there.
+        begin, end: the tile's first element in the list and the end of its part there.
         V: elements of 16 bytes of gradients.
     """
     lane = tl.arange(0, TILE // VEC)
@@ -91,7 +91,7 @@ def look_up(slices, index, begin, end, VEC: tl.constexpr, TILE: tl.constexpr, V:
         vector = (begin // V).to(tl.int32) + lane
     else:
         vector = (begin // V).to(tl.int32) + ((begin % V).to(tl.int32) + lane * VEC) // V
-    found = slice_of(slices.vectors, tl.load(slices.first + index), tl.load(slices.first + index + 1), vector)
+    found = last_before(slices.vectors, tl.load(slices.first + index), tl.load(slices.first + index + 1), vector)
     position = begin + lane * VEC
     high = tl.minimum(tl.load(slices.ends + found), end) - position
     high = tl.minimum(tl.maximum(high, 0), VEC).to(tl.int32)
@@ -129,21 +129,23 @@ def whole(vectors, VEC: tl.constexpr):
 
 
 @triton.jit
-def count_by_slice(starts, ends, counts, low, high, begin, bad):
-    """Adds the number of bad elements in each of the slices low … high to its count.
+def count_by_slice(slices, begin, bad):
+    """Adds the number of bad elements in each slice to its count.
 
-    bad: bool [numel], for the elements from `begin` on. There is one atomic addition for each slice, not for each
-    bad element: in an overflow every element of a model is bad.
+    slices: CountedSlices or Counts. bad: bool [numel], for the elements from `begin` on. There is one atomic addition
+    for each slice, not for each bad element: in an overflow every element of a model is bad.
     """
     NUMEL: tl.constexpr = bad.shape[0]
     lane = tl.arange(0, NUMEL)
     if tl.max(bad.to(tl.int32), axis=0) > 0:
+        low = last_before(slices.slice_starts, 0, slices.num_slices - 1, begin)
+        high = last_before(slices.slice_starts, low, slices.num_slices - 1, begin + NUMEL - 1)
         for index in range(low, high + 1):
-            start = tl.load(starts + index) - begin
-            end = tl.load(ends + index) - begin
+            start = tl.load(slices.slice_starts + index) - begin
+            end = tl.load(slices.slice_starts + index + 1) - begin
             count = tl.sum((bad & (lane >= start) & (lane < end)).to(tl.int32), axis=0)
             if count > 0:
-                tl.atomic_add(counts + index, count.to(tl.int64), sem="relaxed")
+                tl.atomic_add(slices.counts + index, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Slices, shape_of
+from .arguments import shape_of, slices_of
 from .constants import WIRE_IDS, options
 from .elements import (
     FP32,
@@ -191,7 +191,7 @@ def unpack(
         raise ValueError(f"{num_messages} messages of {layout.num_parts} parts cannot be summed: use one part")
     message = sections(layout, parts, layout.chunk_nbytes * num_messages)
     unpack_kernel[(num_programs,)](
-        *(bucket.grads, Slices(*bucket.lossy[:-1]), Slices(*bucket.exact[:-1]), message, shape_of(layout)),
+        *(bucket.grads, slices_of(bucket.lossy), slices_of(bucket.exact), message, shape_of(layout)),
         *(chunk * layout.num_parts, layout.num_parts, num_messages, scale),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,

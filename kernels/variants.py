@@ -17,13 +17,10 @@ tile_of()."""
 NUM_WARPS = 4
 """Warps of a program."""
 
-PACK_PROGRAMS_PER_SM = 8
-"""Programs of pack on each SM: as many as run at a time. All other kernels have one for each tile."""
 
-
-def tile_of(block_numel: int) -> int:
-    """Elements of a tile for blocks of this size: a block lies in one tile."""
-    return max(TILE, block_numel)
+def tile_of(wire: str, block_numel: int) -> int:
+    """Elements of a tile: a block lies in one tile."""
+    return max(TILE, block_numel) if _C.has_scales(wire) else TILE
 
 
 def max_registers(
@@ -34,6 +31,13 @@ def max_registers(
         return 255
     return 128 if rotated or stochastic or feedback is not None or sums else 64
 
+
+SUPPORTED_TRITON = ((3, 6), (3, 9))
+"""The oldest and the newest supported minor version. With these, tests/kernels/test_kernel_code.py confirms the launch
+convention, and tests/kernels/test_kernel_constants.py that Triton extends no constant wrongly."""
+
+TRITON = "triton>={0[0]}.{0[1]},<{1[0]}.{2}".format(*SUPPORTED_TRITON, SUPPORTED_TRITON[1][1] + 1)
+"""The supported versions as pip takes them."""
 
 Variant = _C.KernelKey
 """One kernel's specialization; csrc/devices/kernel_key.h documents its fields."""

@@ -19,7 +19,6 @@ from models import Gradients, Mlp, Sparse, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import env
 from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, Rounding
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
@@ -464,6 +463,5 @@ def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
     import triton
 
     monkeypatch.setattr(triton, "__version__", "4.0.0")
-    monkeypatch.setenv(env.KERNELS, "triton")
     with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
         cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
