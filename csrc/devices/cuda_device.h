@@ -50,7 +50,6 @@ class CudaDevice : public StreamDevice {
   const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
   void launch_kernel(const Kernel& kernel, int64_t num_programs, const Launch& args);
-  int64_t tile_numel(const BucketLayout& layout) const;  // a block lies in one tile
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
 
   const std::shared_ptr<const CudaDriver> driver_;

@@ -31,8 +31,8 @@ class CudaPath:
         reduces_rows: as for :func:`kernel_variants`.
 
     Raises:
-        RuntimeError: there is no driver, the GPU is not supported, Triton cannot be used, or a kernel cannot be compiled or
-            loaded.
+        RuntimeError: there is no driver, the GPU is not supported, Triton cannot be used, or a kernel cannot be
+            compiled or loaded.
         ValueError: an option is out of range, or is for another device.
     """
 
