@@ -218,7 +218,7 @@ class CpuDevice(Device):
 
 class CudaDevice(Device):
     def __init__(
-        self, *, kernels: KernelLoader, device: torch.device, isa: str, num_sms: int, forced_sync: bool
+        self, *, kernels: KernelLoader, device: torch.device, isa: str, num_pack_programs: int, forced_sync: bool
     ) -> None: ...
     @property
     def num_launches(self) -> int: ...
