@@ -78,7 +78,6 @@ def simulate(
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
-    num_exempt = 0 if exempt is None else int(exempt.sum())
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**32:
         raise ValueError(f"step={step!r} is not possible: use a whole number from 0 to 2^32 - 1")
     config = dataclasses.replace(
@@ -86,7 +85,8 @@ def simulate(
     )
     levels = _levels(config, world_size)
     native = chunks.native(config, world_size, ranks_per_host=levels.ranks_per_host if levels else 1)
-    plan = _C.plan_bucket(native, world_size, flats[0], num_exempt, numel - num_exempt)
+    slices = _slices(exempt, numel)
+    plan = _C.plan_bucket(native, world_size, flats[0], [(count, wire) for _, count, wire in slices])
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
@@ -95,8 +95,7 @@ def simulate(
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
             residuals._prepare(of_one, levels.num_hosts if levels else world_size)
-        lossy = _Places(None if num_exempt == 0 else (~exempt).nonzero().view(-1), of_one.lossy_numel)
-        exact = _Places(None if num_exempt == 0 else exempt.nonzero().view(-1), of_one.exact_numel)
+        lossy, exact = (_Places(slices, wire, flats[0]) for wire in (0, _C.EXACT_WIRE))
         for chunk in range(of_one.num_chunks):
             encoders = _Encoders(codec, of_one, chunk, config, step, residuals)
             parts = encoders.of_ranks(plan, flats, (lossy, exact), levels)
@@ -145,22 +144,42 @@ _Encoding = tuple[tuple | None, tuple | None]
 """(noise, residual) of an encoder, each None if not used."""
 
 
-class _Places:
-    """The places of the lossy or the exact elements in the gradients. `indices` None: all of them, in order."""
+def _slices(exempt: torch.Tensor | None, numel: int) -> list[tuple[int, int, int]]:
+    """(offset, elements, wire number) of the runs of equal elements of `exempt`, a flat mask."""
+    if exempt is None:
+        return [(0, numel, 0)]
+    exempt_runs, counts = torch.unique_consecutive(exempt, return_counts=True)
+    offsets = (counts.cumsum(0) - counts).tolist()
+    wires = [_C.EXACT_WIRE if run else 0 for run in exempt_runs.tolist()]
+    return list(zip(offsets, counts.tolist(), wires, strict=True))
 
-    def __init__(self, indices: torch.Tensor | None, numel: int) -> None:
-        self._indices, self.numel = indices, numel
+
+class _Places:
+    """The places in the gradients of a slice list's elements: those of `slices` that have the wire number `wire`."""
+
+    def __init__(self, slices: list[tuple[int, int, int]], wire: int, like: torch.Tensor) -> None:
+        places = _C.with_holes([(offset, numel) for offset, numel, of in slices if of == wire], like.element_size())
+        offsets, numels = torch.tensor(places or [(0, 0)], dtype=torch.int64).unbind(1)
+        self.numel = int(numels.sum())
+        self._indices: torch.Tensor | None = None  # int64 [numel], below 0 in holes; None: all elements, in order
+        if self.numel != like.numel():
+            starts = numels.cumsum(0) - numels
+            in_memory = torch.arange(self.numel) + (offsets - starts).repeat_interleave(numels)
+            self._indices = in_memory.where((offsets != _C.HOLE).repeat_interleave(numels), -1)
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The elements, as a list of one tensor; an empty list if there are none."""
+        """The elements, with zeros in holes, as a list of one tensor; an empty list if there are none."""
         if self.numel == 0:
             return []
-        return [flat if self._indices is None else flat[self._indices]]
+        if self._indices is None:
+            return [flat]
+        return [torch.where(self._indices < 0, 0, flat[self._indices.clamp(min=0)])]
 
     def write(self, flat: torch.Tensor, values: list[torch.Tensor], begin: int, end: int) -> None:
         """Writes elements [begin, end). Without indices `values` is `flat`, which has them already."""
         if begin < end and self._indices is not None:
-            flat[self._indices[begin:end]] = values[0][begin:end]
+            indices = self._indices[begin:end]
+            flat[indices[indices >= 0]] = values[0][begin:end][indices >= 0]
 
 
 def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout":

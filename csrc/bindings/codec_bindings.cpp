@@ -99,8 +99,7 @@ std::optional<double> unpack(const Codec& codec, const BucketLayout& layout, int
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes() * num_messages, "parts");
   double sum = 0;
   py::gil_scoped_release no_gil;
-  codec.unpack(
-      {layout, chunk, in, scale, slices, num_messages, /*is_last=*/false, {unscale, squares ? &sum : nullptr}});
+  codec.unpack({layout, chunk, in, scale, slices, num_messages, {unscale, squares ? &sum : nullptr}});
   return squares ? std::optional<double>(sum) : std::nullopt;
 }
 

@@ -44,9 +44,8 @@ class KernelLoader {
 // An argument that the kernel does not use may be None. `in_wire`: None if it is `wire`. Throws if a needed one is
 // None.
 KernelKey make_key(const std::string& kernel, const std::optional<std::string>& wire, int64_t block,
-                   std::optional<at::ScalarType> grad_dtype, bool flat, bool rotated,
-                   const std::optional<std::string>& in_wire, bool stochastic,
-                   const std::optional<std::string>& feedback, bool sums) {
+                   std::optional<at::ScalarType> grad_dtype, bool rotated, const std::optional<std::string>& in_wire,
+                   bool stochastic, const std::optional<std::string>& feedback, bool sums) {
   KernelKey key{kernel};
   if (kernel == kScaleKernel) return normalised(key);
   TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
@@ -54,7 +53,6 @@ KernelKey make_key(const std::string& kernel, const std::optional<std::string>& 
   key.wire = wire_from_name(*wire);
   key.block_numel = block;
   if (grad_dtype) key.grad_dtype = grad_dtype_of(*grad_dtype);
-  key.flat = flat;
   key.rotated = rotated;
   key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
   key.stochastic = stochastic;
@@ -87,7 +85,7 @@ std::optional<std::string> feedback_of(const KernelKey& key) {
 py::tuple reduced(const py::object& key) {
   py::list arguments;
   for (const char* name :
-       {"kernel", "wire", "block", "grad_dtype", "flat", "rotated", "in_wire", "stochastic", "feedback", "sums"}) {
+       {"kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "stochastic", "feedback", "sums"}) {
     arguments.append(key.attr(name));
   }
   return py::make_tuple(key.attr("__class__"), py::tuple(arguments));
@@ -96,14 +94,12 @@ py::tuple reduced(const py::object& key) {
 void bind_kernel_key(py::module_& m) {
   py::class_<KernelKey>(m, "KernelKey")
       .def(py::init(&make_key), py::arg("kernel"), py::arg("wire") = py::none(), py::arg("block") = kDefaultBlockNumel,
-           py::arg("grad_dtype") = py::none(), py::arg("flat") = true, py::arg("rotated") = false,
-           py::arg("in_wire") = py::none(), py::arg("stochastic") = false, py::arg("feedback") = py::none(),
-           py::arg("sums") = false)
+           py::arg("grad_dtype") = py::none(), py::arg("rotated") = false, py::arg("in_wire") = py::none(),
+           py::arg("stochastic") = false, py::arg("feedback") = py::none(), py::arg("sums") = false)
       .def_readonly("kernel", &KernelKey::kernel)
       .def_property_readonly("wire", &wire_of)
       .def_readonly("block", &KernelKey::block_numel)
       .def_property_readonly("grad_dtype", &grad_type_of)
-      .def_readonly("flat", &KernelKey::flat)
       .def_readonly("rotated", &KernelKey::rotated)
       .def_property_readonly("in_wire", &in_wire_of)
       .def_readonly("stochastic", &KernelKey::stochastic)
@@ -177,13 +173,13 @@ void bind_devices(py::module_& m) {
       .def(py::init<const std::string&, int, bool>(), py::kw_only(), py::arg("isa"), py::arg("codec_threads"),
            py::arg("forced_sync"));
   py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
-      .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
-                       int64_t max_programs_of_last, bool forced_sync) {
-             return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
-                                                 max_programs_of_last, forced_sync);
+      .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t num_sms,
+                       bool forced_sync) {
+             return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, num_sms,
+                                                 forced_sync);
            }),
-           py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
-           py::arg("max_programs_of_last"), py::arg("forced_sync"), NoGil())
+           py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("num_sms"),
+           py::arg("forced_sync"), NoGil())
       .def("warm_up", &CudaDevice::warm_up, NoGil())
       .def_property_readonly("streams", &CudaDevice::streams)
       .def_property_readonly("num_launches", &CudaDevice::num_launches);

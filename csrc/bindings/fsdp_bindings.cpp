@@ -29,7 +29,6 @@ void bind_fsdp(pybind11::module_& m) {
       .def("set_row", &ReduceScatter::set_row, py::arg("row"), NoGil())
       .def_property_readonly("row_numel", &ReduceScatter::row_numel)
       .def_property_readonly("sent_nbytes", &ReduceScatter::sent_nbytes)
-      .def_property_readonly("padding_numel", &ReduceScatter::padding_numel)
       .def_property_readonly("residual_nbytes", &ReduceScatter::residual_nbytes)
       .def(
           "run",

@@ -44,13 +44,27 @@ at::Tensor tensor_of(const std::vector<T>& values) {
       .clone();
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> tables_of(const BucketLayout& layout, bool exact,
-                                                         const std::vector<std::pair<int64_t, int64_t>>& slices,
-                                                         int64_t tile) {
+// (offset, numel) of slices; of a hole the offset is kHole.
+using Places = std::vector<std::pair<int64_t, int64_t>>;
+
+std::vector<at::Tensor> tables_of(const BucketLayout& layout, bool exact, const Places& slices, int64_t tile,
+                                  int64_t grad_nbytes) {
   std::vector<SlicePlace> places;
   for (const auto& [offset, numel] : slices) places.push_back({offset, numel});
-  const SliceTable table = slice_table(layout, exact, places, tile);
-  return {tensor_of(table.starts), tensor_of(table.offsets), tensor_of(table.first)};
+  const SliceTable table = slice_table(layout, exact, places, tile, grad_nbytes);
+  return {tensor_of(table.tile_offset), tensor_of(table.tile_run),    tensor_of(table.first),
+          tensor_of(table.vectors),     tensor_of(table.starts),      tensor_of(table.ends),
+          tensor_of(table.deltas),      tensor_of(table.slice_starts)};
+}
+
+Places with_holes(const Places& slices, int64_t grad_nbytes, bool in_one_run) {
+  Holes holes(grad_nbytes, in_one_run);
+  Places places;
+  for (const auto& [offset, numel] : slices) {
+    if (const int64_t hole = holes.append(offset, numel)) places.emplace_back(kHole, hole);
+    places.emplace_back(offset, numel);
+  }
+  return places;
 }
 
 std::pair<int64_t, int64_t> bounds(const Range& range) { return {range.begin, range.end}; }
@@ -172,7 +186,10 @@ void bind_layout(pybind11::module_& m) {
         return residual_nbytes(residual_format_from_name(format), numel);
       },
       py::arg("format"), py::arg("numel"));
-  m.def("slice_table", &tables_of, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
+  m.attr("HOLE") = kHole;
+  m.def("slice_table", &tables_of, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"),
+        py::arg("grad_nbytes"));
+  m.def("with_holes", &with_holes, py::arg("slices"), py::arg("grad_nbytes"), py::arg("in_one_run") = true);
 }
 
 }  // namespace fusedcomm

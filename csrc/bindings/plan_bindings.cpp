@@ -86,13 +86,12 @@ void bind_plan(pybind11::module_& m) {
   bind_steps(m);
   m.def(
       "plan_bucket",
-      [](const WireConfig& config, int world_size, const at::Tensor& like, int64_t exact_numel,
-         const std::variant<int64_t, std::vector<int64_t>>& lossy_numel) {
-        const auto* numels = std::get_if<std::vector<int64_t>>(&lossy_numel);
-        return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel,
-                           numels ? *numels : std::vector<int64_t>{std::get<int64_t>(lossy_numel)});
+      [](const WireConfig& config, int world_size, const at::Tensor& like,
+         const std::vector<std::pair<int64_t, int>>& slices, bool in_one_run) {
+        const GradDtype dtype = grad_dtype_of(like.scalar_type());
+        return plan_bucket(config, world_size, dtype, list_numels(slices, grad_nbytes(dtype), in_one_run));
       },
-      py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
+      py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("slices"), py::arg("in_one_run") = true);
   m.def("is_one_shot", &is_one_shot, py::arg("config"), py::arg("world_size"));
   m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"));
   m.attr("SUMS") = sum_names();

@@ -59,9 +59,6 @@ struct PackArgs {
   std::byte* out;
   // A residual must have layout.padded_numel() elements.
   Encoding encoding = {};
-  // Whether this is the last bucket of a backward pass. No computation is left to overlap with it, so a GPU may give it
-  // more programs. The CPU codec ignores it.
-  bool is_last = false;
 };
 
 // Sums from.num_parts encodings of one part of `from`, and encodes the sum as `num_parts` parts of `to`. A part of
@@ -83,8 +80,6 @@ struct ReduceArgs {
   int64_t first_part = 0;
   // A residual must have the elements of to.num_chunks · num_parts parts.
   Encoding encoding = {};
-  // See PackArgs.
-  bool is_last = false;
 };
 
 // What happens to the mean on its way to the gradients, beside decoding.
@@ -109,8 +104,6 @@ struct UnpackArgs {
   const BucketSlices& slices;
   // May exceed 1 only if the layout has one part.
   int64_t num_messages = 1;
-  // See PackArgs.
-  bool is_last = false;
   Epilogue epilogue = {};
 };
 

@@ -17,7 +17,10 @@ void SliceList::append(void* data, int64_t numel, GradDtype dtype) {
   const int64_t end = starts_.back() + numel;
   if (!slices_.empty()) {
     Slice& last = slices_.back();
-    if (static_cast<std::byte*>(last.data) + last.numel * grad_nbytes(dtype) == data) {
+    const bool is_hole = data == nullptr;
+    if (is_hole
+            ? last.data == nullptr
+            : last.data != nullptr && static_cast<std::byte*>(last.data) + last.numel * grad_nbytes(dtype) == data) {
       last.numel += numel;
       starts_.back() = end;
       return;

@@ -15,7 +15,11 @@ int64_t pack_elements(const KernelTable& kernels, Format wire, Cursor cursor, in
   int64_t nonfinite = 0;
   while (cursor.remaining() > 0) {
     const int64_t numel = cursor.run_numel();
-    nonfinite += convert(cursor.data(), out, numel, scale, streamed);
+    if (cursor.data() == nullptr) {
+      zero(out, out + numel * format_nbytes(wire));
+    } else {
+      nonfinite += convert(cursor.data(), out, numel, scale, streamed);
+    }
     out += numel * format_nbytes(wire);
     cursor.advance(numel);
   }
@@ -67,14 +71,19 @@ class Blocks {
   Section<Byte> section_;
 };
 
-// Fills the tile with the next `numel` elements times `scale`, as fp32, and with zeros after the cursor's last element.
+// Fills the tile with the next `numel` elements times `scale`, as fp32, and with zeros in holes and after the cursor's
+// last element.
 // Encoding the tile with scale 1 afterwards changes no value. Returns how many products are not finite.
 int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float scale, float* tile, Format grad) {
   const ConvertFn convert = kernels.convert[index_of(grad)][index_of(Format::kFp32)];
   int64_t filled = 0, nonfinite = 0;
   while (filled < numel && cursor.remaining() > 0) {
     const int64_t run = std::min(numel - filled, cursor.run_numel());
-    nonfinite += convert(cursor.data(), tile + filled, run, scale, false);
+    if (cursor.data() == nullptr) {
+      std::fill_n(tile + filled, run, 0.0F);
+    } else {
+      nonfinite += convert(cursor.data(), tile + filled, run, scale, false);
+    }
     cursor.advance(run);
     filled += run;
   }
@@ -134,10 +143,14 @@ void scatter(const KernelTable& kernels, Cursor& cursor, int64_t tile_numel, con
   int64_t taken = 0;
   while (taken < tile_numel && cursor.remaining() > 0) {
     const int64_t numel = std::min(tile_numel - taken, cursor.run_numel());
-    writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool streamed) {
-      convert(tile + taken, to, count, scale, streamed);
-      taken += count;
-    });
+    if (cursor.data() != nullptr) {
+      const float* from = tile + taken;
+      writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool streamed) {
+        convert(from, to, count, scale, streamed);
+        from += count;
+      });
+    }
+    taken += numel;
     cursor.advance(numel);
   }
 }
@@ -150,7 +163,10 @@ int64_t pack_blocks(const KernelTable& kernels, Blocks<std::byte> blocks, Cursor
   alignas(64) float tile[kMaxBlockNumel];
   while (cursor.remaining() > 0) {
     int64_t num_blocks = cursor.run_numel() / block_numel;
-    if (num_blocks > 0) {
+    if (num_blocks > 0 && cursor.data() == nullptr) {
+      blocks.zero(num_blocks);
+      cursor.advance(num_blocks * block_numel);
+    } else if (num_blocks > 0) {
       nonfinite += blocks.encode(cursor.data(), grad, num_blocks, scale, streamed);
       cursor.advance(num_blocks * block_numel);
     } else {
@@ -169,7 +185,7 @@ void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, C
   const int64_t block_numel = blocks.block_numel();
   alignas(64) float tile[kMaxBlockNumel];
   while (cursor.remaining() > 0) {
-    const int64_t num_blocks = cursor.run_numel() / block_numel;
+    const int64_t num_blocks = cursor.data() == nullptr ? 0 : cursor.run_numel() / block_numel;
     if (num_blocks > 0) {
       writer.write(cursor.data(), num_blocks * block_numel, block_numel,
                    [&](std::byte* to, int64_t numel, bool streamed) {
@@ -314,10 +330,14 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const std::byte* codes = in.codes;
   while (cursor.remaining() > 0) {
     const int64_t numel = cursor.run_numel();
-    writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool into_memory) {
-      convert(codes, to, count, args.scale, into_memory);
-      codes += count * format_nbytes(wire);
-    });
+    if (cursor.data() != nullptr) {
+      const std::byte* from = codes;
+      writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool into_memory) {
+        convert(from, to, count, args.scale, into_memory);
+        from += count * format_nbytes(wire);
+      });
+    }
+    codes += numel * format_nbytes(wire);
     cursor.advance(numel);
   }
 }

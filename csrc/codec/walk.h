@@ -118,7 +118,9 @@ class Cursor {
 
   int64_t remaining() const { return end_ - position_; }
   int64_t run_numel() const { return std::min(end_, list_.starts()[slice_ + 1]) - position_; }
+  // Null in a hole.
   std::byte* data() const {
+    if (list_.slices()[slice_].data == nullptr) return nullptr;
     return static_cast<std::byte*>(list_.slices()[slice_].data) + (position_ - list_.starts()[slice_]) * nbytes_;
   }
   // `numel` is at most run_numel().

@@ -23,7 +23,7 @@ class CpuDevice : public Device {
   int64_t pack(const PackArgs& args) override { return codec_.pack(args); }
   void reduce(const ReduceArgs& args) override { codec_.reduce(args); }
   void unpack(const UnpackArgs& args) override { codec_.unpack(args); }
-  int64_t scale_in_place(const BucketSlices& slices, float scale, bool /*is_last*/) override {
+  int64_t scale_in_place(const BucketSlices& slices, float scale) override {
     return codec_.scale_in_place(slices.lossy, scale);
   }
   bool has_epilogue() const override { return true; }

@@ -14,6 +14,11 @@ constexpr const char* kRefusedCapture =
     "buckets and workspaces: call comm.detach() and capture the step with DDP's default all-reduce, or do not capture "
     "the step";
 
+// Programs of a pack on each multiprocessor: as many as run side by side. Each takes several tiles, because it looks
+// for elements that are not finite at its end. Other kernels have a program for each tile. Both are measured in
+// bench/kernels.py.
+constexpr int64_t kPackProgramsOfSm = 8;
+
 // The sections of the layout's piece of a message's first part.
 PartArgs sections(const BucketLayout& layout, std::byte* message) {
   std::byte* piece = message + layout.part_offset;
@@ -61,31 +66,23 @@ GradDtype dtype_of(const BucketSlices& slices) {
   return (slices.lossy.numel() != 0 ? slices.lossy : slices.exact).dtype();
 }
 
-bool is_one_run(const std::vector<SlicePlace>& slices) {
-  int64_t end = 0;
-  for (const SlicePlace& slice : slices) {
-    if (slice.numel != 0 && slice.offset != end) return false;
-    end += slice.numel;
-  }
-  return true;
-}
-
 // All tables of a bucket, in one allocation on the device: the non-finite counts of both slice lists, then for each
-// list its starts, offsets and first slices.
+// list its arrays.
 class CudaTables : public BucketTables {
  public:
-  CudaTables(const SliceTable& lossy_table, const SliceTable& exact_table, bool is_flat, c10::Device device,
+  CudaTables(const SliceTable& lossy_table, const SliceTable& exact_table, c10::Device device,
              const std::vector<c10::Stream>& streams)
-      : flat(is_flat),
-        num_counts_(static_cast<int64_t>(lossy_table.offsets.size() + exact_table.offsets.size())),
+      : in_one_run(exact_table.slice_starts.back() == 0 && lossy_table.deltas.size() == 1 &&
+                   lossy_table.deltas.front() == 0),
+        num_counts_(num_slices(lossy_table) + num_slices(exact_table)),
         streams_(streams) {
     std::vector<int64_t> words(static_cast<size_t>(num_counts_), 0);
-    const Places lossy_at = append(lossy_table, &words), exact_at = append(exact_table, &words);
+    const std::vector<size_t> lossy_at = append(lossy_table, &words), exact_at = append(exact_table, &words);
     storage_ = at::from_blob(words.data(), {static_cast<int64_t>(words.size())}, at::kLong).to(device, false, true);
     for (const c10::Stream& stream : streams_) storage_.record_stream(stream);
     auto* data = static_cast<int64_t*>(storage_.data_ptr());
     lossy = args(lossy_table, lossy_at, data, data);
-    exact = args(exact_table, exact_at, data, data + lossy_table.offsets.size());
+    exact = args(exact_table, exact_at, data, data + num_slices(lossy_table));
   }
 
   std::vector<int64_t> nonfinite() const override {
@@ -95,32 +92,31 @@ class CudaTables : public BucketTables {
     return {data, data + num_counts_};
   }
 
-  const bool flat;
+  const bool in_one_run;  // no exact elements, and the lossy ones lie from the origin on in order
   SliceArgs lossy, exact;
 
  private:
-  struct Places {
-    size_t starts, offsets, first;
-  };
+  static int64_t num_slices(const SliceTable& table) { return static_cast<int64_t>(table.slice_starts.size()) - 1; }
 
-  static Places append(const SliceTable& table, std::vector<int64_t>* words) {
-    Places at{words->size(), 0, 0};
-    words->insert(words->end(), table.starts.begin(), table.starts.end());
-    at.offsets = words->size();
-    words->insert(words->end(), table.offsets.begin(), table.offsets.end());
-    at.first = words->size();
-    words->resize(words->size() + (table.first.size() + 1) / 2);
-    std::copy(table.first.begin(), table.first.end(), reinterpret_cast<int32_t*>(words->data() + at.first));
+  template <typename T>
+  static size_t append(const std::vector<T>& values, std::vector<int64_t>* words) {
+    const size_t at = words->size();
+    words->resize(at + (values.size() * sizeof(T) + sizeof(int64_t) - 1) / sizeof(int64_t));
+    std::copy(values.begin(), values.end(), reinterpret_cast<T*>(words->data() + at));
     return at;
   }
 
-  static SliceArgs args(const SliceTable& table, const Places& at, int64_t* data, int64_t* counts) {
-    return {data + at.starts,
-            data + at.offsets,
-            reinterpret_cast<const int32_t*>(data + at.first),
-            counts,
-            static_cast<int32_t>(table.offsets.size()),
-            table.starts.back()};
+  // Where each array of the table begins.
+  static std::vector<size_t> append(const SliceTable& table, std::vector<int64_t>* words) {
+    return {append(table.tile_offset, words), append(table.tile_run, words),    append(table.first, words),
+            append(table.vectors, words),     append(table.starts, words),      append(table.ends, words),
+            append(table.deltas, words),      append(table.slice_starts, words)};
+  }
+
+  static SliceArgs args(const SliceTable& table, const std::vector<size_t>& at, int64_t* data, int64_t* counts) {
+    const auto of_32 = [&](size_t index) { return reinterpret_cast<const int32_t*>(data + at[index]); };
+    return {data + at[0], of_32(1),     of_32(2),     of_32(3), data + at[4],
+            data + at[5], data + at[6], data + at[7], counts,   static_cast<int32_t>(num_slices(table))};
   }
 
   const int64_t num_counts_;
@@ -139,16 +135,14 @@ const CudaTables& tables_of(const BucketSlices& slices) {
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
-                       std::string isa, int64_t max_programs, int64_t max_programs_of_last, bool forced_sync)
+                       std::string isa, int64_t num_sms, bool forced_sync)
     : StreamDevice(device, forced_sync),
       driver_(std::move(driver)),
       kernels_(kernels),
       isa_(std::move(isa)),
-      max_programs_(max_programs),
-      max_programs_of_last_(max_programs_of_last),
+      num_pack_programs_(kPackProgramsOfSm * num_sms),
       profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
-  TORCH_CHECK_VALUE(max_programs_ >= 1 && max_programs_of_last_ >= 1, "fusedcomm: max_programs=", max_programs_,
-                    ", max_programs_of_last=", max_programs_of_last_, " is not possible: use 1 or more");
+  TORCH_CHECK_VALUE(num_sms >= 1, "fusedcomm: num_sms=", num_sms, " is not possible: use 1 or more");
   TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: tile_numel of the kernels must be at least 1");
 }
 
@@ -175,10 +169,10 @@ void CudaDevice::enter_watching_thread() const {
 
 std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
                                                         const std::vector<SlicePlace>& lossy,
-                                                        const std::vector<SlicePlace>& exact) {
-  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, kernels_.tile_numel),
-                                      slice_table(layout, true, exact, kernels_.tile_numel),
-                                      layout.exact_numel == 0 && is_one_run(lossy), device_, streams());
+                                                        const std::vector<SlicePlace>& exact, int64_t grad_nbytes) {
+  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, kernels_.tile_numel, grad_nbytes),
+                                      slice_table(layout, true, exact, kernels_.tile_numel, grad_nbytes), device_,
+                                      streams());
 }
 
 int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) const {
@@ -193,9 +187,9 @@ const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& la
 void* CudaDevice::stream_handle() const { return on_streams() ? current_stream().native_handle() : nullptr; }
 
 template <typename Launch>
-void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, bool is_last, const Launch& args) {
-  if (num_tiles == 0) return;
-  launch(*driver_, kernel, std::min(num_tiles, is_last ? max_programs_of_last_ : max_programs_), stream_handle(), args);
+void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_programs, const Launch& args) {
+  if (num_programs == 0) return;
+  launch(*driver_, kernel, num_programs, stream_handle(), args);
   ++num_launches_;
 }
 
@@ -226,9 +220,8 @@ int64_t CudaDevice::pack(const PackArgs& args) {
   launch.residual = residual_from(args.encoding.residual, 0, layout.padded_numel());
   launch.noise = noise_args(args.encoding.noise);
   KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
-  key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.slices);
-  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
+  launch_kernel(kernel_of(key, layout), std::min(num_tiles(layout, layout.num_parts), num_pack_programs_), launch);
   return 0;
 }
 
@@ -254,9 +247,8 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   launch.noise = noise_args(args.encoding.noise);
   KernelKey key = encoder_key(ReduceLaunch::kName, to, args.encoding);
   key.rotated = to.rotated && !from.rotated;  // a rotated input stays rotated
-  key.flat = to.part.exact_numel == 0;
   key.in_wire = from.wire;
-  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), args.is_last, launch);
+  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
 }
 
 void CudaDevice::unpack(const UnpackArgs& args) {
@@ -274,23 +266,22 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch.scale = args.scale * args.epilogue.unscale;
   KernelKey key = key_of(UnpackLaunch::kName, layout);
   key.sums = args.num_messages > 1;
-  key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.slices);
-  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
 }
 
-int64_t CudaDevice::scale_in_place(const BucketSlices& slices, float scale, bool is_last) {
+int64_t CudaDevice::scale_in_place(const BucketSlices& slices, float scale) {
   const CudaTables& tables = tables_of(slices);
-  TORCH_CHECK(tables.flat && slices.lossy.dtype() == GradDtype::kFloat32,
+  TORCH_CHECK(tables.in_one_run && slices.lossy.dtype() == GradDtype::kFloat32,
               "fusedcomm: only one run of fp32 gradients can be summed in place");
   ScaleLaunch launch;
   launch.data = slices.origin;
   launch.numel = slices.lossy.numel();
   launch.scale = scale;
-  launch.starts = tables.lossy.starts;
+  launch.slice_starts = tables.lossy.slice_starts;
   launch.counts = tables.lossy.counts;
   launch.num_slices = tables.lossy.num_slices;
-  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), is_last, launch);
+  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), launch);
   return 0;
 }
 

@@ -17,11 +17,10 @@ namespace fusedcomm {
 
 class CudaDevice : public StreamDevice {
  public:
-  // max_programs: the most programs that a kernel has; each fills one multiprocessor. max_programs_of_last: the same
-  // for a pass's last bucket, during which the model computes nothing more. `device` may be the CPU, with a driver that
-  // runs kernels there. Throws ValueError if a number is below 1.
+  // num_sms: the device's multiprocessors. `device` may be the CPU, with a driver that runs kernels there. Throws
+  // ValueError if num_sms is below 1.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
-             int64_t max_programs, int64_t max_programs_of_last, bool forced_sync);
+             int64_t num_sms, bool forced_sync);
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
@@ -29,12 +28,12 @@ class CudaDevice : public StreamDevice {
   void check_caller() const override;
   void enter_watching_thread() const override;
   std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,
-                                              const std::vector<SlicePlace>& exact) override;
+                                              const std::vector<SlicePlace>& exact, int64_t grad_nbytes) override;
 
   int64_t pack(const PackArgs& args) override;
   void reduce(const ReduceArgs& args) override;
   void unpack(const UnpackArgs& args) override;
-  int64_t scale_in_place(const BucketSlices& slices, float scale, bool is_last) override;
+  int64_t scale_in_place(const BucketSlices& slices, float scale) override;
 
   void range_push(const std::string& name) override;
   void range_pop() override;
@@ -49,13 +48,13 @@ class CudaDevice : public StreamDevice {
   void* stream_handle() const;
   const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
-  void launch_kernel(const Kernel& kernel, int64_t num_tiles, bool is_last, const Launch& args);
+  void launch_kernel(const Kernel& kernel, int64_t num_programs, const Launch& args);
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
 
   const std::shared_ptr<const CudaDriver> driver_;
   const CudaKernels kernels_;
   const std::string isa_;
-  const int64_t max_programs_, max_programs_of_last_;
+  const int64_t num_pack_programs_;
   const bool profiler_ranges_;
   std::atomic<int64_t> num_launches_{0};
 };

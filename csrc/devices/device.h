@@ -45,9 +45,11 @@ class Device {
   // does nothing.
   virtual void settle() {}
 
-  // Makes the device's tables of a bucket of these slices; null if the device needs none.
+  // Makes the device's tables of a bucket of these slices; null if the device needs none. grad_nbytes: bytes of a
+  // gradient's element.
   virtual std::shared_ptr<const BucketTables> prepare(const BucketLayout&, const std::vector<SlicePlace>& /*lossy*/,
-                                                      const std::vector<SlicePlace>& /*exact*/) {
+                                                      const std::vector<SlicePlace>& /*exact*/,
+                                                      int64_t /*grad_nbytes*/) {
     return nullptr;
   }
 
@@ -56,7 +58,7 @@ class Device {
   virtual int64_t pack(const PackArgs& args) = 0;
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;
-  virtual int64_t scale_in_place(const BucketSlices& slices, float scale, bool is_last) = 0;
+  virtual int64_t scale_in_place(const BucketSlices& slices, float scale) = 0;
 
   // Whether unpack() and finish_in_place() follow an epilogue. If not, unpack() only multiplies by its `unscale`.
   virtual bool has_epilogue() const { return false; }

@@ -22,7 +22,6 @@ struct KernelKey {
   Wire wire = Wire::kFp32;                     // the wire that is encoded; unpack: decoded
   int64_t block_numel = kDefaultBlockNumel;    // for wires with scales
   GradDtype grad_dtype = GradDtype::kFloat32;  // of the gradients that pack reads or unpack writes
-  bool flat = true;                            // gradients in one run and no exact elements; reduce: no exact section
   // pack: rotates before encoding. reduce: the same, if its input is not rotated already. unpack: rotates back.
   bool rotated = false;
   Wire in_wire = Wire::kFp32;              // reduce: the wire that is decoded
@@ -33,7 +32,7 @@ struct KernelKey {
   // `stochastic` and `feedback` come last, so that kernels which differ only in them are neighbors; see
   // CudaKernels::at_any_encoding().
   auto fields() const {
-    return std::tie(kernel, wire, block_numel, grad_dtype, flat, rotated, in_wire, sums, stochastic, feedback);
+    return std::tie(kernel, wire, block_numel, grad_dtype, rotated, in_wire, sums, stochastic, feedback);
   }
   bool operator<(const KernelKey& other) const { return fields() < other.fields(); }
   bool operator==(const KernelKey& other) const { return fields() == other.fields(); }
@@ -62,10 +61,9 @@ inline std::string to_string(const KernelKey& key) {
   if (has_scales(key.wire)) text += " in blocks of " + std::to_string(key.block_numel);
   if (key.rotated) text += ", rotated";
   if (key.kernel == kReduceKernel) {
-    text += ", from " + wire_name(key.in_wire) + (key.flat ? ", no exact section" : ", with an exact section");
+    text += ", from " + wire_name(key.in_wire);
   } else {
-    text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients, " +
-            (key.flat ? "in one run" : "in slices");
+    text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients";
   }
   if (key.sums) text += ", of several messages";
   if (key.stochastic) text += ", stochastic";

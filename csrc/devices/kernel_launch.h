@@ -57,12 +57,19 @@ struct CudaKernels {
 
 // A slice list; see SliceTable.
 struct SliceArgs {
-  const int64_t* starts = nullptr;
-  const int64_t* offsets = nullptr;
+  const int64_t* tile_offset = nullptr;
+  const int32_t* tile_run = nullptr;
   const int32_t* first = nullptr;
+  const int32_t* vectors = nullptr;
+  const int64_t* starts = nullptr;
+  const int64_t* ends = nullptr;
+  const int64_t* deltas = nullptr;
+  const int64_t* slice_starts = nullptr;
   int64_t* counts = nullptr;  // non-finite elements of each slice
   int32_t num_slices = 0;
-  int64_t numel = 0;
+
+  auto runs() { return std::tie(tile_offset, tile_run, first, vectors, starts, ends, deltas); }
+  auto counted_runs() { return std::tuple_cat(runs(), std::tie(slice_starts, counts, num_slices)); }
 };
 
 // The sections of a message's first part.
@@ -100,10 +107,10 @@ struct PackLaunch {
   NoiseArgs noise;
 
   auto params() {
-    return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.counts, lossy.num_slices, lossy.numel,
-                    exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel, out.exact,
-                    out.scales, out.codes, part.stride, part.numel, part.exact_numel, first_part, num_parts, scale,
-                    residual, noise.seed, noise.parameter, noise.step, noise.source);
+    return std::tuple_cat(
+        std::tie(grads), lossy.counted_runs(), exact.counted_runs(),
+        std::tie(out.exact, out.scales, out.codes, part.stride, part.numel, part.exact_numel, first_part, num_parts,
+                 scale, residual, noise.seed, noise.parameter, noise.step, noise.source));
   }
 };
 
@@ -138,9 +145,9 @@ struct UnpackLaunch {
   float scale = 1;
 
   auto params() {
-    return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel, exact.starts,
-                    exact.offsets, exact.first, exact.num_slices, exact.numel, in.exact, in.scales, in.codes,
-                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale);
+    return std::tuple_cat(std::tie(grads), lossy.runs(), exact.runs(),
+                          std::tie(in.exact, in.scales, in.codes, part.stride, part.numel, part.exact_numel, first_part,
+                                   num_parts, num_messages, scale));
   }
 };
 
@@ -149,11 +156,11 @@ struct ScaleLaunch {
   void* data = nullptr;
   int64_t numel = 0;
   float scale = 1;
-  const int64_t* starts = nullptr;
+  const int64_t* slice_starts = nullptr;
   int64_t* counts = nullptr;
   int32_t num_slices = 0;
 
-  auto params() { return std::tie(data, numel, scale, starts, counts, num_slices); }
+  auto params() { return std::tie(data, numel, scale, slice_starts, counts, num_slices); }
 };
 
 template <typename T>

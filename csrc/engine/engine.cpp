@@ -279,7 +279,7 @@ void Engine::run_codec(BucketJob& job, const Step& step, int64_t chunk, const st
 }
 
 void Engine::scale(BucketJob& job) {
-  job.num_nonfinite = device_->scale_in_place(job.payloads.front().slices, job.plan->pack_scale, job.is_last);
+  job.num_nonfinite = device_->scale_in_place(job.payloads.front().slices, job.plan->pack_scale);
   if (job.num_nonfinite != 0 && job.on_nonfinite) job.on_nonfinite(job, 0);
 }
 
@@ -289,7 +289,7 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    count += device_->pack({layouts[i], chunk, payload.slices, job.plan->pack_scale, out, payload.pack, job.is_last});
+    count += device_->pack({layouts[i], chunk, payload.slices, job.plan->pack_scale, out, payload.pack});
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
@@ -304,7 +304,6 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.chunk = chunk;
     args.first_part = place_.local_rank * place_.num_hosts;
     args.encoding = job.payloads[i].local_reduce;
-    args.is_last = job.is_last;
     device_->reduce(args);
   }
   if (chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
@@ -319,7 +318,6 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
     args.chunk = chunk;
     args.first_part = place_.part();
     args.encoding = job.payloads[i].reduce;
-    args.is_last = job.is_last;
     device_->reduce(args);
   }
 }
@@ -329,14 +327,8 @@ void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64
     const Payload& payload = job.payloads[i];
     const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;
     double* const squares = job.squares.empty() ? nullptr : &job.squares[chunk * job.payloads.size() + i];
-    device_->unpack({job.plan->layouts[i],
-                     chunk,
-                     parts,
-                     job.plan->unpack_scale,
-                     slices,
-                     num_messages,
-                     job.is_last,
-                     {job.unscale, squares}});
+    device_->unpack(
+        {job.plan->layouts[i], chunk, parts, job.plan->unpack_scale, slices, num_messages, {job.unscale, squares}});
   }
 }
 

@@ -22,16 +22,15 @@ Sum sum_of_codes(const WireConfig& config, int world_size) {
   return world_size <= 2 && config.ranks_per_host == 1 ? Sum::kOneShot : Sum::kTwoShot;
 }
 
-Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
+Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, const ListNumels& numels,
                const std::vector<WireFormat>& formats, std::string* reason) {
   if (config.sum != Sum::kAuto) return config.sum;
-  int64_t numel = exact_numel;
-  bool rounds = false;
+  bool rounds = false, all_exact = true;
   for (const WireFormat& format : formats) {
-    numel += format.numel;
+    all_exact = all_exact && format.numel == 0;
     rounds = rounds || format.wire != Wire::kFp32;
   }
-  if (numel == exact_numel && dtype == GradDtype::kFloat32) {
+  if (all_exact && dtype == GradDtype::kFloat32) {
     if (config.wire != Wire::kFp32) *reason = "every parameter in it is exempt";
     return Sum::kExact;
   }
@@ -39,7 +38,7 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
   // Half-precision gradients and an fp32 wire: the codec adds in rank order, so the result is the same everywhere.
   if (!rounds && dtype != GradDtype::kFloat32) return of_codes;
   if (!rounds && config.ranks_per_host == 1) return Sum::kExact;
-  if (dtype == GradDtype::kFloat32 && numel * grad_nbytes(dtype) <= kSmallBucketNbytes) {
+  if (dtype == GradDtype::kFloat32 && numels.whole * grad_nbytes(dtype) <= kSmallBucketNbytes) {
     *reason = "small: an exact sum takes hardly longer";
     return Sum::kExact;
   }
@@ -114,14 +113,13 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
 
 // Sets the layouts and scales of a bucket that the transport sums. An all-reduce has one dtype, so exempt parameters of
 // an exact bucket need no section of their own.
-void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run, int64_t exact_numel,
-                     const std::vector<WireFormat>& formats, std::optional<double> factor, BucketPlan* plan) {
+void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run,
+                     const ListNumels& numels, const std::vector<WireFormat>& formats, std::optional<double> factor,
+                     BucketPlan* plan) {
   WireFormat whole = formats.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
-    int64_t numel = exact_numel;
-    for (const WireFormat& format : formats) numel += format.numel;
-    whole = {Wire::kFp32, config.block_numel, false, numel};
+    whole = {Wire::kFp32, config.block_numel, false, numels.whole};
     if (factor) {
       plan->unpack_scale = static_cast<float>(*factor / world_size);
     } else {
@@ -130,7 +128,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
       plan->in_place = in_one_run && dtype == GradDtype::kFloat32;
     }
   } else {
-    if (exact_numel != 0) {
+    if (numels.exact != 0) {
       throw std::invalid_argument(
           "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
           "elements: use sum='two-shot', or exempt no parameter");
@@ -146,15 +144,31 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
 
 }  // namespace
 
-BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       const std::vector<int64_t>& lossy_numels, bool in_one_run, std::optional<double> factor) {
+ListNumels list_numels(const std::vector<std::pair<int64_t, int>>& slices, int64_t grad_nbytes, bool in_one_run) {
+  const Holes empty(grad_nbytes, in_one_run);
+  Holes exact = empty, whole = empty;
+  std::vector<Holes> lossy;
+  int64_t offset = 0;
+  for (const auto& [numel, wire] : slices) {
+    if (wire != kExactWire) lossy.resize(std::max(lossy.size(), static_cast<size_t>(wire) + 1), empty);
+    (wire == kExactWire ? exact : lossy[static_cast<size_t>(wire)]).append(offset, numel);
+    whole.append(offset, numel);
+    offset += numel;
+  }
+  ListNumels numels{exact.numel(), {}, whole.numel()};
+  for (const Holes& list : lossy) numels.lossy.push_back(list.numel());
+  return numels;
+}
+
+BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, const ListNumels& numels,
+                       bool in_one_run, std::optional<double> factor) {
   BucketPlan plan;
-  const std::vector<WireFormat> formats = formats_of(config, lossy_numels, &plan.wires);
-  plan.sum = choose_sum(config, world_size, dtype, exact_numel, formats, &plan.reason);
+  const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
+  plan.sum = choose_sum(config, world_size, dtype, numels, formats, &plan.reason);
   if (plan.sums_codes()) {
-    plan_sum_of_codes(config, world_size, exact_numel, formats, factor.value_or(1), &plan);
+    plan_sum_of_codes(config, world_size, numels.exact, formats, factor.value_or(1), &plan);
   } else {
-    plan_all_reduce(config, world_size, dtype, in_one_run, exact_numel, formats, factor, &plan);
+    plan_all_reduce(config, world_size, dtype, in_one_run, numels, formats, factor, &plan);
   }
   ChunkShape shape{world_size, plan.chunk_nbytes(), plan.in_place};
   if (plan.in_place) shape.nbytes = plan.layouts.front().lossy_numel * grad_nbytes(GradDtype::kFloat32);
@@ -166,12 +180,11 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   return plan;
 }
 
-BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,
-                               const std::vector<int64_t>& lossy_numels, double factor) {
+BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor) {
   BucketPlan plan;
-  const std::vector<WireFormat> formats = formats_of(config, lossy_numels, &plan.wires);
+  const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
   plan.sum = Sum::kOneShot;  // as there, each rank's codec adds what all encoders have made
-  RowLayouts rows = row_layouts(formats, world_size, exact_numel, config.max_chunk_nbytes);
+  RowLayouts rows = row_layouts(formats, world_size, numels.exact, config.max_chunk_nbytes);
   plan.layouts = std::move(rows.own);
   plan.packed_rows = std::move(rows.packed);
   const double predivide = config.predivide != 0 ? config.predivide : 1;

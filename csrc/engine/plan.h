@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/slices.h"
@@ -64,22 +65,29 @@ using BucketPlanPtr = std::shared_ptr<const BucketPlan>;
 // (bench/hook_overhead.py --ranks 2). Exact sums cost so little time there that they are worth it.
 inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 
-// Plans a bucket with exact_numel exact elements and lossy_numels[k] elements in wire number k; missing ones
-// are 0. in_one_run: the gradients are contiguous, so that a collective may work on their own memory. Throws
-// std::invalid_argument if sum='direct' would have to carry exact elements.
+// The elements of a bucket's slice lists, holes included.
+struct ListNumels {
+  int64_t exact = 0;
+  std::vector<int64_t> lossy;  // by wire number; missing ones are 0
+  int64_t whole = 0;           // of one list of all slices, exact and lossy, as an all-reduce takes them
+};
+
+// The lists of slices (elements, wire number or kExactWire). With in_one_run they lie one after another, else each is a
+// tensor of its own. grad_nbytes: bytes of an element in memory.
+ListNumels list_numels(const std::vector<std::pair<int64_t, int>>& slices, int64_t grad_nbytes, bool in_one_run);
+
+// Plans a bucket with lists of these elements. in_one_run: the gradients are contiguous, so that a collective may work
+// on their own memory. Throws std::invalid_argument if sum='direct' would have to carry exact elements.
 //
 // factor: the result is the mean × factor. It is applied where it costs no rounding, so with factor = world_size whole
 // numbers that the wire can hold give their exact sum. Without a factor the result is the mean, with the bits of DDP's
 // own all-reduce where the sum is exact.
-BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       const std::vector<int64_t>& lossy_numels, bool in_one_run = true,
-                       std::optional<double> factor = std::nullopt);
+BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, const ListNumels& numels,
+                       bool in_one_run = true, std::optional<double> factor = std::nullopt);
 
-// Plans a reduce-scatter of rows, one for each rank, of exact_numel exact elements and lossy_numels[k] in
-// wire number k. Rank r gets the sum of the ranks' rows r × factor, added in fp32 in the order of ranks. Sums on two
-// levels do not apply.
-BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,
-                               const std::vector<int64_t>& lossy_numels, double factor);
+// Plans a reduce-scatter of rows, one for each rank, whose lists have these elements. Rank r gets the sum of the ranks'
+// rows r × factor, added in fp32 in the order of ranks. Sums on two levels do not apply.
+BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor);
 
 // An upper bound of chunk_nbytes() and host_chunk_nbytes() for any bucket. The module's parameters give no tighter
 // bound, because some may have been frozen, tied or ignored since.

@@ -90,7 +90,7 @@ struct Bucket {
     at::Tensor sum;     // contiguous, [elements of a row], of any dtype that gradients may have
     uint32_t call = 0;  // the number of the bucket's earlier calls. It selects the noise of stochastic rounding.
   };
-  // If it is set, the gradients are a row for each rank, with zeros behind them as padding. They are only read: this
+  // If it is set, the gradients are a row for each rank. They are only read: this
   // rank gets the sum of its rows × factor. Only for a bucket that is alone.
   std::optional<OwnRow> own_row;
 

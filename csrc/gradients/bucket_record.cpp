@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <sstream>
 #include <utility>
 
@@ -13,19 +15,21 @@ namespace {
 
 bool is_carried(const Gradients& gradients) { return !gradients.is_sparse() && has_wire_format(gradients.dtype()); }
 
+// Bytes of an element, for the holes of the record's lists. A reduce-scatter has the same holes whatever its dtypes
+// are: its input and its output may have two.
+int64_t hole_nbytes(const BucketRecord& record) {
+  return grad_nbytes(record.scatters ? GradDtype::kBFloat16 : grad_dtype_of(record.dtype));
+}
+
 void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   const WireConfig& config = engine.config();
-  int64_t exact_numel = 0;
-  std::vector<int64_t> lossy_numels(config.others.size() + 1, 0);
-  for (const BucketRecord::Member& member : record->members) {
-    const int wire = member.state->wire;
-    (wire == kExactWire ? exact_numel : lossy_numels.at(static_cast<size_t>(wire))) += member.numel;
-  }
+  const GradDtype dtype = grad_dtype_of(record->dtype);
+  std::vector<std::pair<int64_t, int>> slices;
+  for (const BucketRecord::Member& member : record->members) slices.emplace_back(member.numel, member.state->wire);
+  const ListNumels numels = list_numels(slices, hole_nbytes(*record), record->in_one_run);
   const int world_size = engine.world_size();
-  record->plan = record->scatters
-                     ? plan_reduce_scatter(config, world_size, exact_numel, lossy_numels, record->factor.value_or(1))
-                     : plan_bucket(config, world_size, grad_dtype_of(record->dtype), exact_numel, lossy_numels,
-                                   record->in_one_run, record->factor);
+  record->plan = record->scatters ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
+                                  : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
   record->kept.resize(record->plan.layouts.size());
   std::vector<bool> begun(record->kept.size(), false);
   for (BucketRecord::Member& member : record->members) {
@@ -39,6 +43,13 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
     }
     if (!begun[member.payload]) record->kept[member.payload].noise_number = member.state->number;
     begun[member.payload] = true;
+  }
+  std::map<std::pair<size_t, bool>, Holes> lists;
+  int64_t offset = 0;
+  for (BucketRecord::Member& member : record->members) {
+    const Holes empty(hole_nbytes(*record), record->in_one_run);
+    member.hole = lists.try_emplace({member.payload, member.exact}, empty).first->second.append(offset, member.numel);
+    offset += member.numel;
   }
   if (!record->scatters) return;
   for (BucketRecord::Kept& kept : record->kept) kept.noise_number = static_cast<uint32_t>(bucket.index);
@@ -54,13 +65,15 @@ SlicePlaces slices_of(const BucketRecord& record, const std::vector<SlicePlace>&
   SlicePlaces slices;
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
-    if (is_in(member, payload, exact)) slices.append({places[i].offset, member.numel}, member.state);
+    if (!is_in(member, payload, exact)) continue;
+    slices.append_hole(member.hole);
+    slices.append({places[i].offset, member.numel}, member.state);
   }
   return slices;
 }
 
-// What a reduce-scatter packs of a payload, lossy or exact: chunk by chunk a segment of every row, filled up with the
-// zeros behind the rows.
+// What a reduce-scatter packs of a payload, lossy or exact: chunk by chunk a segment of every row, filled up with a
+// hole.
 SlicePlaces row_segments(const BucketRecord& record, size_t payload, bool exact) {
   const BucketLayout& packed = record.plan.packed_rows[payload];
   const int64_t segment = exact ? packed.part.exact_numel : packed.part.lossy_numel;
@@ -68,16 +81,20 @@ SlicePlaces row_segments(const BucketRecord& record, size_t payload, bool exact)
   for (int64_t chunk = 0; chunk < packed.num_chunks && segment != 0; ++chunk) {
     const Range range{chunk * segment, (chunk + 1) * segment};
     for (int64_t row = 0; row < packed.num_parts; ++row) {
-      int64_t at = 0, filled = 0;  // elements of the row's list before the member; elements of the segment
+      int64_t at = 0, filled_to = range.begin;  // elements of the row's list before the member, and in the segment
       for (const BucketRecord::Member& member : record.members) {
         if (!is_in(member, payload, exact)) continue;
+        at += member.hole;
         const int64_t from = std::max(range.begin, at), to = std::min(range.end, at + member.numel);
         const int64_t offset = row * (record.numel / packed.num_parts) + member.offset + from - at;
-        if (from < to) slices.append({offset, to - from}, member.state);
-        filled += std::max<int64_t>(0, to - from);
+        if (from < to) {
+          slices.append_hole(from - filled_to);
+          slices.append({offset, to - from}, member.state);
+          filled_to = to;
+        }
         at += member.numel;
       }
-      if (filled < segment) slices.append({record.numel, segment - filled}, nullptr);
+      slices.append_hole(range.end - filled_to);
     }
   }
   return slices;
@@ -86,12 +103,14 @@ SlicePlaces row_segments(const BucketRecord& record, size_t payload, bool exact)
 // Makes the slices that the record keeps, and the device's tables.
 void prepare(Device* device, Parameters* parameters, const Gradients& gradients, BucketRecord* record) {
   const BucketPlan& plan = record->plan;
+  const int64_t nbytes = grad_nbytes(grad_dtype_of(record->dtype));
   for (size_t payload = 0; payload < record->kept.size(); ++payload) {
     BucketRecord::Kept& kept = record->kept[payload];
     SlicePlaces lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
     SlicePlaces exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
     if (record->scatters || plan.on_two_levels()) {
-      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places);
+      const int64_t own_nbytes = record->scatters ? grad_nbytes(grad_dtype_of(record->own_dtype)) : nbytes;
+      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes);
     }
     if (record->scatters) {
       kept.own_lossy = std::exchange(lossy, row_segments(*record, payload, /*exact=*/false));
@@ -99,10 +118,14 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
       kept.lossy = lossy;
       kept.exact = exact;
     }
-    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places);
+    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places, nbytes);
     if (!kept.tables) continue;
-    lossy.states.insert(lossy.states.end(), exact.states.begin(), exact.states.end());
-    parameters->count_with(kept.tables, std::move(lossy.states));
+    std::vector<ParameterStatePtr> counted;
+    for (const SlicePlaces* slices : {&lossy, &exact}) {
+      std::copy_if(slices->states.begin(), slices->states.end(), std::back_inserter(counted),
+                   [](const ParameterStatePtr& state) { return state != nullptr; });
+    }
+    parameters->count_with(kept.tables, std::move(counted));
   }
 }
 
@@ -139,6 +162,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor left_out = member.state->left_out();
     const auto& residual = record->kept[member.payload].residual;
+    if (!member.exact) begins[member.payload] += member.hole;
     if (!member.exact && residual && left_out.defined()) {
       at::Tensor& all = values[member.payload];
       const BucketPlan& plan = record->plan;
@@ -159,6 +183,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
     int64_t& begin = begins[member.payload];
+    if (!member.exact) begin += member.hole;
     if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel));
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->kept[member.payload].residual;
@@ -187,6 +212,7 @@ bool is_of(const BucketRecord& record, const Bucket& bucket) {
   const Gradients& gradients = *bucket.gradients;
   if (record.is_stale || record.factor != bucket.factor || record.dtype != gradients.dtype()) return false;
   if (record.passthrough == is_carried(gradients) || record.scatters != bucket.own_row.has_value()) return false;
+  if (record.scatters && record.own_dtype != bucket.own_row->sum.scalar_type()) return false;
   if (record.in_one_run != gradients.in_one_run() || record.numel != gradients.numel()) return false;
   if (record.parameters.size() != bucket.parameters.size()) return false;
   return std::equal(
@@ -222,6 +248,7 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
   record->scatters = bucket.own_row.has_value();
+  if (record->scatters) record->own_dtype = bucket.own_row->sum.scalar_type();
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const at::Tensor& parameter = bucket.parameters[i];
     const SlicePlace& place_of_gradient = gradients.places()[i];

@@ -16,11 +16,14 @@ namespace fusedcomm {
 // A slice list whose address is not known yet.
 struct SlicePlaces {
   std::vector<SlicePlace> places;         // in elements from the origin of the gradients
-  std::vector<ParameterStatePtr> states;  // the parameter of each; null for padding
+  std::vector<ParameterStatePtr> states;  // the parameter of each; null for a hole
 
   void append(const SlicePlace& place, const ParameterStatePtr& state) {
     places.push_back(place);
     states.push_back(state);
+  }
+  void append_hole(int64_t numel) {
+    if (numel != 0) append({kHole, numel}, nullptr);
   }
 };
 
@@ -33,6 +36,7 @@ struct BucketRecord {
     int64_t numel = 0;   // elements of the gradients' dtype, in one row: a complex parameter counts twice
     size_t payload = 0;  // index of its layout in the plan
     bool exact = false;  // whether it is one of that layout's exact slices
+    int64_t hole = 0;    // elements of the hole before it in its slice list
   };
   // What is kept for one of the plan's layouts.
   struct Kept {
@@ -54,7 +58,8 @@ struct BucketRecord {
   bool is_stale = false;         // its residuals have been replaced, so it must be made again
   bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
-  bool scatters = false;  // a reduce-scatter
+  bool scatters = false;                  // a reduce-scatter
+  at::ScalarType own_dtype = at::kFloat;  // reduce-scatter: of this rank's row
   BucketPlan plan;
   std::vector<Kept> kept;  // one for each of the plan's layouts
   std::shared_ptr<const BucketLabel> label;

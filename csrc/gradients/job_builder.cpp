@@ -11,7 +11,9 @@ SliceList slice_list(const std::vector<SlicePlace>& places, const at::Tensor& te
   const GradDtype dtype = grad_dtype_of(tensor.scalar_type());
   auto* const origin = static_cast<std::byte*>(tensor.data_ptr());
   SliceList list;
-  for (const SlicePlace& place : places) list.append(origin + place.offset * grad_nbytes(dtype), place.numel, dtype);
+  for (const SlicePlace& place : places) {
+    list.append(place.is_hole() ? nullptr : origin + place.offset * grad_nbytes(dtype), place.numel, dtype);
+  }
   return list;
 }
 
@@ -37,6 +39,7 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
     const BucketRecord::Member& member = record.members[i];
     BucketSlices& slices = job->payloads[member.payload].slices;
     SliceList& list = member.exact ? slices.exact : slices.lossy;
+    list.append(nullptr, member.hole, dtype);
     list.append(origin + gradients.places()[i].offset * grad_nbytes(dtype), member.numel, dtype);
   }
   for (size_t i = 0; i < record.kept.size(); ++i) {

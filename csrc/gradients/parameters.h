@@ -87,7 +87,7 @@ class Parameters {
   // Throws ValueError if a name is unknown and no parameter of that name can appear later.
   void restore_nonfinite(const std::map<std::string, int64_t>& counts);
 
-  // Adds tables that count the non-finite elements of these parameters, in this order; null for padding.
+  // Adds tables that count the non-finite elements of these parameters, in this order.
   void count_with(std::shared_ptr<const BucketTables> tables, std::vector<ParameterStatePtr> states);
   // Adds what the tables have counted since the last call, and waits for the device. Returns what all tables have
   // counted so far.

@@ -10,6 +10,10 @@
 // Cuts fall on multiples of the block, counted from the start of the list, so neither the block grid nor the sum
 // depends on the chunk size. Elements past the end of a list are zeros.
 //
+// A list has *holes*, elements that are zeros and belong to no gradient: wherever one is needed, so that a gradient's
+// place in the list and its place in memory agree modulo kAlignNbytes; see devices/slice_table.h. Every kAlignNbytes of
+// gradients then lie in memory as they lie in the list. Counts of elements here include holes.
+//
 // If some parameters have a wire dtype of their own, the bucket has one layout for each wire dtype. A part of a message
 // is then the parts of these layouts, one after the other. All layouts have the same number of chunks. Only the first
 // has exact elements.
@@ -28,11 +32,14 @@
 namespace fusedcomm {
 
 // Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 5;
+inline constexpr int kWireLayoutVersion = 6;
 
 // Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
 // twelve times slower.
 inline constexpr int64_t kAlignNbytes = 16;
+
+// Gradient elements in kAlignNbytes, at most: those of 16 bits. A part begins at a multiple of them.
+inline constexpr int64_t kMaxVectorNumel = kAlignNbytes / 2;
 
 // Elements that one rotation mixes; see fusedcomm/reference. Divides every block size.
 inline constexpr int64_t kRotationNumel = 32;
@@ -61,6 +68,38 @@ struct PartLayout {
   int64_t scale_offset = 0;  // bytes
   int64_t code_offset = 0;   // bytes
   int64_t nbytes = 0;        // a multiple of kAlignNbytes
+};
+
+// In place of the offset in memory of a slice, for a hole.
+inline constexpr int64_t kHole = -1;
+
+// Finds the holes of a list as its slices are appended. A slice that follows the one before it in memory follows it in
+// the list, too. Any other begins a vector of kAlignNbytes of gradients, at the place in it that it has in memory.
+class Holes {
+ public:
+  // grad_nbytes: bytes of an element in memory. in_one_run: whether all slices lie in one run of memory, which begins
+  // at a multiple of kAlignNbytes. If not, each is a tensor of its own, which should do so.
+  Holes(int64_t grad_nbytes, bool in_one_run) : vector_numel_(kAlignNbytes / grad_nbytes), in_one_run_(in_one_run) {}
+
+  // Returns the elements of the hole before the slice. offset: elements from the begin of the run; ignored for tensors
+  // of their own. An empty slice has no hole.
+  int64_t append(int64_t offset, int64_t numel) {
+    if (numel == 0) return 0;
+    int64_t hole = 0;
+    if (!in_one_run_ || offset != memory_end_) {
+      hole = round_up(numel_, vector_numel_) - numel_ + (in_one_run_ ? offset % vector_numel_ : 0);
+    }
+    memory_end_ = offset + numel;
+    numel_ += hole + numel;
+    return hole;
+  }
+
+  int64_t numel() const { return numel_; }  // of the list, holes included
+
+ private:
+  int64_t vector_numel_;
+  bool in_one_run_;
+  int64_t numel_ = 0, memory_end_ = 0;
 };
 
 // The elements of a slice list from `begin` up to, but not including, `end`.
@@ -104,11 +143,9 @@ struct BucketLayout {
   }
 };
 
-// The unit, in elements, in which lossy elements are cut: a block if the wire has scales, otherwise the elements that
-// fill kAlignNbytes.
-inline int64_t grain_numel(Wire wire, int64_t block_numel) {
-  return has_scales(wire) ? block_numel : kAlignNbytes / codes_nbytes(wire, 1);
-}
+// The unit, in elements, in which lossy elements are cut: a block if the wire has scales, otherwise kMaxVectorNumel,
+// whose codes fill kAlignNbytes once or twice.
+inline int64_t grain_numel(Wire wire, int64_t block_numel) { return has_scales(wire) ? block_numel : kMaxVectorNumel; }
 
 inline PartLayout part_layout(Wire wire, int64_t block_numel, int64_t exact_numel, int64_t lossy_numel) {
   PartLayout part;
@@ -167,7 +204,7 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& f
     layout.exact_numel = layouts.empty() ? exact_numel : 0;
     layout.lossy_numel = format.numel;
     if (numel != 0) {
-      const int64_t exact_part = round_up(ceil_div(layout.exact_numel, wanted_parts), kAlignNbytes / 4);
+      const int64_t exact_part = round_up(ceil_div(layout.exact_numel, wanted_parts), kMaxVectorNumel);
       const int64_t lossy_part =
           round_up(ceil_div(format.numel, wanted_parts), grain_numel(format.wire, format.block_numel));
       layout.part = part_layout(format.wire, format.block_numel, exact_part, lossy_part);

@@ -356,8 +356,8 @@ class Config(Options):
 
     def plan_of_large_buckets(self, world_size: int) -> "_C.BucketPlan":
         """The plan of a large bucket of fp32 gradients, all in `wire`, on one level."""
-        numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.numbered_wires) - 1)
-        return _C.plan_bucket(self.native(_ANY_CHUNKS), world_size, torch.empty(0, dtype=torch.float32), 0, numels)
+        like = torch.empty(0, dtype=torch.float32)
+        return _C.plan_bucket(self.native(_ANY_CHUNKS), world_size, like, [(_C.SMALL_BUCKET_NBYTES, 0)])
 
     def record(self) -> dict[str, object]:
         """The whole configuration, JSON-serializable, for ranks to compare. Equivalent configurations are equal."""

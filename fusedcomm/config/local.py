@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 
 from fusedcomm import env
 from fusedcomm.config import check
@@ -28,8 +27,6 @@ class LocalOptions:
         isa: cpu only: the instruction set of the codec. None: FUSEDCOMM_ISA, else the best that this machine has.
         codec_threads: cpu only: threads that share a codec stage. None: FUSEDCOMM_CODEC_THREADS, else half of this
             rank's share of the host's cores, from 1 to 4.
-        sm_limit: cuda only: most multiprocessors that one of fusedcomm's kernels uses. None: an eighth of the GPU's;
-            for the last bucket of a backward pass all of them, because no computation runs beside it.
         stall_after: seconds. If a bucket is in flight and nothing has moved for this long, the ranks are asked what
             they have in flight. Each rank that waits then warns once and names the slow or missing rank, the step, the
             bucket and the stage. Training goes on. The same happens if the oldest bucket in flight moves but takes this
@@ -37,31 +34,20 @@ class LocalOptions:
             the group's timeout if that is less. A failure is explained in the same way, in the error's text.
 
     Raises:
-        ValueError: a number is out of range, or options for cpu and for cuda are both given.
+        ValueError: a number is out of range.
     """
 
     isa: str | None = None
     codec_threads: int | None = None
-    sm_limit: int | None = None
     stall_after: float | None = None
 
     def __post_init__(self) -> None:
-        # What depends on the machine is checked when the rank attaches: `isa`, and the most that sm_limit can be.
+        # `isa` depends on the machine, and is checked when the rank attaches.
         if self.codec_threads is not None:
             _check_codec_threads("codec_threads", self.codec_threads)
-        if self.sm_limit is not None:
-            possible = "a whole number of multiprocessors, at least 1"
-            check.whole("sm_limit", self.sm_limit, 1, sys.maxsize, possible)
         if self.stall_after is not None:
             possible = "a number of seconds from 0.1 to 1e9"
             check.number("stall_after", self.stall_after, LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S, possible)
-        for name in ("isa", "codec_threads"):
-            value = getattr(self, name)
-            if value is not None and self.sm_limit is not None:
-                raise ValueError(
-                    f"{name}={value!r} is for gradients on cpu and sm_limit={self.sm_limit!r} for gradients on cuda: "
-                    "leave one of them out"
-                )
 
 
 def local_options(local: LocalOptions | None) -> LocalOptions:

@@ -22,10 +22,6 @@ class CpuPath:
     """Seconds that the link takes for a byte; None before connect(). See :func:`fusedcomm.chunks.resolved`."""
 
     def __init__(self, local: config.LocalOptions, world_size: int) -> None:
-        if local.sm_limit is not None:
-            raise ValueError(
-                f"sm_limit={local.sm_limit!r} is for gradients on cuda, and these are on cpu: leave it out"
-            )
         self._isa = config.choose_isa(local.isa)
         self._threads = config.choose_codec_threads(local.codec_threads, world_size)
 

@@ -22,10 +22,6 @@ LEAST_CAPABILITY = 75
 NUM_STREAMS = 4
 """Streams that run side by side: the backward pass's, and fusedcomm's for packing, for the wire and for unpacking."""
 
-SM_SHARE = 8
-"""By default a kernel uses 1/SM_SHARE of the GPU's multiprocessors and leaves the others to the backward pass. The
-kernels of a step's last bucket use all."""
-
 
 class CudaPath:
     """One rank's device, before the ranks have agreed: its kernels are compiled, loaded and launched once.
@@ -64,8 +60,6 @@ class CudaPath:
         driver = _C.CudaDriver(DRIVER)
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        sm_limit = choose_sm_limit(local.sm_limit, num_sms)
-        limit_of_last = sm_limit_of_last(local.sm_limit, num_sms)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current on this thread; loading needs that
             kernels, compiler = load_kernels(
@@ -76,13 +70,11 @@ class CudaPath:
                 kernels=kernels,
                 device=device,
                 isa=f"{compiler} sm_{capability}",
-                max_programs=sm_limit,
-                max_programs_of_last=limit_of_last,
+                num_sms=num_sms,
                 forced_sync=env.sync(),
             )
             self._device.warm_up()
-        last = "" if limit_of_last == sm_limit else f" (a step's last bucket on {limit_of_last})"
-        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors{last}"
+        self.codec = self._device.isa
 
     def connect(
         self, process_group: groups.Group, device: torch.device, store: dist.Store
@@ -101,26 +93,6 @@ def check_capability(device: torch.device) -> int:
             "this GPU."
         )
     return capability
-
-
-def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
-    """Multiprocessors for a kernel: the argument, else 1/SM_SHARE of the GPU's `num_sms`.
-
-    Raises ValueError if the argument is not from 1 to `num_sms`.
-    """
-    if sm_limit is None:
-        return max(1, num_sms // SM_SHARE)
-    if isinstance(sm_limit, bool) or not isinstance(sm_limit, int) or not 1 <= sm_limit <= num_sms:
-        raise ValueError(f"sm_limit={sm_limit!r} is not possible: use a whole number from 1 to {num_sms}")
-    return sm_limit
-
-
-def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
-    """Multiprocessors for a kernel of the last bucket of a backward pass: all, unless the user has set a limit.
-
-    No computation is left that could use the others.
-    """
-    return num_sms if sm_limit is None else choose_sm_limit(sm_limit, num_sms)
 
 
 def kernel_variants(

@@ -91,12 +91,7 @@ class FusedReduceScatter:
         self._pending, self._verifier = pending, verifier
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for an input or output, with zeros behind it that fill up the input's last blocks."""
-        numel = torch.Size(size).numel()
-        padding = 0 if self._session is None else self.native().padding_numel
-        memory = torch.empty(numel + padding, dtype=dtype, device=device)
-        memory[numel:].zero_()
-        memory = memory[:numel].view(size)
+        memory = torch.empty(size, dtype=dtype, device=device)
         return memory if self._replicas is None else reduced(memory, self._all_reduce)
 
     def __call__(

@@ -104,7 +104,7 @@ class OffSession(Runs):
             codec="none",
             scratch_nbytes=0,
             exempt=(),
-            buckets=() if caps is None else predicted_rows(self.config, None, self.world_size, None, now, caps),
+            buckets=() if caps is None else predicted_rows(None, self.world_size, None, now, caps),
             predicted=True,
             off=True,
             ranks_on_host=env.local_world_size(),

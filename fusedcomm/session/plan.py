@@ -223,7 +223,6 @@ def _in_brackets(reason: str) -> str:
 
 
 def predicted_rows(
-    config: Config,
     native: "_C.WireConfig | None",
     world_size: int,
     hosts: Hosts | None,
@@ -243,17 +242,11 @@ def predicted_rows(
     rows = []
     for index, bucket in enumerate(indices):
         members = [backwards[position] for position in bucket]
-        exact, lossy = 0, [0] * len(config.numbered_wires)
-        for parameter in members:
-            numel = parameter.tensor.numel() * (2 if parameter.tensor.is_complex() else 1)
-            if parameter.wire == _C.EXACT_WIRE:
-                exact += numel
-            else:
-                lossy[parameter.wire] += numel
+        slices = [(p.tensor.numel() * (2 if p.tensor.is_complex() else 1), p.wire) for p in members]
         dtype = members[0].tensor.dtype
         names = tuple(parameter.name for parameter in members)
         dtype = dtype.to_real() if dtype.is_complex else dtype
-        rows.append(_row(native, world_size, hosts, index, names, dtype, exact, lossy))
+        rows.append(_row(native, world_size, hosts, index, names, dtype, slices))
     return tuple(rows)
 
 
@@ -276,13 +269,12 @@ def _row(
     index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
-    exact_numel: int,
-    lossy_numels: list[int],
+    slices: list[tuple[int, int]],
 ) -> BucketRow:
-    numel = exact_numel + sum(lossy_numels)
+    numel = sum(numel for numel, _ in slices)
     if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _passthrough_row(world_size, hosts, index, names, dtype, numel)
-    plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
+    plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), slices)
     return _planned_row(hosts, index, names, dtype, numel, plan)
 
 

@@ -397,7 +397,7 @@ class Session(Runs):
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             native = None if off else self.native_config
-            rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, now, bucket_nbytes_caps)
+            rows = plan.predicted_rows(native, self.world_size, self.hosts, now, bucket_nbytes_caps)
         return plan.Plan(
             config=self.effective_config,
             world_size=self.world_size,

@@ -238,16 +238,14 @@ class _Simulation:
     def add(self, bucket: Sequence[Gradient], ready_s: float) -> None:
         """Adds a bucket that is ready at `ready_s`. Buckets are added in the order in which they become ready."""
         numel = sum(gradient.numel for gradient in bucket)
-        exempt = sum(gradient.numel for gradient in bucket if gradient.exempt)
         index = self._num_buckets
         self._num_buckets += 1
         if self.config is None:
             stages = self._all_reduce(4 * numel, self.cluster.num_hosts, self.cluster.ranks_per_host)
             self._chunks.append(_Chunk(index, ready_s, stages, takes_slot=False))
             return
-        plan = _C.plan_bucket(
-            self._native, self.cluster.world_size, torch.empty(0, dtype=torch.float32), exempt, [numel - exempt]
-        )
+        slices = [(gradient.numel, _C.EXACT_WIRE if gradient.exempt else 0) for gradient in bucket]
+        plan = _C.plan_bucket(self._native, self.cluster.world_size, torch.empty(0, dtype=torch.float32), slices)
         if plan.num_chunks == 0:
             return  # the bucket is empty
         stages = [stage for step in plan.steps for stage in self._stages(plan, step, numel / plan.num_chunks)]

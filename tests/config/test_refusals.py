@@ -72,8 +72,6 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: LocalOptions(codec_threads=0), ["codec_threads=0", "1 to 256"]),
         (lambda: LocalOptions(codec_threads=100000), ["codec_threads=100000", "1 to 256"]),
         (lambda: LocalOptions(codec_threads=2.0), ["codec_threads=2.0", "whole number"]),
-        (lambda: LocalOptions(sm_limit=0), ["sm_limit=0", "at least 1"]),
-        (lambda: LocalOptions(sm_limit=True), ["sm_limit=True", "at least 1"]),
         (lambda: fusedcomm.Residuals("int8"), ["Feedback(format)='int8'", "'bf16'"]),
         (lambda: fusedcomm.Auto("bf16"), ["wires='bf16' is one string", "('bf16',)"]),
         (lambda: fusedcomm.Auto(5), ["wires=5", "pass a tuple"]),
@@ -132,8 +130,6 @@ def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
         ),
         (lambda: Config(sum="one-shot", hosts=2), ["hosts=2", "sum='one-shot' has one"]),
         (lambda: Config("fp32", hosts=TwoLevels("auto", "bf16")), ["local_wire='bf16'", "wire='fp32'"]),
-        (lambda: LocalOptions(isa="portable", sm_limit=8), ["isa='portable'", "sm_limit=8", "leave one of them out"]),
-        (lambda: LocalOptions(codec_threads=2, sm_limit=8), ["codec_threads=2", "sm_limit=8"]),
         (lambda: fusedcomm.Auto(("bf16",), base=Config("int8")), ["Config(wire='int8')", "wires=('bf16',)"]),
         (
             lambda: fusedcomm.Auto(("fp32", "bf16"), base=Config(feedback=Feedback())),

@@ -95,10 +95,7 @@ def big_bucket(rank, world_size, wire):
     shape = (5 << 20,)
     gradients = [integers(rank, shape).cuda() for _ in range(2)]
     ddp = DistributedDataParallel(Gradients(shape, shape).cuda())
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    comm = fusedcomm.attach(
-        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(1 << 20)), local=LocalOptions(sm_limit=sms)
-    )
+    comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(1 << 20)))
     seen = synchronize(ddp, gradients, steps=3)
     comm.detach()
     mean = mean_of_integers(world_size, shape).cuda()
@@ -335,7 +332,7 @@ def test_one_stage_at_a_time_gives_identical_bits(ranks):
 
 def told(rank, world_size, path):
     ddp = DistributedDataParallel(Gradients((300, 500), (4000,)).cuda())
-    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(sm_limit=3))
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
     gradients = [torch.ones(300, 500).cuda(), torch.ones(4000).cuda()]
     synchronize(ddp, gradients, steps=3)
     before = comm.session.native_device.num_launches
@@ -354,7 +351,7 @@ def test_launches_times_and_the_timeline(ranks, tmp_path):
         assert launches == 2 * 3 * num_buckets
         assert stats.steps == 5
         assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 * 0.99
-        assert "triton" in codec and "on 3 of" in codec and "workspaces in" in codec
+        assert "triton" in codec and "workspaces in" in codec
     events = read(tmp_path / "trace-1.json")
     stages = {event["args"]["stage"] for event in events}
     assert stages == {"bucket", "pack", "all-to-all", "reduce", "all-gather", "unpack", "exposed"}
@@ -391,7 +388,6 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
 @pytest.mark.parametrize(
     ("local", "words"),
     [
-        (LocalOptions(sm_limit=100_000), "sm_limit=100000 is not possible: use a whole number from 1 to"),
         (LocalOptions(isa="portable"), "isa='portable' is for gradients on cpu"),
         (LocalOptions(codec_threads=2), "codec_threads=2 is for gradients on cpu"),
     ],

@@ -196,47 +196,9 @@ def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
     for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
         # There are two steps. The first has other buckets, but at most one for each parameter.
         assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
-        # No kernel has more programs than the limit on multiprocessors, and large buckets reach it.
-        assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
-
-
-def grids_by_bucket(rank, world_size, library, config):
-    """Trains with the last bucket on as many multiprocessors as the others, then on up to twice as many. Checks that
-    gradients are the same.
-
-    Returns ([each launch's number of programs in the last step, of both], the number of buckets).
-    """
-    fake = fake_cuda.gpu(library)
-    shapes = ((9000,), (9000,), (9000,))
-    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
-    seen, grids = [], []
-    for most in (fake_cuda.MAX_PROGRAMS, 2 * fake_cuda.MAX_PROGRAMS):
-        fake.max_programs_of_last = most
-        ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
-        with fake.takes_over(config):
-            comm = fusedcomm.attach(ddp, config)
-            seen.append(synchronize(ddp, gradients, steps=2))
-            num_before = len(fake.grids)
-            seen.append(synchronize(ddp, gradients))
-            num_buckets = len(comm.plan().buckets)
-            comm.detach()
-        grids.append(fake.grids[num_before:])
-    fake.max_programs_of_last = fake_cuda.MAX_PROGRAMS
-    assert all(torch.equal(a, b) for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
-    return grids, num_buckets
-
-
-@pytest.mark.sampled(by=lambda name: {"one shot": "one-shot" in name})
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
-def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
-    config = dataclasses.replace(CONFIGS[name], chunks=Chunks(1 << 20))
-    for (bounded, grids), num_buckets in ranks.run(grids_by_bucket, library, config, world_size=2):
-        assert num_buckets == 3 and len(grids) == len(bounded)
-        num_of_last = len(grids) // num_buckets
-        assert grids[:-num_of_last] == bounded[:-num_of_last]
-        assert max(bounded) == fake_cuda.MAX_PROGRAMS
-        for few, more in zip(bounded[-num_of_last:], grids[-num_of_last:], strict=True):
-            assert few < more <= 2 * fake_cuda.MAX_PROGRAMS
+        # Pack has as many programs as fit on the multiprocessors, or fewer tiles.
+        packs = [num_programs for kernel, num_programs in launches if kernel == "pack"]
+        assert all(num_programs <= 8 * fake_cuda.NUM_SMS for num_programs in packs)
 
 
 def other_models(rank, world_size, library):
@@ -505,18 +467,3 @@ def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
     monkeypatch.setenv(env.KERNELS, "triton")
     with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
         cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("value", [0, 133, 2.0, True, "all"])
-def test_an_impossible_sm_limit_is_an_error(value):
-    with pytest.raises(ValueError, match=r"sm_limit=.* is not possible: use a whole number from 1 to 132"):
-        cuda.choose_sm_limit(value, 132)
-
-
-def test_the_sm_limit_is_a_share_of_the_gpu():
-    assert cuda.choose_sm_limit(None, 132) == 16
-    assert cuda.choose_sm_limit(None, 4) == 1
-    assert cuda.choose_sm_limit(132, 132) == 132
-    assert cuda.sm_limit_of_last(None, 132) == 132
-    assert cuda.sm_limit_of_last(20, 132) == 20

@@ -637,7 +637,9 @@ def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_pe
         workspace = _C.workspace_nbytes(native, world_size)
         for exact in (0, 3, 5001):
             for lossy in ([0, 0, 0], [5000, 0, 7], [123457, 1, 0], [0, 70001, 5], [999999, 100, 31]):
-                plan = _C.plan_bucket(native, world_size, torch.empty(0), exact, lossy[: len(config.numbered_wires)])
+                numels = enumerate(lossy[: len(config.numbered_wires)])
+                slices = [(exact, _C.EXACT_WIRE), *((numel, number) for number, numel in numels)]
+                plan = _C.plan_bucket(native, world_size, torch.empty(0), slices)
                 if plan.sum != "two-shot":
                     continue
                 assert plan.layout.chunk_nbytes <= workspace

@@ -37,7 +37,8 @@ def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
                 native = chunks.native(config, world_size, ranks_per_host=per_host)
                 for lossy in (1, 5003, 70001):
                     numels = [lossy, 0, 700][: len(config.numbered_wires)]
-                    plan = _C.plan_bucket(native, world_size, like, exact, numels)
+                    slices = [(exact, _C.EXACT_WIRE), *((numel, wire) for wire, numel in enumerate(numels))]
+                    plan = _C.plan_bucket(native, world_size, like, slices)
                     yield plan, world_size, per_host, f"{sum} {wire} {world_size} ranks {per_host} {exact} {numels}"
 
 
@@ -219,7 +220,7 @@ def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire:
 def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
     for sum, wire in SUMS_OF_WIRES:
         config = Config(wire=wire, sum=sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // num_chunks))
-        plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, 0, [NUMEL])
+        plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, [(NUMEL, 0)])
         sent, _ = formula(sum, wire, world_size)
         assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
         assert plan.sent_nbytes == sent, (sum, wire)
@@ -237,7 +238,7 @@ def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, loca
         hosts = TwoLevels("auto", local_wire)
         config = Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(chunk_nbytes), hosts=hosts)
         native = chunks.native(config, world_size, ranks_per_host=per_host)
-        plan = _C.plan_bucket(native, world_size, FP32, 0, [NUMEL])
+        plan = _C.plan_bucket(native, world_size, FP32, [(NUMEL, 0)])
         sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
         assert plan.host_layouts and plan.num_chunks == num_chunks
         assert plan.sent_nbytes == sent, wire
@@ -263,7 +264,7 @@ def test_bytes_of_padded_messages_are_those_of_the_formula():
 
 def test_a_bucket_without_elements_sends_nothing():
     for sum, wire in SUMS_OF_WIRES:
-        plan = _C.plan_bucket(chunks.native(Config(wire, sum, wires={"1d": wire}), 4), 4, FP32, 0, [0])
+        plan = _C.plan_bucket(chunks.native(Config(wire, sum, wires={"1d": wire}), 4), 4, FP32, [(0, 0)])
         assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1)) == (0, 0, 0), (sum, wire)
 
 

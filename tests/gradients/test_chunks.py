@@ -94,7 +94,7 @@ def test_chunks_on_two_levels_are_as_long_between_hosts_as_among_as_many_ranks(o
     resolved = chunks.resolved(config, 4, "cpu", s_per_byte, ranks_per_host=2)
     assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
     native = chunks.native(resolved, 4, "cpu", ranks_per_host=2)
-    plan = _C.plan_bucket(native, 4, torch.empty(0), 0, [16 * MIB])
+    plan = _C.plan_bucket(native, 4, torch.empty(0), [(16 * MIB, 0)])
     wider = config.local_wire != config.wire
     assert plan.host_layouts[0].chunk_nbytes <= nbytes and (plan.layout.chunk_nbytes < nbytes) == wider
 

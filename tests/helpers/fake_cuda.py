@@ -23,7 +23,7 @@ from fusedcomm.session import session
 TILE = 1024
 """Elements per program. It is small, so that small buckets have many tiles."""
 
-MAX_PROGRAMS = 3
+NUM_SMS = 1
 
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p
@@ -69,7 +69,6 @@ class FakeCuda:
         self.launches: list[tuple[str, dict]] = []  # by launch: the kernel and its arguments by name
         self.grids: list[int] = []  # by launch: the number of programs
         self.errors: list[BaseException] = []
-        self.max_programs_of_last = MAX_PROGRAMS
         self._in_cuda: ctypes.CDLL | None = None
         self._compiled: ptx_kernels.TritonCompiler | None = None
         self._capability = 0
@@ -116,8 +115,7 @@ class FakeCuda:
             kernels=self.loader(cfg, backend.size(), grad_dtypes, reduces_rows),
             device=torch.device("cpu"),
             isa="fake",
-            max_programs=MAX_PROGRAMS,
-            max_programs_of_last=self.max_programs_of_last,
+            num_sms=NUM_SMS,
             forced_sync=False,
         )
 

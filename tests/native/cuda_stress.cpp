@@ -87,7 +87,7 @@ class Rank {
     const c10::StreamGuard on_side(side);
     cuda_ = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(own_path()),
                                          sim::kernels({Wire::kFp32, Wire::kBf16}), device_, "simulated",
-                                         /*max_programs=*/8, /*max_programs_of_last=*/8, /*forced_sync=*/false);
+                                         /*num_sms=*/8, /*forced_sync=*/false);
     cuda_->warm_up();
     const auto transport = make_transport(groups);
     hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport, known_,

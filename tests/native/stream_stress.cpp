@@ -93,7 +93,7 @@ class SimDevice : public StreamDevice {
     return 0;
   }
 
-  int64_t scale_in_place(const BucketSlices& slices, float scale, bool /*is_last*/) override {
+  int64_t scale_in_place(const BucketSlices& slices, float scale) override {
     launch_pack(whole_bucket(slices.origin, true),
                 [codec = codec_, slices, scale] { codec->scale_in_place(slices.lossy, scale); });
     return 0;
@@ -967,7 +967,7 @@ void calls() {
   }
   const WireConfig config = wire_config(Wire::kInt8, Sum::kTwoShot, 4);
   const auto of_bucket = [&config](int64_t numel) {
-    const int64_t num_chunks = plan_bucket(config, 2, GradDtype::kFloat32, 0, {numel}).num_chunks();
+    const int64_t num_chunks = plan_bucket(config, 2, GradDtype::kFloat32, {0, {numel}, numel}).num_chunks();
     return std::pair{calls_of_a_pass(config, {{numel, 0}}), num_chunks};
   };
   const auto [shorter, num_shorter] = of_bucket(60000);

@@ -62,8 +62,9 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   const auto numel = static_cast<int64_t>(bucket->gradients.size());
   auto job = std::make_shared<BucketJob>();
   job->owner = bucket;
-  job->plan = std::make_shared<const BucketPlan>(plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32,
-                                                             bucket->exact_numel, {numel - bucket->exact_numel}));
+  const ListNumels numels{bucket->exact_numel, {numel - bucket->exact_numel}, numel};
+  job->plan = std::make_shared<const BucketPlan>(
+      plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32, numels));
   Payload payload;
   BucketSlices& slices = payload.slices;
   slices.origin = bucket->gradients.data();

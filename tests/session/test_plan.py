@@ -15,7 +15,8 @@ LARGE = 1 << 20
 
 
 def plan(world_size: int, like: torch.Tensor, exact_numel: int, lossy_numel: int, **config) -> "_C.BucketPlan":
-    return _C.plan_bucket(chunks.native(Config(**config), world_size), world_size, like, exact_numel, lossy_numel)
+    slices = [(exact_numel, _C.EXACT_WIRE), (lossy_numel, 0)]
+    return _C.plan_bucket(chunks.native(Config(**config), world_size), world_size, like, slices)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_fp16_direct_divides_by_about_the_root_of_the_world_size(world_size, pre
 def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, chunk_nbytes, exact, lossy):
     block = block if _C.has_scales(wire) else None
     config = chunks.native(Config(wire=wire, blocks=Blocks(block), chunks=Chunks(chunk_nbytes)), world_size)
-    chosen = _C.plan_bucket(config, world_size, like, exact, lossy)
+    chosen = _C.plan_bucket(config, world_size, like, [(exact, _C.EXACT_WIRE), (lossy, 0)])
     if not chosen.in_place:
         assert chosen.layout.chunk_nbytes <= _C.workspace_nbytes(config, world_size)
 
@@ -89,7 +90,8 @@ def test_on_an_accelerator_ddps_default_bucket_is_one_chunk(wire, world_size):
     numel = 25 * (1 << 20) // 4
     native = chunks.native(Config(wire=wire), world_size, "cuda")
     for exact_numel in (0, 4096):
-        plan = _C.plan_bucket(native, world_size, torch.empty(0), exact_numel, numel - exact_numel)
+        slices = [(exact_numel, _C.EXACT_WIRE), (numel - exact_numel, 0)]
+        plan = _C.plan_bucket(native, world_size, torch.empty(0), slices)
         assert plan.layout.num_chunks == 1
 
 

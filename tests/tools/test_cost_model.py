@@ -63,7 +63,7 @@ def step_s(config: Config | None, ranks: Cluster, workload: Workload) -> float:
 
 def chunks_of(config: Config, world_size: int, numel: int, device_type: str = "cpu") -> tuple[int, int]:
     layout = _C.plan_bucket(
-        chunks.native(config, world_size, device_type), world_size, torch.empty(0), 0, [numel]
+        chunks.native(config, world_size, device_type), world_size, torch.empty(0), [(numel, 0)]
     ).layout
     return layout.num_chunks, layout.chunk_nbytes
 
@@ -94,7 +94,7 @@ def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
 def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
     """A rank sends as much as the engine's plan says: the whole chunk to every other rank."""
     config = Config(wire=wire, sum=sum, chunks=Chunks(2 * NUMEL))
-    plan = _C.plan_bucket(chunks.native(config, world_size), world_size, torch.empty(0), 0, [NUMEL])
+    plan = _C.plan_bucket(chunks.native(config, world_size), world_size, torch.empty(0), [(NUMEL, 0)])
     sent = (world_size - 1) * plan.layout.chunk_nbytes
     assert (plan.sum, plan.layout.num_chunks) == ("one-shot", 1)
     assert step_s(config, cluster(world_size), one_bucket()) == pytest.approx(
@@ -154,7 +154,7 @@ def test_exempt_elements_travel_in_fp32_and_are_packed():
     config = Config(wire="int8", chunks=Chunks(1 << 24))
     exempt = NUMEL // 2
     native = chunks.native(config, 4, "cpu")
-    layout = _C.plan_bucket(native, 4, torch.empty(0), exempt, [NUMEL - exempt]).layout
+    layout = _C.plan_bucket(native, 4, torch.empty(0), [(exempt, _C.EXACT_WIRE), (NUMEL - exempt, 0)]).layout
     assert layout.chunk_nbytes == 4 * exempt + (NUMEL - exempt) * (1 + 4 / 128)
     exchange = ALPHA + 3 / 4 * layout.chunk_nbytes * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
@@ -182,7 +182,7 @@ def test_one_level_sends_from_every_rank():
 
 def test_two_levels_sum_within_hosts_first():
     config = Config(wire="int8", wires={"1d": "int8"}, chunks=Chunks(2 * NUMEL), hosts="auto")
-    plan = _C.plan_bucket(chunks.native(config, 8, "cpu", 4), 8, torch.empty(0), 0, [NUMEL])
+    plan = _C.plan_bucket(chunks.native(config, 8, "cpu", 4), 8, torch.empty(0), [(NUMEL, 0)])
     nbytes = plan.layout.chunk_nbytes
     assert (plan.layout.num_chunks, plan.host_layouts[0].chunk_nbytes) == (1, 2 * NUMEL)
     assert nbytes == NUMEL * (1 + 4 / 128)
@@ -337,7 +337,7 @@ def test_bounds(workload, config, ranks, cap):
             numel = sum(gradient.numel for gradient in bucket)
             device_type = "cuda" if ranks.cores is None else "cpu"
             native = chunks.native(config, ranks.world_size, device_type)
-            sent += _C.plan_bucket(native, ranks.world_size, torch.empty(0), 0, [numel]).sent_nbytes
+            sent += _C.plan_bucket(native, ranks.world_size, torch.empty(0), [(numel, 0)]).sent_nbytes
         if ranks.ranks_per_host == 1:
             assert found.sent_nbytes == pytest.approx(sent, rel=1e-6, abs=2 * found.num_buckets)
 

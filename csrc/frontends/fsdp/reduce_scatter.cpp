@@ -20,8 +20,7 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchronizer> synchronizer, size_t 
 void ReduceScatter::set_row(std::vector<size_t> row) {
   const Engine& engine = synchronizer_->engine();
   std::vector<std::string> names;
-  int64_t exact_numel = 0;
-  std::vector<int64_t> lossy_numels(engine.config().others.size() + 1);
+  std::vector<std::pair<int64_t, int>> slices;
   parameters_.clear();
   places_.clear();
   row_numel_ = 0;
@@ -31,22 +30,11 @@ void ReduceScatter::set_row(std::vector<size_t> row) {
     parameters_.push_back(all_[i]);
     places_.push_back({row_numel_, piece.numel});
     row_numel_ += piece.numel;
-    (piece.wire == kExactWire ? exact_numel : lossy_numels.at(static_cast<size_t>(piece.wire))) += piece.numel;
+    slices.emplace_back(piece.numel, piece.wire);
   }
   title_ = make_label(index_, names, static_cast<double>(row_numel_) * 4 * engine.world_size())->text;
-  plan_ = plan_reduce_scatter(engine.config(), engine.world_size(), exact_numel, lossy_numels, /*factor=*/1);
-}
-
-int64_t ReduceScatter::padding_numel() const {
-  int64_t padding = 0;
-  const auto count = [&padding](int64_t segment, int64_t num_chunks, int64_t numel) {
-    padding = std::max(padding, std::min(segment, segment * num_chunks - numel));
-  };
-  for (const BucketLayout& own : plan_.layouts) {
-    count(own.part.lossy_numel, own.num_chunks, own.lossy_numel);
-    count(own.part.exact_numel, own.num_chunks, own.exact_numel);
-  }
-  return padding;
+  const ListNumels numels = list_numels(slices, grad_nbytes(GradDtype::kBFloat16), /*in_one_run=*/true);
+  plan_ = plan_reduce_scatter(engine.config(), engine.world_size(), numels, /*factor=*/1);
 }
 
 int64_t ReduceScatter::residual_nbytes() const {
@@ -69,8 +57,6 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
       input.numel() == numel && output.numel() == row_numel_ && input.is_contiguous() && output.is_contiguous(),
       "fusedcomm: ", title_, ": the reduce-scatter has ", input.numel(), " elements for ", output.numel(),
       ", and its parameters have ", numel, " for ", row_numel_);
-  const int64_t room = static_cast<int64_t>(input.storage().nbytes() / input.element_size()) - input.storage_offset();
-  TORCH_CHECK_VALUE(room >= numel + padding_numel(), "fusedcomm: ", title_, ": its input has no room for padding");
   for (const at::Tensor& tensor : {input, output}) grad_dtype_of(tensor.scalar_type());  // throws for any other
   Bucket bucket(index_, is_last, parameters_, std::make_shared<const Gradients>(input.view({-1}), places_, num_rows));
   bucket.is_alone = true;

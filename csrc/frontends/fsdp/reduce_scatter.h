@@ -37,13 +37,11 @@ class ReduceScatter {
   int64_t row_numel() const { return row_numel_; }
   // Bytes that this rank sends in one call.
   int64_t sent_nbytes() const { return fusedcomm::sent_nbytes(plan_); }
-  // Elements of zeros that must follow the input in its memory.
-  int64_t padding_numel() const;
   // Of this rank's residuals; 0 without error feedback.
   int64_t residual_nbytes() const;
 
-  // Writes the sum of the ranks' rows × factor to output, and returns at once. input: [world_size × row_numel()], with
-  // zeros behind it, float32, bfloat16 or float16. output: [row_numel()], of any of these dtypes. Both are contiguous,
+  // Writes the sum of the ranks' rows × factor to output, and returns at once. input: [world_size × row_numel()],
+  // float32, bfloat16 or float16. output: [row_numel()], of any of these dtypes. Both are contiguous,
   // on the synchronizer's device, and must live until the future is done; on an accelerator, until the work of the
   // stream that has waited for it is. Every rank must make the same calls in the same order.
   // call: the number of earlier ones; it numbers the noise of stochastic rounding.
