@@ -193,7 +193,7 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
-	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
+	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
 types: $(CHECKER) | $(READY)
 	$(PY) -m mypy
@@ -201,7 +201,7 @@ types: $(CHECKER) | $(READY)
 format: $(FORMATTERS)
 	ruff check --fix .
 	ruff format .
-	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
+	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
 # The environment is kept. To make it again, remove $(VENV) by hand.
 clean:

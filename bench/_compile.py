@@ -15,7 +15,7 @@ import time
 import torch
 from lib.common import REPOSITORY
 
-from fusedcomm.devices import compilers, cuda
+from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="compile at most this many kernels (default: all)")
     arguments = parser.parse_args()
     capability = arguments.capability or cuda.check_capability(torch.device("cuda", 0))
-    compile = compilers.choose().compile
+    _, compile = cuda.triton()
     chosen, began = variants()[: arguments.most], time.monotonic()
     workers = min(os.cpu_count() or 1, len(chosen))
     # The workers are spawned, since CUDA does not work in a forked process.

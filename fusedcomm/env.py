@@ -19,9 +19,6 @@ SYNC = "FUSEDCOMM_SYNC"
 """1: every stage ends before the next begins. No race can happen, and a fault is reported at the stage that caused it.
 Slow, for debugging; the gradients must have the same bits."""
 
-KERNELS = "FUSEDCOMM_KERNELS"
-"""GPU kernels that run: "triton", or "cuda" for the kernels in CUDA C++. Default: Triton's where Triton can be used."""
-
 
 def isa() -> str:
     """ISA's value as it stands; "auto" if it is not set."""
@@ -36,19 +33,6 @@ def codec_threads() -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"{CODEC_THREADS}={text!r} is not possible: use a whole number of threads, at least 1")
     return int(text)
-
-
-def kernels() -> str | None:
-    """None if KERNELS is not set or empty. Raises ValueError for an unknown name."""
-    text = os.environ.get(KERNELS) or None
-    if text not in (None, "triton", "cuda"):
-        raise ValueError(f"{KERNELS}={text!r} is not possible: use 'triton' or 'cuda', or unset it")
-    return text
-
-
-def cache_folder() -> str:
-    """The folder that keeps compiled kernels in CUDA C++."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedcomm")
 
 
 def quiet() -> bool:

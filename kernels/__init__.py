@@ -1,4 +1,4 @@
 """Device code, imported as ``fusedcomm.kernels``: one file per operation, with the launcher below its kernel.
 
-Importing the package imports none of its files. variants.py, nvrtc.py and bucket.py work without Triton.
+Importing the package imports none of its files. variants.py and bucket.py work without Triton.
 """

@@ -11,35 +11,40 @@ import torch
 if TYPE_CHECKING:
     from fusedcomm.native import _C
 
-    from .bucket import SliceList
-
 
 class Slices(NamedTuple):
-    """A slice list in tables on the device; see csrc/devices/slice_table.h."""
+    """A slice list in tables on the device, by runs: slices that follow each other in memory and in the list. See
+    csrc/devices/slice_table.h."""
 
-    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then numel
-    offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
-    first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
-    num_slices: int
-    numel: int  # int64
+    tile_offset: torch.Tensor  # int64 [tiles]: elements from the bucket's origin to the tile's first one; 0: unknown
+    tile_run: torch.Tensor  # int32 [tiles]: TILE: in one run, aligned; 0: in aligned runs; -1: a run is not aligned
+    first: torch.Tensor  # int32 [tiles + 1]: the run of the tile's first element, or the last to begin before it
+    vectors: torch.Tensor  # int32 [runs]: number of each run's first vector in the list
+    starts: torch.Tensor  # int64 [runs]: each run's first element in the list
+    ends: torch.Tensor  # int64 [runs]: the element behind its last one
+    deltas: torch.Tensor  # int64 [runs]: elements from the origin, less elements of the list
 
 
 class CountedSlices(NamedTuple):
     """Slices for pack, which also counts elements that are not finite."""
 
-    starts: torch.Tensor
-    offsets: torch.Tensor
+    tile_offset: torch.Tensor
+    tile_run: torch.Tensor
     first: torch.Tensor
+    vectors: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    deltas: torch.Tensor
+    slice_starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then the list's numel
     counts: torch.Tensor  # int64 [num_slices]: pack adds the number of each slice's elements that are not finite
     num_slices: int
-    numel: int
 
 
-class Runs(NamedTuple):
-    """Slices that follow each other in memory without a gap."""
+class Counts(NamedTuple):
+    """The counts of slices that follow each other in memory."""
 
-    starts: torch.Tensor  # as in CountedSlices
-    counts: torch.Tensor  # as in CountedSlices
+    slice_starts: torch.Tensor  # these as in CountedSlices
+    counts: torch.Tensor
     num_slices: int
 
 
@@ -69,12 +74,8 @@ class Noise(NamedTuple):
     source: int  # int32
 
 
-def slices_of(slices: "SliceList") -> Slices:
-    return Slices(slices.starts, slices.offsets, slices.first, slices.num_slices, slices.numel)
-
-
-def counted_slices_of(slices: "SliceList") -> CountedSlices:
-    return CountedSlices(slices.starts, slices.offsets, slices.first, slices.counts, slices.num_slices, slices.numel)
+def slices_of(slices: CountedSlices) -> Slices:
+    return Slices(*slices[: len(Slices._fields)])
 
 
 def shape_of(layout: "_C.BucketLayout") -> PartShape:

@@ -7,19 +7,8 @@ import torch
 
 from fusedcomm.native import _C
 
-from .variants import TILE
-
-
-@dataclass(frozen=True)
-class SliceList:
-    """Slices laid end to end, in tables on the gradients' device (csrc/devices/slice_table.h)."""
-
-    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then numel
-    offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
-    first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
-    counts: torch.Tensor  # int64 [num_slices]: pack and scale add the number of each slice's non-finite elements
-    numel: int
-    num_slices: int
+from .arguments import CountedSlices, Slices
+from .variants import tile_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +17,10 @@ class Bucket:
 
     layout: "_C.BucketLayout"
     grads: torch.Tensor  # [any], fp32, bf16 or fp16, 16-byte aligned; its first element is the bucket's origin
-    lossy: SliceList
-    exact: SliceList
-    flat: bool  # the lossy elements are grads[:numel] in order, and there are no exact ones
-    tile: int  # elements of a tile, for which the tables `first` are made
+    lossy: CountedSlices  # tables on the gradients' device
+    exact: CountedSlices
+    in_one_run: bool  # no exact elements, and the lossy ones lie from the origin on in order
+    tile: int  # elements of a tile, for which the tables are made
 
 
 def make_bucket(
@@ -39,15 +28,16 @@ def make_bucket(
     grads: torch.Tensor,
     lossy_slices: Sequence[tuple[int, int]],
     exact_slices: Sequence[tuple[int, int]],
-    tile: int = TILE,
+    tile: int | None = None,
 ) -> Bucket:
     """Makes a bucket, with its tables on the device of `grads`.
 
     Args:
         grads: 1-D, contiguous, fp32, bf16 or fp16; starts at a multiple of 16 bytes.
-        lossy_slices: (offset from grads[0], numel) of each lossy slice, in elements.
+        lossy_slices: (offset from grads[0], numel) of each lossy slice, in elements; for a hole the offset is
+            _C.HOLE; see _C.with_holes.
         exact_slices: the same for the exact slices.
-        tile: elements of a tile: a power of two, at least 64 and at least the layout's block.
+        tile: elements of a tile: a power of two, at least 64 and at least the layout's block. None: the engine's.
 
     Raises:
         ValueError: an argument is not as described, the slices do not hold the layout's elements, or a slice does not
@@ -57,37 +47,25 @@ def make_bucket(
         raise ValueError(f"grads must be 1-D, contiguous, fp32, bf16 or fp16, not {grads.dtype} {list(grads.shape)}")
     if grads.data_ptr() % _C.ALIGN_NBYTES:
         raise ValueError(f"grads must start at a multiple of {_C.ALIGN_NBYTES} bytes")
+    tile = tile or tile_of(layout.wire, layout.block_numel)
     if tile & (tile - 1) or tile < max(64, layout.block_numel):
         raise ValueError(f"tile={tile} is not possible: use a power of two from {max(64, layout.block_numel)}")
     for offset, numel in (*lossy_slices, *exact_slices):
-        if offset < 0 or numel < 0 or offset + numel > grads.numel():
+        if offset != _C.HOLE and (offset < 0 or numel < 0 or offset + numel > grads.numel()):
             raise ValueError(
                 f"the slice ({offset}, {numel}), an offset and a numel, does not lie within the {grads.numel()} "
                 "elements of grads"
             )
-    return Bucket(
-        layout=layout,
-        grads=grads,
-        lossy=_make_list(layout, False, lossy_slices, tile, grads.device),
-        exact=_make_list(layout, True, exact_slices, tile, grads.device),
-        flat=layout.exact_numel == 0 and _is_one_run(lossy_slices),
-        tile=tile,
+    lossy, exact = (
+        _C.slice_table(layout, is_exact, list(slices), tile, grads.element_size())
+        for is_exact, slices in ((False, lossy_slices), (True, exact_slices))
     )
+    deltas = lossy[Slices._fields.index("deltas")]
+    in_one_run = layout.exact_numel == 0 and deltas.tolist() == [0]
+    return Bucket(layout, grads, _on(grads.device, lossy), _on(grads.device, exact), in_one_run, tile)
 
 
-def _make_list(
-    layout: "_C.BucketLayout", exact: bool, slices: Sequence[tuple[int, int]], tile: int, device: torch.device
-) -> SliceList:
-    starts, offsets, first = (table.to(device) for table in _C.slice_table(layout, exact, list(slices), tile))
-    counts = torch.zeros(len(slices), dtype=torch.int64, device=device)
-    numel = layout.exact_numel if exact else layout.lossy_numel
-    return SliceList(starts, offsets, first, counts, numel, len(slices))
-
-
-def _is_one_run(slices: Sequence[tuple[int, int]]) -> bool:
-    end = 0
-    for offset, numel in slices:
-        if numel and offset != end:
-            return False
-        end += numel
-    return True
+def _on(device: torch.device, tables: list[torch.Tensor]) -> CountedSlices:
+    num_slices = len(tables[-1]) - 1
+    counts = torch.zeros(num_slices, dtype=torch.int64, device=device)
+    return CountedSlices(*(table.to(device) for table in tables), counts, num_slices)

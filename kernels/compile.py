@@ -13,18 +13,13 @@ from triton.compiler import ASTSource
 
 from fusedcomm.native import _C
 
-from .arguments import CountedSlices, Noise, PartShape, Runs, Sections, Slices
-from .constants import CODE_NBYTES, FEEDBACK_IDS, OPTIONS, SCALE_NBYTES, WIRE_IDS
+from .arguments import CountedSlices, Counts, Noise, PartShape, Sections, Slices
+from .constants import CODE_NBYTES, FEEDBACK_IDS, SCALE_NBYTES, WIRE_IDS, options
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
 from .unpack import unpack_kernel
-from .variants import NUM_WARPS, TILE, Compiled
-
-SUPPORTED_TRITON = ((3, 6), (3, 9))
-"""The oldest and the newest supported minor version. With these, tests/kernels/test_kernel_code.py confirms the launch
-convention, and tests/kernels/test_kernel_constants.py that Triton extends no constant wrongly. With 3.6 one test of
-test_kernel_code.py fails: int4's rotated, stochastic pack with bf16 residuals uses 88 bytes of stack on sm_120."""
+from .variants import NUM_WARPS, SUPPORTED_TRITON, TRITON, Compiled, tile_of
 
 MAX_SHARED_NBYTES = 48 * 1024
 """Shared memory, in bytes, that a launch may use without asking the driver for more."""
@@ -35,15 +30,15 @@ CODE_TYPES = {1: "*i8", 2: "*i16", 4: "*i32"}
 SCALE_TYPES = {2: "*i16", 4: "*fp32"}
 RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16"}
 
-_SLICES = Slices("*i64", "*i64", "*i32", "i32", "i64")
-_COUNTED = CountedSlices("*i64", "*i64", "*i32", "*i64", "i32", "i64")
+_SLICES = Slices("*i64", "*i32", "*i32", "*i32", "*i64", "*i64", "*i64")
+_COUNTED = CountedSlices(*_SLICES, "*i64", "*i64", "i32")
 
 # Types by parameter name. They hold for all kernels, except that pack's slices are CountedSlices. The types of
 # gradients, sections and residuals depend on the variant; _signature() adds them.
 _TYPES = {
     "lossy": _SLICES,
     "exact": _SLICES,
-    "slices": Runs("*i64", "*i64", "i32"),
+    "slices": Counts("*i64", "*i64", "i32"),
     "shape": PartShape("i64", "i64", "i64"),
     "key": Noise("i64", "i32", "i32", "i32"),
     **dict.fromkeys(("num_parts", "num_messages", "world_size"), "i32"),
@@ -67,7 +62,9 @@ def check_triton() -> str:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     first, last = (".".join(map(str, limit)) for limit in SUPPORTED_TRITON)
     if not SUPPORTED_TRITON[0] <= numbers <= SUPPORTED_TRITON[1]:
-        raise RuntimeError(f"Triton {version} is not supported: use {first} to {last}")
+        raise RuntimeError(
+            f'fusedcomm: Triton {version} is not supported: use {first} to {last}, pip install "{TRITON}"'
+        )
     if not isinstance(pack_kernel, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, so the kernels cannot be compiled: unset it")
     return version
@@ -84,7 +81,8 @@ def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     aligned = [place for name, place, _ in flattened(kernel, signature) if name in _ALIGNED]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(OPTIONS))
+    how = options(constants["TILE"], variant.rotated, variant.stochastic, variant.feedback, variant.sums)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
 
     num_scratch_pointers = 0
@@ -155,9 +153,7 @@ def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, ob
         "IN_WIRE": WIRE_IDS[in_wire],
         "WIRE": WIRE_IDS[wire],
         "BLOCK": variant.block,
-        "TILE": TILE,
-        "FLAT": variant.flat,
-        "HAS_EXACT": not variant.flat,
+        "TILE": tile_of(wire, variant.block),
         "ROTATED": variant.rotated,
         "STOCHASTIC": variant.stochastic,
         "FEEDBACK": FEEDBACK_IDS[variant.feedback],
@@ -180,5 +176,5 @@ def _require(version: str, variant: "_C.KernelKey", what: str, found: object, su
     if found != supported:
         raise RuntimeError(
             f"Triton {version} compiled {variant} with {what} = {found}; supported: {supported}. Use another version "
-            "of Triton, or FUSEDCOMM_KERNELS=cuda"
+            "of Triton"
         )

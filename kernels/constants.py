@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusedcomm.native import _C
 
-from .variants import NUM_WARPS
+from .variants import NUM_WARPS, max_registers
 
 WIRE_IDS = {wire: _C.wire_id(wire) for wire in _C.WIRES}
 
@@ -27,13 +27,18 @@ BF16_SCALES = frozenset(WIRE_IDS[wire] for wire, nbytes in SCALE_NBYTES.items() 
 FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL_FORMATS))}
 """The kernels' FEEDBACK by residual format. None is 0: no residual is kept."""
 
-OPTIONS = {
-    "num_warps": NUM_WARPS,
-    "num_stages": 1,  # no loop is pipelined through shared memory
-    "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
-    # An SM's 65,536 registers for one program. Without this limit ptxas spills registers to fit more programs.
-    "maxnreg": 65536 // (32 * NUM_WARPS),
-}
+
+def options(
+    tile: int, rotated: bool = False, stochastic: bool = False, feedback: str | None = None, sums: bool = False
+) -> dict[str, object]:
+    """How Triton compiles a kernel with this tile."""
+    return {
+        "num_warps": NUM_WARPS,
+        "num_stages": 1,  # no loop is pipelined through shared memory
+        "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
+        "maxnreg": max_registers(tile, rotated, stochastic, feedback, sums),
+    }
+
 
 # The same values for device functions, which can read only globals that are constexpr.
 NUM_THREADS = tl.constexpr(32 * NUM_WARPS)

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from .arguments import shape_of
-from .constants import FEEDBACK_IDS, OPTIONS, WIRE_IDS
+from .constants import FEEDBACK_IDS, WIRE_IDS, options
 from .elements import FP32, code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
 from .encode import encode_tile
 from .encoding import NEAREST, Encoding, encoding_args
 from .residual import load_residual
 from .sections import sections
-from .tiles import first_unit, section_of, tiles_of
-from .variants import TILE
+from .tiles import exact_ratio, first_unit, part_of, section_of, tiles_of
+from .variants import tile_of
 
 if TYPE_CHECKING:
     from fusedcomm.native import _C
@@ -110,20 +110,18 @@ def reduce_tile(
 
 
 @triton.jit
-def reduce_section(
-    ranks, sections, parts, begin_unit, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr
-):
+def reduce_section(ranks, sections, parts, taken, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr):
     """Sums this program's tiles of a section.
 
     sections: (scales, codes) of the first output part. parts: (bytes from one output part to the next, elements of a
-    part, number of parts).
+    part, number of parts). taken: number of units before the section.
     """
     stride, part_numel, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
-    for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
-        part = (unit // num_tiles).to(tl.int64)
+    for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
+        part, tile = part_of(unit - taken, num_tiles)
         own = (section_of(sections[0], stride, part), section_of(sections[1], stride, part))
-        reduce_tile(ranks, own, part_numel, part, unit % num_tiles, position, scale, encoder, IN_WIRE, TILE)
+        reduce_tile(ranks, own, part_numel, part, tile, position, scale, encoder, IN_WIRE, TILE)
 
 
 @triton.jit(do_not_specialize=["shape", "first_part", "num_parts", "world_size", "scale", "key"])
@@ -142,38 +140,30 @@ def reduce_kernel(
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_EXACT: tl.constexpr,
     ROTATED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    num_exact_units = 0
+    EXACT_TILE: tl.constexpr = TILE // exact_ratio(
+        vector_numel(message.codes.dtype.element_ty, out.codes.dtype.element_ty, residual.dtype.element_ty)
+    )
     # The encoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
-    if HAS_EXACT:
-        # For all tiles of one shape, Triton loads as many elements per thread as the widest access of that shape does.
-        # If a lossy tile has more than four per thread, exact tiles get a shape of their own: fp32 sums of more
-        # than four per thread would pass through shared memory before they are stored.
-        VEC: tl.constexpr = vector_numel(
-            message.codes.dtype.element_ty, out.codes.dtype.element_ty, residual.dtype.element_ty
-        )
-        EXACT_TILE: tl.constexpr = TILE if VEC == 4 else TILE // 4
-        num_exact_units = num_parts * tiles_of(shape.exact_numel, EXACT_TILE)
-        reduce_section(
-            (message.scales, message.exact, in_stride, world_size),
-            (out.scales, out.exact),
-            (shape.stride, shape.exact_numel, num_parts),
-            first_unit(0),
-            0,
-            scale,
-            (residual, key, FP32, BLOCK, False, False, 0),
-            FP32,
-            EXACT_TILE,
-        )
+    reduce_section(
+        (message.scales, message.exact, in_stride, world_size),
+        (out.scales, out.exact),
+        (shape.stride, shape.exact_numel, num_parts),
+        0,
+        0,
+        scale,
+        (residual, key, FP32, BLOCK, False, False, 0),
+        FP32,
+        EXACT_TILE,
+    )
     reduce_section(
         (message.scales, message.codes, in_stride, world_size),
         (out.scales, out.codes),
         (shape.stride, shape.numel, num_parts),
-        first_unit(num_exact_units),
+        num_parts * tiles_of(shape.exact_numel, EXACT_TILE),
         first_part * shape.numel,
         scale,
         (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK),
@@ -188,7 +178,7 @@ def reduce(
     scale: float,
     out: torch.Tensor,
     num_programs: int,
-    tile: int = TILE,
+    tile: int | None = None,
     encoding: Encoding = NEAREST,
     chunk: int = 0,
     first_part: int = 0,
@@ -202,7 +192,7 @@ def reduce(
             which is the order of summation.
         out: uint8 [num_parts · to.part_stride], 16-byte aligned.
         num_programs: size of the launch's grid.
-        tile: elements of a tile.
+        tile: elements of a tile. None: the engine's.
         encoding: its residual has the elements of to.num_chunks · num_parts parts.
         chunk, first_part: numbers of the chunk and of the first output part; they matter to `encoding` only.
         to: the output's layout. None: `layout`. It has the same elements in `num_parts` times as many parts.
@@ -211,7 +201,9 @@ def reduce(
         ValueError: the layouts do not fit, or a tensor has another shape, dtype or alignment.
     """
     to = to or layout
+    tile = tile or tile_of(to.wire, to.block_numel)
     numel = num_parts * to.part.lossy_numel
+    rotated = to.rotated and not layout.rotated  # rotated input stays rotated
     if (layout.part.lossy_numel, layout.part.exact_numel) != (numel, num_parts * to.part.exact_numel):
         raise ValueError(f"a part of {layout} cannot become {num_parts} parts of {to}: their elements differ")
     reduce_kernel[(num_programs,)](
@@ -222,9 +214,8 @@ def reduce(
         WIRE=WIRE_IDS[to.wire],
         BLOCK=to.block_numel,
         TILE=tile,
-        HAS_EXACT=to.part.exact_numel > 0,
-        ROTATED=to.rotated and not layout.rotated,  # rotated input stays rotated
+        ROTATED=rotated,
         STOCHASTIC=encoding.is_stochastic(to.wire),
         FEEDBACK=FEEDBACK_IDS[encoding.feedback],
-        **OPTIONS,
+        **options(tile, rotated, encoding.is_stochastic(to.wire), encoding.feedback),
     )

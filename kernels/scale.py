@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Runs
-from .constants import NUM_THREADS, OPTIONS
+from .arguments import Counts
+from .constants import NUM_THREADS, options
 from .elements import INF_BITS, magnitude_bits, max_in_thread
-from .tiles import count_by_slice, slice_of
+from .tiles import count_by_slice
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
 def count_products(data, numel, slices, num_tiles, TILE: tl.constexpr):
     # A thread reads elements that other threads have written.
     tl.debug_barrier()
-    PIECE: tl.constexpr = TILE // 4
-    lane = tl.arange(0, PIECE)
+    lane = tl.arange(0, TILE)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         begin = tl.cast(tile, tl.int64) * TILE
-        low = slice_of(slices, 0, slices.num_slices - 1, begin)
-        high = slice_of(slices, low, slices.num_slices - 1, begin + TILE - 1)
-        for piece in range(0, TILE, PIECE):
-            at = begin + piece
-            y = tl.load(data + at + lane, mask=lane < numel - at, other=0.0)
-            count_by_slice(slices, low, high, at, magnitude_bits(y) >= INF_BITS)
+        y = tl.load(data + begin + lane, mask=lane < numel - begin, other=0.0)
+        count_by_slice(slices, begin, magnitude_bits(y) >= INF_BITS)
 
 
 @triton.jit(do_not_specialize=["numel", "scale", "slices"])
@@ -36,7 +31,7 @@ def scale_kernel(
     data,
     numel: tl.int64,
     scale: tl.float32,
-    slices,  # Runs
+    slices,  # Counts
     TILE: tl.constexpr,
 ):
     VEC: tl.constexpr = 4
@@ -59,16 +54,18 @@ def scale_kernel(
 
 
 def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
-    """Multiplies a flat fp32 bucket's gradients [layout.lossy_numel] by `scale`. NaNs are not made canonical.
+    """Multiplies the gradients [layout.lossy_numel] of an fp32 bucket in one run by `scale`. NaNs stay as they are.
 
     Adds the number of each slice's products that are not finite to `bucket.lossy.counts`. `num_programs`: size of the
-    launch's grid. Raises ValueError if the bucket is not flat or not fp32.
+    launch's grid. Raises ValueError if the bucket is not in one run or not fp32.
     """
-    if not bucket.flat or bucket.grads.dtype != torch.float32:
-        raise ValueError(f"only flat fp32 buckets are scaled in place, not {bucket.grads.dtype}, flat={bucket.flat}")
+    if not bucket.in_one_run or bucket.grads.dtype != torch.float32:
+        raise ValueError(
+            f"only fp32 buckets in one run are scaled in place, not {bucket.grads.dtype}, "
+            f"in_one_run={bucket.in_one_run}"
+        )
     lossy = bucket.lossy
+    counts = Counts(lossy.slice_starts, lossy.counts, lossy.num_slices)
     scale_kernel[(num_programs,)](
-        *(bucket.grads, lossy.numel, scale, Runs(lossy.starts, lossy.counts, lossy.num_slices)),
-        TILE=bucket.tile,
-        **OPTIONS,
+        bucket.grads, bucket.layout.lossy_numel, scale, counts, TILE=bucket.tile, **options(bucket.tile)
     )

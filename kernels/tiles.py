@@ -1,9 +1,10 @@
-"""Where a tile lies: its range of the slice list, and its elements' places in memory.
+"""Where a tile lies: its range of the list, and its elements' places in memory.
 
-A tile is at most TILE consecutive elements of one section of one part. If they are contiguous in memory, from an
-aligned address on, the tile takes the fast path: 128-bit accesses and no masks. Otherwise every element finds its slice
-by bisection among the slices that overlap the tile. Most such tiles overlap two or three slices, but a tile of small
-parameters overlaps a hundred. Going over these one by one would be slow.
+A tile is at most TILE consecutive elements of one section of one part. An element's place in the list is congruent to
+its place in memory, modulo 16 bytes of gradients; holes in the list see to that. So every vector, VEC consecutive
+elements from a multiple of VEC on, lies in one run or in a hole, and its address is aligned. The run is looked up once
+for each vector. A tile that lies in one run needs no lookup. Only where a run is not aligned, as a view may be, are
+elements accessed one by one.
 """
 
 import triton
@@ -17,103 +18,131 @@ def tiles_of(part_numel, TILE: tl.constexpr):
 
 @triton.jit
 def first_unit(num_taken):
-    """The first tile of a list that this program takes, if `num_taken` tiles of another list were dealt before."""
-    num_programs = tl.num_programs(0)
-    return (tl.program_id(0) + num_programs - num_taken % num_programs) % num_programs
+    """The first tile of a list that this program takes, if the first `num_taken` tiles are another list's."""
+    unit = tl.program_id(0)
+    if num_taken > 0:
+        unit += tl.cdiv(tl.maximum(num_taken - unit, 0), tl.num_programs(0)) * tl.num_programs(0)
+    return unit
 
 
 @triton.jit
-def extent(numel, part_numel, part, tile, TILE: tl.constexpr):
-    """(begin, on_wire, real) of a tile of the bucket's part number `part`.
+def part_of(unit, num_tiles):
+    """(part, tile) of tile number `unit` of parts with `num_tiles` tiles: int64 and int32."""
+    part = (tl.cast(unit, tl.uint32) // tl.cast(num_tiles, tl.uint32)).to(tl.int32)
+    return part.to(tl.int64), unit - part * num_tiles
 
-    begin: the tile's first element, i64. on_wire: the number of its elements, i32. real: the number of its
-    elements before the list's end, `numel`, i32.
+
+@triton.constexpr_function
+def exact_ratio(vec):
+    """Exact tiles in one of the tables' tiles, if lossy ones have vectors of `vec` elements.
+
+    For all tiles of one shape Triton loads as many elements per thread as the widest access of that shape does. If a
+    lossy tile has more than four per thread, exact tiles get a shape of their own: fp32 values of more than four per
+    thread would pass through shared memory before they are stored.
     """
-    inside = tl.cast(tile, tl.int64) * TILE
-    begin = part * part_numel + inside
-    on_wire = tl.minimum(part_numel - inside, TILE)
-    real = tl.maximum(tl.minimum(numel - begin, on_wire), 0)
-    return begin, on_wire.to(tl.int32), real.to(tl.int32)
+    return 1 if vec == 4 else 4
 
 
 @triton.jit
-def overlapping(slices, part_numel, part, tile, TILE: tl.constexpr):
-    """(low, high): a tile's elements lie in the slices low … high, both included. `slices`: see arguments.py."""
-    index = part * tiles_of(part_numel, TILE) + tile
-    end = part * part_numel + tl.minimum((tl.cast(tile, tl.int64) + 1) * TILE, part_numel)
-    # The table's next entry belongs to the element at `end`, even if that is the next part's first.
-    last = slices.num_slices - 1
-    low = tl.minimum(tl.load(slices.first + index), last)
-    high = tl.minimum(tl.load(slices.first + index + 1, mask=end < slices.numel, other=last), last)
-    return low, high
+def table_place(part_numel, part, tile, TILE: tl.constexpr, RATIO: tl.constexpr):
+    """(index, within): the tables' tile, of RATIO · TILE elements, that a tile lies in, and the elements before it
+    there."""
+    index = part.to(tl.int32) * tiles_of(part_numel, TILE * RATIO) + tile // RATIO
+    return index, tile % RATIO * TILE
 
 
 @triton.jit
-def slice_of(slices, low, high, element):
-    """i32, shaped like `element` (tensor or scalar): the last of the slices low … high that starts at or before it.
+def spread(x, VEC: tl.constexpr):
+    """[n · VEC] from [n]: each value VEC times."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (x.shape[0], VEC)), (x.shape[0] * VEC,))
 
-    Slice `low` must do so.
+
+@triton.jit
+def last_before(begins, low, high, place):
+    """int32, shaped like `place`: the last of low … high that begins there or before; `low` if none does.
+
+    begins: where each begins, in the unit of `place`.
     """
-    width = high - low
     step = 1
-    while step <= width:
+    while step <= high - low:
         step *= 2
-    found = (element * 0).to(tl.int32) + low
+    found = (place * 0).to(tl.int32) + low
     while step > 1:
         step = step // 2
-        probe = found + step
-        start = tl.load(slices.starts + probe, mask=probe <= high, other=0)
-        found = tl.where((probe <= high) & (start <= element), probe, found)
+        probe = tl.minimum(found + step, high)
+        found = tl.where(tl.load(begins + probe) <= place, probe, found)
     return found
 
 
 @triton.jit
-def place_of(slices, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.constexpr):
-    """(offset, run, low, high) of a tile.
+def look_up(slices, index, begin, end, VEC: tl.constexpr, TILE: tl.constexpr, V: tl.constexpr):
+    """(places, low, high), each [TILE // VEC]: where the vectors of a tile lie, and which of their elements are real.
 
-    offset: where its first element lies, in elements from the bucket's origin. run: the number of elements, from
-    that one on, that are known to be contiguous in memory. low, high: as from overlapping(); zeros if FLAT.
+    places: int64, elements from the bucket's origin to the vector; undefined if none of its elements is real.
+    low, high: int32 from 0 to VEC: elements low … high - 1 of the vector lie in a run and before `end`.
+
+    Args:
+        index: the number of the tables' tile in which the tile lies.
+        begin, end: the tile's first element in the list and the end of its part there.
+        V: elements of 16 bytes of gradients.
     """
-    begin, _, real = extent(slices.numel, part_numel, part, tile, TILE)
-    if FLAT:
-        low = 0
-        high = 0
-        offset = begin
-        run = real.to(tl.int64)
+    lane = tl.arange(0, TILE // VEC)
+    if V == VEC:
+        vector = (begin // V).to(tl.int32) + lane
     else:
-        low, high = overlapping(slices, part_numel, part, tile, TILE)
-        offset = tl.load(slices.offsets + low) + begin - tl.load(slices.starts + low)
-        run = tl.load(slices.starts + low + 1) - begin
-    return offset, run, low, high
+        vector = (begin // V).to(tl.int32) + ((begin % V).to(tl.int32) + lane * VEC) // V
+    found = last_before(slices.vectors, tl.load(slices.first + index), tl.load(slices.first + index + 1), vector)
+    position = begin + lane * VEC
+    high = tl.minimum(tl.load(slices.ends + found), end) - position
+    high = tl.minimum(tl.maximum(high, 0), VEC).to(tl.int32)
+    low = tl.maximum(tl.load(slices.starts + found) - position, 0)
+    low = tl.minimum(low, high).to(tl.int32)
+    return position + tl.load(slices.deltas + found), low, high
 
 
 @triton.jit
-def offsets_of(slices, begin, low, high, lane, mask, FLAT: tl.constexpr):
-    """i64, shaped like `lane`: where the elements begin + lane lie, in elements from the bucket's origin.
+def addresses(grads, places, VEC: tl.constexpr):
+    """Pointers [n · VEC] to the elements of vectors. `places`: of the vectors, from look_up.
 
-    Undefined where `mask` is False. low, high: the slices that hold the elements.
+    Aligned vectors can be accessed with masks from whole(), and any with masks from lanes(), with which Triton accesses
+    elements one by one. With other masks the vectors must be aligned.
     """
-    element = begin + lane
-    if FLAT:
-        return element
-    else:
-        index = slice_of(slices, low, high, element)
-        return element + tl.load(slices.offsets + index, mask=mask) - tl.load(slices.starts + index, mask=mask)
+    lane = tl.arange(0, places.shape[0] * VEC) % VEC
+    return grads + tl.multiple_of(tl.max_contiguous(spread(places, VEC) + lane, VEC), VEC)
 
 
 @triton.jit
-def count_by_slice(slices, low, high, begin, bad):
-    """Adds the number of bad elements to slices.counts, slice by slice.
+def lanes(low, high, VEC: tl.constexpr):
+    """bool [n · VEC]: whether an element is one of low … high - 1 of its vector.
 
-    bad: bool [numel], for the elements from `begin` on. There is one atomic addition for each slice, not for each
-    bad element: in an overflow every element of a model is bad.
+    Made from bits: for comparisons with the element's number Triton 3.9 stores all of a vector's elements if its first
+    is to be stored.
+    """
+    bits = spread((1 << high) - (1 << low), VEC) >> (tl.arange(0, low.shape[0] * VEC) % VEC)
+    return (bits & 1) != 0
+
+
+@triton.jit
+def whole(vectors, VEC: tl.constexpr):
+    """bool [n · VEC] from bool [n]: a mask that is the same for all elements of a vector."""
+    return tl.max_constancy(spread(vectors.to(tl.int32), VEC) != 0, VEC)
+
+
+@triton.jit
+def count_by_slice(slices, begin, bad):
+    """Adds the number of bad elements in each slice to its count.
+
+    slices: CountedSlices or Counts. bad: bool [numel], for the elements from `begin` on. There is one atomic addition
+    for each slice, not for each bad element: in an overflow every element of a model is bad.
     """
     NUMEL: tl.constexpr = bad.shape[0]
     lane = tl.arange(0, NUMEL)
     if tl.max(bad.to(tl.int32), axis=0) > 0:
+        low = last_before(slices.slice_starts, 0, slices.num_slices - 1, begin)
+        high = last_before(slices.slice_starts, low, slices.num_slices - 1, begin + NUMEL - 1)
         for index in range(low, high + 1):
-            start = tl.maximum(tl.load(slices.starts + index) - begin, 0).to(tl.int32)
-            end = tl.minimum(tl.load(slices.starts + index + 1) - begin, NUMEL).to(tl.int32)
+            start = tl.load(slices.slice_starts + index) - begin
+            end = tl.load(slices.slice_starts + index + 1) - begin
             count = tl.sum((bad & (lane >= start) & (lane < end)).to(tl.int32), axis=0)
             if count > 0:
                 tl.atomic_add(slices.counts + index, count.to(tl.int64), sem="relaxed")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .arguments import shape_of, slices_of
-from .constants import OPTIONS, WIRE_IDS
+from .constants import WIRE_IDS, options
 from .elements import (
     FP32,
     code_lane,
@@ -23,17 +23,28 @@ from .elements import (
     to_gradient,
     vector_numel,
 )
-from .rotation import RUN, unrotate
+from .rotation import unrotate
 from .sections import sections
-from .tiles import extent, first_unit, offsets_of, place_of, section_of, tiles_of
+from .tiles import (
+    addresses,
+    exact_ratio,
+    first_unit,
+    lanes,
+    look_up,
+    part_of,
+    section_of,
+    table_place,
+    tiles_of,
+    whole,
+)
 
 if TYPE_CHECKING:
     from .bucket import Bucket
 
 
 @triton.jit
-def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, decoder):
-    """fp32 [TILE]: the decoded elements of a part from `begin` on. `numel` of them exist; with FULL, all of them.
+def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, decoder):
+    """fp32 [TILE]: the decoded elements of a part from `begin` on. `numel` of them exist.
 
     decoder: constants (WIRE, BLOCK, ROTATED, …).
     """
@@ -43,89 +54,71 @@ def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.
     PER_CODE: tl.constexpr = per_code(WIRE)
     lane = code_lane(TILE, VEC, WIRE)
     places = codes_in + begin // PER_CODE + lane
-    if FULL:
-        values = decode(tl.load(places), WIRE)
+    if numel == TILE:
+        codes = tl.load(places)
     else:
-        values = decode(tl.load(places, mask=lane * PER_CODE < numel, other=0), WIRE)
+        codes = tl.load(places, mask=lane < numel // VEC * (VEC // PER_CODE), other=0)
     if has_scales(WIRE):
-        values = times_scales(values, load_scales(scales_in, begin, numel, 0, VEC, BLOCK, TILE), VEC)
+        scales = load_scales(scales_in, begin, numel, 0, VEC, BLOCK, TILE)
+        values = times_scales(decode(codes, WIRE), scales, VEC)
+    else:
+        values = decode(codes, WIRE)
     if ROTATED:
         values = unrotate(values)
     return values
 
 
 @triton.jit
-def load_gradients(
-    messages,
-    begin,
-    numel,
-    scale,
-    dtype: tl.constexpr,
-    VEC: tl.constexpr,
-    TILE: tl.constexpr,
-    FULL: tl.constexpr,
-    decoder,
-):
-    """[TILE]: what load_message gives, times `scale`, in the gradient's dtype; with SUMS, the sum over all messages.
+def store_tile(grads, slices, part_numel, part, tile, g, VEC: tl.constexpr, RATIO: tl.constexpr):
+    """Writes the real elements of a tile of the bucket's part number `part`: `g` [TILE], in the gradients' dtype.
 
-    messages: (the part's scales in the first message, its codes there, bytes from one message to the next, number of
-    messages). decoder: constants (WIRE, BLOCK, ROTATED, SUMS).
+    RATIO: tiles in a tile of the tables.
     """
-    scales_in, codes_in, stride, num_messages = messages
-    SUMS: tl.constexpr = decoder[3]
-    values = load_message(scales_in, codes_in, begin, numel, VEC, TILE, FULL, decoder)
-    if SUMS:
-        for message in range(1, num_messages):
-            scales, codes = section_of(scales_in, stride, message), section_of(codes_in, stride, message)
-            values += load_message(scales, codes, begin, numel, VEC, TILE, FULL, decoder)
-    return to_gradient(values * scale, dtype)
-
-
-@triton.jit
-def unpack_tile(
-    grads, slices, messages, part_numel, part, tile, scale, decoder, TILE: tl.constexpr, FLAT: tl.constexpr
-):
-    """Unpacks a tile of a part. messages, decoder: as for load_gradients."""
-    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, messages[1].dtype.element_ty)
-    dtype: tl.constexpr = grads.dtype.element_ty
-    begin, on_wire, real = extent(slices.numel, part_numel, part, tile, TILE)
-    offset, run, low, high = place_of(slices, part_numel, part, tile, TILE, FLAT)
-    inside = tl.cast(tile, tl.int64) * TILE
-    if (run >= TILE) & (real == TILE) & (offset % VEC == 0):
+    TILE: tl.constexpr = g.shape[0]
+    index, within = table_place(part_numel, part, tile, TILE, RATIO)
+    run = tl.load(slices.tile_run + index)
+    if run == TILE * RATIO:
+        offset = tl.load(slices.tile_offset + index) + within
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
-        g = load_gradients(messages, inside, TILE, scale, dtype, VEC, TILE, True, decoder)
         tl.store(grads + offset // VEC * VEC + lane, g)
     else:
-        # In pieces, because the registers do not hold an address for every element of a tile.
-        PIECE: tl.constexpr = max(TILE // 4, RUN)
-        piece_lane = tl.arange(0, PIECE)
-        for piece in range(0, real, PIECE):
-            left = real - piece
-            mask = piece_lane < left
-            # Elements past the list's end are loaded, too: a rotation has mixed them with those before.
-            some = load_gradients(messages, inside + piece, on_wire - piece, scale, dtype, 1, PIECE, False, decoder)
-            places = offsets_of(slices, begin + piece, low, high, piece_lane, mask, FLAT)
-            tl.store(grads + places, some, mask=mask)
+        V: tl.constexpr = vector_numel(grads.dtype.element_ty)
+        begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
+        places, low, high = look_up(slices, index, begin, (part + 1) * part_numel, VEC, TILE, V)
+        g_at = addresses(grads, places, VEC)
+        if run == 0:
+            full = high - low == VEC
+            tl.store(g_at, g, mask=whole(full, VEC))
+            high = tl.where(full, low, high)
+        tl.store(g_at, g, mask=lanes(low, high, VEC))
 
 
 @triton.jit
 def unpack_slices(
-    grads, slices, sections, parts, num_messages, begin_unit, scale, decoder, TILE: tl.constexpr, FLAT: tl.constexpr
+    grads, slices, sections, parts, num_messages, taken, scale, decoder, TILE: tl.constexpr, RATIO: tl.constexpr
 ):
     """Unpacks this program's tiles of a slice list.
 
-    sections: (scales, codes) of part 0. parts: (bytes from one part to the next, elements of a part, number of the
-    first part, number of parts).
+    sections: (scales, codes) of part 0 in the first message. parts: (bytes from one part, or message, to the next,
+    elements of a part, number of the first part, number of parts). taken: number of units before the list. decoder:
+    constants (WIRE, BLOCK, ROTATED, SUMS). RATIO: tiles in a tile of the tables.
     """
+    SUMS: tl.constexpr = decoder[3]
+    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty)
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
-    for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
-        part = (unit // num_tiles).to(tl.int64)
+    for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
+        part, tile = part_of(unit - taken, num_tiles)
+        inside = tl.cast(tile, tl.int64) * TILE
+        numel = tl.minimum(part_numel - inside, TILE).to(tl.int32)
         scales, codes = section_of(sections[0], stride, part), section_of(sections[1], stride, part)
-        messages = (scales, codes, stride, num_messages)
-        unpack_tile(
-            grads, slices, messages, part_numel, first_part + part, unit % num_tiles, scale, decoder, TILE, FLAT
-        )
+        values = load_message(scales, codes, inside, numel, VEC, TILE, decoder)
+        if SUMS:
+            for message in range(1, num_messages):
+                scales, codes = section_of(sections[0], stride, message), section_of(sections[1], stride, message)
+                values += load_message(scales, codes, inside, numel, VEC, TILE, decoder)
+        g = to_gradient(values * scale, grads.dtype.element_ty)
+        store_tile(grads, slices, part_numel, first_part + part, tile, g, VEC, RATIO)
 
 
 @triton.jit(
@@ -144,38 +137,34 @@ def unpack_kernel(
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-    HAS_EXACT: tl.constexpr,
     ROTATED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    num_exact_units = 0
+    RATIO: tl.constexpr = exact_ratio(vector_numel(grads.dtype.element_ty, message.codes.dtype.element_ty))
     # The decoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
-    if HAS_EXACT:
-        num_exact_units = num_parts * tiles_of(shape.exact_numel, TILE)
-        unpack_slices(
-            grads,
-            exact,
-            (message.scales, message.exact),
-            (shape.stride, shape.exact_numel, first_part, num_parts),
-            num_messages,
-            first_unit(0),
-            scale,
-            (FP32, BLOCK, False, SUMS),
-            TILE,
-            False,
-        )
+    unpack_slices(
+        grads,
+        exact,
+        (message.scales, message.exact),
+        (shape.stride, shape.exact_numel, first_part, num_parts),
+        num_messages,
+        0,
+        scale,
+        (FP32, BLOCK, False, SUMS),
+        TILE // RATIO,
+        RATIO,
+    )
     unpack_slices(
         grads,
         lossy,
         (message.scales, message.codes),
         (shape.stride, shape.numel, first_part, num_parts),
         num_messages,
-        first_unit(num_exact_units),
+        num_parts * tiles_of(shape.exact_numel, TILE // RATIO),
         scale,
         (WIRE, BLOCK, ROTATED, SUMS),
         TILE,
-        FLAT,
+        1,
     )
 
 
@@ -207,9 +196,7 @@ def unpack(
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
-        FLAT=bucket.flat,
-        HAS_EXACT=not bucket.flat,
         ROTATED=layout.rotated,
         SUMS=num_messages > 1,
-        **OPTIONS,
+        **options(bucket.tile, layout.rotated, sums=num_messages > 1),
     )

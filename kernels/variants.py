@@ -1,6 +1,6 @@
-"""Which kernels there are, and which of them an engine launches. The same for Triton and NVRTC.
+"""Which kernels there are, and which of them an engine launches.
 
-This file imports neither compiler, because either may be missing.
+This file does not import Triton, which may be missing.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,34 @@ import torch
 
 from fusedcomm.native import _C
 
-TILE = 8192
-"""Elements that a program handles at a time: 16 KiB of 16-bit or 32 KiB of fp32 gradients in flight."""
+TILE = 2048
+"""Elements that a program handles at a time: four accesses of 16 bytes of every thread for fp32 gradients. See
+tile_of()."""
 
-NUM_WARPS = 16
-"""Warps of a program. One 128-bit access of every thread covers a quarter of an fp32 tile. Four accesses are in flight
-before the first use, and one program saturates its SM without taking the registers from other kernels."""
+NUM_WARPS = 4
+"""Warps of a program."""
+
+
+def tile_of(wire: str, block_numel: int) -> int:
+    """Elements of a tile: a block lies in one tile."""
+    return max(TILE, block_numel) if _C.has_scales(wire) else TILE
+
+
+def max_registers(
+    tile: int, rotated: bool = False, stochastic: bool = False, feedback: str | None = None, sums: bool = False
+) -> int:
+    """Registers of a thread: as few as hold everything, so that as many programs as possible run at a time."""
+    if tile > TILE:
+        return 255
+    return 128 if rotated or stochastic or feedback is not None or sums else 64
+
+
+SUPPORTED_TRITON = ((3, 6), (3, 9))
+"""The oldest and the newest supported minor version. With these, tests/kernels/test_kernel_code.py confirms the launch
+convention, and tests/kernels/test_kernel_constants.py that Triton extends no constant wrongly."""
+
+TRITON = "triton>={0[0]}.{0[1]},<{1[0]}.{2}".format(*SUPPORTED_TRITON, SUPPORTED_TRITON[1][1] + 1)
+"""The supported versions as pip takes them."""
 
 Variant = _C.KernelKey
 """One kernel's specialization; csrc/devices/kernel_key.h documents its fields."""
@@ -28,7 +50,7 @@ class Compiled:
     variant: "_C.KernelKey"
     symbol: str  # the kernel's name in the cubin
     cubin: bytes
-    ptx: str  # empty if the cubin came from a cache that keeps no PTX
+    ptx: str
     num_warps: int
     shared_nbytes: int
     params: tuple[str, ...]  # type of each parameter: "ptr", "i32", "i64" or "f32"; scratch pointers excluded
@@ -67,18 +89,14 @@ def engine_variants(
             if not one_shot:
                 sums += [{"wire": wire, "rotated": rotated, "in_wire": local_wire, **how} for how in first_encoders]
         unpack = {"wire": wire, "rotated": rotated, "sums": one_shot}
-        for flat in (True, False):
-            for dtype in grad_dtypes:
-                gradients = {"block": block, "grad_dtype": dtype, "flat": flat}
-                variants += [Variant("pack", **gradients, **how) for how in packs]
-                variants.append(Variant("unpack", **gradients, **unpack))
-            variants += [Variant("reduce", block=block, flat=flat, **how) for how in sums]
+        for dtype in grad_dtypes:
+            variants += [Variant("pack", block=block, grad_dtype=dtype, **how) for how in packs]
+            variants.append(Variant("unpack", block=block, grad_dtype=dtype, **unpack))
+        variants += [Variant("reduce", block=block, **how) for how in sums]
     # For exact sums, small ones and those of wire fp32, of what is not summed in place: gradients that are allocated
     # one by one, and sums with a factor.
     is_exact = any(wire == "fp32" for wire, _, _ in wires)
     for dtype in grad_dtypes if is_exact else {torch.float32} & set(grad_dtypes):
-        for flat in (True, False):
-            exact = {"wire": "fp32", "grad_dtype": dtype, "flat": flat}
-            variants += [Variant("pack", **exact), Variant("unpack", **exact)]
+        variants += [Variant(kernel, wire="fp32", grad_dtype=dtype) for kernel in ("pack", "unpack")]
     variants.append(Variant("scale"))
     return tuple(dict.fromkeys(variants))

@@ -262,7 +262,7 @@ def _gpu_env() -> dict[str, object]:
         gpu.update(gpu_memory_nbytes=properties.total_memory)
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         gpu["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {**gpu, "driver": _driver_version(), "triton": _version("triton"), "nvrtc": _nvrtc_version()}
+    return {**gpu, "driver": _driver_version(), "triton": _version("triton")}
 
 
 def _driver_version() -> str | None:
@@ -281,10 +281,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _nvrtc_version() -> str | None:
-    return next(filter(None, map(_version, ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))), None)
 
 
 def _cpu_name() -> str:

@@ -1,13 +1,13 @@
 """Gradients on a CUDA device: kernels compiled once at attach, launched natively, over the process group's own NCCL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm import config, env, log
-from fusedcomm.devices import compile_once, compilers
+from fusedcomm.devices import compile_once
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 
@@ -31,8 +31,8 @@ class CudaPath:
         reduces_rows: as for :func:`kernel_variants`.
 
     Raises:
-        RuntimeError: there is no driver, the GPU is not supported, there is no compiler for kernels, or a kernel cannot
-            be compiled or loaded.
+        RuntimeError: there is no driver, the GPU is not supported, Triton cannot be used, or a kernel cannot be
+            compiled or loaded.
         ValueError: an option is out of range, or is for another device.
     """
 
@@ -60,6 +60,8 @@ class CudaPath:
         driver = _C.CudaDriver(DRIVER)
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        from fusedcomm.kernels.variants import PACK_PROGRAMS_PER_SM
+
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current on this thread; loading needs that
             kernels, compiler = load_kernels(
@@ -70,7 +72,7 @@ class CudaPath:
                 kernels=kernels,
                 device=device,
                 isa=f"{compiler} sm_{capability}",
-                num_sms=num_sms,
+                num_pack_programs=PACK_PROGRAMS_PER_SM * num_sms,
                 forced_sync=env.sync(),
             )
             self._device.warm_up()
@@ -122,6 +124,24 @@ def kernel_variants(
     )
 
 
+def triton() -> tuple[str, "Callable[[_C.KernelKey, int], Compiled]"]:
+    """(name with version, function) of the kernels' compiler. The function compiles for a compute capability, 90 for
+    example, or takes what Triton's cache has.
+
+    Raises RuntimeError if Triton is missing or its version is not supported.
+    """
+    from fusedcomm.kernels.variants import TRITON
+
+    try:
+        from fusedcomm.kernels import compile
+    except ImportError as error:
+        raise RuntimeError(
+            f"fusedcomm: Triton, which compiles the GPU's kernels, cannot be imported: {error}. Install it: "
+            f'pip install "{TRITON}"'
+        ) from error
+    return f"triton {compile.check_triton()}", compile.compile
+
+
 def load_kernels(
     driver: "_C.CudaDriver",
     cfg: config.Config,
@@ -136,25 +156,25 @@ def load_kernels(
     the compiler.
 
     Args:
-        announce: whether to report what is compiled and why this compiler is used.
+        announce: whether to report what is compiled.
         two_levels, reduces_rows: as for :func:`kernel_variants`.
     """
-    compiler = compilers.choose()
+    name, compile = triton()
     from fusedcomm.kernels.variants import TILE
 
     variants = kernel_variants(cfg, world_size, grad_dtypes, two_levels, reduces_rows)
     if announce:
         log.report(
             lambda: (
-                f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} with {compiler.name}, because "
-                f"{compiler.reason} (takes some seconds the first time; compiled kernels are cached)"
+                f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} with {name} "
+                "(takes some seconds the first time; compiled kernels are cached)"
             )
         )
     loader = _C.KernelLoader(driver, TILE)
-    made = compile_once.compiled(variants, lambda variant: compiler.compile(variant, capability), compiler.folder)
+    made = compile_once.compiled(variants, lambda variant: compile(variant, capability))
     for compiled in made:
         load(loader, compiled)
-    return loader, compiler.name
+    return loader, name
 
 
 def load(loader: "_C.KernelLoader", compiled: "Compiled") -> None:

@@ -116,10 +116,6 @@ def _extension_error() -> str | None:
     isas = _C.available_isas()
     if env.isa() not in ("auto", *isas):
         return f"{env.ISA}={env.isa()} cannot run on this machine: unset it, or use one of {', '.join(isas)}"
-    try:
-        env.kernels()
-    except ValueError as error:
-        return str(error)
     return None
 
 
@@ -146,14 +142,14 @@ def _verdict(extension_error: str | None) -> list[tuple[str, str]]:
 
 
 def _kernels_verdict() -> str:
-    """Which kernels run on a GPU, and why. Does not need a GPU."""
-    from fusedcomm.devices import compilers
+    """What compiles the kernels for a GPU. Does not need a GPU."""
+    from fusedcomm.devices import cuda
 
     try:
-        compiler = compilers.choose()
+        name, _ = cuda.triton()
     except RuntimeError as error:
         return f"none for CUDA: {error}"
-    return f"on CUDA by {compiler.name}, because {compiler.reason}"
+    return f"on CUDA by {name}"
 
 
 def _streams_verdict() -> list[tuple[str, str]]:
@@ -177,15 +173,15 @@ def _cuda_verdict(dist: types.ModuleType) -> str:
         return "not used: this torch finds no CUDA device"
     if not (dist.is_available() and dist.is_nccl_available()):
         return "not supported: this torch has no NCCL backend"
-    from fusedcomm.devices import compilers, cuda
+    from fusedcomm.devices import cuda
     from fusedcomm.native import _C
 
     try:
         _C.CudaDriver(cuda.DRIVER)
         capabilities = {cuda.check_capability(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
-        compiler = compilers.choose()
+        compiler, _ = cuda.triton()
     except RuntimeError as error:
         return f"not supported: {error}"
     names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
-    has = f"{compiler.name} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
+    has = f"{compiler} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
     return f"over NCCL, tested on one H100 (in a checkout, `make gpu` tests it on this one); {has}"

@@ -75,21 +75,6 @@ def test_gradients_and_counts_are_those_of_the_cpu(ranks, name, world_size, dtyp
         assert cpu[1] > 0
 
 
-def in_cuda(rank, world_size, *args):
-    os.environ[env.KERNELS] = "cuda"
-    try:
-        return both_devices(rank, world_size, *args)
-    finally:
-        del os.environ[env.KERNELS]
-
-
-@pytest.mark.parametrize("name", WIDELY)
-def test_kernels_in_cuda_give_the_same(ranks, name):
-    for cpu, gpu in ranks.run(in_cuda, CONFIGS[name], torch.float32, False, world_size=2, backend=BACKEND):
-        assert torch.equal(cpu[0], gpu[0])
-        assert cpu[1:] == gpu[1:]
-
-
 def big_bucket(rank, world_size, wire):
     """Many chunks of a bucket larger than the workspaces, on all multiprocessors."""
     shape = (5 << 20,)

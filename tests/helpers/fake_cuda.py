@@ -1,5 +1,5 @@
 """Runs the engine's CUDA path in host memory. A fake CUDA driver runs each launch under Triton's interpreter, or from
-the PTX that Triton compiles, or runs the CUDA C++ kernel that a C++ compiler has compiled.
+the PTX that Triton compiles.
 
 Everything except the GPU is real: the hook, the engine, the tables, the packing of arguments, the kernels' code.
 """
@@ -10,7 +10,6 @@ import functools
 import subprocess
 from pathlib import Path
 
-import cuda_cpp
 import interpreter
 import ptx_kernels
 import torch
@@ -23,7 +22,7 @@ from fusedcomm.session import session
 TILE = 1024
 """Elements per program. It is small, so that small buckets have many tiles."""
 
-NUM_SMS = 1
+NUM_PACK_PROGRAMS = 3
 
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p
@@ -69,7 +68,6 @@ class FakeCuda:
         self.launches: list[tuple[str, dict]] = []  # by launch: the kernel and its arguments by name
         self.grids: list[int] = []  # by launch: the number of programs
         self.errors: list[BaseException] = []
-        self._in_cuda: ctypes.CDLL | None = None
         self._compiled: ptx_kernels.TritonCompiler | None = None
         self._capability = 0
         self._variants = {}
@@ -115,7 +113,7 @@ class FakeCuda:
             kernels=self.loader(cfg, backend.size(), grad_dtypes, reduces_rows),
             device=torch.device("cpu"),
             isa="fake",
-            num_sms=NUM_SMS,
+            num_pack_programs=NUM_PACK_PROGRAMS,
             forced_sync=False,
         )
 
@@ -123,18 +121,15 @@ class FakeCuda:
     def takes_over(
         self,
         config: Config,
-        in_cuda: str | None = None,
         compiled: "ptx_kernels.TritonCompiler | None" = None,
         capability: int = 90,
     ):
         """Inside this context, fusedcomm.attach with this configuration uses the CUDA path for gradients on the CPU.
         Clears the recorded launches on entry. Raises the first exception of a launch on exit.
 
-        `in_cuda`: path of the library that cuda_cpp.build made; its CUDA C++ kernels run instead of the Triton ones.
         `compiled`: the compiler whose PTX is executed, for the real tile and the compute capability `capability`.
         """
         fake = self
-        self._in_cuda = in_cuda and ctypes.CDLL(in_cuda)
         self._compiled, self._capability = compiled, capability
 
         class Path:
@@ -160,7 +155,7 @@ class FakeCuda:
         finally:
             session.Session._path = own
             self.fail("", 0)
-            self._in_cuda = self._compiled = None
+            self._compiled = None
             if self.errors:
                 raise self.errors[0]
 
@@ -192,7 +187,8 @@ class FakeCuda:
         """Executes the PTX of a variant. `addresses`: those of its parameters, as cuLaunchKernel is given them."""
         from fusedcomm.kernels import variants
 
-        code = self._compiled(variant, variants.TILE, self._capability)
+        tile = variants.tile_of(variant.wire or "fp32", variant.block)
+        code = self._compiled(variant, tile, self._capability)
         assert code["num_threads"] == num_threads
         arguments = [
             (kind, _C_TYPES[kind].from_address(address).value or 0)
@@ -223,10 +219,11 @@ class FakeCuda:
         if self._compiled:
             self._execute(variant, num_programs, num_threads, addresses)
             return
-        if self._in_cuda:
-            cuda_cpp.launch_on_cpu(self._in_cuda, variant, TILE, num_programs, params)
-            return
-        values = {**values, **constants_of_variant, "TILE": TILE}
+        values = {
+            **values,
+            **constants_of_variant,
+            "TILE": max(TILE, variant.block) if _C.has_scales(variant.wire or "fp32") else TILE,
+        }
         arguments = [
             type(kind)(*(values[f"{name}.{field}"] for field in kind._fields))
             if isinstance(kind, tuple)

@@ -11,12 +11,15 @@ from test_kernels import (
     assert_bytes,
     assert_same_bits,
     bucket_layout,
+    count,
+    gather,
     guarded,
     lay_out,
     nonfinite_by_slice,
     place,
     signed,
     test_scales_in_place,
+    with_holes,
 )
 
 from fusedcomm import reference
@@ -47,17 +50,21 @@ def wire_format(variant: "_C.KernelKey") -> str:
     return variant.wire + "-rotated" * variant.rotated
 
 
-def elements(flat: bool, dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
+GAPS = [0, 3]
+
+
+def elements(dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
     """(values of each list, slices of each, gradients that hold them), lossy before exact. Parts of half the elements
-    have full tiles and others. The gradients of a flat bucket are one run; others have gaps."""
-    numels = ([TILE + 4, 2 * TILE - 900], []) if flat else ([TILE + 4, 7, 64, TILE + 1], [TILE + 20])
-    values = tuple(signed(sum(of_list), dtype, 8 + i, specials=True) for i, of_list in enumerate(numels))
-    lossy, end = lay_out(numels[0], [0] if flat else [0, 3], 0)
-    exact, end = lay_out(numels[1], [0, 3], end)
-    gradients = torch.full((end + 11,), GAP, dtype=dtype)
-    for slices, flat in zip((lossy, exact), values, strict=True):
-        place(slices, flat, gradients)
-    return values, (lossy, exact), gradients
+    have tiles in one run and others."""
+    numels = with_holes(([2 * TILE + 4, 7, 64, 2 * TILE + 1], [TILE + 20]), GAPS, dtype)
+    lossy, end = lay_out(numels[0], GAPS, 0)
+    exact, end = lay_out(numels[1], GAPS, end)
+    gradients = torch.full((end + 23 - end % 8,), GAP, dtype=dtype)
+    values = []
+    for i, slices in enumerate((lossy, exact)):
+        place(slices, signed(count(numels[i]), dtype, 8 + i, specials=True), gradients)
+        values.append(gather(gradients, slices))
+    return tuple(values), (lossy, exact), gradients
 
 
 def with_residual(variant: "_C.KernelKey", source: int, numel: int, device: str) -> Encoder:
@@ -70,7 +77,7 @@ def with_residual(variant: "_C.KernelKey", source: int, numel: int, device: str)
 
 
 def check_pack(variant: "_C.KernelKey", device: str) -> None:
-    flats, slices, original = elements(variant.flat, variant.grad_dtype)
+    flats, slices, original = elements(variant.grad_dtype)
     layout = bucket_layout(wire_format(variant), variant.block, 2, len(flats[1]), len(flats[0]))
     gradients = original.to(device)
     bucket = make_bucket(layout, gradients, *slices)
@@ -87,9 +94,9 @@ def check_pack(variant: "_C.KernelKey", device: str) -> None:
 def check_unpack(variant: "_C.KernelKey", device: str) -> None:
     num_messages, num_parts = (3, 1) if variant.sums else (1, 2)
     dtype = variant.grad_dtype
-    flats, slices, original = elements(variant.flat, dtype)
+    flats, slices, original = elements(dtype)
     layout = bucket_layout(wire_format(variant), variant.block, num_parts, len(flats[1]), len(flats[0]))
-    sent = [tuple(flat.roll(7 * i) * (-1) ** i for flat in flats) for i in range(num_messages)]
+    sent = [tuple(flat.roll(8 * i) * (-1) ** i for flat in flats) for i in range(num_messages)]
     messages = torch.cat([reference.pack(layout, 0, *of_rank, SCALE) for of_rank in sent])
     gradients = torch.full_like(original, GAP, device=device)
     unpack(make_bucket(layout, gradients, *slices), 0, messages.to(device), 3.0, PROGRAMS, num_messages=num_messages)
@@ -102,7 +109,7 @@ def check_reduce(variant: "_C.KernelKey", device: str) -> None:
     """Three ranks. With another input wire, each rank's part becomes two parts."""
     in_wire = variant.in_wire or variant.wire
     num_parts = 1 if in_wire == variant.wire else 2
-    part_numel, exact_numel = TILE + 2048, 0 if variant.flat else TILE // 4 + 8
+    part_numel, exact_numel = TILE + 512, TILE // 4 + 8
     numels = 3 * num_parts * exact_numel, 3 * num_parts * part_numel
     layout = bucket_layout(in_wire + "-rotated" * (variant.rotated and num_parts == 1), variant.block, 3, *numels)
     to = bucket_layout(wire_format(variant), variant.block, 3 * num_parts, *numels)

@@ -1,10 +1,10 @@
 """Runs compiled kernels by executing their PTX (tests/ptx), in place of the Triton kernels.
 
-A child process compiles, because Triton may interpret in this one. The child is this file, run as a program. NVRTC
-compiles in this process.
+A child process compiles, because Triton may interpret in this one. The child is this file, run as a program.
 """
 
 import base64
+import functools
 import importlib
 import importlib.util
 import json
@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 import compiling
-import cuda_cpp
 import pytest
 import torch
 
-from fusedcomm.kernels import nvrtc, variants
+from fusedcomm.kernels import variants
 from fusedcomm.native import _C
 
 TESTS = Path(__file__).parents[1]
@@ -25,7 +24,8 @@ if str(TESTS) not in sys.path:
 
 import ptx  # noqa: E402
 
-FIELDS = ("kernel", "wire", "block", "grad_dtype", "flat", "rotated", "in_wire", "stochastic", "feedback", "sums")
+KERNELS = ("pack", "reduce", "unpack", "scale")
+FIELDS = ("kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "stochastic", "feedback", "sums")
 
 
 class TritonCompiler:
@@ -52,79 +52,49 @@ class TritonCompiler:
         self._child.close()
 
 
-class NvrtcCompiler:
-    """Compiles variants of fused.cu with NVRTC. Keeps what it compiled."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[tuple, dict] = {}
-
-    def __call__(self, variant: "_C.KernelKey", tile: int, capability: int) -> dict:
-        key = variant, tile, capability
-        if key not in self._compiled:
-            num_threads = max(64, tile // 16)
-            _, text = nvrtc.compile_source(nvrtc.options(variant, capability, tile, num_threads))
-            self._compiled[key] = {
-                "ptx": text,
-                "shared_nbytes": 0,
-                "num_scratch_pointers": 0,
-                "num_threads": num_threads,
-            }
-        return self._compiled[key]
-
-    def close(self) -> None:
-        pass
-
-
 class Compilers:
-    """Compilers by name: "newest" and "oldest", the supported versions of Triton, and "nvrtc". Each starts when it is
-    first asked for. Skips the test if it is not installed."""
+    """Compilers by name: "newest" and "oldest", the supported versions of Triton. Each starts when it is first asked
+    for. Skips the test if it is not installed."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._made: dict[str, TritonCompiler | NvrtcCompiler] = {}
+        self._made: dict[str, TritonCompiler] = {}
 
-    def __call__(self, name: str) -> "TritonCompiler | NvrtcCompiler":
+    def __call__(self, name: str) -> "TritonCompiler":
         if name not in self._made:
-            self._made[name] = self._make(name)
+            folder = compiling.oldest_triton(self._config) if name == "oldest" else None
+            self._made[name] = TritonCompiler(folder)
         return self._made[name]
-
-    def _make(self, name: str) -> "TritonCompiler | NvrtcCompiler":
-        if name == "nvrtc":
-            try:
-                nvrtc.check_nvrtc()
-            except RuntimeError as error:
-                pytest.skip(str(error))
-            return NvrtcCompiler()
-        return TritonCompiler(compiling.oldest_triton(self._config) if name == "oldest" else None)
 
     def close(self) -> None:
         for compiler in self._made.values():
             compiler.close()
 
 
-class Kernel(cuda_cpp.Kernel):
-    """A kernel that is called like a Triton kernel, and runs from its PTX on CPU tensors.
+class Kernel:
+    """A kernel that is called like a Triton kernel, and runs from its PTX on CPU tensors:
+    ``kernel[(num_programs,)](*arguments, **constants)``.
 
-    Tensors are accessed within their own bounds. With Triton use the real tile: of a tile with fewer than 16 elements
-    for each thread several threads hold the same ones, so a kernel that works in place has races.
+    Tensors are accessed within their own bounds. Use the real tile: of a tile with fewer than 16 elements for each
+    thread several threads hold the same ones, so a kernel that works in place has races.
     """
 
     def __init__(
         self,
         name: str,
-        compiler: "TritonCompiler | NvrtcCompiler",
+        compiler: "TritonCompiler",
         capability: int,
         counts: "list[ptx.Counts] | None" = None,
     ) -> None:
         """counts: what each launch did is appended. None: nothing is counted."""
-        super().__init__(name, None)
-        self.compiler, self.capability, self.counts = compiler, capability, counts
+        self.name, self.compiler, self.capability, self.counts = name, compiler, capability, counts
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, *grid)
 
     def launch(self, num_programs, *arguments, TILE, **constants):
         fields = [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
-        # Triton's reduce is told with HAS_EXACT what pack and unpack are told with both.
-        variant = self.variant_of(fields[0].dtype, {"FLAT": not constants.get("HAS_EXACT", False), **constants})
-        code = self.compiler(variant, TILE, self.capability)
+        code = self.compiler(self.variant_of(fields[0].dtype, constants), TILE, self.capability)
         tensors = [x for x in fields if isinstance(x, torch.Tensor)]
         values = [
             (kind, x.data_ptr() if isinstance(x, torch.Tensor) else x)
@@ -139,16 +109,32 @@ class Kernel(cuda_cpp.Kernel):
         if count:
             self.counts.append(counts)
 
+    def variant_of(self, dtype: torch.dtype, constants: dict[str, object]) -> "_C.KernelKey":
+        from fusedcomm.kernels.constants import FEEDBACK_IDS, WIRE_IDS
+
+        wires, formats = ({number: name for name, number in ids.items()} for ids in (WIRE_IDS, FEEDBACK_IDS))
+        return variants.Variant(
+            self.name,
+            wires.get(constants.get("WIRE")),
+            constants.get("BLOCK", 0),
+            dtype if self.name in ("pack", "unpack") else None,
+            rotated=constants.get("ROTATED", False),
+            in_wire=wires.get(constants.get("IN_WIRE")),
+            stochastic=constants.get("STOCHASTIC", False),
+            feedback=formats[constants.get("FEEDBACK", 0)],
+            sums=constants.get("SUMS", False),
+        )
+
 
 def replace_kernels(
     monkeypatch,
-    compiler: "TritonCompiler | NvrtcCompiler",
+    compiler: "TritonCompiler",
     capability: int,
     counts: "list[ptx.Counts] | None" = None,
 ) -> None:
     """Makes the launchers of fusedcomm.kernels run what `compiler` compiles, for the rest of the test. What each launch
     did is appended to `counts`."""
-    for name in cuda_cpp.KERNELS:
+    for name in KERNELS:
         launcher = importlib.import_module(f"fusedcomm.kernels.{name}")
         monkeypatch.setattr(launcher, f"{name}_kernel", Kernel(name, compiler, capability, counts))
 
@@ -176,7 +162,7 @@ def compile_on_request() -> None:
     for line in sys.stdin:
         fields, tile, capability = json.loads(line)
         fields["grad_dtype"] = fields["grad_dtype"] and getattr(torch, fields["grad_dtype"])
-        compile.TILE = tile
+        compile.tile_of = lambda wire, block, tile=tile: tile
         result = compile.compile(variants.Variant(**fields), capability)
         answer = {
             "ptx": result.ptx,

@@ -1,6 +1,5 @@
 """Every kernel variant that an engine may launch, compiled for the real tile and executed from its PTX, gives the bytes
-of the oracle: Triton's kernels from the oldest and the newest supported Triton, fused.cu's from NVRTC, for sm_80 and
-sm_90.
+of the oracle: from the oldest and the newest supported Triton, for sm_80 and sm_90.
 
 `make test` runs a sample, in which every stage, compiler and capability appears. `make test-all` runs all of them.
 What has passed is noted in build/executed/, by the hash of the PTX, the executor and the checks: a run that was
@@ -27,7 +26,7 @@ pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
 PASSED = TESTS.parent / "build" / "executed"
-COMPILERS = ("newest", "oldest", "nvrtc")
+COMPILERS = ("newest", "oldest")
 CAPABILITIES = (80, 90)
 
 VARIANTS = every_variant()
@@ -49,7 +48,7 @@ ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(
 def checks_hash() -> str:
     """Of everything besides the PTX on which a result depends."""
     reference = TESTS.parent / "fusedcomm" / "reference"
-    names = ("kernels/test_kernels.py", "helpers/kernel_checks.py", "helpers/ptx_kernels.py", "helpers/cuda_cpp.py")
+    names = ("kernels/test_kernels.py", "helpers/kernel_checks.py", "helpers/ptx_kernels.py")
     files = [*(TESTS / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
     files += [*(TESTS.parent / "kernels").glob("*.py"), Path(_C.__file__)]
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()

@@ -120,7 +120,7 @@ def test_leaves_other_constants_alone(line):
 
 
 def every_variant():
-    """Every variant that an engine may launch: each wire with each gradient dtype, flat and not, two-shot and one-shot;
+    """Every variant that an engine may launch: each wire with each gradient dtype, two-shot and one-shot;
     encoders with noise and residuals; sums within hosts in another wire."""
     import torch
 
@@ -156,7 +156,8 @@ def compile_and_check(capability, number, num_samples):
 
     number: the sample to compile; -1: every variant.
     """
-    from fusedcomm.kernels.compile import SUPPORTED_TRITON, check_triton, compile
+    from fusedcomm.kernels.compile import check_triton, compile
+    from fusedcomm.kernels.variants import SUPPORTED_TRITON
 
     variants = every_variant()
     if number >= 0:
@@ -211,9 +212,9 @@ def test_no_constant_is_extended(request, which, capability):
 
 
 def test_what_is_installed_is_what_is_supported():
-    """pyproject.toml allows the versions that kernels/compile.py accepts. The Makefile reads the oldest from there."""
+    """pyproject.toml allows the versions that kernels/variants.py names. The Makefile reads the oldest from there."""
     pytest.importorskip("triton")
-    from fusedcomm.kernels.compile import SUPPORTED_TRITON
+    from fusedcomm.kernels.variants import SUPPORTED_TRITON
 
     (major, first), (_, last) = SUPPORTED_TRITON
     listed = re.findall(r'"triton([^;"]*);', (ROOT / "pyproject.toml").read_text())

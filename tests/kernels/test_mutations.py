@@ -15,7 +15,7 @@ import ptx_kernels
 import pytest
 import test_kernels
 import torch
-from test_kernels import bucket_layout, check_bucket, check_steps, signed
+from test_kernels import bucket_layout, check_bucket, check_steps, count, signed, with_holes
 
 from fusedcomm.kernels.variants import TILE
 
@@ -26,8 +26,9 @@ FLAT = [TILE + 4, 2 * TILE + 480], []  # a part has 66 blocks of 128 elements: p
 
 def bucket(wire_format: str, numels: tuple[list[int], list[int]]) -> None:
     """A bucket of three parts, so that the order of a sum shows."""
-    layout = bucket_layout(wire_format, 128, 3, sum(numels[1]), sum(numels[0]))
-    flats = signed(sum(numels[0]), seed=8, specials=True), signed(sum(numels[1]), seed=9, specials=True)
+    numels = with_holes(numels, [0, 3])
+    layout = bucket_layout(wire_format, 128, 3, count(numels[1]), count(numels[0]))
+    flats = signed(count(numels[0]), seed=8, specials=True), signed(count(numels[1]), seed=9, specials=True)
     check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
 
 
@@ -41,14 +42,16 @@ def ties() -> None:
 
 def counts() -> None:
     """Every element is infinite, so that each slice's count is its size."""
-    numels = [sum(part) for part in RAGGED]
-    layout = bucket_layout("bf16", 128, 3, numels[1], numels[0])
-    check_bucket(layout, tuple(torch.full((numel,), torch.inf) for numel in numels), RAGGED, [0, 3], "cpu", tile=TILE)
+    numels = with_holes(RAGGED, [0, 3])
+    layout = bucket_layout("bf16", 128, 3, count(numels[1]), count(numels[0]))
+    check_bucket(
+        layout, [torch.full((count(of_list),), torch.inf) for of_list in numels], numels, [0, 3], "cpu", tile=TILE
+    )
 
 
 def steps(wire_format: str) -> None:
     layout = bucket_layout(wire_format, 128, 2, 0, 2 * TILE + 300)
-    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", True, "bf16", torch.float32, tile=TILE, flat=True)
+    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", True, "bf16", torch.float32, tile=TILE)
 
 
 CHECKS = {

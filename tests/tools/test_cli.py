@@ -109,13 +109,6 @@ def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", 0, "^((?!CUDA_DEVICE_MAX_CONNECTIONS)[\\s\\S])*$"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "", 0, "^((?!CUDA_DEVICE_MAX_CONNECTIONS)[\\s\\S])*$"),
         ("FUSEDCOMM_ISA", "abacus", 1, "FUSEDCOMM_ISA=abacus"),
-        ("FUSEDCOMM_KERNELS", "cuda", 0, "FUSEDCOMM_KERNELS=cuda asks for them|none for CUDA: NVRTC cannot be loaded"),
-        (
-            "FUSEDCOMM_KERNELS",
-            "abacus",
-            1,
-            "FUSEDCOMM_KERNELS='abacus' is not possible: use 'triton' or 'cuda', or unset it",
-        ),
     ],
 )
 def test_doctor_says_what_a_variable_does(capsys, monkeypatch, variable, value, status, words):
