@@ -28,6 +28,7 @@ from .tiles import (
     lanes,
     look_up,
     part_of,
+    run_of,
     section_of,
     table_place,
     tiles_of,
@@ -39,22 +40,32 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def load_tile(grads, slices, part_numel, part, tile, scale, VEC: tl.constexpr, TILE: tl.constexpr, RATIO: tl.constexpr):
-    """fp32 [TILE]: the scaled gradients of a tile of the bucket's part number `part`; +0 in holes and past the part's
-    end, which are not scaled: NaN·0 is NaN.
+def load_tile(
+    grads,
+    slices,
+    number,
+    num_tiles,
+    begin,
+    end,
+    run,
+    offset,
+    scale,
+    VEC: tl.constexpr,
+    TILE: tl.constexpr,
+    RATIO: tl.constexpr,
+):
+    """fp32 [TILE]: the scaled gradients of a tile; +0 in holes and past its part's end, which are not scaled: NaN·0 is
+    NaN.
 
-    RATIO: tiles in a tile of the tables.
+    number, num_tiles, RATIO: as for table_place. begin, end: as for look_up. run, offset: as from run_of.
     """
-    index, within = table_place(part_numel, part, tile, TILE, RATIO)
-    run = tl.load(slices.tile_run + index)
     if run == TILE * RATIO:
-        offset = tl.load(slices.tile_offset + index) + within
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
         y = to_fp32(tl.load(grads + offset // VEC * VEC + lane)) * scale
     else:
         V: tl.constexpr = vector_numel(grads.dtype.element_ty)
-        begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
-        places, low, high = look_up(slices, index, begin, (part + 1) * part_numel, VEC, TILE, V)
+        index, _ = table_place(number, num_tiles, TILE, RATIO)
+        places, low, high = look_up(slices, index, begin, end, VEC, TILE, V)
         x_at = addresses(grads, places, VEC)
         real = lanes(low, high, VEC)
         if run == 0:
@@ -79,14 +90,18 @@ def pack_slices(seen, grads, slices, sections, parts, taken, scale, encoder, TIL
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
+    first = first_part.to(tl.int32) * num_tiles - taken
     for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
+        run, offset = run_of(slices, first + unit, num_tiles, TILE, RATIO)
         part, tile = part_of(unit - taken, num_tiles)
         own = (section_of(sections[0], stride, part), section_of(sections[1], stride, part))
         inside = tl.cast(tile, tl.int64) * TILE
         begin = (first_part + part) * part_numel + inside
         numel = tl.minimum(part_numel - inside, TILE).to(tl.int32)
         kept = load_residual(residual, begin, numel, VEC, TILE, FEEDBACK)
-        y = load_tile(grads, slices, part_numel, first_part + part, tile, scale, VEC, TILE, RATIO)
+        y = load_tile(
+            grads, slices, first + unit, num_tiles, begin, begin + numel, run, offset, scale, VEC, TILE, RATIO
+        )
         seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
         encode_tile(y, own, tile, numel, part_numel, begin, kept, begin, VEC, encoder)
     return seen
@@ -97,10 +112,13 @@ def count_slices(grads, slices, parts, taken, scale, VEC: tl.constexpr, TILE: tl
     """Goes over a slice list as pack_slices does, and adds the number of non-finite elements to slices.counts."""
     _stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
+    first = first_part.to(tl.int32) * num_tiles - taken
     for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
         part, tile = part_of(unit - taken, num_tiles)
-        y = load_tile(grads, slices, part_numel, first_part + part, tile, scale, VEC, TILE, RATIO)
         begin = (first_part + part) * part_numel + tl.cast(tile, tl.int64) * TILE
+        end = (first_part + part + 1) * part_numel
+        run, offset = run_of(slices, first + unit, num_tiles, TILE, RATIO)
+        y = load_tile(grads, slices, first + unit, num_tiles, begin, end, run, offset, scale, VEC, TILE, RATIO)
         count_by_slice(slices, begin, magnitude_bits(y) >= INF_BITS)
 
 

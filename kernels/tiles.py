@@ -44,11 +44,29 @@ def exact_ratio(vec):
 
 
 @triton.jit
-def table_place(part_numel, part, tile, TILE: tl.constexpr, RATIO: tl.constexpr):
-    """(index, within): the tables' tile, of RATIO · TILE elements, that a tile lies in, and the elements before it
-    there."""
-    index = part.to(tl.int32) * tiles_of(part_numel, TILE * RATIO) + tile // RATIO
-    return index, tile % RATIO * TILE
+def table_place(number, num_tiles, TILE: tl.constexpr, RATIO: tl.constexpr):
+    """(index, within): the tables' tile, of RATIO · TILE elements, in which a tile lies, and the elements before it
+    there.
+
+    number: the tile's in the bucket. num_tiles: of a part.
+    """
+    if RATIO == 1:
+        index, within = number, 0
+    else:
+        part, tile = part_of(number, num_tiles)
+        index = part.to(tl.int32) * tl.cdiv(num_tiles, RATIO) + tile // RATIO
+        within = tile % RATIO * TILE
+    return index, within
+
+
+@triton.jit
+def run_of(slices, number, num_tiles, TILE: tl.constexpr, RATIO: tl.constexpr):
+    """(run, offset) of a tile. The parameters are those of table_place.
+
+    run: the tables' tile_run. offset: if the tile is one run, where it lies, in elements from the bucket's origin.
+    """
+    index, within = table_place(number, num_tiles, TILE, RATIO)
+    return tl.load(slices.tile_run + index), tl.load(slices.tile_offset + index) + within
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from .tiles import (
     lanes,
     look_up,
     part_of,
+    run_of,
     section_of,
     table_place,
     tiles_of,
@@ -69,22 +70,19 @@ def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.
 
 
 @triton.jit
-def store_tile(grads, slices, part_numel, part, tile, g, VEC: tl.constexpr, RATIO: tl.constexpr):
-    """Writes the real elements of a tile of the bucket's part number `part`: `g` [TILE], in the gradients' dtype.
+def store_tile(grads, slices, number, num_tiles, begin, end, run, offset, g, VEC: tl.constexpr, RATIO: tl.constexpr):
+    """Writes the real elements of a tile: `g` [TILE], in the gradients' dtype.
 
-    RATIO: tiles in a tile of the tables.
+    number, num_tiles, RATIO: as for table_place. begin, end: as for look_up. run, offset: as from run_of.
     """
     TILE: tl.constexpr = g.shape[0]
-    index, within = table_place(part_numel, part, tile, TILE, RATIO)
-    run = tl.load(slices.tile_run + index)
     if run == TILE * RATIO:
-        offset = tl.load(slices.tile_offset + index) + within
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
         tl.store(grads + offset // VEC * VEC + lane, g)
     else:
         V: tl.constexpr = vector_numel(grads.dtype.element_ty)
-        begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
-        places, low, high = look_up(slices, index, begin, (part + 1) * part_numel, VEC, TILE, V)
+        index, _ = table_place(number, num_tiles, TILE, RATIO)
+        places, low, high = look_up(slices, index, begin, end, VEC, TILE, V)
         g_at = addresses(grads, places, VEC)
         if run == 0:
             full = high - low == VEC
@@ -107,7 +105,9 @@ def unpack_slices(
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty)
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
+    first = first_part.to(tl.int32) * num_tiles - taken
     for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
+        run, offset = run_of(slices, first + unit, num_tiles, TILE, RATIO)
         part, tile = part_of(unit - taken, num_tiles)
         inside = tl.cast(tile, tl.int64) * TILE
         numel = tl.minimum(part_numel - inside, TILE).to(tl.int32)
@@ -118,7 +118,8 @@ def unpack_slices(
                 scales, codes = section_of(sections[0], stride, message), section_of(sections[1], stride, message)
                 values += load_message(scales, codes, inside, numel, VEC, TILE, decoder)
         g = to_gradient(values * scale, grads.dtype.element_ty)
-        store_tile(grads, slices, part_numel, first_part + part, tile, g, VEC, RATIO)
+        begin = (first_part + part) * part_numel + inside
+        store_tile(grads, slices, first + unit, num_tiles, begin, begin + numel, run, offset, g, VEC, RATIO)
 
 
 @triton.jit(

@@ -288,9 +288,9 @@ def test_sums_in_rank_order(device, wire, world_size):
 
 
 def test_a_sum_of_minus_zeros_is_minus_zero(device):
-    layout = _C.bucket_layout("fp32", 32, 3, 0, 12, CHUNK_NBYTES)
+    layout = _C.bucket_layout("fp32", 32, 3, 0, 24, CHUNK_NBYTES)
     memory, reduced = guarded(layout.part.nbytes, device)
-    reduce(layout, torch.full((12,), -0.0).view(torch.uint8).to(device), 1.0, reduced, 1, tile=64)
+    reduce(layout, torch.full((24,), -0.0).view(torch.uint8).to(device), 1.0, reduced, 1, tile=64)
     assert torch.all(reduced.cpu().view(torch.int32) == -(2**31))
 
 
