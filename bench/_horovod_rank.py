@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.horovod.world import world
+from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 
 DIST = "dist.all_reduce"
@@ -305,8 +306,8 @@ class Bench:
 
 def bare_sum(name: str, given: Tensor, out: Tensor) -> Callable[[], None]:
     """hvd.allreduce() without its Python."""
-    coordinator = world().coordinator
-    return lambda: coordinator.wait(coordinator.submit(kind="allreduce", name=name, inputs=[given], outputs=[out]))
+    coordinator, signature = world().coordinator, _C.CollectiveSignature(kind="allreduce", name=name)
+    return lambda: coordinator.wait(coordinator.submit(signature, [given], [out]))
 
 
 def wakeups() -> dict[str, int]:

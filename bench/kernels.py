@@ -5,8 +5,7 @@
     sum        two ranks' wire bytes → fp32 gradients
     reduce     4 ranks' encodings of a quarter of the bucket → the encoded mean
     scale      fp32 gradients in place, as for a bucket that is summed exactly
-    programs   pack and unpack of a flat bf16 bucket by the number of programs (one saturates an SM): the cost of a
-               limit on the SMs
+    programs   pack and unpack of a flat bf16 bucket by the number of programs for each SM, and with one for each tile
 
 Each is compared with a device-to-device copy that moves as many bytes in total (the gradient is read and the wire
 written once each), with the expressions of torch's own hooks, with those under torch.compile, and for ragged buckets
@@ -26,15 +25,14 @@ import functools
 import gc
 import itertools
 import os
-import sys
 import time
-import types
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 
 import torch
 from codec import BLOCK, NUM_RANKS, WHOLE, Case, close, decoded, sections, torch_copy, torch_encode, torch_reduce
-from lib.common import REPOSITORY, Report, make_row, print_table, run_command, with_ratios
+from lib.common import Report, make_row, print_table, run_command, with_ratios
 from lib.device import Device, have_gpu
 
 from fusedcomm.native import _C
@@ -45,7 +43,7 @@ LIST_LENGTHS = (10, 100, 1000, 10_000)
 PARTS = ("flat", "reduce", "scale", "programs", "ragged")
 # A timed sample is 2 to 20 calls, enough to take a device that moves COPY_RATE bytes/s about SAMPLE_S.
 SAMPLE_S, COPY_RATE = 150e-6, 4e12
-COPY, CUDA = "device copy", "cuda c++"
+COPY = "device copy"
 BASELINES = (COPY, "torch")
 
 
@@ -55,8 +53,6 @@ class Context:
     codec: "_C.Codec"
     compiles: Callable[[int], bool]
     """Whether torch.compile is measured for a bucket with this numel."""
-    cuda: bool
-    """Whether the kernels in CUDA C++ are measured."""
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device.name).manual_seed(seed)
@@ -83,14 +79,16 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The elements of a bucket that are sent lossily and those that are sent exactly: (offset, numel) in elements."""
+    """The elements of a bucket that are sent lossily and those that are sent exactly: (offset, numel) in elements. The
+    offset of a hole is _C.HOLE."""
 
     lossy: list[tuple[int, int]]
     exact: list[tuple[int, int]]
 
     @property
     def numel(self) -> int:
-        return self.lossy_numel + self.exact_numel
+        """Elements of the gradients, which lie one after another in memory."""
+        return sum(numel for at, numel in (*self.lossy, *self.exact) if at != _C.HOLE)
 
     @property
     def lossy_numel(self) -> int:
@@ -104,8 +102,12 @@ class Shape:
         return _C.bucket_layout(wire, BLOCK, 1, self.exact_numel, self.lossy_numel, WHOLE)
 
     def views(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        lossy, exact = ([grads[at : at + numel] for at, numel in slices] for slices in (self.lossy, self.exact))
-        return lossy, exact
+        """The slices of both lists, zeros for their holes."""
+
+        def of(slices: list[tuple[int, int]]) -> list[torch.Tensor]:
+            return [grads.new_zeros(n) if at == _C.HOLE else grads[at : at + n] for at, n in slices]
+
+        return of(self.lossy), of(self.exact)
 
 
 def flat_shape(numel: int) -> Shape:
@@ -124,10 +126,18 @@ def ragged_shape(numel: int, num_tensors: int, seed: int = 0) -> Shape:
     large[-1] += numel - int(small.sum()) - int(large.sum())
     numels = [n.item() for pair in itertools.zip_longest(large, small) for n in pair if n is not None]
     places = list(zip(itertools.accumulate(numels, initial=0), numels, strict=False))
-    return Shape(places[0::2], places[1::2])
+    return Shape(_C.with_holes(places[0::2], 4), _C.with_holes(places[1::2], 4))
 
 
 # ---- cases
+
+
+def num_tiles(layout: "_C.BucketLayout") -> int:
+    """Programs that the engine launches for a bucket, of every kernel but pack: one for each tile."""
+    from fusedcomm.kernels.variants import tile_of
+
+    tile = tile_of(layout.wire, layout.block_numel)
+    return layout.num_parts * sum(-(-numel // tile) for numel in (layout.part.lossy_numel, layout.part.exact_numel))
 
 
 def add_copy(context: Context, case: Case) -> None:
@@ -163,22 +173,19 @@ def pack_on_cpu(context: Context, shape: Shape, wire: str, grads: torch.Tensor, 
 
 def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
     from fusedcomm.kernels import bucket, pack
+    from fusedcomm.kernels.variants import PACK_PROGRAMS_PER_SM
 
-    layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, context.device.num_sms
+    layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, PACK_PROGRAMS_PER_SM * context.device.num_sms
     traffic_bytes = shape.numel * 4 + layout.chunk_nbytes
     num_sets = context.device.num_sets(traffic_bytes)
     grads = [context.gradients(shape.numel, seed) for seed in range(num_sets)]
     packed = [context.empty(layout.chunk_nbytes, torch.uint8).zero_() for _ in grads]
     buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
     case = Case(f"pack/{wire}/{name}", shape.numel, traffic_bytes, num_sets, {}, {})
-    ours = {"fusedcomm": pack.pack}
-    if context.cuda and name != "flat":
-        ours[CUDA] = in_cuda(pack.pack)
-    for impl, kernel in ours.items():
-        case.impls[impl] = lambda i, kernel=kernel: kernel(buckets[i], 0, scale, packed[i], num_programs)
-        case.checks[impl] = anew(
-            case, impl, packed[0], lambda: same_bits(packed[0], pack_on_cpu(context, shape, wire, grads[0], scale))
-        )
+    case.impls["fusedcomm"] = lambda i: pack.pack(buckets[i], 0, scale, packed[i], num_programs)
+    case.checks["fusedcomm"] = anew(
+        case, "fusedcomm", packed[0], lambda: same_bits(packed[0], pack_on_cpu(context, shape, wire, grads[0], scale))
+    )
     add_copy(context, case)
     if name == "flat":
         case.impls["torch"] = lambda i: torch_encode(wire, grads[i], scale)
@@ -195,7 +202,8 @@ def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
 def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
     from fusedcomm.kernels import bucket, unpack
 
-    layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, context.device.num_sms
+    layout, scale = shape.layout(wire), 1 / NUM_RANKS
+    num_programs = num_tiles(layout)
     traffic_bytes = shape.numel * 4 + layout.chunk_nbytes
     num_sets = context.device.num_sets(traffic_bytes)
     on_cpu = pack_on_cpu(context, shape, wire, context.gradients(shape.numel, 0), 1.0)
@@ -210,12 +218,8 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
         context.codec.unpack(layout, 0, on_cpu, scale, *shape.views(out))
         return out
 
-    ours = {"fusedcomm": unpack.unpack}
-    if context.cuda and name != "flat":
-        ours[CUDA] = in_cuda(unpack.unpack)
-    for impl, kernel in ours.items():
-        case.impls[impl] = lambda i, kernel=kernel: kernel(buckets[i], 0, packed[i], scale, num_programs)
-        case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected(scale)))
+    case.impls["fusedcomm"] = lambda i: unpack.unpack(buckets[i], 0, packed[i], scale, num_programs)
+    case.checks["fusedcomm"] = anew(case, "fusedcomm", grads[0], lambda: same_bits(grads[0], expected(scale)))
     add_copy(context, case)
     if name == "flat":
         views = [sections(layout, buffer) for buffer in packed]
@@ -253,7 +257,7 @@ def sum_case(context: Context, wire: str, numel: int) -> Case:
         return out
 
     case.impls["fusedcomm"] = lambda i: unpack.unpack(
-        buckets[i], 0, messages[i], scale, context.device.num_sms, num_messages=num_messages
+        buckets[i], 0, messages[i], scale, num_tiles(layout), num_messages=num_messages
     )
     case.checks["fusedcomm"] = anew(case, "fusedcomm", grads[0], lambda: same_bits(grads[0], expected()))
     add_copy(context, case)
@@ -267,6 +271,7 @@ def add_foreach(
     scale."""
     layout = shape.layout(wire)
     lossy_numels, exact_numels = ([numel for _, numel in slices] for slices in (shape.lossy, shape.exact))
+    in_lossy, in_exact = ([at != _C.HOLE for at, _ in slices] for slices in (shape.lossy, shape.exact))
 
     def pairs_of(flat: torch.Tensor, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """(to, from) of the lossy and of the exact elements. Each list has one dtype: PyTorch would copy a list of
@@ -274,7 +279,8 @@ def add_foreach(
         lossy, exact = shape.views(flat)
         codes = sections(layout, buffer)[0][: shape.lossy_numel].split(lossy_numels)
         floats = buffer[: shape.exact_numel * 4].view(torch.float32).split(exact_numels)
-        pairs = [(list(codes), lossy), (list(floats), exact)]
+        lists = ((codes, lossy, in_lossy), (floats, exact, in_exact))
+        pairs = [(list(compress(of_wire, real)), list(compress(grad, real))) for of_wire, grad, real in lists]
         return pairs if to_wire else [(grad, wire) for wire, grad in pairs]
 
     sets = [pairs_of(flat, buffer) for flat, buffer in zip(grads, packed, strict=True)]
@@ -287,31 +293,6 @@ def add_foreach(
     case.checks["torch._foreach_copy_"] = lambda: all(
         torch.equal(torch.cat(dst), torch.cat(src).to(dst[0].dtype)) for dst, src in sets[0]
     )
-
-
-def have_cuda(device: Device, report: Report) -> bool:
-    """Whether the kernels in CUDA C++ can be measured on this machine. If not, the report says why."""
-    from fusedcomm.kernels import nvrtc
-
-    try:
-        nvrtc.check_nvrtc()
-    except RuntimeError as error:
-        report.missing("ragged", CUDA, error, failed=False)
-        return False
-    if device.dry_run:
-        report.missing("ragged", CUDA, "a dry run has only Triton's interpreter, which cannot run them", failed=False)
-    return not device.dry_run
-
-
-def in_cuda(launcher: Callable) -> Callable:
-    """The launcher of a Triton kernel, made to launch the same kernel in CUDA C++."""
-    if (helpers := str(REPOSITORY / "tests" / "helpers")) not in sys.path:
-        sys.path.insert(0, helpers)
-    from cuda_cpp import Kernel
-
-    kernel = Kernel(launcher.__name__, None)
-    names = {**launcher.__globals__, f"{launcher.__name__}_kernel": kernel}
-    return types.FunctionType(launcher.__code__, names, launcher.__name__, launcher.__defaults__)
 
 
 def reduce_case(context: Context, wire: str, numel: int) -> Case:
@@ -332,7 +313,7 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
         context.codec.reduce(layout, parts[0].cpu(), scale, result)
         return result
 
-    case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], context.device.num_sms)
+    case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], num_tiles(layout))
     case.checks["fusedcomm"] = anew(case, "fusedcomm", out[0], lambda: same_bits(out[0], expected()))
     add_copy(context, case)
     # The expressions get codes and scales in separate tensors, as hooks would have them.
@@ -361,7 +342,7 @@ def scale_case(context: Context, numel: int) -> Case:
     grads = [context.gradients(numel, seed) for seed in range(num_sets)]
     buckets = [bucket.make_bucket(shape.layout("fp32"), flat, shape.lossy, shape.exact) for flat in grads]
     case = Case("scale/fp32/flat", numel, numel * 8, num_sets, {}, {})
-    case.impls["fusedcomm"] = lambda i: scale.scale_in_place(buckets[i], factor, device.num_sms)
+    case.impls["fusedcomm"] = lambda i: scale.scale_in_place(buckets[i], factor, num_tiles(shape.layout("fp32")))
     case.impls["torch"] = lambda i: grads[i].mul_(factor)
 
     def right(impl: str) -> bool:
@@ -388,8 +369,8 @@ def programs_case(context: Context, op: str, numel: int) -> Case:
     expected = on_cpu, decoded("bf16", sections(layout, on_cpu)[:1])
     buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
     case = Case(f"{op}/bf16/programs", numel, traffic_bytes, num_sets, {}, {})
-    for num_programs in sorted({n for n in (8, 16, 32, 64) if n < num_sms} | {num_sms, 2 * num_sms}):
-        impl = f"{num_programs} programs"
+    numbers = {f"{n} per SM": n * num_sms for n in (2, 4, 8, 16)} | {"one for each tile": num_tiles(layout)}
+    for impl, num_programs in numbers.items():
         if op == "pack":
             case.impls[impl] = lambda i, n=num_programs: pack.pack(buckets[i], 0, 1.0, packed[i], n)
             case.checks[impl] = anew(case, impl, packed[0], lambda: same_bits(packed[0], expected[0]))
@@ -498,7 +479,7 @@ def main() -> None:
     compiled = {mib * unit for mib in arguments.compile_mib}
     codec = _C.Codec("auto", min(16, os.cpu_count() or 1))
     report = Report(arguments.json, dry_run=arguments.dry_run, rounds=arguments.rounds, host_bound=[])
-    context = Context(device, codec, compiled.__contains__, "ragged" in arguments.parts and have_cuda(device, report))
+    context = Context(device, codec, compiled.__contains__)
     for name, make in plan(arguments, context, unit):
         if time.monotonic() - started > arguments.seconds:
             report.missing(name, "all", f"no time left of {arguments.seconds:g} s", failed=False)

@@ -1,7 +1,8 @@
-"""How much do the codec's kernels and matrix products slow each other, by the number of SMs the codec may use?
+"""How much do the codec's kernels and matrix products slow each other, by the number of programs that the codec has?
 
 One stream has large bf16 products, as in a backward pass. Beside it a stream of high priority packs and unpacks buckets
-in turn, with 4, 8, 16, … programs (one saturates an SM). There are two duties:
+in turn, with eight programs for each of 4, 16 and 64 SMs (they would fill these), and as the engine launches them: "all
+SMs", where unpack has a program for each tile. There are two duties:
 
     back-to-back   one codec kernel after another: the worst case for the products
     step           a codec kernel, then a pause, so that alone it would be active for --duty of the time
@@ -29,6 +30,7 @@ from fusedcomm import reference
 from fusedcomm.native import _C
 
 MIB = 1 << 20
+PROGRAMS_OF_SM = 8
 MAX_ENTRIES = 900
 """Fewer entries than a stream's queue holds (1,024), so the host never waits for one stream while another is empty."""
 # GROUP_S: the time that a group of back-to-back codec kernels takes at least. MAX_HOST_S: if enqueueing takes longer,
@@ -54,12 +56,12 @@ class Product:
 
 
 class CodecKernels:
-    """Packs and unpacks a bucket in turn, with `num_programs` programs."""
+    """Packs and unpacks a bucket in turn, with as many programs as fill a number of SMs."""
 
     def __init__(self, device: Device, numel: int, wire: str) -> None:
         from fusedcomm.kernels import bucket
 
-        self.numel = numel
+        self.numel, self.num_sms = numel, device.num_sms
         self.layout = _C.bucket_layout(wire, BLOCK, 1, 0, numel, WHOLE)
         self.traffic_bytes = numel * 4 + self.layout.chunk_nbytes
         num_sets = device.num_sets(self.traffic_bytes)
@@ -70,23 +72,25 @@ class CodecKernels:
         ]
         self.buckets = [bucket.make_bucket(self.layout, flat, [(0, numel)], []) for flat in self.grads]
 
-    def check(self, num_programs: int) -> bool:
+    def check(self, sms: int) -> bool:
         """Whether both kernels agree with fusedcomm.reference on the device. bench/kernels.py compares the kernels with
         the CPU codec."""
         before = self.grads[0].clone()
-        self(0, num_programs)
-        self(1, num_programs)
+        self(0, sms)
+        self(1, sms)
         packed = reference.pack(self.layout, 0, before, before.new_empty(0), 1.0)
         values = reference.unpack(self.layout, 0, packed, 1.0, torch.float32)[0]
         return torch.equal(self.wires[0], packed) and torch.equal(self.grads[0], values)
 
-    def __call__(self, turn: int, num_programs: int) -> None:
+    def __call__(self, turn: int, sms: int) -> None:
         from fusedcomm.kernels import pack, unpack
+        from fusedcomm.kernels.variants import TILE
 
         index = turn // 2 % len(self.grads)
         if turn % 2 == 0:
-            pack.pack(self.buckets[index], 0, 1.0, self.wires[index], num_programs)
+            pack.pack(self.buckets[index], 0, 1.0, self.wires[index], PROGRAMS_OF_SM * sms)
         else:
+            num_programs = PROGRAMS_OF_SM * sms if sms < self.num_sms else -(-self.numel // TILE)
             unpack.unpack(self.buckets[index], 0, self.wires[index], 1.0, num_programs)
 
 
@@ -165,14 +169,14 @@ def _run_once(device: Device, streams: Sequence[Stream], host_s: float) -> tuple
 
 
 def measure(
-    device: Device, product: Product, codec: CodecKernels, num_programs: int, duty: float, arguments: argparse.Namespace
+    device: Device, product: Product, codec: CodecKernels, sms: int, duty: float, arguments: argparse.Namespace
 ) -> tuple[dict[str, list[float]], float]:
     """({name: seconds of each call}, part of the time in which the codec was active beside the products). The names are
     "product alone", "product beside codec", "codec alone" and "codec beside product"."""
     of_products, of_codec = device.stream(high_priority=False), device.stream(high_priority=True)
 
     def call(turn: int) -> None:
-        codec(turn, num_programs)
+        codec(turn, sms)
 
     codec_s = statistics.median(run(device, Stream(of_codec, call, 20))[0].seconds)
     product_s = statistics.median(run(device, Stream(of_products, product, 4))[0].seconds)
@@ -238,7 +242,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="programs, besides one per SM")
+    parser.add_argument("--sms", type=int, nargs="+", default=[4, 16, 64], help="SMs, besides all")
     parser.add_argument("--wires", nargs="+", choices=("bf16", "int8"), default=["bf16"])
     parser.add_argument("--mib", type=int, default=64, help="MiB of fp32 gradients in a bucket (64)")
     parser.add_argument("--matrix", type=int, default=8192, help="rows and columns of a matrix (8192)")

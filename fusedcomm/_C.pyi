@@ -150,6 +150,26 @@ class CollectiveResult:
     @property
     def received_splits(self) -> list[list[int]]: ...
 
+class CollectiveSignature:
+    def __init__(
+        self,
+        *,
+        kind: str,
+        name: str,
+        op: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        splits: collections.abc.Sequence[int] = [],
+        wire: str = "",
+        tensor_names: collections.abc.Sequence[str] = [],
+        problem: str = "",
+    ) -> None: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def tensor_names(self) -> list[str]: ...
+
 class Coordinator:
     def __init__(
         self,
@@ -177,20 +197,10 @@ class Coordinator:
     def stats(self) -> CoordinatorStats: ...
     def submit(
         self,
-        *,
-        kind: str,
-        name: str,
+        signature: CollectiveSignature,
         inputs: collections.abc.Sequence[torch.Tensor],
         outputs: collections.abc.Sequence[torch.Tensor],
-        op: int = 1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        root: int = 0,
-        splits: collections.abc.Sequence[int] = [],
         set_id: int = 0,
-        wire: str = "",
-        tensor_names: collections.abc.Sequence[str] = [],
-        problem: str = "",
     ) -> int: ...
     def take_events(self) -> list[tuple[str, str, int, int]]: ...
     def wait(self, handle: int) -> CollectiveResult: ...
@@ -208,7 +218,7 @@ class CpuDevice(Device):
 
 class CudaDevice(Device):
     def __init__(
-        self, *, kernels: KernelLoader, device: torch.device, isa: str, num_sms: int, forced_sync: bool
+        self, *, kernels: KernelLoader, device: torch.device, isa: str, num_pack_programs: int, forced_sync: bool
     ) -> None: ...
     @property
     def num_launches(self) -> int: ...
@@ -242,23 +252,16 @@ class EngineStats:
     @property
     def busy_ms(self) -> float: ...
     @property
-    def grad_nbytes(self) -> int: ...
-    @property
-    def num_buckets(self) -> int: ...
-    @property
-    def num_nonfinite(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
+    def counts(self) -> dict[str, int]: ...
     @property
     def num_timed_steps(self) -> int: ...
     @property
     def recent_busy_ms(self) -> list[float]: ...
     @property
     def recent_exposed_ms(self) -> list[float]: ...
-    @property
-    def sent_between_hosts_nbytes(self) -> int: ...
-    @property
-    def sent_nbytes(self) -> int: ...
+
+class ErrorMonitorOptions:
+    def __init__(self, **kwargs) -> None: ...
 
 class Exchange:
     def __init__(self, backend: torch._C._distributed_c10d.Backend, *, max_sending: int) -> None: ...
@@ -482,10 +485,7 @@ class Synchronizer:
         parameters: collections.abc.Sequence[tuple[torch.Tensor, str, int]],
         wire_1d: int,
         grad_device: torch.device,
-        verify_every: int,
-        measure_every: int,
-        fallback_error: float,
-        fallback_wire: int,
+        checks: ErrorMonitorOptions,
     ) -> None: ...
     def adopt_names(self, other: Synchronizer) -> None: ...
     def begin_call(self, what: str) -> int: ...
@@ -558,24 +558,7 @@ WIRES: tuple[str, ...]
 WIRE_LAYOUT_VERSION: int
 
 class WireConfig:
-    def __init__(
-        self,
-        *,
-        wire: str,
-        sum: str,
-        block: int,
-        predivide: float,
-        chunk_nbytes: int,
-        chunks_in_flight: int,
-        rotate: bool,
-        others: collections.abc.Sequence[tuple[str, int, bool]],
-        stochastic: bool,
-        seed: int,
-        error_feedback: str | None,
-        ranks_per_host: int = 1,
-        local_wire: str = "bf16",
-        ranks_on_host: int = 1,
-    ) -> None: ...
+    def __init__(self, **kwargs) -> None: ...
 
 def all_to_all_s(backend: torch._C._distributed_c10d.Backend, nbytes: int, rounds: int) -> float: ...
 def available_isas() -> list[str]: ...

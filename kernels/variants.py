@@ -17,6 +17,9 @@ tile_of()."""
 NUM_WARPS = 4
 """Warps of a program."""
 
+PACK_PROGRAMS_PER_SM = 8
+"""Programs of pack on each multiprocessor: as many as run at a time. All other kernels have one for each tile."""
+
 
 def tile_of(wire: str, block_numel: int) -> int:
     """Elements of a tile: a block lies in one tile."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import horovods_tests
 import pytest
 import torch
-from budget import Budget
 from filelock import FileLock
 from patience import measure_slowness
 from ranks import Ranks
@@ -33,14 +32,12 @@ def pytest_addoption(parser):
     group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
     group.addoption("--rest", action="store_true", help="run only the cases that need --all")
     group.addoption("--every-kernel", action="store_true", help="check the constants of every kernel (half an hour)")
-    group.addoption("--executed-minutes", type=float, metavar="M", help="see tests/helpers/budget.py")
     group.addoption("--horovods-tests", metavar="FOLDER", help="checkout of Horovod, to run its own tests against ours")
     group.addoption("--fetch-horovods-tests", action="store_true", help="download Horovod's own tests to run them")
     group.addoption("--oldest-triton", metavar="FOLDER", help="folder with the oldest supported Triton")
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(Budget())
     # Tests are collected, and ranks started, by what these say.
     if config.getoption("--horovods-tests"):
         os.environ[horovods_tests.VARIABLE] = os.path.abspath(config.getoption("--horovods-tests"))

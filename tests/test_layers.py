@@ -42,6 +42,7 @@ FUSEDCOMM = (
     "memory",
     "log",
     "native",
+    "literals",
     "version",
     "_C",
 )

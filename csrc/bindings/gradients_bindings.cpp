@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "bindings/future.h"
 #include "gradients/bucket.h"
 #include "gradients/collective_calls.h"
@@ -25,12 +27,12 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_results(py::module_& m) {
   py::class_<EngineStats>(m, "EngineStats")
-      .def_readonly("num_steps", &EngineStats::num_steps)
-      .def_readonly("num_buckets", &EngineStats::num_buckets)
-      .def_readonly("grad_nbytes", &EngineStats::grad_nbytes)
-      .def_readonly("sent_nbytes", &EngineStats::sent_nbytes)
-      .def_readonly("sent_between_hosts_nbytes", &EngineStats::sent_between_hosts_nbytes)
-      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
+      .def_property_readonly("counts",
+                             [](const EngineStats& stats) {
+                               std::map<std::string, int64_t> counts;
+                               for (const CountField& field : kCountFields) counts[field.name] = stats.*field.count;
+                               return counts;
+                             })
       .def_readonly("num_timed_steps", &EngineStats::num_timed_steps)
       .def_readonly("busy_ms", &EngineStats::busy_ms)
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
@@ -110,22 +112,20 @@ void bind_fused_sum(py::module_& m) {
 }
 
 void bind_synchronizer(py::module_& m) {
+  py::class_<ErrorMonitorOptions>(m, "ErrorMonitorOptions").def(py::init(&fields_of<ErrorMonitorOptions>));
   py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<TensorTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
-                       at::Device grad_device, int64_t verify_every, int64_t measure_every, double fallback_error,
-                       int fallback_wire) {
+                       at::Device grad_device, const ErrorMonitorOptions& checks) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<Parameters::Known> table;
              for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
-             const Synchronizer::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
              return std::make_shared<Synchronizer>(std::move(engine), std::move(transport), table, grad_device,
-                                                   options);
+                                                   Synchronizer::Options{wire_1d, checks});
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
-           py::arg("wire_1d"), py::arg("grad_device"), py::arg("verify_every"), py::arg("measure_every"),
-           py::arg("fallback_error"), py::arg("fallback_wire"), NoGil())
+           py::arg("wire_1d"), py::arg("grad_device"), py::arg("checks"), NoGil())
       .def(
           "verifications",
           [](const Synchronizer& synchronizer) {

@@ -49,13 +49,10 @@ std::shared_ptr<Coordinator> make_coordinator(
   return {new Coordinator(options, std::move(say), std::move(open_wire)), end_without_gil};
 }
 
-int submit(Coordinator& coordinator, const std::string& kind, std::string name, std::vector<at::Tensor> inputs,
-           std::vector<at::Tensor> outputs, int op, double prescale, double postscale, int root,
-           std::vector<int64_t> splits, int set, std::string wire, std::vector<std::string> tensor_names,
-           std::string problem) {
-  const py::gil_scoped_release no_gil;
-  auto request = std::make_shared<horovod::Request>();
-  horovod::Signature& as = request->signature;
+horovod::Signature make_signature(const std::string& kind, std::string name, int op, double prescale, double postscale,
+                                  int root, std::vector<int64_t> splits, std::string wire,
+                                  std::vector<std::string> tensor_names, std::string problem) {
+  horovod::Signature as;
   as.kind = horovod::kind_of(kind);
   as.name = std::move(name);
   as.op = static_cast<horovod::Op>(op);
@@ -66,7 +63,14 @@ int submit(Coordinator& coordinator, const std::string& kind, std::string name, 
   as.splits = std::move(splits);
   as.tensor_names = std::move(tensor_names);
   as.problem = std::move(problem);
-  horovod::describe(inputs, &as);
+  return as;
+}
+
+int submit(Coordinator& coordinator, const horovod::Signature& signature, std::vector<at::Tensor> inputs,
+           std::vector<at::Tensor> outputs, int set) {
+  auto request = std::make_shared<horovod::Request>();
+  request->signature = signature;
+  horovod::describe(inputs, &request->signature);
   request->inputs = std::move(inputs);
   request->outputs = std::move(outputs);
   request->set = set;
@@ -105,16 +109,22 @@ void bind_collective_results(py::module_& m) {
 void bind_horovod(pybind11::module_& m) {
   bind_collective_results(m);
   m.def("gradient_as_sent", &gradient_as_sent, py::arg("parameter"), py::arg("arriving"), NoGil());
+  // What the ranks must agree on, without the tensors' shapes and dtypes, which submit() adds.
+  py::class_<horovod::Signature>(m, "CollectiveSignature")
+      .def(py::init(&make_signature), py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("op") = 1,
+           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
+           py::arg("splits") = std::vector<int64_t>(), py::arg("wire") = "",
+           py::arg("tensor_names") = std::vector<std::string>(), py::arg("problem") = "")
+      .def_property_readonly("key", &horovod::Signature::key)
+      .def_readonly("tensor_names", &horovod::Signature::tensor_names);
   py::class_<Coordinator, std::shared_ptr<Coordinator>>(m, "Coordinator")
       .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
            py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("say"),
            py::arg("open_engine"))
       .def("add_set", &Coordinator::add_set, py::arg("set_id"), py::arg("ranks"), py::arg("backend"), NoGil())
       .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
-      .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),
-           py::arg("op") = 1, py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
-           py::arg("splits") = std::vector<int64_t>(), py::arg("set_id") = 0, py::arg("wire") = "",
-           py::arg("tensor_names") = std::vector<std::string>(), py::arg("problem") = "")
+      .def("submit", &submit, py::arg("signature"), py::arg("inputs"), py::arg("outputs"), py::arg("set_id") = 0,
+           NoGil())
       .def("poll", &Coordinator::poll, py::arg("handle"), NoGil())
       .def("wait", &Coordinator::wait, py::arg("handle"), NoGil())
       .def("shutdown", &Coordinator::shutdown, NoGil())

@@ -2,17 +2,15 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
 #include <string>
-#include <tuple>
 #include <variant>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "engine/plan.h"
 #include "gradients/grad_dtype.h"
 #include "gradients/parameters.h"
-#include "wire/names.h"
 
 namespace fusedcomm {
 namespace {
@@ -20,30 +18,11 @@ namespace {
 namespace py = pybind11;
 
 void bind_config(py::module_& m) {
-  py::class_<WireConfig>(m, "WireConfig")
-      .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
-                       int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate,
-                       const std::vector<std::tuple<std::string, int64_t, bool>>& others, bool stochastic,
-                       uint64_t seed, const std::optional<std::string>& error_feedback, int64_t ranks_per_host,
-                       const std::string& local_wire, int64_t ranks_on_host) {
-             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
-                               chunk_nbytes,         chunks_in_flight,   rotate};
-             for (const auto& [name, block_numel, rotated] : others) {
-               config.others.push_back({wire_from_name(name), block_numel, rotated, 0});
-             }
-             config.stochastic = stochastic;
-             config.seed = seed;
-             if (error_feedback) config.feedback = residual_format_from_name(*error_feedback);
-             config.ranks_per_host = ranks_per_host;
-             config.local_wire = wire_from_name(local_wire);
-             config.ranks_on_host = ranks_on_host;
-             check_config(config);
-             return config;
-           }),
-           py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
-           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"), py::arg("others"),
-           py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"), py::arg("ranks_per_host") = 1,
-           py::arg("local_wire") = "bf16", py::arg("ranks_on_host") = 1);
+  py::class_<WireConfig>(m, "WireConfig").def(py::init([](const py::kwargs& given) {
+    WireConfig config = fields_of<WireConfig>(given);
+    check_config(config);
+    return config;
+  }));
 }
 
 void bind_steps(py::module_& m) {

@@ -14,11 +14,6 @@ constexpr const char* kRefusedCapture =
     "buckets and workspaces: call comm.detach() and capture the step with DDP's default all-reduce, or do not capture "
     "the step";
 
-// Programs of a pack on each multiprocessor: as many as run side by side. Each takes several tiles, because it looks
-// for elements that are not finite at its end. Other kernels have a program for each tile. Both are measured in
-// bench/kernels.py.
-constexpr int64_t kPackProgramsOfSm = 8;
-
 // The sections of the layout's piece of a message's first part.
 PartArgs sections(const BucketLayout& layout, std::byte* message) {
   std::byte* piece = message + layout.part_offset;
@@ -135,14 +130,15 @@ const CudaTables& tables_of(const BucketSlices& slices) {
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
-                       std::string isa, int64_t num_sms, bool forced_sync)
+                       std::string isa, int64_t num_pack_programs, bool forced_sync)
     : StreamDevice(device, forced_sync),
       driver_(std::move(driver)),
       kernels_(kernels),
       isa_(std::move(isa)),
-      num_pack_programs_(kPackProgramsOfSm * num_sms),
+      num_pack_programs_(num_pack_programs),
       profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
-  TORCH_CHECK_VALUE(num_sms >= 1, "fusedcomm: num_sms=", num_sms, " is not possible: use 1 or more");
+  TORCH_CHECK_VALUE(num_pack_programs >= 1, "fusedcomm: num_pack_programs=", num_pack_programs,
+                    " is not possible: use 1 or more");
   TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: tile_numel of the kernels must be at least 1");
 }
 
@@ -170,18 +166,15 @@ void CudaDevice::enter_watching_thread() const {
 std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
                                                         const std::vector<SlicePlace>& lossy,
                                                         const std::vector<SlicePlace>& exact, int64_t grad_nbytes) {
-  const int64_t tile = tile_numel(layout);
-  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, tile, grad_nbytes),
-                                      slice_table(layout, true, exact, tile, grad_nbytes), device_, streams());
-}
-
-int64_t CudaDevice::tile_numel(const BucketLayout& layout) const {
-  return has_scales(layout.wire) ? std::max(kernels_.tile_numel, layout.block_numel) : kernels_.tile_numel;
+  const int64_t tile_numel = kernels_.tile_of(layout);
+  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, tile_numel, grad_nbytes),
+                                      slice_table(layout, true, exact, tile_numel, grad_nbytes), device_, streams());
 }
 
 int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) const {
-  const int64_t tile = tile_numel(layout);
-  return num_parts * (tiles_per_part(layout.part.exact_numel, tile) + tiles_per_part(layout.part.lossy_numel, tile));
+  const int64_t tile_numel = kernels_.tile_of(layout);
+  return num_parts *
+         (tiles_per_part(layout.part.exact_numel, tile_numel) + tiles_per_part(layout.part.lossy_numel, tile_numel));
 }
 
 const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& layout) const {

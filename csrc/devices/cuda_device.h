@@ -17,10 +17,11 @@ namespace fusedcomm {
 
 class CudaDevice : public StreamDevice {
  public:
-  // num_sms: the device's multiprocessors. `device` may be the CPU, with a driver that runs kernels there. Throws
-  // ValueError if num_sms is below 1.
+  // num_pack_programs: the most programs that pack has; each takes several tiles, because it looks for elements that
+  // are not finite at its end. Other kernels have a program for each tile. `device` may be the CPU, with a driver that
+  // runs kernels there. Throws ValueError if num_pack_programs is below 1.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
-             int64_t num_sms, bool forced_sync);
+             int64_t num_pack_programs, bool forced_sync);
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
@@ -49,7 +50,6 @@ class CudaDevice : public StreamDevice {
   const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
   void launch_kernel(const Kernel& kernel, int64_t num_programs, const Launch& args);
-  int64_t tile_numel(const BucketLayout& layout) const;  // a block lies in one tile
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
 
   const std::shared_ptr<const CudaDriver> driver_;

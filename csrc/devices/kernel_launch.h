@@ -2,6 +2,7 @@
 // lists the parameters in the kernel's order. attach() compares their types with the compiled kernel's.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
@@ -30,7 +31,12 @@ struct Kernel {
 // The kernels that attach() compiled.
 struct CudaKernels {
   std::map<KernelKey, Kernel> kernels;
-  int64_t tile_numel = 0;  // elements of a tile, unless a block has more; see slice_table.h
+  int64_t tile_numel = 0;  // elements of a tile, at least; see slice_table.h
+
+  // Elements of a tile of this layout: a block lies in one tile.
+  int64_t tile_of(const BucketLayout& layout) const {
+    return has_scales(layout.wire) ? std::max(tile_numel, layout.block_numel) : tile_numel;
+  }
 
   // Throws std::logic_error, whose text describes the kernel, if it was not compiled.
   const Kernel& at(const KernelKey& key) const {

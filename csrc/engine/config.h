@@ -26,6 +26,25 @@ struct WireConfig {
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
   int64_t ranks_on_host = 1;               // ranks that share a host, on one level too; only counts depend on it
+
+  // Calls visit(name, pointer to member) for each field, by its name in Config.native() of fusedcomm/config/config.py.
+  template <class Visit>
+  static void visit_fields(Visit visit) {
+    visit("wire", &WireConfig::wire);
+    visit("sum", &WireConfig::sum);
+    visit("block", &WireConfig::block_numel);
+    visit("predivide", &WireConfig::predivide);
+    visit("chunk_nbytes", &WireConfig::max_chunk_nbytes);
+    visit("chunks_in_flight", &WireConfig::num_slots);
+    visit("rotate", &WireConfig::rotate);
+    visit("others", &WireConfig::others);
+    visit("stochastic", &WireConfig::stochastic);
+    visit("seed", &WireConfig::seed);
+    visit("error_feedback", &WireConfig::feedback);
+    visit("ranks_per_host", &WireConfig::ranks_per_host);
+    visit("local_wire", &WireConfig::local_wire);
+    visit("ranks_on_host", &WireConfig::ranks_on_host);
+  }
 };
 
 // The number of a parameter's wire: 0 is the configuration's `wire`, k > 0 is others[k - 1], kExactWire is fp32.

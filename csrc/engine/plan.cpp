@@ -197,14 +197,14 @@ BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const L
 }
 
 int64_t workspace_nbytes(const WireConfig& config, int world_size) {
-  // A layout's part may be rounded up by one grain. Its exact elements and its three sections are each rounded up to 16
-  // bytes.
+  // A layout's part may be rounded up by one grain. Its exact elements are rounded up to kMaxVectorNumel, and its three
+  // sections to kAlignNbytes.
   int64_t slack = 0;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
     const WireFormat format = wire_format(config, number);
     const int64_t grain = grain_numel(format.wire, format.block_numel);
     const int64_t local = config.ranks_per_host > 1 ? codes_nbytes(config.local_wire, grain) : 0;
-    slack += std::max(codes_nbytes(format.wire, grain) + scales_nbytes(format.wire, 1), local) + 4 * kAlignNbytes;
+    slack += std::max(codes_nbytes(format.wire, grain) + scales_nbytes(format.wire, 1), local) + 4 * kMaxVectorNumel + 3 * kAlignNbytes;
   }
   return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }

@@ -31,12 +31,7 @@ StatsKeeper::StatsKeeper() {
 
 void StatsKeeper::add(const EngineStats& bucket, StampPtr submitted, StampPtr done) {
   std::lock_guard<std::mutex> lock(mutex_);
-  stats_.num_steps += bucket.num_steps;
-  stats_.num_buckets += bucket.num_buckets;
-  stats_.grad_nbytes += bucket.grad_nbytes;
-  stats_.sent_nbytes += bucket.sent_nbytes;
-  stats_.sent_between_hosts_nbytes += bucket.sent_between_hosts_nbytes;
-  stats_.num_nonfinite += bucket.num_nonfinite;
+  for (const CountField& field : kCountFields) stats_.*field.count += bucket.*field.count;
   const bool is_last = bucket.num_steps != 0;
   untimed_.push_back({std::move(submitted), std::move(done), is_last});
   if (is_last) take_times();

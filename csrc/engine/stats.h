@@ -28,6 +28,20 @@ struct EngineStats {
   std::vector<float> recent_busy_ms;
 };
 
+// The fields that count, by their names in fusedcomm/session/stats.py, where Stats has a field for each.
+struct CountField {
+  const char* name;
+  int64_t EngineStats::* count;
+};
+inline constexpr CountField kCountFields[] = {
+    {"steps", &EngineStats::num_steps},
+    {"buckets", &EngineStats::num_buckets},
+    {"grad_nbytes", &EngineStats::grad_nbytes},
+    {"sent_nbytes", &EngineStats::sent_nbytes},
+    {"sent_between_hosts_nbytes", &EngineStats::sent_between_hosts_nbytes},
+    {"nonfinite", &EngineStats::num_nonfinite},
+};
+
 // Adds up the statistics of buckets as they end.
 class StatsKeeper {
  public:

@@ -20,9 +20,20 @@
 namespace fusedcomm {
 
 struct ErrorMonitorOptions {
-  int64_t verify_every = 0;   // steps from one verified bucket to the next; 0: never
-  int64_t measure_every = 0;  // steps from one measured step to the next; 0: never
-  double fallback_error = 0;  // relative error of a verified bucket above which the bucket falls back; 0: never
+  int64_t verify_every = 0;        // steps from one verified bucket to the next; 0: never
+  int64_t measure_every = 0;       // steps from one measured step to the next; 0: never
+  double fallback_error = 0;       // relative error of a verified bucket above which the bucket falls back; 0: never
+  int fallback_wire = kExactWire;  // wire number that the parameters of such a bucket get
+
+  // Calls visit(name, pointer to member) for each field, by its name in Config.native_checks() of
+  // fusedcomm/config/config.py.
+  template <class Visit>
+  static void visit_fields(Visit visit) {
+    visit("verify_every", &ErrorMonitorOptions::verify_every);
+    visit("measure_every", &ErrorMonitorOptions::measure_every);
+    visit("fallback_error", &ErrorMonitorOptions::fallback_error);
+    visit("fallback_wire", &ErrorMonitorOptions::fallback_wire);
+  }
 };
 
 // A bucket's result beside an exact all-reduce of the same gradients.

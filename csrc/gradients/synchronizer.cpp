@@ -185,7 +185,7 @@ void Synchronizer::begin_pass() {
 }
 
 void Synchronizer::fall_back(const ErrorMonitor::Failing& failing) {
-  const int to = options_.fallback_wire;
+  const int to = options_.monitor.fallback_wire;
   const Wire wire = to == kExactWire ? Wire::kFp32 : wire_format(engine_->config(), to).wire;
   std::lock_guard<std::mutex> lock(mutex_);
   for (BucketRecordPtr& record : records_.all()) {

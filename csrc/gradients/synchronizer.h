@@ -31,7 +31,6 @@ class Synchronizer {
   struct Options {
     int wire_1d = 0;  // wire number of parameters that appear later and have at most one dimension
     ErrorMonitorOptions monitor;
-    int fallback_wire = kExactWire;  // wire number that the parameters of a bucket get if its error is too large
   };
 
   // parameters: empty if they are added as they appear in buckets, e.g. for a hook that is registered without the

@@ -2,8 +2,8 @@
 // fusedcomm/reference.
 //
 // A new wire dtype is an enumerator and a row here. Its arithmetic is in codec/isa/scalar_impl.h, in
-// kernels/{elements,encode,quantise}.py and in fusedcomm/reference/elements.py. For users
-// its name is in fusedcomm/config/literals.py and in the docstring of Config.
+// kernels/{elements,encode,quantise}.py, and in fusedcomm/reference/elements.py. For users its name is in
+// fusedcomm/literals.py and in the docstring of Config.
 #pragma once
 
 #include <cstdint>

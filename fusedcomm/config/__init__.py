@@ -5,7 +5,6 @@ may differ from rank to rank. Each option is documented in its class's docstring
 """
 
 from fusedcomm.config.config import AUTO, OFF, Config
-from fusedcomm.config.literals import Off, ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.config.local import (
     STALL_AFTER_S,
     LocalOptions,
@@ -30,6 +29,7 @@ from fusedcomm.config.options import (
     Rounding,
     TwoLevels,
 )
+from fusedcomm.literals import Off, ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.patterns import ONE_DIMENSIONAL
 
 __all__ = [

@@ -8,7 +8,6 @@ import torch
 
 from fusedcomm import patterns
 from fusedcomm.config import check
-from fusedcomm.config.literals import Sum, Wire
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
     SUMS,
@@ -23,6 +22,7 @@ from fusedcomm.config.options import (
     Rounding,
     TwoLevels,
 )
+from fusedcomm.literals import Sum, Wire
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
@@ -340,15 +340,15 @@ class Config(Options):
             ranks_on_host=ranks_on_host,
         )
 
-    def native_checks(self) -> dict[str, object]:
-        """The arguments of the native synchronizer that say what it measures, and what follows."""
+    def native_checks(self) -> "_C.ErrorMonitorOptions":
+        """What the synchronizer measures, and what follows."""
         fallback = self.checks.fallback
-        return {
-            "verify_every": self.checks.verify_every,
-            "measure_every": self.checks.measure_every,
-            "fallback_error": fallback.error if fallback else 0.0,
-            "fallback_wire": self.number_of(fallback.wire if fallback else self.wire),
-        }
+        return _C.ErrorMonitorOptions(
+            verify_every=self.checks.verify_every,
+            measure_every=self.checks.measure_every,
+            fallback_error=fallback.error if fallback else 0.0,
+            fallback_wire=self.number_of(fallback.wire if fallback else self.wire),
+        )
 
     def is_one_shot(self, world_size: int) -> bool:
         """Whether buckets that the codec encodes are summed by one-shot, with sums on one level."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fusedcomm.config import check
-from fusedcomm.config.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithoutScales
+from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 

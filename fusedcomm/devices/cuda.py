@@ -31,8 +31,8 @@ class CudaPath:
         reduces_rows: as for :func:`kernel_variants`.
 
     Raises:
-        RuntimeError: there is no driver, the GPU is not supported, Triton cannot be used, or a kernel cannot be compiled or
-            loaded.
+        RuntimeError: there is no driver, the GPU is not supported, Triton cannot be used, or a kernel cannot be
+            compiled or loaded.
         ValueError: an option is out of range, or is for another device.
     """
 
@@ -60,6 +60,8 @@ class CudaPath:
         driver = _C.CudaDriver(DRIVER)
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        from fusedcomm.kernels.variants import PACK_PROGRAMS_PER_SM
+
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current on this thread; loading needs that
             kernels, compiler = load_kernels(
@@ -70,7 +72,7 @@ class CudaPath:
                 kernels=kernels,
                 device=device,
                 isa=f"{compiler} sm_{capability}",
-                num_sms=num_sms,
+                num_pack_programs=PACK_PROGRAMS_PER_SM * num_sms,
                 forced_sync=env.sync(),
             )
             self._device.warm_up()

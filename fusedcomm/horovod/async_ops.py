@@ -25,6 +25,7 @@ from fusedcomm.horovod.checks import (
 from fusedcomm.horovod.handles import next_name, refuse, submit
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of, root_in_set
 from fusedcomm.horovod.world import World
+from fusedcomm.native import _C
 
 Tensors = Sequence[torch.Tensor]
 
@@ -67,52 +68,11 @@ def _allreduce(
     check_adasum(op, process_set, found.size)
     outputs = inputs if in_place else [_empty_like(tensor) for tensor in inputs]
     result = outputs if is_group else outputs[0]
-    return submit(
-        found,
-        kind="allreduce",
-        name=name,
-        inputs=inputs,
-        outputs=outputs,
-        finish=lambda _: result,
-        written=inputs if in_place else [],
-        op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        set_id=process_set.process_set_id,
-        wire=wire,
+    signature = _C.CollectiveSignature(
+        kind="allreduce", name=name, op=op, prescale=prescale_factor, postscale=postscale_factor, wire=wire
     )
-
-
-def reduce_gradients(
-    tensors: list[torch.Tensor],
-    name: str,
-    tensor_names: list[str],
-    op: int,
-    scales: tuple[float, float],
-    process_set: ProcessSet,
-    wire: str,
-    is_group: bool,
-) -> int:
-    """For DistributedOptimizer: allreduces contiguous tensors in place. The result is their list. tensor_names: by
-    which a configuration chooses wires. scales: the factors before and after the sum."""
-    found, _ = member_of(process_set)
-    for tensor in tensors:
-        check_tensor("allreduce", tensor, REDUCED)
-    return submit(
-        found,
-        kind="allreduce",
-        name=f"grouped.{name}" if is_group else name,
-        inputs=tensors,
-        outputs=tensors,
-        finish=lambda _: tensors,
-        written=tensors,
-        op=op,
-        prescale=scales[0],
-        postscale=scales[1],
-        set_id=process_set.process_set_id,
-        wire=wire,
-        tensor_names=tensor_names,
-    )
+    written = inputs if in_place else ()
+    return submit(found, signature, inputs, outputs, lambda _: result, written, process_set.process_set_id)
 
 
 def allreduce_async(
@@ -196,8 +156,8 @@ def _allgather(given: Any, name: str | None, process_set: ProcessSet, *, is_grou
         return gathered if is_group else gathered[0]
 
     inputs = [_as_moved(tensor) for tensor in tensors]
-    return submit(found, kind="allgather", name=name, inputs=inputs, outputs=[], finish=finish,
-                  set_id=process_set.process_set_id)  # fmt: skip
+    signature = _C.CollectiveSignature(kind="allgather", name=name)
+    return submit(found, signature, inputs, [], finish, set_id=process_set.process_set_id)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -217,17 +177,10 @@ def _broadcast(
 ) -> int:
     found, _, name = _begin("broadcast", tensor, MOVED, name, process_set, is_group=False)
     output = tensor if in_place else _empty_like(tensor)
-    return submit(
-        found,
-        kind="broadcast",
-        name=name,
-        inputs=[_as_moved(tensor)],
-        outputs=[_as_moved(output)],
-        finish=lambda _: output,
-        written=[output] if in_place else [],
-        root=root_in_set(process_set, root_rank),
-        set_id=process_set.process_set_id,
-    )
+    signature = _C.CollectiveSignature(kind="broadcast", name=name, root=root_in_set(process_set, root_rank))
+    written = [output] if in_place else []
+    return submit(found, signature, [_as_moved(tensor)], [_as_moved(output)], lambda _: output, written,
+                  process_set.process_set_id)  # fmt: skip
 
 
 def broadcast_async(
@@ -268,8 +221,8 @@ def alltoall_async(
         return output, torch.tensor(result.received_splits[0], dtype=torch.int32, device=device)
 
     rows = _as_moved(tensor)[: sum(parsed)]
-    return submit(found, kind="alltoall", name=name, inputs=[rows], outputs=[],
-                  finish=finish, splits=parsed, set_id=process_set.process_set_id)  # fmt: skip
+    signature = _C.CollectiveSignature(kind="alltoall", name=name, splits=parsed)
+    return submit(found, signature, [rows], [], finish, set_id=process_set.process_set_id)
 
 
 def _reducescatter(
@@ -287,8 +240,10 @@ def _reducescatter(
     for tensor in tensors:
         check_has_rows("reducescatter", tensor)
     finish: Callable[[Any], Any] = lambda result: list(result.outputs) if is_group else result.outputs[0]  # noqa: E731
-    return submit(found, kind="reducescatter", name=name, inputs=tensors, outputs=[], finish=finish, op=op,
-                  prescale=prescale_factor, postscale=postscale_factor, set_id=process_set.process_set_id)  # fmt: skip
+    signature = _C.CollectiveSignature(
+        kind="reducescatter", name=name, op=op, prescale=prescale_factor, postscale=postscale_factor
+    )
+    return submit(found, signature, tensors, [], finish, set_id=process_set.process_set_id)
 
 
 def reducescatter_async(

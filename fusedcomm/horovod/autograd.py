@@ -40,20 +40,27 @@ def scattered(is_group: bool, tensors: Tensors, name: str | None, how: dict) -> 
 
 
 class Allreduce(torch.autograd.Function):
+    """`how`: the other arguments of allreduce_async(). Errors of both passes: those of the collectives."""
+
     @staticmethod
     def forward(ctx: Any, is_group: bool, name: str | None, how: dict, *tensors: torch.Tensor) -> Tensors:
+        """The reduced tensors, new ones of the same shapes."""
         ctx.is_group, ctx.how = is_group, how
         return allreduced(is_group, tensors, name, how)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        """The reduced gradients, one for each tensor."""
         contiguous = tuple(grad.contiguous() for grad in grads)
         return None, None, None, *allreduced(ctx.is_group, contiguous, None, ctx.how)
 
 
 class Allgather(torch.autograd.Function):
+    """Tensors of shape (rows, …), where `rows` may differ from rank to rank."""
+
     @staticmethod
     def forward(ctx: Any, is_group: bool, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Tensors:
+        """Every rank's rows, in rank order."""
         ctx.num_rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors], process_set
         return allgathered(is_group, tensors, name, process_set)
 
@@ -71,15 +78,19 @@ class Allgather(torch.autograd.Function):
 
 
 class Broadcast(torch.autograd.Function):
+    """`root_rank`: a rank of the job."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
+        """The root's tensor, as a new one."""
         ctx.root_rank, ctx.process_set = root_rank, process_set
         return synchronize(async_ops.broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        """The average on the root, zeros on other ranks."""
         average = synchronize(async_ops.allreduce_async(grad.contiguous(), op=Average, process_set=ctx.process_set))
         _, rank = member_of(ctx.process_set)
         if rank != root_in_set(ctx.process_set, ctx.root_rank):
@@ -88,8 +99,11 @@ class Broadcast(torch.autograd.Function):
 
 
 class Alltoall(torch.autograd.Function):
+    """`splits`: rows for each rank of the set, or None."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> tuple:
+        """The received rows, and how many came from each rank: int32 of shape (ranks of the set,)."""
         output, received = synchronize(async_ops.alltoall_async(tensor, splits, name, process_set))
         ctx.received, ctx.process_set, ctx.num_rows = received.tolist(), process_set, tensor.shape[0]
         ctx.mark_non_differentiable(received)
@@ -97,6 +111,7 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple:
+        """The gradient of the rows that this rank sent, and zeros for rows that were not sent."""
         handle = async_ops.alltoall_async(grad.contiguous(), ctx.received, process_set=ctx.process_set)
         own, _ = synchronize(handle)
         if own.shape[0] < ctx.num_rows:  # the rows that were not sent
@@ -105,13 +120,17 @@ class Alltoall(torch.autograd.Function):
 
 
 class Reducescatter(torch.autograd.Function):
+    """`how`: the other arguments of reducescatter_async(), with both factors."""
+
     @staticmethod
     def forward(ctx: Any, is_group: bool, name: str | None, how: dict, *tensors: torch.Tensor) -> Tensors:
+        """This rank's share of the rows of each result."""
         ctx.how = how
         return scattered(is_group, tensors, name, how)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        """The gathered gradients, of the given tensors' shapes."""
         process_set = ctx.how["process_set"]
         factor = ctx.how["prescale_factor"] * ctx.how["postscale_factor"]
         if ctx.how["op"] == Sum:

@@ -3,26 +3,27 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusedcomm.horovod.errors import HorovodInternalError, reraise
 from fusedcomm.horovod.world import World
+from fusedcomm.native import _C
 
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """One operation. `native`: its handle in the coordinator, which counts anew after each init. `finish` makes what
-    synchronize() returns from the coordinator's result. `written`: outputs that the caller gave. `versions`: those of
-    the inputs when they were submitted, in the debug mode only. `is_seen_done`: poll() has returned True."""
+    """One operation. `native`: its handle in the coordinator, which counts anew after each init. `written`: outputs
+    that the caller gave. `finish` makes what wait() returns from the coordinator's result. `versions`: those of the
+    inputs when they were submitted, in the debug mode only. `is_seen_done`: poll() has returned True."""
 
     world: World
+    signature: _C.CollectiveSignature
     native: int
-    key: str
     inputs: list[torch.Tensor]
-    written: list[torch.Tensor]
+    written: Sequence[torch.Tensor]
     finish: Callable[[Any], Any]
     versions: list[int] | None
     is_seen_done: bool = False
@@ -57,20 +58,18 @@ def joined() -> None:
 
 def submit(
     found: World,
-    *,
-    kind: str,
-    name: str,
+    signature: _C.CollectiveSignature,
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
     finish: Callable[[Any], Any],
-    written: list[torch.Tensor] | None = None,
-    **how: Any,
+    written: Sequence[torch.Tensor] = (),
+    set_id: int = 0,
 ) -> int:
-    """Hands an operation to the coordinator and returns its handle. Raises ValueError if its name is pending, and
-    HorovodInternalError if the job has failed or was shut down."""
-    coordinator = found.coordinator
-    key = f"{kind}.{name}"
-    place = (how.get("set_id", 0), key)
+    """As begin(), for an operation that the script waits for: returns its handle. Raises ValueError if its name is
+    pending."""
+    global _num_handles
+    key = signature.key
+    place = (set_id, key)
     last = _pending.get(_last_of_name.get(place, -1))
     # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
     if last is not None and last.world is found and not last.is_seen_done:
@@ -78,21 +77,35 @@ def submit(
             f"{key} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
-    given = inputs, outputs
+    pending = begin(found, signature, inputs, outputs, finish, written, set_id)
+    with _lock:
+        handle, _num_handles = _num_handles, _num_handles + 1
+    _pending[handle] = pending
+    _last_of_name[place] = handle
+    return handle
+
+
+def begin(
+    found: World,
+    signature: _C.CollectiveSignature,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    finish: Callable[[Any], Any],
+    written: Sequence[torch.Tensor],
+    set_id: int,
+) -> Pending:
+    """Hands an operation to the coordinator. Raises ValueError if one of its name is under way, and
+    HorovodInternalError if the job has failed or was shut down."""
+    given, versions = (inputs, outputs), None
     if found.settings.check:
         # The coordinator's own writes must not count: these share the memory, but not the version.
         given = [each.data for each in inputs], [each.data for each in outputs]
+        versions = [each._version for each in inputs]
     try:
-        native = coordinator.submit(kind=kind, name=name, inputs=given[0], outputs=given[1], **how)
+        native = found.coordinator.submit(signature, *given, set_id)
     except (ValueError, RuntimeError) as error:
-        reraise(error, coordinator)
-    versions = [each._version for each in inputs] if found.settings.check else None
-    global _num_handles
-    with _lock:
-        handle, _num_handles = _num_handles, _num_handles + 1
-    _pending[handle] = Pending(found, native, key, inputs, written or [], finish, versions)
-    _last_of_name[place] = handle
-    return handle
+        reraise(error, found.coordinator)
+    return Pending(found, signature, native, inputs, written, finish, versions)
 
 
 def poll(handle: int) -> bool:
@@ -110,7 +123,7 @@ def poll(handle: int) -> bool:
 def refuse(found: World, kind: str, name: str, problem: str, set_id: int) -> None:
     """Tells the ranks that submit the operation why this one does not: they get it as a HorovodInternalError."""
     with contextlib.suppress(ValueError, RuntimeError):  # its name is pending, or the job has failed
-        found.coordinator.submit(kind=kind, name=name, inputs=[], outputs=[], set_id=set_id, problem=problem)
+        found.coordinator.submit(_C.CollectiveSignature(kind=kind, name=name, problem=problem), [], [], set_id)
 
 
 def _checked(handle: int) -> int:
@@ -131,8 +144,11 @@ def synchronize(handle: int) -> Any:
     operation, or the job has failed or was shut down.
     """
     pending = _pending.pop(_checked(handle), None)
-    if pending is None:
-        return None
+    return None if pending is None else wait(pending)
+
+
+def wait(pending: Pending) -> Any:
+    """Waits for an operation and returns its result. Errors: see synchronize()."""
     coordinator = pending.world.coordinator
     try:
         result = coordinator.wait(pending.native)
@@ -151,9 +167,9 @@ def _check_versions(pending: Pending) -> None:
     for i, (tensor, before) in enumerate(zip(pending.inputs, pending.versions, strict=True)):
         if tensor._version != before:
             raise RuntimeError(
-                f"rank {pending.world.rank}: {pending.key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in "
-                "place after it was submitted and before it was synchronized, so the result may hold old or new "
-                "values. Submit a clone, or change it after synchronize()"
+                f"rank {pending.world.rank}: {pending.signature.key}: tensor {i}, of shape {tuple(tensor.shape)}, was "
+                "changed in place after it was submitted and before it was synchronized, so the result may hold old or "
+                "new values. Submit a clone, or change it after synchronize()"
             )
 
 

@@ -35,6 +35,7 @@ from fusedcomm.horovod.compression import Compression, check_compression, wire_o
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.world import world
+from fusedcomm.native import _C
 
 Tensors = Sequence[torch.Tensor]
 
@@ -221,8 +222,8 @@ def join(device: int = -1) -> int:
 
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
-    number = synchronize(submit(found, kind="join", name="noname", inputs=[], outputs=[],
-                                finish=lambda result: result.number))  # fmt: skip
+    signature = _C.CollectiveSignature(kind="join", name="noname")
+    number = synchronize(submit(found, signature, [], [], lambda result: result.number))
     joined()
     return number
 
@@ -232,5 +233,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
-    synchronize(submit(found, kind="barrier", name="noname", inputs=[], outputs=[], finish=lambda _: None,
-                       set_id=process_set.process_set_id))  # fmt: skip
+    signature = _C.CollectiveSignature(kind="barrier", name="noname")
+    synchronize(submit(found, signature, [], [], lambda _: None, set_id=process_set.process_set_id))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,12 +12,12 @@ import torch
 
 import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY, new_parameters
-from fusedcomm.horovod.checks import Max
-from fusedcomm.horovod.compression import wire_of
+from fusedcomm.horovod.checks import REDUCED, Max, check_tensor
+from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.errors import HorovodInternalError
-from fusedcomm.horovod.handles import synchronize
+from fusedcomm.horovod.handles import Pending, begin, synchronize, wait
 from fusedcomm.horovod.objects import broadcast_object
-from fusedcomm.horovod.process_sets import ProcessSet
+from fusedcomm.horovod.process_sets import ProcessSet, member_of
 from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.world import World, world
 from fusedcomm.native import _C
@@ -31,35 +30,48 @@ SECOND_SYNCHRONIZE = (
 )
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Gradient:
-    """A parameter's gradient on its way. `whole`: the parameter's `.grad`, or a tensor that becomes its values. `sent`:
-    `whole`, or a view of it that is contiguous."""
+    """A parameter's gradient. `passes_left`: backward passes of this step that it still misses. `whole`, once it is
+    ready: the parameter's `.grad`, or a tensor that becomes its values. `sent`: `whole`, or a view of it that is
+    contiguous."""
 
-    whole: torch.Tensor
-    sent: torch.Tensor
+    parameter: torch.Tensor
+    name: str
+    passes_left: int = 0
+    whole: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Unit:
-    """Parameters whose gradients are one operation. `ready`: their gradients, once they are ready in this step. `wait`,
-    once submitted: waits for the operation and writes the gradients."""
+    """Gradients that are one operation. `num_missing`: how many are not ready in this step. `is_sparse`: whether
+    one of these is sparse. `sum`, once submitted: the operation, or functions that wait for the sparse sum of each
+    gradient. `compressed`: what compress() gave for each; empty if they travel as they are. `signatures`: what is the
+    same in every step, by wire."""
 
     name: str
-    parameters: list[torch.Tensor]
     is_group: bool
-    ready: dict[torch.Tensor, Gradient] = dataclasses.field(default_factory=dict)
-    wait: Callable[[], None] | None = None
+    gradients: list[Gradient]
+    num_missing: int = 0
+    is_sparse: bool = False
+    sum: Pending | list[Callable[[], torch.Tensor]] | None = None
+    compressed: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
+    signatures: dict[str, _C.CollectiveSignature] = dataclasses.field(default_factory=dict)
 
 
-def _hook_of(optimizer: "ReducedOptimizer", parameter: torch.Tensor) -> Callable[[Any, tuple], None]:
-    """A hook of the node that adds to the parameter's gradient. It does not keep the optimizer alive, whose successor
-    may have hooks on the same parameters."""
-    alive = weakref.ref(optimizer)
+def _none(_: Any) -> None:
+    """Makes the result of a sum in place."""
+
+
+def _hook_of(optimizer: "ReducedOptimizer", unit: Unit, index: int) -> Callable[[Any, tuple], None]:
+    """A hook of the node that adds to a parameter's gradient, the unit's `index`th. It does not keep the optimizer
+    alive, whose successor may have hooks on the same parameters, nor the unit."""
+    alive, its = weakref.ref(optimizer), weakref.ref(unit)
 
     def hook(_: Any, arriving: tuple[torch.Tensor | None, ...]) -> None:
         if (found := alive()) is not None:
-            found._on_gradient(parameter, arriving[0])
+            found._on_gradient(its(), index, arriving[0])
 
     return hook
 
@@ -96,12 +108,13 @@ class ReducedOptimizer:
         """Arguments: see DistributedOptimizer(). names: of all parameters that it may ever have."""
         self._parameter_names = names
         self._compression = compression
+        self._is_compressed = compression is not Compression.none
         # The factor can differ from 1 for averages only.
         self._scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
         self.op, self.process_set, self.sparse_as_dense = op, process_set, sparse_as_dense
         self._is_synchronized, self._should_synchronize = False, True
         self._units: list[Unit] = []
-        self._unit_of: dict[torch.Tensor, Unit] = {}
+        self._gradients: dict[torch.Tensor, Gradient] = {}
         self._submitted: list[Unit] = []
         # The same on every rank; see _agree_on_kinds().
         self._kinds: dict[torch.Tensor, int] = {}
@@ -114,32 +127,36 @@ class ReducedOptimizer:
         self._nodes: list[torch.autograd.graph.Node] = []
         self.backward_passes_per_step = backward_passes_per_step
         self._add_hooks()
+        self._begin_step()
 
     def _add_hooks(self) -> None:
-        """Gives hooks to the units that have none. Call it when no operation is under way."""
+        """Gives hooks to the units that have none."""
         for unit in self._units[self._num_hooked :]:
-            for parameter in unit.parameters:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                node.register_hook(_hook_of(self, parameter))
+            for index, gradient in enumerate(unit.gradients):
+                node = torch.autograd.graph.get_gradient_edge(gradient.parameter).node
+                node.register_hook(_hook_of(self, unit, index))
                 self._nodes.append(node)
         self._num_hooked = len(self._units)
-        self.set_backward_passes_per_step(self.backward_passes_per_step)
 
     def _make_units(self, groups: int | list[list[torch.Tensor]] | None) -> None:
         updated = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
         if groups is None:
-            self._units = [Unit(self._parameter_names[each], [each], is_group=False) for each in updated]
+            for each in updated:
+                self._add_unit([each], is_group=False)
         else:
             for parameters in self._grouped(updated, groups):
-                self._units.append(Unit(self._parameter_names[parameters[0]], parameters, is_group=True))
-        self._unit_of = {each: unit for unit in self._units for each in unit.parameters}
+                self._add_unit(parameters, is_group=True)
+
+    def _add_unit(self, parameters: list[torch.Tensor], is_group: bool) -> None:
+        gradients = [Gradient(each, self._parameter_names[each]) for each in parameters]
+        self._units.append(Unit(gradients[0].name, is_group, gradients))
+        self._gradients.update(zip(parameters, gradients, strict=True))
 
     def _add_new_units(self) -> None:
         """Adds a unit for each parameter that was thawed, or added to the optimizer, since the last step. Its gradient
         of this step is submitted by synchronize(), later ones by its hook."""
-        for each in new_parameters(self.param_groups, self._unit_of, self._parameter_names):
-            self._unit_of[each] = Unit(self._parameter_names[each], [each], is_group=False)
-            self._units.append(self._unit_of[each])
+        for each in new_parameters(self.param_groups, self._gradients, self._parameter_names):
+            self._add_unit([each], is_group=False)
 
     def _grouped(self, updated: list[torch.Tensor], groups: int | list) -> list[list[torch.Tensor]]:
         """The groups, in the order of the set's first rank, which all ranks have to share."""
@@ -160,90 +177,102 @@ class ReducedOptimizer:
         way."""
         self.backward_passes_per_step = passes
         for unit in self._units:
-            if unit.wait is None:
-                unit.ready.clear()
-        self._passes_left = {each: 0 if unit.wait else passes for each, unit in self._unit_of.items()}
+            if unit.sum is None:
+                unit.num_missing, unit.is_sparse = len(unit.gradients), False
+            for gradient in unit.gradients:
+                gradient.passes_left = passes if unit.sum is None else 0
 
     def _is_alone(self) -> bool:
         """Whether there is nothing to reduce. An elastic job may get ranks later and behaves the same with one."""
-        return world().size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
+        found = world()
+        return found.size == 1 and not found.settings.elastic
 
-    def _on_gradient(self, parameter: torch.Tensor, arriving: torch.Tensor | None) -> None:
+    def _on_gradient(self, unit: Unit, index: int, arriving: torch.Tensor | None) -> None:
         """`arriving`: what autograd has just added to the gradient, and still holds."""
+        gradient = unit.gradients[index]
         # A parameter that was frozen after the forward pass has been given nothing.
-        if not parameter.requires_grad or self._is_alone():
+        if not gradient.parameter.requires_grad or self._is_alone():
             return
-        passes_left = self._passes_left[parameter]
-        if passes_left <= 0:
+        if gradient.passes_left <= 0:
             raise AssertionError(TOO_MANY_PASSES.format(self.backward_passes_per_step))
-        self._passes_left[parameter] = passes_left - 1
-        if passes_left > 1:
+        gradient.passes_left -= 1
+        if gradient.passes_left > 0:
             return
-        unit = self._unit_of[parameter]
-        unit.ready[parameter] = self._gradient(parameter, arriving)
-        if len(unit.ready) == len(unit.parameters):
-            self._submit(unit, [unit.ready[each] for each in unit.parameters])
+        self._make_ready(unit, gradient, arriving)
+        unit.num_missing -= 1
+        if unit.num_missing == 0:
+            self._submit(unit)
 
-    def _submit(self, unit: Unit, gradients: list[Gradient]) -> None:
-        if any(gradient.sent.is_sparse for gradient in gradients):
-            unit.wait = self._submit_sparse(unit, gradients)
+    def _make_ready(self, unit: Unit, gradient: Gradient, arriving: torch.Tensor | None = None) -> None:
+        """Sets what travels: zeros, which become the parameter's gradient, if there is none in this step."""
+        parameter = gradient.parameter
+        found = parameter.grad
+        if found is None:
+            kind = self._kinds.get(parameter, UNKNOWN)
+            found = _empty_sparse(parameter, kind - DENSE) if kind > DENSE else torch.zeros_like(parameter)
+            parameter.grad = found
+        if found.is_sparse:
+            gradient.whole = gradient.sent = found.to_dense().contiguous() if self.sparse_as_dense else found
+            unit.is_sparse = not self.sparse_as_dense
         else:
-            unit.wait = self._submit_dense(unit, gradients)
+            # A copy, if what is still to be computed in this pass may read the gradient's memory.
+            gradient.whole, gradient.sent = _C.gradient_as_sent(parameter, arriving)
+
+    def _submit(self, unit: Unit) -> None:
+        if unit.is_sparse:
+            unit.sum = [self._submit_sparse(gradient) for gradient in unit.gradients]
+        else:
+            unit.sum = self._submit_dense(unit)
         self._submitted.append(unit)
 
-    def _gradient(self, parameter: torch.Tensor, arriving: torch.Tensor | None = None) -> Gradient:
-        """The gradient as it travels; zeros, which become the parameter's gradient, if there is none in this step."""
-        if parameter.grad is None:
-            kind = self._kinds.get(parameter, UNKNOWN)
-            parameter.grad = _empty_sparse(parameter, kind - DENSE) if kind > DENSE else torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            gradient = parameter.grad.to_dense().contiguous() if self.sparse_as_dense else parameter.grad
-            return Gradient(gradient, gradient)
-        # A copy, if what is still to be computed in this pass may read the gradient's memory.
-        return Gradient(*_C.gradient_as_sent(parameter, arriving))
+    def _submit_sparse(self, gradient: Gradient) -> Callable[[], torch.Tensor]:
+        sparse = gradient.whole if gradient.whole.is_sparse else gradient.whole.to_sparse(1)
+        return sparse_allreduce_async(sparse, gradient.name, self.op, self.process_set)
 
-    def _submit_sparse(self, unit: Unit, gradients: list[Gradient]) -> Callable[[], None]:
-        waits = []
-        for parameter, gradient in zip(unit.parameters, gradients, strict=True):
-            sparse = gradient.whole if gradient.whole.is_sparse else gradient.whole.to_sparse(1)
-            name = self._parameter_names[parameter]
-            waits.append((parameter, sparse_allreduce_async(sparse, name, self.op, self.process_set)))
+    def _submit_dense(self, unit: Unit) -> Pending:
+        found, _ = member_of(self.process_set)
+        tensors, wire = [gradient.sent for gradient in unit.gradients], ""
+        if self._is_compressed:
+            wire = wire_of(self._compression, tensors[0])
+            if not wire:
+                unit.compressed = [self._compression.compress(tensor) for tensor in tensors]
+                tensors = [tensor for tensor, _ in unit.compressed]
+        signature = unit.signatures.get(wire)
+        if unit.compressed or signature is None:
+            for tensor in tensors:
+                check_tensor("allreduce", tensor, REDUCED)
+        if signature is None:
+            signature = unit.signatures[wire] = _C.CollectiveSignature(
+                kind="allreduce",
+                name=f"grouped.{unit.name}" if unit.is_group else unit.name,
+                op=self.op,
+                prescale=self._scales[0],
+                postscale=self._scales[1],
+                wire=wire,
+                tensor_names=[gradient.name for gradient in unit.gradients],
+            )
+        return begin(found, signature, tensors, tensors, _none, tensors, self.process_set.process_set_id)
 
-        def wait() -> None:
-            for parameter, each in waits:
-                parameter.grad = each()
-
-        return wait
-
-    def _submit_dense(self, unit: Unit, gradients: list[Gradient]) -> Callable[[], None]:
-        wire = wire_of(self._compression, gradients[0].sent)
-        if wire:
-            tensors, contexts = [each.sent for each in gradients], None
-        else:
-            pairs = [self._compression.compress(each.sent) for each in gradients]
-            tensors, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
-        names = [self._parameter_names[each] for each in unit.parameters]
-        handle = async_ops.reduce_gradients(
-            tensors, unit.name, names, self.op, self._scales, self.process_set, wire, unit.is_group
-        )
-
-        def wait() -> None:
-            outputs = synchronize(handle)
-            for i, (parameter, gradient) in enumerate(zip(unit.parameters, gradients, strict=True)):
-                output = outputs[i] if contexts is None else self._compression.decompress(outputs[i], contexts[i])
-                if output is not gradient.sent:
-                    gradient.sent.copy_(output)
-                self._receive(parameter, gradient.whole)
-
-        return wait
-
-    def _receive(self, parameter: torch.Tensor, reduced: torch.Tensor) -> None:
-        if parameter.grad is None:
-            parameter.grad = reduced
-        elif parameter.grad.is_sparse:
-            parameter.grad = reduced.to_sparse(parameter.grad.sparse_dim())
-        elif parameter.grad is not reduced:
-            parameter.grad.copy_(reduced)
+    def _receive(self, unit: Unit) -> None:
+        """Waits for the unit's sums and writes the gradients."""
+        if isinstance(unit.sum, list):
+            for gradient, result in zip(unit.gradients, unit.sum, strict=True):
+                gradient.parameter.grad = result()
+            return
+        wait(unit.sum)
+        for gradient, (tensor, context) in zip(unit.gradients, unit.compressed, strict=False):
+            output = self._compression.decompress(tensor, context)
+            if output is not gradient.sent:
+                gradient.sent.copy_(output)
+        for gradient in unit.gradients:
+            parameter, reduced = gradient.parameter, gradient.whole
+            found = parameter.grad
+            if found is None:
+                parameter.grad = reduced
+            elif found.is_sparse:
+                parameter.grad = reduced.to_sparse(found.sparse_dim())
+            elif found is not reduced:
+                found.copy_(reduced)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
@@ -255,9 +284,12 @@ class ReducedOptimizer:
             return
         self._agree_on_kinds()
         for unit in self._units:
-            if unit.wait is None:
-                # Something may have changed a gradient since it was ready.
-                self._submit(unit, [self._gradient(each) for each in unit.parameters])
+            if unit.sum is None:
+                unit.is_sparse = False
+                for gradient in unit.gradients:
+                    # Something may have changed a gradient since it was ready.
+                    self._make_ready(unit, gradient)
+                self._submit(unit)
         self._finish()
 
     @torch.no_grad()
@@ -266,18 +298,19 @@ class ReducedOptimizer:
         failure: Exception | None = None
         for unit in self._submitted:
             try:
-                unit.wait()
+                self._receive(unit)
             except Exception as error:
                 failure = failure or error
-        self._forget()
         self._add_hooks()
+        self._begin_step()
         if failure is not None:
             raise failure
 
-    def _forget(self) -> None:
+    def _begin_step(self) -> None:
+        for gradient in self._gradients.values():
+            gradient.whole = gradient.sent = None
         for unit in self._units:
-            unit.ready.clear()
-            unit.wait = None
+            unit.sum, unit.compressed = None, []
         self._submitted.clear()
         self.set_backward_passes_per_step(self.backward_passes_per_step)
 
@@ -289,10 +322,10 @@ class ReducedOptimizer:
         known = self._kinds.values()
         if self._kinds_agreed_in is not found:
             self._num_steps_agreed = 0
-        elif len(known) == len(self._unit_of) and (max(known) <= DENSE or UNKNOWN not in known):
+        elif len(known) == len(self._gradients) and (max(known) <= DENSE or UNKNOWN not in known):
             self._num_steps_agreed += 1
             return
-        kinds = [self._kind_of(each) for each in self._unit_of]
+        kinds = [self._kind_of(each) for each in self._gradients]
         told = torch.tensor([*kinds, self._num_steps_agreed, -self._num_steps_agreed], dtype=torch.int32)
         name = f"optimizer.kinds.{self._units[0].name}"
         handle = async_ops.allreduce_async_(told, name=name, op=Max, process_set=self.process_set)
@@ -303,7 +336,7 @@ class ReducedOptimizer:
                 f"on one rank and after {most} on another: thaw parameters, and call add_param_group(), on every rank "
                 "in the same step"
             )
-        self._kinds = dict(zip(self._unit_of, agreed, strict=True))
+        self._kinds = dict(zip(self._gradients, agreed, strict=True))
         self._kinds_agreed_in, self._num_steps_agreed = found, 0
 
     def _kind_of(self, parameter: torch.Tensor) -> int:
@@ -356,6 +389,6 @@ class ReducedOptimizer:
     def load_state_dict(self, state_dict: dict) -> None:
         """Begins a step anew: what is being reduced is forgotten."""
         # Not waited for: the job may have failed.
-        self._forget()
+        self._begin_step()
         self._is_synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)  # type: ignore[misc]

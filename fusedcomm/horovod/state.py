@@ -78,7 +78,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
 
 
 def _wait_for_all(new: World) -> None:
-    result = new.coordinator.wait(new.coordinator.submit(kind="barrier", name="init", inputs=[], outputs=[]))
+    barrier = _C.CollectiveSignature(kind="barrier", name="init")
+    result = new.coordinator.wait(new.coordinator.submit(barrier, [], []))
     if result.error:
         raise HorovodInternalError(result.error)
 

@@ -45,13 +45,16 @@ class Ended:
     def __init__(self, failure: str) -> None:
         self.failure = failure or "fusedcomm.horovod was shut down"
 
-    def submit(self, **_: Any) -> int:
+    def submit(self, *_: Any) -> int:
+        """Raises RuntimeError that says why the job has ended."""
         raise RuntimeError(self.failure)
 
     def poll(self, handle: int) -> bool:
+        """True: there is nothing left to wait for."""
         return True
 
     def wait(self, handle: int) -> Any:
+        """Raises RuntimeError that says why the job has ended."""
         raise RuntimeError(self.failure)
 
 

@@ -1,4 +1,35 @@
-"""Elements and blocks: fp32 → codes and scales → fp32, and the rotation of blocks."""
+"""Elements and blocks: fp32 → codes and scales → fp32, and the rotation of blocks.
+
+y is the fp32 value that is encoded, and L the greatest value of a code: GREATEST_CODE.
+
+    fp32     code = y
+    bf16     code = y rounded to nearest even         overflow becomes Inf
+    fp16     code = y rounded to nearest even         overflow becomes Inf, subnormals are kept
+    blocks   absmax = max |y| of a block
+               scale = absmax / L, inverse = L / absmax
+               code = y · inverse, to nearest even among whole numbers (int8) or among the values of e4m3fn (fp8), which
+               keep the sign of zero; magnitudes beyond L become L
+               a block with absmax < 2^-100           scale = 0, code = 0
+               a block with an Inf or a NaN           scale = Inf, code = ±L for ±Inf, 0 for all other elements
+    int4     codes are c = -8 … 7, of the values level(c) = c·(832 + 3·c²) / 1024, so level(-8) = -8; -Inf has that code
+               c = v·(9856 − 29·v²) / 8192 to nearest even, v = y · inverse: fp32 operations in this order, 9856 / 8192
+               and 29 / 8192 being one number each. The level is the nearest one unless v is within 0.08 steps of the
+               middle between two
+               scale = absmax / 8 if the block has an element of -absmax, else -absmax / 8: one element of greatest
+               magnitude has the code -8, and one with the other sign 7; absmax counts as at most the greatest bf16
+               number; the scale is rounded to bf16; inverse = 1 / scale; codes beyond 7 become 7
+               rounded stochastically: scale = absmax / level(7) rounded up to bf16, so that no value has to be cut off
+    decode   the code's value as fp32; with blocks that · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
+               (in int8 and fp8 L · scale may overflow to Inf where absmax is near the greatest float)
+
+Stochastic rounding replaces "to nearest even" as follows. u in [0, 1) comes from `noise`. Scales and values that are
+not finite are rounded as above.
+
+    int8             floor(y · inverse + u)
+    int4             from the level at or below v up to the next one if v − level ≥ (1 − u)·(next − level)
+    floats           add u·2^(bits dropped) to the bits of the magnitude, then truncate; below the least normal number,
+                     where the step is constant, floor(magnitude / step + u) steps
+"""
 
 import torch
 

@@ -40,9 +40,10 @@ def all_reduce_mean(
     result = torch.empty_like(grads[0])
     for mask, elements_wire in ((~exempt, wire), (exempt, "fp32")):
         is_rotated = rotated and elements_wire == wire
-        numel = int(mask.sum())
+        places = slice_list(mask, grads[0].element_size())
+        numel = len(places)
         values = [
-            torch.nn.functional.pad(scaled(grad[mask], 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
+            torch.nn.functional.pad(scaled(taken(grad, places), 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
             for grad in grads
         ]
         if ranks_per_host > 1:
@@ -58,8 +59,31 @@ def all_reduce_mean(
         else:
             mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), elements_wire, block)
             mean = unrotate(mean) if is_rotated else mean
-        result[mask] = round_to(scaled(mean[:numel], 1.0), result.dtype)
+        result[places[places >= 0]] = round_to(scaled(mean[:numel][places >= 0], 1.0), result.dtype)
     return result
+
+
+def slice_list(mask: torch.Tensor, element_size: int) -> torch.Tensor:
+    """The slice list of the elements where `mask` (bool [numel], of a bucket in one run) is True: int64, of each
+    element of the list its index in the bucket, or -1 in a hole. element_size: bytes of an element of the gradients.
+
+    A slice that does not follow the one before it in memory begins in a new vector of 16 bytes, at the place in it
+    that it has in memory.
+    """
+    vector = _C.ALIGN_NBYTES // element_size
+    places: list[int] = []
+    end = 0
+    for index in mask.nonzero().view(-1).tolist():
+        if index != end:
+            places += [-1] * (-len(places) % vector + index % vector)
+        places.append(index)
+        end = index + 1
+    return torch.tensor(places, dtype=torch.int64)
+
+
+def taken(flat: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The elements of a slice list, zeros in its holes: [len(places)] in the dtype of `flat`."""
+    return torch.where(places < 0, 0, flat[places.clamp(min=0)]).to(flat.dtype)
 
 
 def _through_wire(y: torch.Tensor, wire: str, block: int) -> torch.Tensor:

@@ -106,7 +106,7 @@ class Session(Runs):
                     parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                     wire_1d=cfg.wire_number_1d,
                     grad_device=device,
-                    **cfg.native_checks(),
+                    checks=cfg.native_checks(),
                 )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))

@@ -186,23 +186,23 @@ class Stats:
         return rows
 
 
+COUNTS = tuple(field.name for field in dataclasses.fields(Stats) if field.type is int)
+"""The fields that count. The engine counts each under the same name, in csrc/engine/stats.h."""
+
+
 def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
     """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
     native = synchronizer.stats()
+    counts = native.counts
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
     newest = (native.num_timed_steps - 1) % len(exposed) if exposed else 0
-    uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
+    uncompressed = 2 * counts["grad_nbytes"] * (world_size - 1) / world_size
     return Stats(
-        steps=native.num_steps,
-        buckets=native.num_buckets,
-        grad_nbytes=native.grad_nbytes,
-        sent_nbytes=native.sent_nbytes,
-        sent_between_hosts_nbytes=native.sent_between_hosts_nbytes,
-        wire_ratio=native.sent_nbytes / uncompressed if uncompressed else None,
+        **{name: counts[name] for name in COUNTS},
+        wire_ratio=counts["sent_nbytes"] / uncompressed if uncompressed else None,
         exposed_ms=step_times(exposed, newest),
         busy_ms=step_times(busy, newest),
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
-        nonfinite=native.num_nonfinite,
         nonfinite_by_parameter=synchronizer.nonfinite_by_parameter(),
         quantization_error={
             measured.bucket: _ratio(measured.error_norm.item(), measured.norm.item())
@@ -213,15 +213,14 @@ def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
 
 
 def together(found: Sequence[Stats]) -> Stats:
-    """The statistics of several engines of this rank: the counts of all, and the times of the first."""
+    """The statistics of several engines of this rank: the counts of all, and the steps and times of the first."""
     first = found[0]
     if len(found) == 1:
         return first
     uncompressed = sum(each.sent_nbytes / each.wire_ratio for each in found if each.wire_ratio)
-    sums = ("buckets", "grad_nbytes", "sent_nbytes", "sent_between_hosts_nbytes", "nonfinite")
     return dataclasses.replace(
         first,
-        **{name: sum(getattr(each, name) for each in found) for name in sums},
+        **{name: sum(getattr(each, name) for each in found) for name in COUNTS if name != "steps"},
         wire_ratio=sum(each.sent_nbytes for each in found) / uncompressed if uncompressed else None,
         nonfinite_by_parameter={k: v for each in found for k, v in each.nonfinite_by_parameter.items()},
         quantization_error={k: v for each in found for k, v in each.quantization_error.items()},

@@ -6,11 +6,13 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import get_args
 
+from fusedcomm.literals import Wire
 from fusedcomm.tools.errors import UsageError
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
-"""fusedcomm.WIRES, which needs torch; tests/tools/test_arguments.py compares the two."""
+WIRES = get_args(Wire)
+"""As fusedcomm.WIRES, which needs torch."""
 
 COMPARED = ("bf16", "int8", "fp8", "int4")
 """Wires that plan and probe compare unless --wires names others."""

@@ -429,7 +429,8 @@ def test_a_non_finite_element_makes_its_run_non_finite():
 def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rotated):
     """The two-shot sum in the engine's steps, for all ranks in this process: pack, exchange, reduce, gather, unpack."""
     world_size, dtype = len(grads), grads[0].dtype
-    lossy, exact = [grad[~exempt] for grad in grads], [grad[exempt] for grad in grads]
+    lists = [reference.slice_list(mask, grads[0].element_size()) for mask in (~exempt, exempt)]
+    lossy, exact = ([reference.taken(grad, places) for grad in grads] for places in lists)
     layout = _C.bucket_layout(wire, block, world_size, exact[0].numel(), lossy[0].numel(), max_chunk_nbytes, rotated)
     results = [torch.empty_like(lossy[0]), torch.empty_like(exact[0])]
     for chunk in range(layout.num_chunks):
@@ -441,7 +442,8 @@ def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rota
         for result, range_of, value in zip(results, ranges, values, strict=True):
             result[range_of(chunk, 0)[0] : range_of(chunk, world_size - 1)[1]] = value
     mean = torch.empty_like(grads[0])
-    mean[~exempt], mean[exempt] = results
+    for places, result in zip(lists, results, strict=True):
+        mean[places[places >= 0]] = result[places >= 0]
     return mean
 
 

@@ -25,7 +25,6 @@ from fusedcomm.config import Config, LocalOptions
     ("kwargs", "words"),
     [
         ({"local": LocalOptions(isa="sse9")}, ["sse9", "portable"]),
-        ,
         ({"local": 8}, ["local=8", "a fusedcomm.LocalOptions(…)"]),
         ({"config": "fp7"}, ["config='fp7'", "'fp32', 'bf16', 'fp16', 'int8'", "'int4', 'auto', 'off'"]),
         ({"config": {"wire": "int8"}}, ["config={'wire': 'int8'}", "a wire's name ('fp32',", "a fusedcomm.Config(…)"]),

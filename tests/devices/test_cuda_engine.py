@@ -197,7 +197,7 @@ def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
         assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
         # Pack has as many programs as fit on the multiprocessors, or fewer tiles.
         packs = [num_programs for kernel, num_programs in launches if kernel == "pack"]
-        assert all(num_programs <= 8 * fake_cuda.NUM_SMS for num_programs in packs)
+        assert all(num_programs <= fake_cuda.NUM_PACK_PROGRAMS for num_programs in packs)
 
 
 def other_models(rank, world_size, library):

@@ -16,10 +16,9 @@ from test_cuda_engine import CHUNKED, CONFIGS, both_paths, check_both_paths
 
 from fusedcomm.config import Blocks, Config, Feedback, Rounding
 
-pytestmark = [
-    pytest.mark.executed,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"
+)
 
 SHAPES = ((61, 500), (301,), (7,), (17000,), (1,))
 """Small buckets and one of several tiles."""

@@ -52,7 +52,6 @@ def output_of_failure(command: list[str | Path], index: int) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.executed
 @pytest.mark.parametrize("index", range(len(LANE_MUTATIONS)), ids=[mutation.where for mutation in LANE_MUTATIONS])
 def test_a_removal_from_the_lanes_is_found(streams, index):
     mutation = LANE_MUTATIONS[index]
@@ -61,14 +60,12 @@ def test_a_removal_from_the_lanes_is_found(streams, index):
 
 
 @pytest.mark.full
-@pytest.mark.executed
 @pytest.mark.parametrize("scene", sorted({mutation.scene for mutation in LANE_MUTATIONS}))
 def test_without_a_removal_the_scene_of_lanes_passes(streams, scene):
     stream_stress.run(streams, scene)
 
 
 @pytest.mark.full
-@pytest.mark.executed
 @pytest.mark.parametrize("index", range(len(CUDA_MUTATIONS)), ids=[mutation.where for mutation in CUDA_MUTATIONS])
 def test_a_removal_from_the_cuda_path_is_found(cuda, index):
     mutation = CUDA_MUTATIONS[index]
@@ -77,7 +74,6 @@ def test_a_removal_from_the_cuda_path_is_found(cuda, index):
 
 
 @pytest.mark.full
-@pytest.mark.executed
 @pytest.mark.parametrize("scene", sorted({mutation.scene for mutation in CUDA_MUTATIONS}))
 def test_without_a_removal_the_scene_of_the_cuda_path_passes(cuda, scene):
     stream_stress.run(*cuda_stress.command(cuda, scene))

@@ -126,7 +126,6 @@ def test_sums_between_replicas_have_the_cpus_bits(ranks, library, name, kind):
     check(ranks, kind, CONFIGS[name], 4 if kind == "hsdp" else 2, library)
 
 
-@pytest.mark.executed
 @pytest.mark.parametrize("name", CONFIGS)
 def test_executed_code_has_the_cpus_bits(ranks, library, name, request):
     """In turn by each version of Triton."""

@@ -277,11 +277,7 @@ def test_steps_give_the_gradients_of_fsdp(ranks, name, layout, world_size):
     _check(ranks, FEW_STEPS, name, layout, world_size)
 
 
-# A case of a hundred steps takes seconds, so these run when there is time for them: see tests/helpers/budget.py.
-
-
 @pytest.mark.full
-@pytest.mark.executed
 @pytest.mark.parametrize(("name", "layout", "world_size"), CASES)
 def test_a_hundred_steps_give_the_gradients_of_fsdp(ranks, name, layout, world_size):
     _check(ranks, MANY_STEPS, name, layout, world_size)
@@ -305,7 +301,6 @@ def test_other_wires_round(ranks, name, layout, world_size, wire):
 
 
 @pytest.mark.full
-@pytest.mark.executed
 @pytest.mark.parametrize("wire", ERRORS)
 @pytest.mark.parametrize(("layout", "world_size"), PLACES)
 @pytest.mark.parametrize("name", ["plain", "bf16, sums in fp32", "accumulated"])

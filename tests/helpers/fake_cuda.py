@@ -22,7 +22,7 @@ from fusedcomm.session import session
 TILE = 1024
 """Elements per program. It is small, so that small buckets have many tiles."""
 
-NUM_SMS = 1
+NUM_PACK_PROGRAMS = 3
 
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p
@@ -113,7 +113,7 @@ class FakeCuda:
             kernels=self.loader(cfg, backend.size(), grad_dtypes, reduces_rows),
             device=torch.device("cpu"),
             isa="fake",
-            num_sms=NUM_SMS,
+            num_pack_programs=NUM_PACK_PROGRAMS,
             forced_sync=False,
         )
 

@@ -81,5 +81,5 @@ def star(
         yield coordinator
     finally:
         if not coordinator.failure:
-            coordinator.wait(coordinator.submit(kind="barrier", name="end", inputs=[], outputs=[]))
+            coordinator.wait(coordinator.submit(_C.CollectiveSignature(kind="barrier", name="end"), [], []))
         coordinator.shutdown()

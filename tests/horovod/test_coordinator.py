@@ -28,7 +28,8 @@ def changing_buckets(rank, size, wire, make):
             handles = []
             for name in names if step % 3 == 2 else order.sample(names, len(names)):
                 x = tensors[name]
-                handles.append(c.submit(kind="allreduce", name=name, inputs=[x], outputs=[x], op=1, wire=wire))
+                signature = _C.CollectiveSignature(kind="allreduce", name=name, op=1, wire=wire)
+                handles.append(c.submit(signature, [x], [x]))
                 if step % 3 == 2:
                     assert c.wait(handles.pop()).error == ""
             assert all(c.wait(handle).error == "" for handle in handles)
@@ -66,19 +67,20 @@ def test_error_feedback_loses_nothing_when_buckets_change(ranks):
 
 
 def late(coordinator) -> int:
-    return coordinator.submit(kind="allreduce", name="late", inputs=[torch.ones(1)], outputs=[torch.empty(1)])
+    signature = _C.CollectiveSignature(kind="allreduce", name="late")
+    return coordinator.submit(signature, [torch.ones(1)], [torch.empty(1)])
 
 
 def _stall(rank, size):
-    said = []
+    said, barrier = [], _C.CollectiveSignature(kind="barrier", name="b")
     with star(rank, size, said=said, stall_warning_s=0.2) as c:
         if rank == 0:
             handle = late(c)
             while not any("allreduce.late" in text for text in said):
                 torch.zeros(1).add_(1)
-            c.wait(c.submit(kind="barrier", name="b", inputs=[], outputs=[]))
+            c.wait(c.submit(barrier, [], []))
         else:
-            c.wait(c.submit(kind="barrier", name="b", inputs=[], outputs=[]))
+            c.wait(c.submit(barrier, [], []))
             handle = late(c)
         c.wait(handle)
     return said

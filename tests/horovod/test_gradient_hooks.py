@@ -8,23 +8,23 @@ from models import Gradients, integers
 from torch import nn
 
 import fusedcomm.horovod as hvd
-import fusedcomm.horovod.async_ops as async_ops
+import fusedcomm.horovod.reduced_optimizer as reduced_optimizer
 
 SHAPES = ((4, 5), (3,), (2, 3, 4))
 
 
 class Sent:
-    """Notes what reduce_gradients() is given."""
+    """Notes the names and tensors of the gradients that the optimizer submits."""
 
     def __init__(self) -> None:
-        self.names, self.tensors, self._real = [], [], async_ops.reduce_gradients
-        async_ops.reduce_gradients = self._note
+        self.names, self.tensors, self._real = [], [], reduced_optimizer.begin
+        reduced_optimizer.begin = self._note
 
-    def _note(self, tensors, name, tensor_names, *rest):
+    def _note(self, found, signature, tensors, *rest):
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self.names.append(tensor_names)
+        self.names.append(signature.tensor_names)
         self.tensors.append(tensors)
-        return self._real(tensors, name, tensor_names, *rest)
+        return self._real(found, signature, tensors, *rest)
 
 
 def wrapped(model: nn.Module, **options):

@@ -1,8 +1,7 @@
 """Every kernel variant that an engine may launch, compiled for the real tile and executed from its PTX, gives the bytes
 of the oracle: from the oldest and the newest supported Triton, for sm_80 and sm_90.
 
-`make test` runs a sample, in which every stage, compiler and capability appears. `make test-all` runs all of them, or
-those for which --executed-minutes leaves time.
+`make test` runs a sample, in which every stage, compiler and capability appears. `make test-all` runs all of them.
 What has passed is noted in build/executed/, by the hash of the PTX, the executor and the checks: a run that was
 interrupted goes on where it was, and the same PTX is executed once.
 """
@@ -76,7 +75,6 @@ def fixed(variant: "_C.KernelKey", code: dict):
     return compiled
 
 
-@pytest.mark.executed
 @pytest.mark.sampled(by=lambda compiler, capability, variant: {"by": (compiler, capability), "stage": variant.kernel})
 @pytest.mark.parametrize(("compiler", "capability", "variant"), CASES, ids=str)
 def test_variant(compilers, monkeypatch, compiler, capability, variant):

@@ -25,7 +25,6 @@ def executed(request, compilers, monkeypatch):
     ptx_kernels.replace_kernels(monkeypatch, compilers(name), int(capability))
 
 
-@pytest.mark.executed
 @pytest.mark.sampled
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
 @pytest.mark.parametrize("wire_format", ["bf16", "int8", "int4-rotated"])
@@ -38,7 +37,6 @@ def test_compiled_kernels_give_the_bytes_of_the_oracle(executed, wire_format, fl
     check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
 
 
-@pytest.mark.executed
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wire_format", "feedback", "dtype"),
@@ -51,7 +49,6 @@ def test_compiled_encoders_round_and_keep_residuals_as_the_oracle(executed, wire
     check_steps([layout], [numels], [], "cpu", True, feedback, dtype, tile=TILE)
 
 
-@pytest.mark.executed
 @pytest.mark.sampled
 def test_compiled_scale(executed):
     test_kernels.test_scales_in_place("cpu", 2 * TILE + 3, TILE)

@@ -95,7 +95,6 @@ def run_on(monkeypatch):
         compiler.close()
 
 
-@pytest.mark.executed
 @pytest.mark.sampled(by=lambda fault: {})
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
 def test_a_fault_is_found(tmp_path, run_on, fault):
@@ -105,7 +104,6 @@ def test_a_fault_is_found(tmp_path, run_on, fault):
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
-@pytest.mark.executed
 @pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_without_a_fault_the_check_passes(run_on, check):
@@ -119,7 +117,6 @@ CONSTANT = (
 )
 
 
-@pytest.mark.executed
 @pytest.mark.full
 def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, run_on):
     """Triton 3.6 sign-extends a 16-bit constant where a register should hold it twice: absent ranks change the sum."""

@@ -194,7 +194,6 @@ def write(rows: list[Row], version: str) -> None:
     DOCUMENT.write_text(before + BEGIN + told + header + "".join(map(line, rows)) + END + rest.partition(END)[2])
 
 
-@pytest.mark.executed
 @pytest.mark.sampled(by=lambda kernel, wire: {"kernel": kernel})
 @pytest.mark.parametrize(("kernel", "wire"), CASES)
 def test_moves_little_more_than_it_must(compilers, kernel, wire):

@@ -87,11 +87,11 @@ class Rank {
     const c10::StreamGuard on_side(side);
     cuda_ = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(own_path()),
                                          sim::kernels({Wire::kFp32, Wire::kBf16}), device_, "simulated",
-                                         /*num_sms=*/8, /*forced_sync=*/false);
+                                         /*num_pack_programs=*/8, /*forced_sync=*/false);
     cuda_->warm_up();
     const auto transport = make_transport(groups);
     hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport, known_,
-                                           device_, Synchronizer::Options{0, setup.monitor, kExactWire});
+                                           device_, Synchronizer::Options{0, setup.monitor});
     switch_.set(hook_, nullptr);
     observer_ = std::make_shared<PassObserver>(cuda_, [] {});
     switch_.watch(observer_);

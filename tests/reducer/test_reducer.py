@@ -89,7 +89,7 @@ def handed_over_early(rank, world_size):
 
     def wait_for_a_bucket(gradient):
         before = 4 * len(ended)
-        while reducer.session.synchronizer.stats().num_buckets <= before:
+        while reducer.session.synchronizer.stats().counts["buckets"] <= before:
             pass
         ended.append(1)
         return gradient

@@ -11,7 +11,6 @@ import sys
 import pytest
 from patience import HANG_S
 
-import fusedcomm
 from fusedcomm.tools import arguments, cli, output
 
 STEP = ("--params", "1e8", "--step-ms", "100")
@@ -244,10 +243,6 @@ def test_one_rank_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "torchrun started one rank" in refusal(capsys, "probe")
-
-
-def test_the_wires_are_fusedcomms():
-    assert arguments.WIRES == fusedcomm.WIRES
 
 
 LOADED = "from fusedcomm.tools import cli; import sys, atexit; atexit.register(lambda: print(*sys.modules)); cli.main()"

@@ -46,6 +46,7 @@ class ModelStateHandler(StateHandler):
     """A torch.nn.Module: its parameters and buffers."""
 
     def sync(self) -> None:
+        """Broadcasts parameters and buffers, and saves them. A collective call."""
         broadcast_parameters(self.value.state_dict(), root_rank=self.root_rank)
         self.save()
 
@@ -54,6 +55,7 @@ class OptimizerStateHandler(StateHandler):
     """A torch.optim.Optimizer: its state and options."""
 
     def sync(self) -> None:
+        """Broadcasts state and options, and saves them. A collective call."""
         broadcast_optimizer_state(self.value, root_rank=self.root_rank)
         self.save()
 
@@ -62,10 +64,12 @@ class SamplerStateHandler(StateHandler):
     """An ElasticSampler: its epoch, and how much of that is processed."""
 
     def sync(self) -> None:
+        """Broadcasts the epoch and its processed indices, and saves them. A collective call."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.root_rank, name="elastic.sampler"))
         self.save()
 
     def reset(self) -> None:
+        """The ranks have changed: shares out what is not processed."""
         self.value.reset()
 
 

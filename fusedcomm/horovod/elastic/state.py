@@ -112,13 +112,16 @@ class ObjectState(State):
         self.save()
 
     def save(self) -> None:
+        """Keeps deep copies of the attributes that it was given at first."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
+        """Sets the attributes to copies of what the last save() kept."""
         for name, value in self._saved_state.items():
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
+        """Gives the attributes of the rank that has committed most to all ranks. A collective call."""
         self.sync_attributes(self.newest_rank())
 
     def sync_attributes(self, root_rank: int) -> None:
@@ -129,8 +132,10 @@ class ObjectState(State):
             ObjectState.restore(self)
 
     def saved(self) -> Any:
+        """The kept attributes by name."""
         return self._saved_state
 
     def load_saved(self, saved: Any) -> None:
+        """Takes over the attributes that saved() has returned, and restores them."""
         self._saved_state.update(saved)
         self.restore()

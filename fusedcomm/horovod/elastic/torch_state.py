@@ -38,16 +38,19 @@ class TorchState(ObjectState):
             self._handlers[name].set_value(value)
 
     def save(self) -> None:
+        """Keeps copies of the handlers' values and of the plain ones."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
+        """Goes back to what the last save() kept, in place where a value has a handler."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
+        """Gives all values of the rank that has committed most to all ranks. A collective call."""
         root_rank = self.newest_rank()
         for handler in self._handlers.values():
             handler.root_rank = root_rank
@@ -55,13 +58,16 @@ class TorchState(ObjectState):
         self.sync_attributes(root_rank)
 
     def reset(self) -> None:
+        """The ranks have changed: tells the handlers."""
         for handler in self._handlers.values():
             handler.reset()
 
     def saved(self) -> Any:
+        """The copies that the last save() kept: {"handlers": by name, "plain": by name}."""
         return {"handlers": {name: each.saved for name, each in self._handlers.items()}, "plain": self._saved_state}
 
     def load_saved(self, saved: Any) -> None:
+        """Takes over what saved() has returned, but for handlers that this state lacks, and restores it."""
         for name, handler in self._handlers.items():
             if name in saved["handlers"]:
                 handler.saved = saved["handlers"][name]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.autotune.search import Candidate
 from fusedcomm.ranks.hosts import of_names
-from fusedcomm.tools.arguments import ACCEPT
+from fusedcomm.tools.arguments import ACCEPT, COMPARED
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.choices import (
     DEFAULT_CAP_MIB,
@@ -49,7 +49,7 @@ class Settings:
     """Without a script: seconds of the synthetic model's backward pass."""
     seconds: float = 60.0
     """About how long the probe may take, with starting its ranks. Steps have at least MIN_SHARE of it."""
-    wires: tuple[str, ...] = ("bf16", "int8", "fp8", "int4")
+    wires: tuple[str, ...] = COMPARED
     accept: tuple[str, ...] = ACCEPT
     """The wires that may be recommended."""
     caps_mb: tuple[float, ...] = (5.0, 25.0, 100.0)
