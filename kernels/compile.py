@@ -19,7 +19,7 @@ from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
 from .unpack import unpack_kernel
-from .variants import NUM_WARPS, SUPPORTED_TRITON, TRITON, Compiled, tile_of
+from .variants import NUM_WARPS, SUPPORTED_TRITON, TRITON, Compiled, plain_registers, tile_of
 
 MAX_SHARED_NBYTES = 48 * 1024
 """Shared memory, in bytes, that a launch may use without asking the driver for more."""
@@ -81,7 +81,9 @@ def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     aligned = [place for name, place, _ in flattened(kernel, signature) if name in _ALIGNED]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    how = options(constants["TILE"], variant.rotated, variant.stochastic, variant.feedback, variant.sums)
+    grad_nbytes = variant.grad_dtype.itemsize if variant.grad_dtype is not None else 4
+    plain = plain_registers(variant.kernel, variant.wire or "fp32", variant.in_wire, grad_nbytes)
+    how = options(constants["TILE"], plain, variant.rotated, variant.stochastic, variant.feedback, variant.sums)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
 

@@ -29,14 +29,19 @@ FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL
 
 
 def options(
-    tile: int, rotated: bool = False, stochastic: bool = False, feedback: str | None = None, sums: bool = False
+    tile: int,
+    plain_registers: int = 64,
+    rotated: bool = False,
+    stochastic: bool = False,
+    feedback: str | None = None,
+    sums: bool = False,
 ) -> dict[str, object]:
-    """How Triton compiles a kernel with this tile."""
+    """How Triton compiles a kernel with this tile. The other parameters are those of max_registers()."""
     return {
         "num_warps": NUM_WARPS,
         "num_stages": 1,  # no loop is pipelined through shared memory
         "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
-        "maxnreg": max_registers(tile, rotated, stochastic, feedback, sums),
+        "maxnreg": max_registers(tile, plain_registers, rotated, stochastic, feedback, sums),
     }
 
 

@@ -34,6 +34,7 @@ from .tiles import (
     tiles_of,
     whole,
 )
+from .variants import plain_registers
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -188,6 +189,7 @@ def pack(
     launch's grid. Raises ValueError if `out` or the residual has another shape, dtype or alignment.
     """
     layout = bucket.layout
+    plain = plain_registers("pack", layout.wire, None, bucket.grads.element_size())
     pack_kernel[(num_programs,)](
         *(bucket.grads, bucket.lossy, bucket.exact),
         *(
@@ -204,5 +206,5 @@ def pack(
         ROTATED=layout.rotated,
         STOCHASTIC=encoding.is_stochastic(layout.wire),
         FEEDBACK=FEEDBACK_IDS[encoding.feedback],
-        **options(bucket.tile, layout.rotated, encoding.is_stochastic(layout.wire), encoding.feedback),
+        **options(bucket.tile, plain, layout.rotated, encoding.is_stochastic(layout.wire), encoding.feedback),
     )

@@ -20,7 +20,7 @@ from .encoding import NEAREST, Encoding, encoding_args
 from .residual import load_residual
 from .sections import sections
 from .tiles import exact_ratio, first_unit, part_of, section_of, tiles_of
-from .variants import tile_of
+from .variants import plain_registers, tile_of
 
 if TYPE_CHECKING:
     from fusedcomm.native import _C
@@ -217,5 +217,11 @@ def reduce(
         ROTATED=rotated,
         STOCHASTIC=encoding.is_stochastic(to.wire),
         FEEDBACK=FEEDBACK_IDS[encoding.feedback],
-        **options(tile, rotated, encoding.is_stochastic(to.wire), encoding.feedback),
+        **options(
+            tile,
+            plain_registers("reduce", to.wire, layout.wire, 4),
+            rotated,
+            encoding.is_stochastic(to.wire),
+            encoding.feedback,
+        ),
     )

@@ -199,5 +199,5 @@ def unpack(
         TILE=bucket.tile,
         ROTATED=layout.rotated,
         SUMS=num_messages > 1,
-        **options(bucket.tile, layout.rotated, sums=num_messages > 1),
+        **options(bucket.tile, rotated=layout.rotated, sums=num_messages > 1),
     )

@@ -32,6 +32,14 @@ def bucket(wire_format: str, numels: tuple[list[int], list[int]]) -> None:
     check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
 
 
+def views() -> None:
+    """No run is aligned."""
+    numels = with_holes(RAGGED, [0, 3])
+    layout = bucket_layout("bf16", 128, 3, count(numels[1]), count(numels[0]))
+    flats = [signed(count(of_list), seed=8) for of_list in numels]
+    check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE, begin=1)
+
+
 def ties() -> None:
     """Values halfway between two codes of fp8: the block's greatest value is 448, so the scale is 1."""
     numel = 3 * TILE
@@ -63,6 +71,7 @@ CHECKS = {
     "int8 rotated": lambda: bucket("int8-rotated", FLAT),
     "fp8 ties": ties,
     "counts": counts,
+    "views": views,
     "int4 steps": lambda: steps("int4-rotated"),
     "scale": lambda: test_kernels.test_scales_in_place("cpu", 2 * TILE + 3, TILE),
 }
