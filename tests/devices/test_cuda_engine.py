@@ -5,13 +5,11 @@ This includes neither streams (tests/engine/test_streams.py simulates them) nor 
 """
 
 import dataclasses
-import functools
 import itertools
 import pickle
 import threading
 import time
 
-import cuda_cpp
 import fake_cuda
 import pytest
 import torch
@@ -169,24 +167,6 @@ def check_both_paths(of_ranks):
         assert cpu_counts == gpu_counts
         assert cpu_counts[0] > 0
         assert launches
-
-
-@pytest.fixture(scope="session")
-def in_cuda(made_once):
-    return str(made_once("cuda_cpp", cuda_cpp.build) / cuda_cpp.LIBRARY)
-
-
-def in_cuda_cpp(rank, world_size, library, config, dtype, in_cuda):
-    takes_over = functools.partial(fake_cuda.gpu(library).takes_over, in_cuda=in_cuda)
-    return both_paths(rank, world_size, library, config, dtype, takes_over)
-
-
-@pytest.mark.sampled(by=features)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
-    dtype = DTYPES[list(CONFIGS).index(name) % 3]
-    world_size = 4 if CONFIGS[name].needs_two_levels else 2
-    check_both_paths(ranks.run(in_cuda_cpp, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
 
 
 @pytest.mark.sampled(by=lambda name: {"in place": name == "fp32"})
