@@ -68,4 +68,4 @@ def make_bucket(
 def _on(device: torch.device, tables: list[torch.Tensor]) -> CountedSlices:
     num_slices = len(tables[-1]) - 1
     counts = torch.zeros(num_slices, dtype=torch.int64, device=device)
-    return CountedSlices(*(table.to(device) for table in tables), counts, num_slices)
+    return CountedSlices._make([*(table.to(device) for table in tables), counts, num_slices])

@@ -204,7 +204,8 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size) {
     const WireFormat format = wire_format(config, number);
     const int64_t grain = grain_numel(format.wire, format.block_numel);
     const int64_t local = config.ranks_per_host > 1 ? codes_nbytes(config.local_wire, grain) : 0;
-    slack += std::max(codes_nbytes(format.wire, grain) + scales_nbytes(format.wire, 1), local) + 4 * kMaxVectorNumel + 3 * kAlignNbytes;
+    slack += std::max(codes_nbytes(format.wire, grain) + scales_nbytes(format.wire, 1), local) + 4 * kMaxVectorNumel +
+             3 * kAlignNbytes;
   }
   return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }

@@ -234,4 +234,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
     signature = _C.CollectiveSignature(kind="barrier", name="noname")
-    synchronize(submit(found, signature, [], [], lambda _: None, set_id=process_set.process_set_id))
+    synchronize(submit(found, signature, [], [], lambda _: None, set_id=process_set.process_set_id or 0))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fusedcomm.native import _C
 
@@ -193,7 +194,7 @@ COUNTS = tuple(field.name for field in dataclasses.fields(Stats) if field.type i
 def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
     """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
     native = synchronizer.stats()
-    counts = native.counts
+    counts: dict[str, Any] = native.counts
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
     newest = (native.num_timed_steps - 1) % len(exposed) if exposed else 0
     uncompressed = 2 * counts["grad_nbytes"] * (world_size - 1) / world_size
