@@ -306,6 +306,7 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
     # The order of the ranks rotates from set to set.
     parts = [torch.cat(encoded[i % 4 :] + encoded[: i % 4]).to(context.device.name) for i in range(num_sets)]
     out = [context.empty(layout.part.nbytes, torch.uint8).zero_() for _ in parts]
+    num_programs = num_tiles(layout) // layout.num_parts  # the output is one part
     case = Case(f"reduce/{wire}/4 ranks", shape.numel, traffic_bytes, num_sets, {}, {})
 
     def expected() -> torch.Tensor:
@@ -313,7 +314,7 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
         context.codec.reduce(layout, parts[0].cpu(), scale, result)
         return result
 
-    case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], num_tiles(layout))
+    case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], num_programs)
     case.checks["fusedcomm"] = anew(case, "fusedcomm", out[0], lambda: same_bits(out[0], expected()))
     add_copy(context, case)
     # The expressions get codes and scales in separate tensors, as hooks would have them.
