@@ -418,7 +418,7 @@ class Rank {
     BucketSlices slices;
     slices.origin = bucket->gradients.data();
     slices.lossy.append(slices.origin, numel, GradDtype::kFloat32);
-    const auto scale = [this, slices](float factor) { engine_->device().scale_in_place(slices, factor, false); };
+    const auto scale = [this, slices](float factor) { engine_->device().scale_in_place(slices, factor); };
     const auto sum = [this, slices, bucket, numel](Lane::Completion done) {
       transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(slices.origin), numel * 4, bucket},
                              Wire::kFp32, std::move(done));
