@@ -164,7 +164,7 @@ class _Places:
         self._indices: torch.Tensor | None = None  # int64 [numel], below 0 in holes; None: all elements, in order
         if self.numel != like.numel():
             starts = numels.cumsum(0) - numels
-            in_memory = torch.arange(self.numel) + (offsets - starts).repeat_interleave(numels)
+            in_memory = torch.arange(self.numel, dtype=torch.int64) + (offsets - starts).repeat_interleave(numels)
             self._indices = in_memory.where((offsets != _C.HOLE).repeat_interleave(numels), -1)
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:

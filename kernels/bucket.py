@@ -68,4 +68,5 @@ def make_bucket(
 def _on(device: torch.device, tables: list[torch.Tensor]) -> CountedSlices:
     num_slices = len(tables[-1]) - 1
     counts = torch.zeros(num_slices, dtype=torch.int64, device=device)
-    return CountedSlices._make([*(table.to(device) for table in tables), counts, num_slices])
+    offset, run, first, vectors, starts, ends, deltas, slice_starts = (table.to(device) for table in tables)
+    return CountedSlices(offset, run, first, vectors, starts, ends, deltas, slice_starts, counts, num_slices)

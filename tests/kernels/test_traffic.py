@@ -39,9 +39,9 @@ NUM_RANKS = 4
 PROGRAMS = 4
 CAPABILITY = 90
 MOST = 1.1
-MOST_OF_SEVERAL = 1.13
+MOST_OF_SEVERAL = 1.15
 """Of unpack of several messages in wires with scales. A warp's scales fill half of a sector of 32 bytes; the other half
-is counted again when the next warp reads it, from the cache."""
+is counted again when the next warp reads it, from the cache. So are a tile's words of the tables, for each warp."""
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "int8-rotated", "fp8", "fp8-rotated", "int4", "int4-rotated")
 
