@@ -234,9 +234,9 @@ void StreamTransport::all_gather(Channel channel, WireSpan send, WireSpan receiv
 }
 
 void StreamTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
-  const at::Tensor bytes = as_tensor(all, at::kByte, device_);
   const int64_t nbytes = all.nbytes / backend(channel).getSize();
-  all_gather_tensor(channel, bytes, bytes.narrow(0, backend(channel).getRank() * nbytes, nbytes), std::move(done));
+  const WireSpan own{all.data + backend(channel).getRank() * nbytes, nbytes, all.owner};
+  all_gather(channel, own, std::move(all), std::move(done));
 }
 
 void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
