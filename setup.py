@@ -68,6 +68,10 @@ COMPILE_FLAGS = [
     "ggc-min-heapsize=1048576",
 ]
 
+# Torch's libstdc++, also where the compiler adds -static-libstdc++: with a second copy of it, which numbers the facets of
+# a locale in another order, the first number that is written to a stream ends the process.
+LINK_FLAGS = ["-lstdc++"]
+
 # Through this private member csrc/frontends/ddp/hook.cpp takes a hook away from DDP's reducer. With a torch that has no
 # such member, a reducer keeps its hook for life.
 REDUCER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/reducer.hpp"
@@ -204,6 +208,7 @@ setuptools.setup(
             sources=sources(),
             depends=sorted(str(p) for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".h")),
             extra_compile_args=COMPILE_FLAGS,
+            extra_link_args=LINK_FLAGS,
         )
     ],
     cmdclass={"build_ext": build_ext},
