@@ -98,7 +98,8 @@ class Session(Runs):
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
-            with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
+            fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
+            with fitting, self._windows.allocated() if self._windows else contextlib.nullcontext():
                 synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
@@ -108,6 +109,8 @@ class Session(Runs):
                     grad_device=device,
                     checks=cfg.native_checks(),
                 )
+            if self._windows:
+                self._while_connecting(self._windows.register)
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
@@ -146,6 +149,11 @@ class Session(Runs):
             if problem is not None:
                 raise problem
             self.config.refuse_unsharded()
+            if self.local.copy_engines and AUTO in (also_agree or {}):
+                raise ValueError(
+                    "copy_engines=True is not possible with wire 'auto', which tries one engine after another: each "
+                    "would keep its workspaces. Give the wire that it finds"
+                )
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
@@ -162,10 +170,16 @@ class Session(Runs):
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
+        if self.local.copy_engines and (num_hosts := len(set(self.host_names))) > 1:
+            raise ValueError(
+                f"copy_engines=True is possible within a host only, and the ranks are on {num_hosts}: leave it out; "
+                "NCCL's kernels then move the bytes"
+            )
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
         self._s_per_byte, self.codec = path.s_per_byte, path.codec
+        self._windows, self._transfers = path.windows, path.transfers
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
@@ -194,7 +208,7 @@ class Session(Runs):
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
-        self._s_per_byte = beside._s_per_byte
+        self._s_per_byte, self._windows, self._transfers = beside._s_per_byte, None, beside._transfers
         self._transport = beside._transport
         return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
@@ -303,7 +317,7 @@ class Session(Runs):
     def _record(self, also_agree: dict[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, `also_agree` included. Causes stand before what follows from them.
 
-        LocalOptions may differ: the bytes do not depend on them.
+        LocalOptions may differ, except copy_engines: the bytes do not depend on them.
         """
         searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
@@ -313,6 +327,7 @@ class Session(Runs):
             "wire": AUTO if searched else self.config.wire,
             **searched,
             "config": self.config.record(),
+            "copy_engines": self.local.copy_engines,
             **also_agree,
         }
         if self.parameters is not None:
@@ -412,6 +427,7 @@ class Session(Runs):
             off=off,
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
+            transfers="" if off else self._transfers,
         )
 
     def max_over_ranks(self, value: float, what: str) -> float:
