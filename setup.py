@@ -69,6 +69,10 @@ COMPILE_FLAGS = [
     "ggc-min-heapsize=1048576",
 ]
 
+# Torch's libstdc++, also where the compiler adds -static-libstdc++: with a second copy of it, which numbers the facets of
+# a locale in another order, the first number that is written to a stream ends the process.
+LINK_FLAGS = ["-lstdc++"]
+
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 if lacking := torch_groups.missing(TORCH_INCLUDE):
     refuse(
@@ -208,6 +212,7 @@ setuptools.setup(
             sources=sources(),
             depends=sorted(str(p) for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".h")),
             extra_compile_args=COMPILE_FLAGS,
+            extra_link_args=LINK_FLAGS,
         )
     ],
     cmdclass={"build_ext": build_ext},
