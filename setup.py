@@ -69,8 +69,8 @@ COMPILE_FLAGS = [
     "ggc-min-heapsize=1048576",
 ]
 
-# Torch's libstdc++, also where the compiler adds -static-libstdc++: with a second copy of it, which numbers the facets of
-# a locale in another order, the first number that is written to a stream ends the process.
+# Torch's libstdc++, also where the compiler adds -static-libstdc++: with a second copy of it, which numbers the facets
+# of a locale in another order, the first number that is written to a stream ends the process.
 LINK_FLAGS = ["-lstdc++"]
 
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"

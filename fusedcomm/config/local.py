@@ -54,6 +54,19 @@ class LocalOptions:
             check.number("stall_after", self.stall_after, LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S, possible)
         check.flag("copy_engines", self.copy_engines)
 
+    def refuse_copy_engines(self, auto: bool = False, num_hosts: int = 1) -> None:
+        """Raises ValueError if they were asked for with wire "auto" or for ranks on several hosts."""
+        if self.copy_engines and auto:
+            raise ValueError(
+                "copy_engines=True is not possible with wire 'auto', which tries one engine after another: each would "
+                "keep its workspaces. Give the wire that it finds"
+            )
+        if self.copy_engines and num_hosts > 1:
+            raise ValueError(
+                f"copy_engines=True is possible within a host only, and the ranks are on {num_hosts}: leave it out; "
+                "NCCL's kernels then move the bytes"
+            )
+
 
 def local_options(local: LocalOptions | None) -> LocalOptions:
     """`local` as a front end is called with it, or the defaults. Raises ValueError if it is not a LocalOptions."""

@@ -21,8 +21,8 @@ class CpuPath:
     s_per_byte: float | None = None
     """Seconds that the link takes for a byte; None before connect(). See :func:`fusedcomm.chunks.resolved`."""
 
-    windows, transfers = None, ""
-    """As :class:`fusedcomm.devices.cuda.CudaPath` has them."""
+    windows = None
+    """Only :class:`fusedcomm.devices.cuda.CudaPath` has some."""
 
     def __init__(self, local: config.LocalOptions, world_size: int) -> None:
         if local.copy_engines:

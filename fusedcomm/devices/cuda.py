@@ -66,7 +66,6 @@ class CudaPath:
                 f"fusedcomm: LocalOptions(copy_engines=True) is not possible here: {reason}. Leave it out; NCCL's "
                 "kernels then move the bytes"
             )
-        self.transfers = torch_groups.BY_COPY_ENGINES if local.copy_engines else torch_groups.BY_KERNELS
         driver = _C.CudaDriver(DRIVER)
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,8 +7,8 @@ old one.
 - Streams: with ``asyncOp = false`` both enqueue on the caller's current stream. The old one then returns no Work. The
   new one returns a Work; its ``wait()`` makes that stream wait for an event of its own, and stops the host only with
   ``TORCH_NCCL_BLOCKING_WAIT=1``.
-- Memory: neither keeps the inputs of such a call, nor tells the allocator of its stream. The new one's Work keeps the
-  outputs while it lives, which is until the transport has waited for it.
+- Memory: neither keeps the inputs of such a call, nor tells the allocator of its stream: the engine keeps them. The
+  new one's Work keeps the outputs; in 2.14 a queue keeps that Work until a later call finds that it has ended.
 - Collectives: ``alltoall_base`` without splits is one equal all-to-all, which these builds hand to ``ncclAlltoAll``.
   From 2.14 on it and ``_allgather_base`` stand for ``all_to_all_single`` and ``all_gather_single``.
 - Groups of fusedcomm's own, for sums on two levels and for copy engines, are always the old class: made by its
@@ -165,13 +165,16 @@ class Windows:
 
     def register(self) -> None:
         """Makes that memory windows. A collective call; nothing may be allocated there afterwards."""
-        with torch.cuda.device(self._device):
-            self._backend.register_mem_pool(self._pools[-1], symm=True)
+        self._backend.register_mem_pool(self._pools[-1], symm=True)
 
 
-BY_KERNELS = "by NCCL's kernels, because copy_engines=False"
-BY_COPY_ENGINES = (
-    "all-to-all and all-gather by copy engines if NCCL agrees, which a profile tells, because copy_engines=True; "
-    "all-reduce by NCCL's kernels, because it adds"
-)
-"""What moves the bytes, and why, for the plan."""
+def transfers(device: torch.device, copy_engines: bool) -> str:
+    """What moves the bytes, and why, for the plan; empty on cpu."""
+    if device.type == "cpu":
+        return ""
+    if not copy_engines:
+        return "by NCCL's kernels, because copy_engines=False"
+    return (
+        "all-to-all and all-gather by copy engines if NCCL agrees, which a profile tells, because copy_engines=True; "
+        "all-reduce by NCCL's kernels, because it adds"
+    )

@@ -17,7 +17,7 @@ from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_s
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, groups, hosts
+from fusedcomm.ranks import agreement, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
 from fusedcomm.session import levels, plan
@@ -149,11 +149,7 @@ class Session(Runs):
             if problem is not None:
                 raise problem
             self.config.refuse_unsharded()
-            if self.local.copy_engines and AUTO in (also_agree or {}):
-                raise ValueError(
-                    "copy_engines=True is not possible with wire 'auto', which tries one engine after another: each "
-                    "would keep its workspaces. Give the wire that it finds"
-                )
+            self.local.refuse_copy_engines(auto=AUTO in (also_agree or {}))
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
@@ -170,36 +166,29 @@ class Session(Runs):
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
-        if self.local.copy_engines and (num_hosts := len(set(self.host_names))) > 1:
-            raise ValueError(
-                f"copy_engines=True is possible within a host only, and the ranks are on {num_hosts}: leave it out; "
-                "NCCL's kernels then move the bytes"
-            )
+        self.local.refuse_copy_engines(num_hosts=len(set(self.host_names)))
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
-        self._s_per_byte, self.codec = path.s_per_byte, path.codec
-        self._windows, self._transfers = path.windows, path.transfers
+        self._s_per_byte, self.codec, self._windows = path.s_per_byte, path.codec, path.windows
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
-        def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
-            with self._on_device():
-                return path.connect(self.process_group, self.device, groups.own_client(self._store))
-
-        return self._while_connecting(connect)
+        connect, group, device = path.connect, self.process_group, self.device
+        return self._while_connecting(lambda: connect(group, device, groups.own_client(self._store)))
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
+
+        def on_device() -> T:  # every thread has its own current device
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                return connect()
+
         return self.peers.call(
-            connect,
+            on_device,
             "connecting with the other ranks to attach",
             given_up=lambda: self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else "",
         )
-
-    def _on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the device current on this thread: every thread has its own current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
         if self.device.type == "cpu" or self._kernels() == beside._kernels():
@@ -208,7 +197,7 @@ class Session(Runs):
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
-        self._s_per_byte, self._windows, self._transfers = beside._s_per_byte, None, beside._transfers
+        self._s_per_byte, self._windows = beside._s_per_byte, None
         self._transport = beside._transport
         return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
@@ -233,8 +222,7 @@ class Session(Runs):
                 store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
             )
-        except (RuntimeError, NotImplementedError) as error:
-            # A store written in Python need not have clone().
+        except (RuntimeError, NotImplementedError) as error:  # a store written in Python need not have clone()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
             return
         self._is_watched = True
@@ -271,12 +259,10 @@ class Session(Runs):
         if self.ranks_per_host == 1:
             return self._transport
 
-        def make_channels() -> groups.HostChannels:
-            with self._on_device():
-                store = groups.own_client(self._store)
-                return groups.make_host_channels(self.process_group, self.device, store, self.hosts)
-
-        channels = self._while_connecting(make_channels)
+        group, device, found = self.process_group, self.device, self.hosts
+        channels = self._while_connecting(
+            lambda: groups.make_host_channels(group, device, groups.own_client(self._store), found)
+        )
         local_rank, host = self.hosts.place(self.rank)
         return _C.with_hosts(
             self._transport,
@@ -427,7 +413,7 @@ class Session(Runs):
             off=off,
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
-            transfers="" if off else self._transfers,
+            transfers="" if off else torch_groups.transfers(self.device, self.local.copy_engines),
         )
 
     def max_over_ranks(self, value: float, what: str) -> float:
@@ -459,6 +445,5 @@ def _leave_all() -> None:
         session.synchronizer.leave("the process is exiting")
 
 
-# A forked child has none of the threads.
-if hasattr(os, "register_at_fork"):
+if hasattr(os, "register_at_fork"):  # a forked child has none of the threads
     os.register_at_fork(after_in_child=_made.clear)

@@ -135,7 +135,6 @@ class FakeCuda:
         class Path:
             codec = "fake"
             s_per_byte = windows = None
-            transfers = ""
             has_two_levels = True
 
             def __init__(self, reduces_rows: bool) -> None:
