@@ -52,7 +52,8 @@ BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "nccl2", "nccl-legacy")}
 """The names of torch's backends over which fusedcomm moves gradients, by the type of device; the usual one first."""
 
 _CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
-_COPY_ENGINES_SINCE = {"torch": (2, 13), "nccl": (2, 28), "driver": 12050}
+# The oldest for copy engines.
+_TORCH, _NCCL, _DRIVER = (2, 13), (2, 28), 12050
 
 
 def declares(include: Path, header: str, pattern: str) -> bool:
@@ -122,17 +123,18 @@ def own_nccl(
 def why_no_copy_engines(device: torch.device) -> str:
     """Why NCCL cannot move bytes by copy engines on this rank; empty if nothing that can be asked speaks against it."""
     version = torch.__version__
-    if tuple(map(int, version.split(".")[:2])) < _COPY_ENGINES_SINCE["torch"]:
+    if tuple(map(int, version.split(".")[:2])) < _TORCH:
         return f"torch {version} ends the process with a communicator that has windows, and 2.13 does not"
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or not hasattr(nccl.Options().config, "cta_policy"):
+    if nccl is None or not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or not hasattr(nccl.Options().config, "cta_policy"):
         return f"torch {version} was built without NCCL's CTA policy"
     for what, found in (("runs", nccl.get_runtime_nccl_version()), ("was built for", nccl.get_build_nccl_version())):
-        if tuple(found)[:2] < _COPY_ENGINES_SINCE["nccl"]:
+        if tuple(found)[:2] < _NCCL:
             return f"torch {what} NCCL {'.'.join(map(str, found))}, and 2.28 is needed"
     driver = _driver()
-    if driver < _COPY_ENGINES_SINCE["driver"]:
-        return f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and 12.5 is needed"
+    if driver < _DRIVER:
+        found = f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "there is no driver"
+        return f"{found}, and one for CUDA 12.5 is needed"
     links = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
     if len(links) > 1 and not any(links[device.index]):
         return f"NVLink connects {device} with none of the {len(links) - 1} other GPUs that this process sees"

@@ -4,8 +4,11 @@ runs this file with the oldest and the newest torch, too."""
 import contextlib
 import datetime
 import mmap
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import error_of
+from patience import HANG_S
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config, LocalOptions
@@ -63,22 +67,37 @@ def test_the_library_has_the_collectives():
     assert callable(torch._C._distributed_c10d._detect_dma_connectivity)
 
 
+OWN_BACKEND = """
+import datetime, os, sys, torch, torch.distributed as dist
+from fusedcomm.ranks import groups, torch_groups
+cuda, name = torch.device("cuda", 0), sys.argv[1]
+torch_groups.BACKENDS["cuda"] += ("nccl-lazy",)
+timeout = datetime.timedelta(seconds=7)
+dist.init_process_group(f"cuda:{name}", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+try:
+    groups.check_backend(dist.group.WORLD, cuda)
+    print("taken", type(dist.group.WORLD._get_backend(cuda)).__name__, groups.group_timeout(dist.group.WORLD, cuda))
+except RuntimeError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)  # without a GPU nccl2's destructor ends the process with an error
+"""
+
+
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has no nccl2, or was built without NCCL")
-@pytest.mark.parametrize(("backend", "is_read"), [("nccl2", True), ("nccl-lazy", False)])
-def test_torchs_own_backends_are_taken_or_refused_by_their_class(monkeypatch, backend, is_read):
-    """Neither needs a GPU before its first collective."""
-    monkeypatch.setitem(torch_groups.BACKENDS, "cuda", ("nccl2", "nccl-lazy"))
-    dist.init_process_group(f"cuda:{backend}", store=dist.HashStore(), rank=0, world_size=1, timeout=SECONDS)
-    try:
-        group = dist.group.WORLD
-        if is_read:
-            groups.check_backend(group, CUDA)
-            assert groups.group_timeout(group, CUDA) == SECONDS
-        else:
-            with pytest.raises(RuntimeError, match="ProcessGroupNCCLLazy, whose streams are not known"):
-                groups.check_backend(group, CUDA)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize(
+    ("name", "variables", "words"),
+    [
+        ("nccl2", {}, "taken ProcessGroupNCCL2 0:00:07"),
+        ("nccl", {"TORCH_DIST_USE_NCCL2": "1"}, "taken ProcessGroupNCCL2 0:00:07"),
+        ("nccl-lazy", {}, "ProcessGroupNCCLLazy, whose streams are not known"),
+    ],
+)
+def test_torchs_own_backends_are_taken_or_refused_by_their_class(name, variables, words):
+    """Torch makes each without a GPU, which only its first collective needs."""
+    command = [sys.executable, "-c", OWN_BACKEND, name]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=HANG_S)
+    assert words in done.stdout, done.stderr
 
 
 class OldStandIn:
@@ -165,7 +184,10 @@ OLD_ONES = {
         lambda nccl: nccl.setattr(OldStandIn, "get_runtime_nccl_version", staticmethod(lambda: (2, 27, 5))),
         r"torch runs NCCL 2\.27\.5, and 2\.28 is needed",
     ),
-    "driver": (lambda nccl: nccl.setattr(torch_groups, "_driver", lambda: 12040), r"for CUDA 12\.4, and 12\.5 is"),
+    "driver": (
+        lambda nccl: nccl.setattr(torch_groups, "_driver", lambda: 12040),
+        r"for CUDA 12\.4, and one for CUDA 12\.5",
+    ),
     "links": (lambda nccl: linked(nccl, [[0, 0], [0, 0]]), r"NVLink connects cuda:0 with none of the 1 other GPUs"),
 }
 
