@@ -208,7 +208,8 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 // kernels behind them would read garbage, or a peer would miss its bytes. The wait is bounded, because a communicator's
 // end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
-  const std::vector<BackendPtr> own = own_backends();
+  std::vector<BackendPtr> own = own_backends();
+  if (owns_) own.push_back(backends()[static_cast<size_t>(Channel::kScatter)]);
   if (own.empty() || given_up()) return;
   end_soon([own, device = device_] {
     try {
