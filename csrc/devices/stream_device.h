@@ -2,9 +2,9 @@
 // stamps. A subclass adds memory and kernels.
 //
 //   pack stream     waits for the gradients' stream, then pack
-//   wire stream     all collectives; the sums of a bucket of one chunk, which lie between two of them; all of a small
-//   one unpack stream   other sums, unpack; a bucket's future is completed on it, or on the wire's if the bucket is
-//   small
+//   wire stream     all collectives; the sums of a bucket of one chunk, which lie between two of them; all stages of
+//                   a small bucket, whose future is completed on it
+//   unpack stream   other sums, unpack; the futures of other buckets are completed on it
 #pragma once
 
 #include <c10/core/Device.h>
