@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -68,10 +69,6 @@ COMPILE_FLAGS = [
     "--param",
     "ggc-min-heapsize=1048576",
 ]
-
-# Torch's libstdc++, also where the compiler adds -static-libstdc++: with a second copy of it, which numbers the facets
-# of a locale in another order, the first number that is written to a stream ends the process.
-LINK_FLAGS = ["-lstdc++"]
 
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 if lacking := torch_groups.missing(TORCH_INCLUDE):
@@ -153,6 +150,15 @@ def sources() -> list[str]:
 UNIT_NBYTES = 3 << 30
 
 
+def shared_libstdcxx(compiler: str) -> list[str]:
+    """Options by which the extension uses the same libstdc++ as torch, also where the compiler finds only a static one,
+    or is told to use it. A second copy numbers the facets of a locale in another order: the first number that is written
+    to a stream then ends the process."""
+    command = [*shlex.split(compiler), "-print-file-name=libstdc++.so.6"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return [found if Path(found).is_absolute() else "-lstdc++"]
+
+
 def num_jobs() -> int:
     """Units to compile side by side: as many as there are cores, or as fit into the memory that is free."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -180,6 +186,11 @@ class build_ext(BuildExtension):
 
     def run(self) -> None:
         super().run()
+        if b"libstdc++.so" not in Path(self.get_ext_fullpath("fusedcomm._C")).read_bytes():
+            sys.exit(
+                "fusedcomm: the compiler has linked its own copy of libstdc++ into the extension, which would end the "
+                "process when it meets torch's. Set CXX to a compiler that finds libstdc++.so.6"
+            )
         Path(self.get_ext_fullpath("fusedcomm._C")).with_name(version.BUILT_FOR).write_text(torch.__version__ + "\n")
 
     def build_extensions(self) -> None:
@@ -190,6 +201,7 @@ class build_ext(BuildExtension):
             sys.exit(f"fusedcomm: {sys.executable} has no Python.h. Install it (apt: python3-dev; dnf: python3-devel)")
         if not is_ninja_available():
             refuse("ninja is needed and not found")
+        self.extensions[0].extra_link_args += shared_libstdcxx(compiler)
         if not os.environ.get("MAX_JOBS"):
             os.environ["MAX_JOBS"] = str(num_jobs())
         super().build_extensions()
@@ -212,7 +224,6 @@ setuptools.setup(
             sources=sources(),
             depends=sorted(str(p) for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".h")),
             extra_compile_args=COMPILE_FLAGS,
-            extra_link_args=LINK_FLAGS,
         )
     ],
     cmdclass={"build_ext": build_ext},

@@ -73,14 +73,20 @@ def test_no_more_is_compiled_at_once_than_memory_holds(monkeypatch, capsys, free
     assert f"{jobs} at a time ({cores} cores; free memory" in capsys.readouterr().out
 
 
-def test_libstdcxx_is_shared_with_torch_also_where_the_compiler_would_add_a_copy(monkeypatch, tmp_path):
-    extensions = []
+@pytest.mark.parametrize("copy", ["option", "only the static one is found"])
+def test_libstdcxx_is_shared_with_torch_also_where_the_compiler_would_add_a_copy(monkeypatch, tmp_path, copy):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(setuptools, "setup", lambda ext_modules, **options: extensions.extend(ext_modules))
-    runpy.run_path("setup.py")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    compiler = "c++ -static-libstdc++"
+    if copy != "option":
+        found = subprocess.run(["c++", "-print-file-name=libstdc++.a"], capture_output=True, text=True).stdout.strip()
+        (tmp_path / "libstdc++.a").symlink_to(found)
+        compiler = f"c++ -B{tmp_path}/"
     source, library = tmp_path / "stream.cpp", tmp_path / "stream.so"
     source.write_text("#include <iostream>\nvoid write(int number) { std::cout << number; }\n")
-    command = ["c++", "-shared", "-fPIC", "-static-libstdc++", str(source), "-o", str(library)]
-    subprocess.run([*command, *extensions[0].extra_link_args], check=True, timeout=HANG_S)
+    command = [*compiler.split(), "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=HANG_S)
+    assert b"libstdc++.so" not in library.read_bytes()
+    subprocess.run([*command, *runpy.run_path("setup.py")["shared_libstdcxx"](compiler)], check=True, timeout=HANG_S)
     assert b"libstdc++.so" in library.read_bytes()

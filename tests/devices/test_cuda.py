@@ -337,7 +337,7 @@ def test_launches_times_and_the_timeline(ranks, tmp_path):
         assert launches == 2 * 3 * num_buckets
         assert stats.steps == 5
         assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 * 0.99
-        assert "triton" in codec and "workspaces in" in codec
+        assert "triton" in codec
     events = read(tmp_path / "trace-1.json")
     stages = {event["args"]["stage"] for event in events}
     assert stages == {"bucket", "pack", "all-to-all", "reduce", "all-gather", "unpack", "exposed"}

@@ -88,7 +88,13 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   return bucket;
 }
 
-FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
+FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket) {
+  FuturePtr future = hook.run(bucket_of(bucket));
+  // On a GPU a fault that is known by now is raised here: calls that DDP makes before it reads the future fail with the
+  // same fault, and their text names no bucket.
+  if (!future->devices().empty() && future->hasError()) std::rethrow_exception(future->exception_ptr());
+  return future;
+}
 
 void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook) {
   if (!hook->epilogue().is_on() || torch::autograd::get_current_graph_task_id() == -1) return;
