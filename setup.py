@@ -152,8 +152,8 @@ UNIT_NBYTES = 3 << 30
 
 def shared_libstdcxx(compiler: str) -> list[str]:
     """Options by which the extension uses the same libstdc++ as torch, also where the compiler finds only a static one,
-    or is told to use it. A second copy numbers the facets of a locale in another order: the first number that is written
-    to a stream then ends the process."""
+    or is told to use it. A second copy numbers the facets of a locale in another order, and the first number that is
+    written to a stream ends the process."""
     command = [*shlex.split(compiler), "-print-file-name=libstdc++.so.6"]
     found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return [found if Path(found).is_absolute() else "-lstdc++"]
