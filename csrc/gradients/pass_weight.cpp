@@ -69,7 +69,7 @@ double PassWeights::note_pass() {
   const double weight = weight_.value_or(0);
   noted_ += weight;
   ++num_noted_;
-  return of_sums_ ? 1 : weight;
+  return of_sums_ && weight != 0 ? 1 : weight;
 }
 
 std::pair<double, double> PassWeights::last() const {

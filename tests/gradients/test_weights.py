@@ -17,7 +17,7 @@ import fusedcomm
 from fusedcomm import Config
 
 FRONTS = ["ddp", "reducer", "parallel", "fsdp", "hsdp"]
-BUCKETS = 1 / 1024
+BUCKETS = 1 / 4096
 
 
 def model():
