@@ -119,7 +119,7 @@ class Handle(GradientNorms):
             self._counts_active = not self._counts_active
             self.session.synchronizer.weights.count_active(self._counts_active)
         if torch.is_grad_enabled() and (self._added is not None or not ddp.require_backward_grad_sync):
-            self._note_passes()
+            self.note_passes()
         self.session.say_notices()
         if self._is_hooked and isinstance(self._runs, Tuner) and self._runs.is_off_for_good:
             forget_refused_hooks(ddp)

@@ -98,9 +98,9 @@ class ReducedOptimizer:
 
     @property
     def weight(self) -> float | None:
-        """What this rank weighs in the backward passes to come, until it is set again; see `fusedcomm.Config` and
-        docs/weights.md. None: not set yet. Setting it raises TypeError for what is no number and no tensor, and
-        RuntimeError without ``DistributedOptimizer(…, weighted=…)``."""
+        """What this rank weighs in the backward passes to come, until it is set again. None: not set yet. Setting it
+        raises TypeError for what is no number and no tensor, and RuntimeError without
+        ``DistributedOptimizer(…, weighted=…)``."""
         return None if self._weight is None else self._weight.value
 
     @weight.setter

@@ -236,7 +236,7 @@ class DataParallel(DistributedDataParallel):
     def require_backward_grad_sync(self, value: bool) -> None:
         self._requires_sync = value
         if not value and self.comm.is_attached:
-            self.comm._note_passes()
+            self.comm.note_passes()
         self._tell_whether_local()
 
     def _tell_whether_local(self) -> None:

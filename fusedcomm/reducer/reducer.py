@@ -152,7 +152,7 @@ class GradReducer(GradientNorms):
             self._watch = ParameterWatch(module_or_named_parameters)
             self._ignored = ignored_names(module_or_named_parameters)
         if every > 1:
-            self._note_passes()
+            self.note_passes()
         if self.session.rank == 0:
             log.report(self.plan, quiet)
 
@@ -164,7 +164,7 @@ class GradReducer(GradientNorms):
         Only ``backward()`` needs to be within the block. Enter it on every rank.
         """
         self.refuse_detached("nothing is synchronized")
-        self._note_passes()
+        self.note_passes()
         before, self.native.is_on = self.native.is_on, False
         try:
             yield

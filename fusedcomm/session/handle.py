@@ -93,7 +93,7 @@ class CommHandle:
             )
         return weights
 
-    def _note_passes(self) -> None:
+    def note_passes(self) -> None:
         """Call before a pass that only adds up gradients, and before each one from then on."""
         if self.runs.weights is None:
             return
