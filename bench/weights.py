@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, 50 steps")
     parser.add_argument("--json", type=Path, help="also writes the results to this file")
     options = parser.parse_args()
-    steps, seeds = (EVERY, [0]) if options.quick else (400, [0, 1, 2])
+    steps, seeds = (EVERY, [0]) if options.quick else (300, [0, 1, 2])
     characters = Characters()
     pieces = paragraphs(characters.train)
     tests = [batch for batch, _ in zip(batches(paragraphs(characters.test), 7, 64), range(8), strict=False)]
