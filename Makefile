@@ -4,6 +4,8 @@
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
 #                in which every value appears. 17 minutes, two cores                         ARGS="-k codec -x"
 #   make test-all    the same with every case: more than an hour
+#   make test-torches    build with each torch of TORCHES, in a copy of this folder, and run a few tests with it. Each is
+#                a version, for which build/torches gets an environment, or the folder of one that has torch and pytest
 #   make bench   run every benchmark in bench/: hours; some minutes with ARGS=--quick. Each one says what
 #                it needs: python bench/NAME.py --help                                       ARGS=--quick
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.
@@ -27,6 +29,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
+TORCHES ?= 2.11.0 2.13.0 2.14.1
 
 # Exit code of pytest that counts as success, too. With ARGS, 5: no test was selected. Without, -1, which never occurs.
 NONE_LEFT = $(if $(strip $(ARGS)),5,-1)
@@ -57,7 +60,7 @@ KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test test-all bench gpu build stubs sanitize lint types format clean check-tools check-packages FORCE
+.PHONY: help demo test test-all test-torches bench gpu build stubs sanitize lint types format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -76,6 +79,9 @@ test test-all: build $(KERNELS)
 	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
 	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+
+test-torches: | check-tools
+	PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' bash tests/helpers/test_torches.sh $(TORCHES)
 
 bench: PACKAGES += scikit-learn matplotlib tqdm
 bench: build

@@ -44,6 +44,7 @@ except (ImportError, OSError) as error:
 sys.path.insert(0, str(Path(__file__).parent))
 sys.dont_write_bytecode = True  # the build leaves no __pycache__ in the checkout
 from fusedcomm import memory, version  # noqa: E402  (these import nothing but the standard library)
+from fusedcomm.ranks import torch_groups  # noqa: E402  (imports torch, too)
 
 if tuple(map(int, version.minor(torch.__version__).split("."))) < (2, 11):
     refuse(f"torch 2.11 or later is needed, and Python ({sys.executable}) has {torch.__version__}")
@@ -68,15 +69,22 @@ COMPILE_FLAGS = [
     "ggc-min-heapsize=1048576",
 ]
 
-# Through this private member csrc/frontends/ddp/hook.cpp takes a hook away from DDP's reducer. With a torch that has no
-# such member, a reducer keeps its hook for life.
-REDUCER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/reducer.hpp"
-if "std::unique_ptr<CommHookInterface> comm_hook_;" in REDUCER.read_text():
+# Torch's libstdc++, also where the compiler adds -static-libstdc++: with a second copy of it, which numbers the facets
+# of a locale in another order, the first number that is written to a stream ends the process.
+LINK_FLAGS = ["-lstdc++"]
+
+TORCH_INCLUDE = Path(torch.__file__).parent / "include"
+if lacking := torch_groups.missing(TORCH_INCLUDE):
+    refuse(
+        f"torch {torch.__version__} lacks what fusedcomm relies on, in its headers torch/csrc/distributed/c10d: "
+        + "; ".join(lacking)
+    )
+header, member, _ = torch_groups.COMM_HOOK
+if torch_groups.declares(TORCH_INCLUDE, header, member):  # what csrc/frontends/ddp/hook.cpp asks
     COMPILE_FLAGS.append("-DFUSEDCOMM_REDUCER_HAS_COMM_HOOK")
 
 CSRC = Path("csrc").absolute()
 UNITS = Path("build/units")
-TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 # Headers that stand in for torch's: see write_narrow_headers().
 NARROW = UNITS / "headers"
 
@@ -204,6 +212,7 @@ setuptools.setup(
             sources=sources(),
             depends=sorted(str(p) for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".h")),
             extra_compile_args=COMPILE_FLAGS,
+            extra_link_args=LINK_FLAGS,
         )
     ],
     cmdclass={"build_ext": build_ext},

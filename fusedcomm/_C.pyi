@@ -487,7 +487,9 @@ class Step:
     def writes(self) -> str: ...
 
 class StreamTransport(C10dTransport):
-    def __init__(self, backend: torch._C._distributed_c10d.Backend, device: torch.device) -> None: ...
+    def __init__(
+        self, backend: torch._C._distributed_c10d.Backend, device: torch.device, *, owns: bool = False
+    ) -> None: ...
 
 class Synchronizer:
     def __init__(

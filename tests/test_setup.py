@@ -1,4 +1,5 @@
-"""setup.py: what it says where something is missing, and how many units it compiles side by side."""
+"""setup.py: what it says where something is missing, which libraries it links, and how many units it compiles side by
+side."""
 
 import os
 import re
@@ -70,3 +71,16 @@ def test_no_more_is_compiled_at_once_than_memory_holds(monkeypatch, capsys, free
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert runpy.run_path("setup.py")["num_jobs"]() == jobs
     assert f"{jobs} at a time ({cores} cores; free memory" in capsys.readouterr().out
+
+
+def test_libstdcxx_is_shared_with_torch_also_where_the_compiler_would_add_a_copy(monkeypatch, tmp_path):
+    extensions = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(setuptools, "setup", lambda ext_modules, **options: extensions.extend(ext_modules))
+    runpy.run_path("setup.py")
+    source, library = tmp_path / "stream.cpp", tmp_path / "stream.so"
+    source.write_text("#include <iostream>\nvoid write(int number) { std::cout << number; }\n")
+    command = ["c++", "-shared", "-fPIC", "-static-libstdc++", str(source), "-o", str(library)]
+    subprocess.run([*command, *extensions[0].extra_link_args], check=True, timeout=HANG_S)
+    assert b"libstdc++.so" in library.read_bytes()

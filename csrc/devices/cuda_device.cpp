@@ -151,7 +151,10 @@ std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
   return {static_cast<std::byte*>(bytes.data_ptr()), [bytes](std::byte*) {}};
 }
 
-void CudaDevice::will_use(const at::Tensor& tensor) const {
+// Memory that was recorded before is recorded again. A storage that is resized to nothing and back may get the same
+// address, which the allocator then knows no streams of, so neither address nor storage show that nothing is needed.
+void CudaDevice::will_use(const at::Tensor& tensor, bool by_wire_only) const {
+  if (by_wire_only && on_streams()) return tensor.record_stream(wire_stream());
   for (const c10::Stream& stream : streams()) tensor.record_stream(stream);
 }
 

@@ -25,7 +25,8 @@ class CudaDevice : public StreamDevice {
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
-  void will_use(const at::Tensor& tensor) const override;
+  using Device::will_use;
+  void will_use(const at::Tensor& tensor, bool by_wire_only) const override;
   void check_caller() const override;
   void enter_watching_thread() const override;
   std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,

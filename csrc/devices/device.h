@@ -24,20 +24,25 @@ class Device {
   virtual const std::string& isa() const = 0;
   // Whether lanes for collectives may run codec stages, too. Lanes without a thread or stream of their own must not.
   virtual bool wire_runs_stages() const { return false; }
+  // With wire_runs_stages(): a bucket of one chunk runs all its stages on the wire's lane if its gradients have at most
+  // so many bytes.
+  virtual int64_t max_nbytes_on_wire() const { return 0; }
   // Makes the lane of a role; lanes of several roles may share a stream. The device must outlive the lane.
   virtual std::unique_ptr<Lane> make_lane(LaneRole role) = 0;
   // Returns zeroed memory, aligned to at least 64 bytes. It is freed with its last owner.
   virtual std::shared_ptr<std::byte> allocate(int64_t nbytes) = 0;
 
-  // Keeps a tensor's memory from being reused while our lanes may still access it: a backward pass that fails does not
-  // wait for them. On a CPU this does nothing, because a job's owner keeps the memory.
-  virtual void will_use(const at::Tensor&) const {}
+  // Keeps a tensor's memory from being reused while our lanes may still access it, or only the wire's lanes: a backward
+  // pass that fails does not wait for them. On a CPU this does nothing, because a job's owner keeps the memory.
+  virtual void will_use(const at::Tensor&, bool /*by_wire_only*/) const {}
+  void will_use(const at::Tensor& tensor) const { will_use(tensor, /*by_wire_only=*/false); }
 
   // Throws if buckets cannot be taken from the calling thread now, e.g. because it captures a CUDA graph.
   virtual void check_caller() const {}
-  // The end of what the calling thread has enqueued so far, gradients included.
-  virtual Moment caller_moment() { return {nullptr, stamp()}; }
-  // The present moment on the calling thread; within a lane's task, on that lane.
+  // The end of what the calling thread has enqueued so far, gradients included; within a lane's task, of what that lane
+  // has been given.
+  virtual Moment moment() { return {nullptr, stamp()}; }
+  // The stamp of that moment.
   virtual StampPtr stamp() = 0;
   // Call it once on a thread that uses the device only to ask whether stamps have been reached.
   virtual void enter_watching_thread() const {}

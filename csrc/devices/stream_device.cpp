@@ -38,19 +38,15 @@ c10::Stream StreamDevice::current_stream() const {
   return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
-Moment StreamDevice::caller_moment() {
+Moment StreamDevice::moment() {
   if (!on_streams()) return {nullptr, host_stamp()};
-  const StreamEventPtr now = events_->now(current_stream());
-  return {now, now};
-}
-
-StampPtr StreamDevice::stamp() {
-  if (!on_streams()) return host_stamp();
   const c10::Stream stream = current_stream();
+  StreamEventPtr now;
   for (const auto& ours : lane_streams_) {
-    if (ours->stream() == stream) return ours->stamp();
+    if (ours->stream() == stream) now = ours->stamp();
   }
-  return events_->now(stream);
+  if (!now) now = events_->now(stream);
+  return {now, now};
 }
 
 void StreamDevice::enter_watching_thread() const {

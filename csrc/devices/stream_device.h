@@ -2,8 +2,9 @@
 // stamps. A subclass adds memory and kernels.
 //
 //   pack stream     waits for the gradients' stream, then pack
-//   wire stream     all collectives, and the sums of a bucket of one chunk, which lie between two of them
-//   unpack stream   other sums, unpack; a bucket's future is completed on it
+//   wire stream     all collectives; the sums of a bucket of one chunk, which lie between two of them; all stages of
+//                   a small bucket, whose future is completed on it
+//   unpack stream   other sums, unpack; the futures of other buckets are completed on it
 #pragma once
 
 #include <c10/core/Device.h>
@@ -25,8 +26,12 @@ class StreamDevice : public Device {
 
   std::unique_ptr<Lane> make_lane(LaneRole role) override;
   bool wire_runs_stages() const override { return on_streams(); }
-  Moment caller_moment() override;
-  StampPtr stamp() override;
+  // Pack and unpack of 2 MiB read and write 6 MiB, 3 us at 2 TB/s, for which the wire carries nothing else. They save
+  // the host two records and two waits, 1.2 us a pair, and five switches of the stream: more than 3 us of the thread
+  // that runs the backward pass.
+  int64_t max_nbytes_on_wire() const override { return int64_t{2} << 20; }
+  Moment moment() override;
+  StampPtr stamp() override { return moment().stamp; }
   void enter_watching_thread() const override;
   void settle() override;
 
@@ -36,6 +41,8 @@ class StreamDevice : public Device {
  protected:
   c10::Stream current_stream() const;
   bool on_streams() const { return !streams_.empty(); }
+  // Only with on_streams().
+  const c10::Stream& wire_stream() const { return streams_[1]; }
 
   const c10::Device device_;
 

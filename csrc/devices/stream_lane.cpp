@@ -7,6 +7,21 @@
 #include <utility>
 
 namespace fusedcomm {
+namespace {
+
+// Makes a lane's stream the current one, unless it is: a switch asks CUDA's runtime for the current device several
+// times. A lane's stream is current only within such an object, which has switched the device, too.
+class OnStream {
+ public:
+  explicit OnStream(const c10::Stream& stream) {
+    if (c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device()) != stream) guard_.emplace(stream);
+  }
+
+ private:
+  std::optional<c10::StreamGuard> guard_;
+};
+
+}  // namespace
 
 StreamEvent::~StreamEvent() {
   if (event_) pool_->give_back(std::move(event_));
@@ -70,7 +85,7 @@ EventPtr LaneStream::end() {
   return end;
 }
 
-StampPtr LaneStream::stamp() {
+StreamEventPtr LaneStream::stamp() {
   const StreamEventPtr end = end_.lock();
   if (!end || end->is_recorded()) return events_->now(stream_);
   end->record(/*keeps_time=*/true);
@@ -108,7 +123,7 @@ EventPtr StreamLane::run(EventPtr after, Task task) {
     if (auto error = error_before(after)) return std::make_shared<StreamEvent>(error);
     after = nullptr;  // otherwise go_on() would find the event held and record it
     stream_->go_on();
-    c10::StreamGuard on_stream(stream_->stream());
+    const OnStream on_stream(stream_->stream());
     task();
     return stream_->end();
   } catch (...) {
@@ -139,7 +154,7 @@ void StreamLane::finally(EventPtr after, Finally task) {
   } catch (...) {
     error = std::current_exception();
   }
-  c10::StreamGuard on_stream(stream_->stream());
+  const OnStream on_stream(stream_->stream());
   task(std::move(error));
 }
 

@@ -84,7 +84,7 @@ class LaneStream {
   // The end of the work that the stream has been given so far.
   EventPtr end();
   // The same as a stamp. It is the event of end(), if that is still held and not recorded yet.
-  StampPtr stamp();
+  StreamEventPtr stamp();
   // Call it before the stream is given more work: a holder of end() must not wait for that work, too.
   void go_on();
   // Makes the stream's later work wait for `event`.

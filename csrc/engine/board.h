@@ -58,11 +58,12 @@ class Board {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
     Job& ended = jobs_[static_cast<size_t>(job - num_dropped_)];
+    // Ask the device once a pass, with the pass's last job, not for every job, and not for one only just enqueued.
+    drop_ended(now, /*asks=*/ended.is_last);
     ended.is_through = true;
     ended.done = std::move(done);
     ended.moved = now;
-    // Ask the device once a pass, with the pass's last job, not for every job.
-    drop_ended(now, /*asks=*/ended.is_last);
+    drop_ended(now, /*asks=*/false);
   }
 
   // Removes the newest job as if it had never been handed over. Does nothing if `job` is not the newest.

@@ -62,7 +62,8 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
       device_(std::move(device)),
       transport_(std::move(transport)),
       place_(transport_->place()),
-      failure_(std::make_shared<FailureLatch>(transport_->rank(), transport_->world_size())) {
+      failure_(std::make_shared<FailureLatch>(transport_->rank(), transport_->world_size())),
+      observers_(std::make_shared<const Observers>(Observers{failure_, device_, tracer_, board_})) {
   check_config(config_);
   if (config_.ranks_per_host != place_.ranks_per_host) {
     throw std::invalid_argument("ranks_per_host must be the same for both: the configuration has " +
@@ -122,9 +123,9 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   }
   if (!error) {
     try {
-      Moment handed = device_->caller_moment();
+      Moment handed = device_->moment();
       job->submitted = std::move(handed.stamp);
-      lane(LaneRole::kPack).wait(std::move(handed.event));
+      lane_of(*job, LaneRole::kPack).wait(std::move(handed.event));
     } catch (...) {
       error = failure_->fail(*job, "hand-over", 0, std::current_exception());
     }
@@ -136,13 +137,31 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
 void Engine::submit(std::shared_ptr<BucketJob> job) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   if (!begin(job)) return;
+  if (!is_on_wire(*job)) return submit_stages(job);
+  // This switches to the wire's stream once for all stages.
+  lane(LaneRole::kScatter).finally(nullptr, [this, &job](std::exception_ptr) { submit_stages(job); });
+}
+
+void Engine::submit_stages(const std::shared_ptr<BucketJob>& job) {
   EventPtr end = submit_chunks(job);
   // There is nothing to sum: the job ends when the caller's stream gets here, so its times are on that stream.
   if (!end) end = lane(LaneRole::kPack).run(nullptr, [] {});
   if (job->after_unpack) {
-    end = lane(LaneRole::kUnpack).run(std::move(end), stage(job, Stage::kUnpack, 0, [job] { job->after_unpack(); }));
+    Lane::Task after_unpack = stage(job, Stage::kUnpack, 0, [&own = *job] { own.after_unpack(); });
+    end = lane_of(*job, LaneRole::kUnpack).run(std::move(end), std::move(after_unpack));
   }
-  lane(LaneRole::kUnpack).finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
+  submit_end(job, end);
+}
+
+void Engine::submit_end(const std::shared_ptr<BucketJob>& job, const EventPtr& end) {
+  Lane& last = lane_of(*job, LaneRole::kUnpack);
+  std::exception_ptr failed;
+  try {
+    if (ended_) last.wait(ended_);
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  last.finally(end, [this, job, failed](std::exception_ptr error) { finish(job, failed ? failed : std::move(error)); });
 }
 
 EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
@@ -189,7 +208,7 @@ void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStage
     Lane::Task unpacked = stage(job, Stage::kUnpack, 0, std::move(stages.unpack));
     end = lane(LaneRole::kUnpack).run(std::move(end), std::move(unpacked));
   }
-  lane(LaneRole::kUnpack).finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
+  submit_end(job, end);
 }
 
 Engine::Underway Engine::take_slot(const BucketPlan& plan, int64_t chunk) {
@@ -210,29 +229,34 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
   const int64_t chunk = underway->chunk;
   // An all-gather's nbytes are of its result, of which each rank sends a part.
   const int64_t from_nbytes = step.operation == Operation::kAllGather ? step.nbytes / step.num_ranks : step.nbytes;
-  const WireSpan from = span(job, underway->slot, step.from, from_nbytes);
-  const WireSpan to = span(job, underway->slot, step.to, step.nbytes);
-  Lane& lane = lane_of(*job->plan, step);
+  WireSpan from = span(job, underway->slot, step.from, from_nbytes);
+  WireSpan to = span(job, underway->slot, step.to, step.nbytes);
+  Lane& lane = lane_of(*job, step.role);
   // The step belongs to the job's plan, and both stages below keep the job.
   if (is_collective(step.operation)) {
     const Wire dtype = job->plan->layouts.front().wire;
-    return lane.start(std::move(underway->event),
-                      wire_stage(job, step.stage, chunk, [this, &step, dtype, from, to](Lane::Completion done) {
-                        start_collective(step, dtype, from, to, std::move(done));
-                      }));
+    auto transfer = [this, &step, dtype, from = std::move(from), to = std::move(to)](Lane::Completion done) {
+      start_collective(step, dtype, from, to, std::move(done));
+    };
+    return lane.start(std::move(underway->event), wire_stage(job, step.stage, chunk, std::move(transfer)));
   }
   return lane.run(std::move(underway->event),
-                  stage(job, step.stage, chunk, [this, job, &step, chunk, from = from.data, to = to.data] {
-                    run_codec(*job, step, chunk, from, to);
+                  stage(job, step.stage, chunk, [this, &own = *job, &step, chunk, from = from.data, to = to.data] {
+                    run_codec(own, step, chunk, from, to);
                   }));
 }
 
-Lane& Engine::lane_of(const BucketPlan& plan, const Step& step) const {
+bool Engine::is_on_wire(const BucketJob& job) const {
+  return device_->wire_runs_stages() && job.plan->num_chunks() == 1 && job.grad_nbytes <= device_->max_nbytes_on_wire();
+}
+
+Lane& Engine::lane_of(const BucketJob& job, LaneRole role) const {
+  if (is_on_wire(job)) return lane(LaneRole::kScatter);
   // In a bucket of one chunk nothing else uses the wire between the collectives before and after a sum. If the sum runs
   // on the wire's own lane, these need no events to wait for each other.
-  const bool is_between = step.operation == Operation::kLocalReduce || step.operation == Operation::kReduce;
-  if (is_between && device_->wire_runs_stages() && plan.num_chunks() == 1) return lane(LaneRole::kScatter);
-  return lane(step.role);
+  const bool is_between = role == LaneRole::kLocalReduce || role == LaneRole::kReduce;
+  if (is_between && device_->wire_runs_stages() && job.plan->num_chunks() == 1) return lane(LaneRole::kScatter);
+  return lane(role);
 }
 
 WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const {
@@ -345,7 +369,9 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
   StampPtr done;
   if (!error) {
     try {
-      done = device_->stamp();
+      const Moment end = device_->moment();
+      done = end.stamp;
+      if (end.event) ended_ = end.event;  // the job ends within submit(), which holds the mutex
       if (job->counted) account(*job, done);
     } catch (...) {
       error = failure_->fail(*job, "completion", 0, std::current_exception());
@@ -374,40 +400,38 @@ void Engine::account(const BucketJob& job, const StampPtr& done) {
 }
 
 Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body) {
-  return [failure = failure_, device = device_, tracer = tracer_, board = board_, job, stage, chunk,
-          body = std::move(body)] {
-    if (auto first = failure->get()) std::rethrow_exception(first);
-    const StageScope scope(*device, *tracer, *board, *job, stage, chunk);
+  return [of = observers_, job, stage, chunk, body = std::move(body)] {
+    if (auto first = of->failure->get()) std::rethrow_exception(first);
+    const StageScope scope(*of->device, *of->tracer, *of->board, *job, stage, chunk);
     try {
       body();
-      device->settle();
+      of->device->settle();
       scope.end();
     } catch (...) {
       // The stage stays on the board, so that reports say what its bucket is waiting for.
-      std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
+      std::rethrow_exception(of->failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
-    board->end_stage(scope.entry());
+    of->board->end_stage(scope.entry());
   };
 }
 
 Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk,
                                   Lane::Transfer body) {
-  return [failure = failure_, device = device_, tracer = tracer_, board = board_, job, stage, chunk,
-          body = std::move(body)](Lane::Completion done) {
+  return [of = observers_, job, stage, chunk, body = std::move(body)](Lane::Completion done) {
     // After a failure nothing more is sent: peers would take it for the message that was not sent.
-    if (auto first = failure->get()) std::rethrow_exception(first);
-    StageScope scope(*device, *tracer, *board, *job, stage, chunk);
+    if (auto first = of->failure->get()) std::rethrow_exception(first);
+    StageScope scope(*of->device, *of->tracer, *of->board, *job, stage, chunk);
     try {
-      body([failure, device, tracer, board, job, stage, chunk, began = scope.began(), entry = scope.entry(),
-            range = scope.take_range(), done = std::move(done)](std::exception_ptr cause) mutable {
+      body([of, job, stage, chunk, began = scope.began(), entry = scope.entry(), range = scope.take_range(),
+            done = std::move(done)](std::exception_ptr cause) mutable {
         range = nullptr;
-        if (began) tracer->add(job->label, stage, job->step, chunk, began, device->stamp());
-        if (!cause) board->end_stage(entry);
-        done(cause ? failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);
+        if (began) of->tracer->add(job->label, stage, job->step, chunk, began, of->device->stamp());
+        if (!cause) of->board->end_stage(entry);
+        done(cause ? of->failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);
       });
-      device->settle();
+      of->device->settle();
     } catch (...) {
-      std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
+      std::rethrow_exception(of->failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
   };
 }

@@ -13,8 +13,8 @@
 // depends on the buckets alone, never on timing. While chunk k is on the wire, chunk k+1, of this bucket or the next,
 // is packed. Where the lanes are streams, chunk k+1's all-to-all is enqueued before chunk k's all-gather, so the wire
 // has work while chunk k is reduced. A bucket of one chunk has no such work, and is reduced on the wire's own stream.
-// Nothing here waits: submit() returns at once, and on_done is called from the unpack lane. This layer does not use
-// torch.
+// All stages of a small bucket run there, because that saves the host more time than it costs the wire. Nothing here
+// waits: submit() returns at once, and on_done is called from the lane of unpack. This layer does not use torch.
 #pragma once
 
 #include <array>
@@ -55,6 +55,9 @@ class Engine {
   // Enqueues a bucket that the codec cannot carry (sparse, float64): the caller's own stages run on the same lanes, in
   // the order of the buckets. Uses only the job's owner, label, is_last, counted and on_done.
   void submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages);
+
+  // Whether all stages of this job run on the wire's lane. Its plan and grad_nbytes must be known.
+  bool is_on_wire(const BucketJob& job) const;
 
   // Fails all jobs under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
@@ -104,12 +107,17 @@ class Engine {
   // Numbers the job, and makes the pack lane wait for what the calling thread has enqueued. Returns false if the job
   // has ended with an error.
   bool begin(const std::shared_ptr<BucketJob>& job);
+  // Enqueues a job that has begun, in all its stages.
+  void submit_stages(const std::shared_ptr<BucketJob>& job);
   // Enqueues the steps of all chunks. Returns the end of the last one; null if there is no chunk.
   EventPtr submit_chunks(const std::shared_ptr<BucketJob>& job);
   Underway take_slot(const BucketPlan& plan, int64_t chunk);
   void submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underway);
   EventPtr submit_step(const std::shared_ptr<BucketJob>& job, const Step& step, Underway* underway);
-  Lane& lane_of(const BucketPlan& plan, const Step& step) const;
+  // Lets the job end on its lane of unpack, after `end` and after the job before, whose lane may be another one.
+  void submit_end(const std::shared_ptr<BucketJob>& job, const EventPtr& end);
+  // The lane that a job uses for a role.
+  Lane& lane_of(const BucketJob& job, LaneRole role) const;
   // The memory that a step reads or writes; empty for gradients that are not summed in place.
   WireSpan span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const;
   void start_collective(const Step& step, Wire dtype, const WireSpan& from, const WireSpan& to, Lane::Completion done);
@@ -137,13 +145,22 @@ class Engine {
   const std::shared_ptr<FailureLatch> failure_;
   const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
   const std::shared_ptr<Board> board_ = std::make_shared<Board>();
+  // What the stages under way use, which may outlive the engine.
+  struct Observers {
+    std::shared_ptr<FailureLatch> failure;
+    std::shared_ptr<Device> device;
+    std::shared_ptr<Tracer> tracer;
+    std::shared_ptr<Board> board;
+  };
+  const std::shared_ptr<const Observers> observers_;
 
-  // Guards the order of submission, slots_, next_slot_ and submitted_steps_. It is held while collectives are enqueued,
-  // and enqueuing an NCCL collective waits for the GIL: torch's flight recorder notes the Python frames of each, unless
-  // TORCH_FR_BUFFER_SIZE=0 turns it off. A thread that holds the GIL must therefore not wait for this mutex, nor for a
-  // mutex that is held while waiting for this one: bindings release the GIL first. A thread that holds this mutex may
-  // wait for the GIL, for the explanation of a failure (see FailureLatch), and for the mutexes of the stats, the board,
-  // the tracer, a lane and the latch. No thread that holds one of these mutexes waits for the GIL or for this mutex.
+  // Guards the order of submission, slots_, next_slot_, ended_ and submitted_steps_. It is held while collectives are
+  // enqueued, and enqueuing an NCCL collective waits for the GIL: torch's flight recorder notes the Python frames of
+  // each, unless TORCH_FR_BUFFER_SIZE=0 turns it off. A thread that holds the GIL must therefore not wait for this
+  // mutex, nor for a mutex that is held while waiting for this one: bindings release the GIL first. A thread that holds
+  // it may wait for the GIL, for the explanation of a failure (see FailureLatch), and for the mutexes of the stats, the
+  // board, the tracer, a lane and the latch. No thread that holds one of these mutexes waits for the GIL or for this
+  // mutex.
   std::mutex submit_mutex_;
   int64_t submitted_steps_ = 0;
 
@@ -151,6 +168,7 @@ class Engine {
   Workspace workspace_;  // the buffers of each slot
   std::vector<Slot> slots_;
   size_t next_slot_ = 0;
+  EventPtr ended_;  // the end of the last job on a device that enqueues; else null
 
   // Indexed by role. Null if the role belongs to sums on two levels and the engine's have one. They are the last
   // member, so that they are destroyed before anything that their tasks use.

@@ -33,8 +33,8 @@ void StatsKeeper::add(const EngineStats& bucket, StampPtr submitted, StampPtr do
   std::lock_guard<std::mutex> lock(mutex_);
   for (const CountField& field : kCountFields) stats_.*field.count += bucket.*field.count;
   const bool is_last = bucket.num_steps != 0;
+  if (is_last) take_times();  // before this pass is added, which has only just been enqueued
   untimed_.push_back({std::move(submitted), std::move(done), is_last});
-  if (is_last) take_times();
   if (untimed_.size() > kMaxUntimed) untimed_.pop_front();
 }
 

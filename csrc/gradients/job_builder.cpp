@@ -90,7 +90,8 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
     device = engine.shared_device();
     job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, bucket.own_row->sum);
   } else {
-    for (const at::Tensor& tensor : gradients->tensors()) engine.device().will_use(tensor);
+    const bool by_wire_only = engine.is_on_wire(*job);
+    for (const at::Tensor& tensor : gradients->tensors()) engine.device().will_use(tensor, by_wire_only);
     job->owner = std::const_pointer_cast<Gradients>(gradients);
   }
   job->on_done = [future, gradients, result = bucket.result(), device](std::exception_ptr error) {

@@ -30,6 +30,8 @@ void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradien
   exact.mul_((weight ? weight->pack : 1) / transport->world_size());
   const auto norms = at::empty({3}, exact.options().dtype(at::kDouble));
   for (const at::Tensor& tensor : {exact, norms}) engine->device().will_use(tensor);
+  // The bucket itself may have run on fewer lanes than its check.
+  for (const at::Tensor& tensor : gradients->tensors()) engine->device().will_use(tensor);
   auto check = std::make_shared<BucketJob>();
   check->owner = job->owner;
   check->counted = false;

@@ -208,7 +208,8 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 // kernels behind them would read garbage, or a peer would miss its bytes. The wait is bounded, because a communicator's
 // end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
-  const std::vector<BackendPtr> own = own_backends();
+  std::vector<BackendPtr> own = own_backends();
+  if (owns_) own.push_back(backends()[static_cast<size_t>(Channel::kScatter)]);
   if (own.empty() || given_up()) return;
   end_soon([own, device = device_] {
     try {
@@ -234,9 +235,9 @@ void StreamTransport::all_gather(Channel channel, WireSpan send, WireSpan receiv
 }
 
 void StreamTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
-  const at::Tensor bytes = as_tensor(all, at::kByte, device_);
   const int64_t nbytes = all.nbytes / backend(channel).getSize();
-  all_gather_tensor(channel, bytes, bytes.narrow(0, backend(channel).getRank() * nbytes, nbytes), std::move(done));
+  const WireSpan own{all.data + backend(channel).getRank() * nbytes, nbytes, all.owner};
+  all_gather(channel, own, std::move(all), std::move(done));
 }
 
 void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.native import _C
+from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.hosts import Hosts
 from fusedcomm.ranks.own_group import OwnGroup
@@ -57,29 +58,28 @@ class HostChannels:
     cross_gather: dist.Backend
 
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""The backend over which fusedcomm moves gradients on each type of device."""
-
-
 def check_backend(process_group: Group, device: torch.device) -> None:
     """Raises RuntimeError if fusedcomm cannot move gradients on this device over the group's backend."""
-    wanted = _BACKENDS.get(device.type)
-    if wanted is None:
+    possible = torch_groups.BACKENDS.get(device.type)
+    if possible is None:
         raise RuntimeError(
-            f"fusedcomm: the gradients are on {device}; fusedcomm moves them on {' and '.join(_BACKENDS)} only. Leave "
-            "DDP's default all-reduce on other devices."
+            f"fusedcomm: the gradients are on {device}; fusedcomm moves them on {' and '.join(torch_groups.BACKENDS)} "
+            "only. Leave DDP's default all-reduce on other devices."
         )
+    wanted = possible[0]
     if isinstance(process_group, OwnGroup):
         name = backend = process_group.backend_name(device)
     else:
         name = dist.get_backend_config(process_group)
         backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
-    if backend != wanted:
+    if backend not in possible:
         raise RuntimeError(
             f"fusedcomm: the process group's backend for {device.type} tensors is {backend!r} (of {name!r}); fusedcomm "
             f"moves {device.type} gradients over {wanted}: use init_process_group('{wanted}') or leave DDP's default "
             "all-reduce"
         )
+    if device.type == "cuda":
+        torch_groups.refuse_unread(process_group._get_backend(device))
 
 
 def refuse_unknown(process_group: Group) -> None:
@@ -206,8 +206,8 @@ def make_host_channels(process_group: Group, device: torch.device, store: dist.S
     local = (local_rank, hosts.ranks_per_host, timeout)
     cross = (host, hosts.num_hosts, timeout)
     if device.type == "cuda":
-        on_host = _nccl(store, f"local/{host}", *local, device)
-        between = _nccl(store, f"cross/{local_rank}", *cross, device)
+        on_host = torch_groups.own_nccl(store, f"local/{host}", *local, device)
+        between = torch_groups.own_nccl(store, f"cross/{local_rank}", *cross, device)
         return HostChannels(on_host, on_host, between, between)
     return HostChannels(
         _gloo(store, f"local scatter/{host}", *local),
@@ -262,20 +262,6 @@ def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.
             f"fusedcomm: gloo's channel {name!r} over {size} ranks, with {GLOO_THREADS} threads and one for each "
             f"network device, could not be made: {error}"
         ) from error
-
-
-def _nccl(
-    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta, device: torch.device
-) -> dist.Backend:
-    # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
-    # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
-    # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,
-    # because DDP's constructor has broadcast the parameters over it.
-    backend.eager_connect_single_device(device)
-    return backend
 
 
 def _gloo_options(timeout: datetime.timedelta) -> "dist.ProcessGroupGloo._Options":

@@ -85,6 +85,8 @@ class Plan:
     """Whether no parameter requires gradients now. `buckets` is then empty, or shows the last backward pass."""
     detached: bool = False
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
+    transfers: str = ""
+    """On cuda: what moves the bytes, and why. Empty on cpu and when `off`."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -111,6 +113,8 @@ class Plan:
         if self.one_level_reason and not self.off:
             hosts = self.config.groups or self.config.hosts
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
+        if self.transfers:
+            lines.append(f"  transfers: {self.transfers}")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.buckets or not self.frozen:

@@ -17,7 +17,7 @@ from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_s
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, groups, hosts
+from fusedcomm.ranks import agreement, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
 from fusedcomm.session import levels, plan
@@ -99,7 +99,8 @@ class Session(Runs):
             self.peers.doing("attaching: connecting with the other ranks")
             self._refuse_weighted_by_host()
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
-            with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
+            fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
+            with fitting, self._windows.allocated() if self._windows else contextlib.nullcontext():
                 synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
@@ -109,6 +110,8 @@ class Session(Runs):
                     grad_device=device,
                     checks=cfg.native_checks(),
                 )
+            if self._windows:
+                self._while_connecting(self._windows.register)
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
@@ -158,6 +161,7 @@ class Session(Runs):
             if problem is not None:
                 raise problem
             self.config.refuse_unsharded()
+            self.local.refuse_copy_engines(auto=AUTO in (also_agree or {}))
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
@@ -174,30 +178,29 @@ class Session(Runs):
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
+        self.local.refuse_copy_engines(num_hosts=len(set(self.host_names)))
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
-        self._s_per_byte, self.codec = path.s_per_byte, path.codec
+        self._s_per_byte, self.codec, self._windows = path.s_per_byte, path.codec, path.windows
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
-        def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
-            with self._on_device():
-                return path.connect(self.process_group, self.device, groups.own_client(self._store))
-
-        return self._while_connecting(connect)
+        connect, group, device = path.connect, self.process_group, self.device
+        return self._while_connecting(lambda: connect(group, device, groups.own_client(self._store)))
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
+
+        def on_device() -> T:  # every thread has its own current device
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                return connect()
+
         return self.peers.call(
-            connect,
+            on_device,
             "connecting with the other ranks to attach",
             given_up=lambda: self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else "",
         )
-
-    def _on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the device current on this thread: every thread has its own current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
         if self.device.type == "cpu" or self._kernels() == beside._kernels():
@@ -206,7 +209,7 @@ class Session(Runs):
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
-        self._s_per_byte = beside._s_per_byte
+        self._s_per_byte, self._windows = beside._s_per_byte, None
         self._transport = beside._transport
         return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
@@ -236,8 +239,7 @@ class Session(Runs):
                 store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
             )
-        except (RuntimeError, NotImplementedError) as error:
-            # A store written in Python need not have clone().
+        except (RuntimeError, NotImplementedError) as error:  # a store written in Python need not have clone()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
             return
         self._is_watched = True
@@ -274,12 +276,10 @@ class Session(Runs):
         if self.ranks_per_host == 1:
             return self._transport
 
-        def make_channels() -> groups.HostChannels:
-            with self._on_device():
-                store = groups.own_client(self._store)
-                return groups.make_host_channels(self.process_group, self.device, store, self.hosts)
-
-        channels = self._while_connecting(make_channels)
+        group, device, found = self.process_group, self.device, self.hosts
+        channels = self._while_connecting(
+            lambda: groups.make_host_channels(group, device, groups.own_client(self._store), found)
+        )
         local_rank, host = self.hosts.place(self.rank)
         return _C.with_hosts(
             self._transport,
@@ -320,7 +320,7 @@ class Session(Runs):
     def _record(self, also_agree: dict[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, `also_agree` included. Causes stand before what follows from them.
 
-        LocalOptions may differ: the bytes do not depend on them.
+        LocalOptions may differ, except copy_engines: the bytes do not depend on them.
         """
         searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
@@ -330,6 +330,7 @@ class Session(Runs):
             "wire": AUTO if searched else self.config.wire,
             **searched,
             "config": self.config.record(),
+            "copy_engines": self.local.copy_engines,
             **also_agree,
         }
         if self.parameters is not None:
@@ -429,6 +430,7 @@ class Session(Runs):
             off=off,
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
+            transfers="" if off else torch_groups.transfers(self.device, self.local.copy_engines),
         )
 
     def max_over_ranks(self, value: float, what: str) -> float:
@@ -460,6 +462,5 @@ def _leave_all() -> None:
         session.synchronizer.leave("the process is exiting")
 
 
-# A forked child has none of the threads.
-if hasattr(os, "register_at_fork"):
+if hasattr(os, "register_at_fork"):  # a forked child has none of the threads
     os.register_at_fork(after_in_child=_made.clear)

@@ -6,7 +6,7 @@ from pathlib import Path
 import native_objects
 import pytest
 from native_objects import FLAGS, INCLUDE, OF_CUDA, TORCH
-from scripts import ROOT, built, cxx, is_built
+from scripts import ROOT, built, cxx, in_a_unit, is_built
 from stream_stress import run
 
 LIBRARY = "libcuda_stress.so"
@@ -17,14 +17,14 @@ RUN = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encod
 
 
 def product_objects() -> list[Path]:
-    """The build's objects of csrc/, without the bindings and without the unit. Skips the test if the build is older
-    than the sources."""
+    """The build's objects of csrc/, without the bindings and without the unit of torch. Skips the test if the build is
+    older than the sources."""
     if not (is_built() and (ROOT / UNIT).exists()):
         pytest.skip("needs the objects of a build that is newer than csrc/: `make build`")
-    unit = (ROOT / UNIT).read_text()
-    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.cpp"))]
-    plain = [s for s in sources if f'"{s[len("csrc/") :]}"' not in unit and not s.startswith("csrc/bindings/")]
-    return [built(source) for source in plain]
+    others = [path.stem for path in (ROOT / "csrc").iterdir() if path.stem not in ("bindings", "codec")]
+    units = [path for name in others if (path := ROOT / f"build/units/{name}.cpp").exists()]
+    alone = [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if not in_a_unit(str(path.relative_to(ROOT)))]
+    return [built(str(path.relative_to(ROOT))) for path in [*units, *alone]]
 
 
 def link(folder: Path, unit: Path) -> None:

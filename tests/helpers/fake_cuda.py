@@ -134,7 +134,7 @@ class FakeCuda:
 
         class Path:
             codec = "fake"
-            s_per_byte = None
+            s_per_byte = windows = None
             has_two_levels = True
 
             def __init__(self, reduces_rows: bool) -> None:

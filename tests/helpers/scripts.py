@@ -97,7 +97,13 @@ def built(source: str) -> Path:
     in csrc/; else the source itself. A test program links it instead of compiling the source again. `source` is
     relative to the repository's root, and includes nothing of torch."""
     made = (ROOT / "build" / "objects" / source).with_suffix(".o")
-    return made if made.exists() and is_built() else ROOT / source
+    return made if made.exists() and is_built() and not in_a_unit(source) else ROOT / source
+
+
+def in_a_unit(source: str) -> bool:
+    """Whether the build compiles the source with others, as setup.py lists them; an object of its own is then old."""
+    name = f'"{source.removeprefix("csrc/")}"'
+    return any(name in unit.read_text() for unit in (ROOT / "build" / "units").glob("*.cpp"))
 
 
 @functools.cache

@@ -45,7 +45,8 @@ struct Shape {
 struct Setup {
   WireConfig config;  // its ranks_per_host determines which ranks share a host
   int world_size = 2;
-  std::vector<std::vector<Shape>> buckets = {{{5700}, {40, kExactWire}}, {{2500}}, {{64, kExactWire}, {3000}, {9}}};
+  std::vector<std::vector<Shape>> buckets = {
+      {{5700}, {40, kExactWire}}, {{2500}}, {{700}}, {{64, kExactWire}, {3000}, {9}}};
   bool passes_float64 = false;  // whether one more bucket comes first, of float64
   bool are_apart = false;       // whether each gradient is a tensor of its own; otherwise they are DDP's buckets
   ErrorMonitorOptions monitor;

@@ -78,10 +78,11 @@ struct Section {
 // Calls visit(address of gradients, element of the stream, numel) for the runs of elements [begin, end) that exist.
 void visit_runs(void* grads, const SliceArgs& slices, int64_t begin, int64_t end,
                 const std::function<void(float*, int64_t, int64_t)>& visit) {
-  for (int32_t i = 0; i < slices.num_slices; ++i) {
-    const int64_t from = std::max(begin, slices.starts[i]), to = std::min(end, slices.starts[i + 1]);
+  const int64_t num_runs = slices.ends - slices.starts;  // CudaTables has the arrays one after another
+  for (int64_t i = 0; i < num_runs; ++i) {
+    const int64_t from = std::max(begin, slices.starts[i]), to = std::min(end, slices.ends[i]);
     if (from >= to) continue;
-    visit(static_cast<float*>(grads) + slices.offsets[i] + from - slices.starts[i], from, to - from);
+    visit(static_cast<float*>(grads) + slices.deltas[i] + from, from, to - from);
   }
 }
 
@@ -99,7 +100,7 @@ void add(const Section& section, void* grads, int64_t first, int64_t num_parts, 
     accesses->push_back(bytes(section.at + part * stride, section.numel * nbytes_of(section.wire), writes_message));
   }
   if (section.slices.num_slices == 0) return;
-  accesses->push_back(bytes(section.slices.starts, (section.slices.num_slices + 1) * 8, false));
+  accesses->push_back(bytes(section.slices.slice_starts, (section.slices.num_slices + 1) * 8, false));
   if (writes_message) accesses->push_back(bytes(section.slices.counts, section.slices.num_slices * 8, true));
 }
 
@@ -268,27 +269,23 @@ CudaKernels kernels(const std::vector<Wire>& wires) {
   };
   add({kScaleKernel});
   for (const Wire wire : wires) {
-    for (const bool flat : {false, true}) {
-      for (const std::optional<ResidualFormat> feedback :
-           {std::optional<ResidualFormat>(), std::optional(ResidualFormat::kFp32)}) {
-        KernelKey key{kPackKernel};
-        key.wire = wire;
-        key.flat = flat;
-        key.feedback = feedback;
-        add(key);
-        key.kernel = kReduceKernel;
-        for (const Wire in_wire : wires) {
-          key.in_wire = in_wire;
-          add(key);
-        }
-      }
-      for (const bool sums : {false, true}) {
-        KernelKey key{kUnpackKernel};
-        key.wire = wire;
-        key.flat = flat;
-        key.sums = sums;
+    for (const std::optional<ResidualFormat> feedback :
+         {std::optional<ResidualFormat>(), std::optional(ResidualFormat::kFp32)}) {
+      KernelKey key{kPackKernel};
+      key.wire = wire;
+      key.feedback = feedback;
+      add(key);
+      key.kernel = kReduceKernel;
+      for (const Wire in_wire : wires) {
+        key.in_wire = in_wire;
         add(key);
       }
+    }
+    for (const bool sums : {false, true}) {
+      KernelKey key{kUnpackKernel};
+      key.wire = wire;
+      key.sums = sums;
+      add(key);
     }
   }
   return kernels;

@@ -1,6 +1,5 @@
 """The channels that fusedcomm makes beside the user's process group."""
 
-import datetime
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ from scripts import printed_by_two_ranks
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config
-from fusedcomm.ranks import groups, hosts
+from fusedcomm.ranks import groups
 
 
 def timed(rank, world_size):
@@ -62,54 +61,6 @@ print(groups.time_link(channels.scatter))
 def test_a_process_may_end_once_its_link_was_timed(tmp_path):
     first, second = printed_by_two_ranks(ENDING_SCRIPT, tmp_path)
     assert first == second and float(first) > 0
-
-
-class NcclStandIn:
-    """The part of ProcessGroupNCCL that groups.py uses; a CPU build of torch does not have it. Records calls in
-    `calls`."""
-
-    calls: list = []
-
-    class Options:
-        _timeout = None
-
-    def __init__(self, store, rank, size, options):
-        self.rank, self.size, self.timeout = rank, size, options._timeout
-        self.calls.append(("made", rank, size))
-
-    def eager_connect_single_device(self, device):
-        self.calls.append(("connected", self.rank, self.size, device))
-
-
-class GroupOfSix:
-    """A process group with the only parts that channels use: a backend with a timeout and a rank."""
-
-    class options:
-        _timeout = datetime.timedelta(seconds=7)
-
-    def _get_backend(self, device):
-        return self
-
-    def rank(self):
-        return 4
-
-
-def test_communicators_of_two_levels_are_connected_at_attach(monkeypatch):
-    """A communicator connects when all its ranks do, so every rank connects them in the same order: first inside the
-    host, then between hosts."""
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclStandIn, raising=False)
-    monkeypatch.setattr(NcclStandIn, "calls", [])
-    device = torch.device("cuda", 3)
-    two_of_three = hosts.checked([[0, 1, 2], [3, 4, 5]], 6)
-    channels = groups.make_host_channels(GroupOfSix(), device, dist.HashStore(), two_of_three)
-    assert NcclStandIn.calls == [
-        ("made", 1, 3),
-        ("connected", 1, 3, device),
-        ("made", 1, 2),
-        ("connected", 1, 2, device),
-    ]
-    assert channels.local_scatter is channels.local_gather and channels.cross_scatter is channels.cross_gather
-    assert channels.local_scatter.timeout == channels.cross_scatter.timeout == datetime.timedelta(seconds=7)
 
 
 TIME_LINK = """

@@ -1,0 +1,182 @@
+"""All that fusedcomm relies on in torch's process groups. setup.py refuses a torch whose headers lack it.
+
+Read in torch 2.11 to 2.15. There "nccl" is ``ProcessGroupNCCL``; or ``ProcessGroupNCCL2``, which 2.14 has by the name
+"nccl2" or with ``TORCH_DIST_USE_NCCL2=1``, and 2.15 by default; "nccl-legacy" and ``TORCH_DIST_USE_NCCL2=0`` name the
+old one.
+
+- Streams: with ``asyncOp = false`` both enqueue on the caller's current stream. The old one then returns no Work. The
+  new one returns a Work; its ``wait()`` makes that stream wait for an event of its own, and stops the host only with
+  ``TORCH_NCCL_BLOCKING_WAIT=1``.
+- Memory: neither keeps the inputs of such a call, nor tells the allocator of its stream: the engine keeps them. The
+  new one's Work keeps the outputs; in 2.14 a queue keeps that Work until a later call finds that it has ended.
+- Collectives: ``alltoall_base`` without splits is one equal all-to-all, which these builds hand to ``ncclAlltoAll``.
+  From 2.14 on it and ``_allgather_base`` stand for ``all_to_all_single`` and ``all_gather_single``.
+- Groups of fusedcomm's own, for sums on two levels and for copy engines, are always the old class: made by its
+  constructor, connected by ``eager_connect_single_device``, ended by ``shutdown()``. Each has its own communicator, so
+  the user's group may be of the other class.
+- Ends: fusedcomm aborts none of NCCL's collectives; torch's watchdog does, at the group's timeout. It aborts receives
+  of gloo's with ``Work.abort()``.
+- Windows, for copy engines only: from 2.13 on a communicator ends well that has some. Before, it ended the process.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+RELIED_ON = (
+    ("Types.hpp", r"struct AllToAllOptions \{[^}]*bool asyncOp\b", "all-to-alls on the current stream"),
+    ("Types.hpp", r"struct AllgatherOptions \{[^}]*bool asyncOp\b", "all-gathers on the current stream"),
+    ("Types.hpp", r"struct AllreduceOptions \{[^}]*bool asyncOp\b", "all-reduces on the current stream"),
+    ("Backend.hpp", r"virtual c10::intrusive_ptr<Work> alltoall_base\(", "the first transfer of a two-shot"),
+    ("Backend.hpp", r"virtual c10::intrusive_ptr<Work> _allgather_base\(", "the second transfer of a two-shot"),
+    ("Backend.hpp", r"virtual c10::intrusive_ptr<Work> allreduce\(", "exact sums"),
+    ("Backend.hpp", r"virtual void eagerConnectSingleDevice\(at::Device", "own groups that are connected at attach"),
+    ("Backend.hpp", r"virtual void shutdown\(\)", "the end of own groups"),
+    ("Work.hpp", r"virtual void abort\(\)", "the end of waits for a lost rank"),
+    ("ProcessGroupGloo.hpp", r"class TORCH_API RecvWork\b.*? void abort\(\) override", "the same over gloo"),
+    ("ProcessGroupGloo.hpp", r"Device>> devices; int threads\b", "gloo's channels"),
+    ("nccl2/ProcessGroupNCCL.hpp", r"cudaStream_t getOperationStream\(bool async_op\)", "nccl2's current stream"),
+)
+"""(header in torch/csrc/distributed/c10d, pattern that it matches once each blank is one space, what needs it)."""
+
+COMM_HOOK = ("reducer.hpp", r"std::unique_ptr<CommHookInterface> comm_hook_;", "taking a hook away from DDP's reducer")
+"""A private member. With a torch that has no such member, a reducer keeps its hook for life."""
+
+BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "nccl2", "nccl-legacy")}
+"""The names of torch's backends over which fusedcomm moves gradients, by the type of device; the usual one first."""
+
+_CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
+# The oldest for copy engines.
+_TORCH, _NCCL, _DRIVER = (2, 13), (2, 28), 12050
+
+
+def declares(include: Path, header: str, pattern: str) -> bool:
+    """Whether torch's header matches. `include`: the folder of torch's headers."""
+    path = include / "torch/csrc/distributed/c10d" / header
+    return path.is_file() and re.search(pattern, re.sub(r"\s+", " ", path.read_text()), re.DOTALL) is not None
+
+
+def missing(include: Path) -> list[str]:
+    """A text for everything in RELIED_ON that torch's headers do not declare; empty for a torch that will do."""
+    has_nccl2 = (include / "torch/csrc/distributed/c10d/nccl2").is_dir()
+    return [
+        f"{header} has nothing that matches '{pattern}', for {use}"
+        for header, pattern, use in RELIED_ON
+        if (has_nccl2 or not header.startswith("nccl2/")) and not declares(include, header, pattern)
+    ]
+
+
+def refuse_unread(backend: dist.Backend) -> None:
+    """Raises RuntimeError unless it is known on which streams this backend for cuda runs its collectives."""
+    inner = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend
+    kind = type(inner)
+    if kind in [getattr(dist, name) for name in _CLASSES if hasattr(dist, name)]:
+        return
+    raise RuntimeError(
+        f"fusedcomm: the process group's backend for cuda tensors is a {kind.__module__}.{kind.__qualname__}, whose "
+        f"streams are not known; fusedcomm enqueues kernels around collectives of {' and '.join(_CLASSES)} only. Use "
+        "init_process_group('nccl'), with TORCH_DIST_USE_NCCL2=0 in the environment if this torch makes 'nccl' "
+        "something else, or leave DDP's default all-reduce"
+    )
+
+
+def own_nccl(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    device: torch.device,
+    zero_cta: bool = False,
+) -> dist.Backend:
+    """A new, connected NCCL backend over the ranks that call this with the same name. A collective call of these ranks.
+
+    zero_cta: whether copy engines do what they can.
+    """
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise RuntimeError(
+            f"fusedcomm: torch {torch.__version__} has no torch.distributed.ProcessGroupNCCL, of which fusedcomm makes "
+            "groups of its own: use Config(hosts=None) and LocalOptions(copy_engines=False)"
+        )
+    # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    if zero_cta:
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+    # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
+    # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,
+    # because DDP's constructor has broadcast the parameters over it.
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+# ---- copy engines
+
+
+def why_no_copy_engines(device: torch.device) -> str:
+    """Why NCCL cannot move bytes by copy engines on this rank; empty if nothing that can be asked speaks against it."""
+    version = torch.__version__
+    if tuple(map(int, version.split(".")[:2])) < _TORCH:
+        return f"torch {version} ends the process with a communicator that has windows, and 2.13 does not"
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None or not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or not hasattr(nccl.Options().config, "cta_policy"):
+        return f"torch {version} was built without NCCL's CTA policy"
+    for what, found in (("runs", nccl.get_runtime_nccl_version()), ("was built for", nccl.get_build_nccl_version())):
+        if tuple(found)[:2] < _NCCL:
+            return f"torch {what} NCCL {'.'.join(map(str, found))}, and 2.28 is needed"
+    driver = _driver()
+    if driver < _DRIVER:
+        found = f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "there is no driver"
+        return f"{found}, and one for CUDA 12.5 is needed"
+    links = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
+    if len(links) > 1 and not any(links[device.index]):
+        return f"NVLink connects {device} with none of the {len(links) - 1} other GPUs that this process sees"
+    return ""
+
+
+def _driver() -> int:
+    """The CUDA version of the driver, 12050 for 12.5; 0 without a driver."""
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+class Windows:
+    """Makes an engine's workspaces symmetric windows of a communicator, as copy engines need them."""
+
+    # For the life of the process: ranks end at different moments, and a window must not end before a peer's last copy.
+    _pools: list["torch.cuda.MemPool"] = []
+
+    def __init__(self, backend: dist.Backend, device: torch.device) -> None:
+        self._backend, self._device = backend, device
+
+    @contextlib.contextmanager
+    def allocated(self) -> Iterator[None]:
+        """Memory that this thread allocates inside can become windows. Every rank must allocate the same, in order."""
+        self._pools.append(torch.cuda.MemPool(self._backend.mem_allocator))
+        with torch.cuda.use_mem_pool(self._pools[-1], self._device):
+            yield
+
+    def register(self) -> None:
+        """Makes that memory windows. A collective call; nothing may be allocated there afterwards."""
+        self._backend.register_mem_pool(self._pools[-1], symm=True)
+
+
+def transfers(device: torch.device, copy_engines: bool) -> str:
+    """What moves the bytes, and why, for the plan; empty on cpu."""
+    if device.type == "cpu":
+        return ""
+    if not copy_engines:
+        return "by NCCL's kernels, because copy_engines=False"
+    return (
+        "all-to-all and all-gather by copy engines if NCCL agrees, which a profile tells, because copy_engines=True; "
+        "all-reduce by NCCL's kernels, because it adds"
+    )
