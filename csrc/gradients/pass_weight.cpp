@@ -133,10 +133,11 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
 }
 
 void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
+  static const auto kLabel = std::make_shared<const BucketLabel>("weights", "the ranks' weights in the mean");
   const FuturePtr future = make_future(device_);
   auto job = std::make_shared<BucketJob>();
   job->counted = false;
-  job->label = std::make_shared<const BucketLabel>("weights", "the ranks' weights in the mean");
+  job->label = kLabel;
   job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
   PassthroughStages stages;
   if (device_.is_cpu()) {
@@ -153,11 +154,12 @@ void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
       done(nullptr);
     };
   }
-  // Also on a device: later tasks of both lanes follow the message.
-  stages.reduce = [this, weight, values, unit = unit_] {
+  // Also on a device: later tasks of the lane follow the message. Only residuals of sums need it on the reduce lane.
+  Lane::Task& follows = engine_->config().feedback ? stages.reduce : stages.unpack;
+  follows = [this, weight, values, unit = unit_] {
     if (device_.is_cpu() && unit != 0) finish(weight.get(), values.const_data_ptr<double>(), unit);
   };
-  stages.unpack = [] {};
+  if (!device_.is_cpu()) stages.unpack = [] {};
   engine_->submit_passthrough(std::move(job), std::move(stages));
   if (unit_ != 0) return;
   wait(future);
