@@ -144,6 +144,12 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
     def ours(wire: str, sum: str = "auto") -> Callable[[DistributedDataParallel], object]:
         return lambda ddp: fusedcomm.attach(ddp, Config(wire, sum=sum, wires={"1d": wire}), quiet=True)
 
+    def weighted(wire: str) -> Callable[[DistributedDataParallel], object]:
+        def attach(ddp: DistributedDataParallel) -> None:
+            fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, weighted="mean"), quiet=True).weight = 1
+
+        return attach
+
     def state(ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(fusedcomm.CommState("fp16"), fusedcomm.comm_hook)
 
@@ -162,6 +168,8 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
         "fusedcomm bf16 two-shot": ours("bf16", "two-shot"),
         "fusedcomm int8 two-shot": ours("int8", "two-shot"),
         "fusedcomm int8": ours("int8"),
+        "fusedcomm fp32 weighted": weighted("fp32"),
+        "fusedcomm bf16 weighted": weighted("bf16"),
         "fusedcomm.comm_hook fp16": state,
     }
     only = {

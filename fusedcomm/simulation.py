@@ -1,6 +1,7 @@
 """``fusedcomm.simulate``: the mean that many ranks would get, computed in one process with the codec of real ranks."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,7 @@ def simulate(
     exempt_mask: torch.Tensor | None = None,
     step: int = 0,
     residuals: "Residuals | None" = None,
+    weights: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Returns the mean that every rank would get if `grads` were the gradients of one bucket, one tensor for each rank.
 
@@ -59,6 +61,8 @@ def simulate(
             with the model's first parameter.
         residuals: error feedback: the residuals of earlier steps are added to the gradients, and replaced by the
             residuals of this step. None: there is no other step, and `config.feedback` has no effect.
+        weights: one number for each rank, 0 or more: the handle's `weight` there. ``Config(weighted="sum")``: `grads`
+            are those of sums; otherwise of means. The bits are those of a run's first pass.
 
     Returns:
         A tensor in the gradients' shape and dtype. With sum "two-shot" and "one-shot" it has the bits that real ranks
@@ -83,6 +87,10 @@ def simulate(
     config = dataclasses.replace(
         config, wires={ONE_DIMENSIONAL: config.wire}, checks=Checks(), feedback=_feedback(config, residuals)
     )
+    factors = _pack_factors(config, weights, world_size)
+    if weights is not None and not any(factors):
+        return torch.zeros_like(grads[0])
+    flats = [flat if factor else torch.zeros_like(flat) for flat, factor in zip(flats, factors, strict=True)]
     levels = _levels(config, world_size)
     native = chunks.native(config, world_size, ranks_per_host=levels.ranks_per_host if levels else 1)
     slices = _slices(exempt, numel)
@@ -98,12 +106,12 @@ def simulate(
         lossy, exact = (_Places(slices, wire, flats[0]) for wire in (0, _C.EXACT_WIRE))
         for chunk in range(of_one.num_chunks):
             encoders = _Encoders(codec, of_one, chunk, config, step, residuals)
-            parts = encoders.of_ranks(plan, flats, (lossy, exact), levels)
+            parts = encoders.of_ranks(plan, flats, factors, (lossy, exact), levels)
             encoders.write_mean(plan, parts, (lossy, exact), result)
     else:  # the transport adds the whole bucket in one dtype, exempt elements included
         for begin in range(0, numel, _MAX_PIECE_NUMEL):
             piece = slice(begin, begin + _MAX_PIECE_NUMEL)
-            result[piece] = _added_by_transport(codec, plan, [flat[piece] for flat in flats])
+            result[piece] = _added_by_transport(codec, plan, [flat[piece] for flat in flats], factors)
     return result.view(grads[0].shape)
 
 
@@ -208,6 +216,7 @@ class _Encoders:
         self,
         plan: "_C.BucketPlan",
         flats: list[torch.Tensor],
+        factors: list[float],
         places: tuple[_Places, _Places],
         levels: Hosts | None,
     ) -> torch.Tensor:
@@ -215,14 +224,18 @@ class _Encoders:
         if levels is None:
             parts = self._parts(len(flats), self._layout)
             for rank, out in enumerate(parts):
-                self._pack(self._layout, plan.pack_scale, flats[rank], places, out, self._encoding(rank, rank))
+                noise, residual = self._encoding(rank, rank)
+                if not factors[rank]:  # a rank of weight 0 keeps its residual
+                    residual = None
+                scale = plan.pack_scale * factors[rank]
+                self._pack(self._layout, scale, flats[rank], places, out, (noise, residual))
             return parts
         (within,) = _C.host_layouts([self._layout], self._config.local_wire, 1)
         parts = self._parts(levels.num_hosts, self._layout)
         for host, (ranks, out) in enumerate(zip(levels.groups, parts, strict=True)):
             of_host = self._parts(len(ranks), within)
             for rank, packed in zip(ranks, of_host, strict=True):
-                self._pack(within, plan.pack_scale, flats[rank], places, packed)
+                self._pack(within, plan.pack_scale * factors[rank], flats[rank], places, packed)
             self._reduce(within, of_host, 1.0, out, self._encoding(FIRST_HOST + host, host))
         return parts
 
@@ -276,14 +289,16 @@ class _Encoders:
         self._codec.reduce(everybodys, parts.view(-1), scale, out, *encoding, self._chunk, 0, self._layout, 1)
 
 
-def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor]) -> torch.Tensor:
+def _added_by_transport(
+    codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor], factors: list[float]
+) -> torch.Tensor:
     """The mean of `slices` where the transport adds their encodings, in the wire dtype and in rank order."""
     layout, numel = plan.layout, slices[0].numel()
     (packed,) = _C.bucket_layouts([(layout.wire, layout.block_numel, False, numel)], 1, 0, _ONE_CHUNK)
     total, addend = torch.empty(2, packed.part.nbytes, dtype=torch.uint8)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.wire]
     for rank, slice_ in enumerate(slices):
-        codec.pack(packed, 0, [slice_], [], plan.pack_scale, addend if rank else total)
+        codec.pack(packed, 0, [slice_], [], plan.pack_scale * factors[rank], addend if rank else total)
         if rank:
             total.view(dtype).add_(addend.view(dtype))
     result = torch.empty_like(slices[0])
@@ -304,6 +319,21 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
             f"{config.feedback.format!r}), or leave feedback out"
         )
     return Feedback(residuals.format)
+
+
+def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:
+    """What multiplies each rank's gradients before they are encoded, beside the plan's scale."""
+    if weights is None:
+        if config.weighted is not None:
+            raise ValueError(f"weighted={config.weighted!r} needs weights=[…], one for each of {world_size} ranks")
+        return [1.0] * world_size
+    numbers = [float(weight) for weight in weights]
+    if len(numbers) != world_size or not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ValueError(
+            f"weights={weights!r} is not possible: use {world_size} finite numbers, 0 or more, one for each rank"
+        )
+    unit = sum(numbers) / world_size
+    return [(1.0 if config.weighted == "sum" else number) / unit if number else 0.0 for number in numbers]
 
 
 def _levels(config: Config, world_size: int) -> Hosts | None:

@@ -84,6 +84,7 @@ def engine_variants(
     measured: bool = False,
     local_wire: str | None = None,
     one_shot: bool = False,
+    keeps_residuals: bool = False,
 ) -> tuple["_C.KernelKey", ...]:
     """Every kernel that an engine launches for these wires and gradient dtypes, each once.
 
@@ -95,12 +96,15 @@ def engine_variants(
         local_wire: the wire within a host, which is rounded to nearest; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
         one_shot: unpack sums several messages, and there is no reduce.
+        keeps_residuals: in some passes pack leaves the residuals as they are: those in which this rank has no weight.
     """
     variants = []
     for wire, block, rotated in wires:
         lossless = wire == "fp32"
         encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
         first_encoders = [encoder, {**encoder, "feedback": "fp32"}] if measured and not lossless else [encoder]
+        if keeps_residuals and encoder["feedback"] is not None:
+            first_encoders.append({**encoder, "feedback": None})
         packs = [{"wire": wire, "rotated": rotated, **how} for how in first_encoders]
         sums = [] if one_shot else [{"wire": wire, **encoder}]
         if local_wire is not None:

@@ -30,6 +30,13 @@ void bind_ddp(pybind11::module_& m) {
           py::arg("device"), py::arg("begin_pass"), NoGil())
       .def(
           "unwatch", [](HookSwitch& target) { target.watch(nullptr); }, NoGil())
+      // join: returns 0 without Join, 1 or 2 under it: see HookSwitch::Join.
+      .def(
+          "ask",
+          [](HookSwitch& target, std::function<int()> join) {
+            target.ask([join = std::move(join)] { return static_cast<HookSwitch::Join>(join()); });
+          },
+          py::arg("join"), NoGil())
       .def("take_pass_ends", &HookSwitch::take_pass_ends, NoGil());
 
   py::class_<ReducerNodes>(m, "ReducerNodes")
@@ -43,8 +50,10 @@ void bind_ddp(pybind11::module_& m) {
         reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(target)));
       },
       py::arg("reducer"), py::arg("target"));
-  m.def("run_ddp_bucket",
-        [](Synchronizer& hook, DdpBucket& bucket) { return returned(&run_ddp_bucket, hook, bucket); });
+  m.def("run_ddp_bucket", [](Synchronizer& hook, DdpBucket& bucket) {
+    const bool is_shadow = false;
+    return returned(&run_ddp_bucket, hook, bucket, is_shadow);
+  });
   m.def("remove_hook", &remove_hook, py::arg("reducer"), NoGil());
 }
 

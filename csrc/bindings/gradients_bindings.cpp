@@ -170,6 +170,9 @@ void bind_synchronizer(py::module_& m) {
       // (name, number of dimensions) → number of the wire.
       .def("choose_wires", &Synchronizer::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchronizer::take_notices, NoGil())
+      .def_property_readonly(
+          "weights", [](Synchronizer& synchronizer) -> PassWeights& { return synchronizer.weights(); },
+          py::return_value_policy::reference_internal)
       .def_property_readonly("transport", &Synchronizer::transport)
       .def("stats", &Synchronizer::stats, NoGil())
       .def_property_readonly(
@@ -186,6 +189,20 @@ void bind_synchronizer(py::module_& m) {
             return records;
           },
           NoGil());
+}
+
+// Without the GIL, because a pass that begins holds its lock while it hands a message to the engine.
+void bind_weights(py::module_& m) {
+  py::class_<PassWeights>(m, "PassWeights")
+      .def("use", &PassWeights::use, py::arg("of_sums"), NoGil())
+      .def("count_active", &PassWeights::count_active, py::arg("counts"), NoGil())
+      .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
+      .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
+      .def("note_pass", &PassWeights::note_pass, NoGil())
+      .def("defer", &PassWeights::defer, NoGil())
+      .def("spread", &PassWeights::spread, py::arg("num_ranks"), NoGil())
+      .def_property_readonly("last", py::cpp_function(&PassWeights::last, NoGil()))
+      .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 
 // The synchronizer's epilogue. Another thread may hold its lock while it waits for the GIL, to free a parameter.
@@ -229,6 +246,7 @@ void bind_gradients(pybind11::module_& m) {
       py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
   bind_epilogue(m);
+  bind_weights(m);
   bind_engine(m);
   bind_synchronizer(m);
   bind_fused_sum(m);

@@ -303,7 +303,7 @@ void Engine::run_codec(BucketJob& job, const Step& step, int64_t chunk, const st
 }
 
 void Engine::scale(BucketJob& job) {
-  job.num_nonfinite = device_->scale_in_place(job.payloads.front().slices, job.plan->pack_scale);
+  job.num_nonfinite = device_->scale_in_place(job.payloads.front().slices, job.pack_scale());
   if (job.num_nonfinite != 0 && job.on_nonfinite) job.on_nonfinite(job, 0);
 }
 
@@ -313,7 +313,7 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    count += device_->pack({layouts[i], chunk, payload.slices, job.plan->pack_scale, out, payload.pack});
+    count += device_->pack({layouts[i], chunk, payload.slices, job.pack_scale(), out, payload.pack});
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
@@ -334,6 +334,7 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  if (chunk == 0 && job.before_reduce) job.before_reduce();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan->layouts[i];
     BucketLayout from = to;
@@ -352,7 +353,7 @@ void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64
     const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;
     double* const squares = job.squares.empty() ? nullptr : &job.squares[chunk * job.payloads.size() + i];
     device_->unpack(
-        {job.plan->layouts[i], chunk, parts, job.plan->unpack_scale, slices, num_messages, {job.unscale, squares}});
+        {job.plan->layouts[i], chunk, parts, job.unpack_scale(), slices, num_messages, {job.unscale, squares}});
   }
 }
 

@@ -45,6 +45,16 @@ struct BucketJob {
   bool is_last = false;  // whether it is the last bucket of its backward pass
   bool counted = true;   // whether the engine's stats count it; false for a job that is not a bucket of its own
   int64_t grad_nbytes = 0;
+  // Multiplies gradients before they are encoded, beside the plan's pack_scale.
+  double pack_factor = 1;
+  // Multiplies what unpack decodes, beside the plan's unpack_scale. Read on the unpack lane; null: 1.
+  std::shared_ptr<const double> unpack_factor;
+
+  float pack_scale() const { return static_cast<float>(plan->pack_scale * pack_factor); }
+  float unpack_scale() const {
+    return unpack_factor ? static_cast<float>(plan->unpack_scale * *unpack_factor) : plan->unpack_scale;
+  }
+
   // The epilogue of unpack: see Epilogue.
   float unscale = 1;
   // Σg² of each chunk's pieces, one for each payload, chunk by chunk; empty if they are not wanted.
@@ -54,6 +64,8 @@ struct BucketJob {
 
   // Called on the pack lane before the first chunk is packed; may be empty.
   std::function<void()> before_pack;
+  // Called on the reduce lane before the first chunk's sums are encoded; may be empty.
+  std::function<void()> before_reduce;
   // Called after the last chunk, on the lane of the first encoder with error feedback: pack, or the local reduce on two
   // levels. May be empty.
   std::function<void()> after_first_encoder;

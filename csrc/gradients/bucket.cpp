@@ -76,6 +76,11 @@ void Gradients::scale(double factor) const {
   for (at::Tensor tensor : tensors_) tensor.mul_(factor);
 }
 
+void Gradients::zero() const {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& tensor : tensors_) is_sparse() ? tensor._values().zero_() : tensor.zero_();
+}
+
 void Gradients::assign(const at::Tensor& flat) const {
   int64_t begin = 0;
   for (size_t i = 0; i < size(); ++i) {

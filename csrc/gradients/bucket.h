@@ -54,6 +54,8 @@ class Gradients {
   at::Tensor norm() const;
   // Multiplies every gradient.
   void scale(double factor) const;
+  // Makes every gradient zero, whatever it was.
+  void zero() const;
   // Writes `flat` [numel()] back to where the gradients lie.
   void assign(const at::Tensor& flat) const;
 
@@ -82,6 +84,8 @@ struct Bucket {
   // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last only
   // ends a step of the statistics, and neither norms nor loss scales nor verifications include the bucket.
   bool is_alone = false;
+  // Whether it holds zeros, in place of those of a rank that has no backward pass, as under Join.
+  bool is_shadow = false;
   // The result is the mean × factor, of a reduce-scatter the sum × factor; see plan_bucket() and plan_reduce_scatter().
   // Only for a bucket that is alone.
   std::optional<double> factor;

@@ -148,8 +148,9 @@ void make_residuals(const Engine& engine, const Place& place, c10::Device device
 void add_to(const at::Tensor& gradient, const at::Tensor& values) { gradient.add_(values.view(gradient.sizes())); }
 
 // Makes the record's residuals from those of its parameters. A residual that can no longer be kept is added to the
-// gradients.
-void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients) {
+// gradients, in whose unit the residuals' is `unit`.
+void move_residuals(const Engine& engine, const Place& place, double unit, BucketRecord* record,
+                    const Gradients& gradients) {
   // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
   if (!engine.config().feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
@@ -171,7 +172,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
       const at::Tensor range = residual->range_of(all, begins[member.payload], left_out.numel());
       range.copy_(left_out.view(range.sizes()));
     } else if (left_out.defined()) {
-      add_to(gradients.view(i), left_out);
+      add_to(gradients.view(i), left_out.mul(unit));
     }
     if (!member.exact) begins[member.payload] += member.numel;
   }
@@ -184,7 +185,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const at::Tensor& rest = values[member.payload];
     int64_t& begin = begins[member.payload];
     if (!member.exact) begin += member.hole;
-    if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel));
+    if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel).mul(unit));
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->kept[member.payload].residual;
     member.state->residual_begin = begin;
@@ -238,7 +239,7 @@ bool lies_as(const BucketRecord& record, const Gradients& gradients) {
 }
 
 BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Place& place, c10::Device device,
-                            Parameters* parameters) {
+                            double unit, Parameters* parameters) {
   const Gradients& gradients = *bucket.gradients;
   TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
@@ -272,7 +273,7 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
               " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
   plan(engine, bucket, record.get());
   prepare(&engine.device(), parameters, gradients, record.get());
-  move_residuals(engine, place, record.get(), gradients);
+  move_residuals(engine, place, unit, record.get(), gradients);
   return record;
 }
 
@@ -308,7 +309,7 @@ std::vector<std::string> BucketRecord::parameter_names() const {
   return names;
 }
 
-BucketRecords::Found BucketRecords::of(const Bucket& bucket, Parameters* parameters) {
+BucketRecords::Found BucketRecords::of(const Bucket& bucket, double unit, Parameters* parameters) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   BucketRecordPtr& record = records_[index];
@@ -316,7 +317,7 @@ BucketRecords::Found BucketRecords::of(const Bucket& bucket, Parameters* paramet
   if (is_new) {
     // The residual of a parameter that is no longer in the rows must not keep that of all others.
     if (bucket.own_row && record) take_out_residuals(*record);
-    record = make_record(bucket, engine_, place_, device_, parameters);
+    record = make_record(bucket, engine_, place_, device_, unit, parameters);
     // Parameters may have come from records that are kept, whose residuals would only take memory.
     for (BucketRecordPtr& other : records_) {
       if (bucket.is_alone && other && !has_residuals(*other)) other = nullptr;
@@ -341,7 +342,7 @@ void BucketRecords::make_stale() {
 
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk) {
   // Gradients that are summed in place have been scaled already.
-  const float scale = job.plan->in_place ? 1.0F : job.plan->pack_scale;
+  const float scale = job.plan->in_place ? 1.0F : job.pack_scale();
   for (size_t payload = 0; payload < record.kept.size(); ++payload) {
     const BucketLayout& layout = record.scatters ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
     for (const bool exact : {false, true}) {

@@ -91,9 +91,9 @@ class BucketRecords {
   };
   // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
   // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
-  // If its gradients lie elsewhere than before, makes new tables. Throws if the bucket is on another device, or if
-  // these are not the gradients of its parameters.
-  Found of(const Bucket& bucket, Parameters* parameters);
+  // If its gradients lie elsewhere than before, makes new tables. unit: of residuals, in that of gradients. Throws if
+  // the bucket is on another device, or if these are not the gradients of its parameters.
+  Found of(const Bucket& bucket, double unit, Parameters* parameters);
 
   // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.
   std::vector<BucketRecordPtr>& all() { return records_; }

@@ -9,6 +9,7 @@
 #include "gradients/bucket_record.h"
 #include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
+#include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
 
 namespace fusedcomm {
@@ -22,25 +23,31 @@ std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport
                                                            const BucketPlan& plan, const Gradients& gradients);
 
 // Measures the error of this rank's first encoder. Does nothing for a bucket that is summed exactly, nor without memory
-// for it: a measurement is not worth failing a step. place: of this rank among hosts.
+// for it: a measurement is not worth failing a step. place: of this rank among hosts. weight: null without weights;
+// its `pack` is not 0.
 void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, int64_t pass,
-             const Engine& engine, const Place& place, ErrorMonitor* monitor);
+             const Engine& engine, const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor);
+
+// Weighs the bucket's gradients. Call it after finish().
+void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
+           const PassWeightPtr& weight);
 
 // The bucket's part of the epilogue of the pass (epilogue.h). index: of the bucket in the pass.
 void finish(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients, size_t index,
             const PassEpilogue::Task& task, Device* device, PassEpilogue* epilogue);
 
 // Submits the job, and after it an exact sum of the same gradients, and compares the results. The job's on_done is
-// called after both. The means are multiplied by `unscale` when they have been compared.
+// called after both. The means are multiplied by `unscale` when they have been compared. weight: null without weights.
 void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                     const BucketRecordPtr& record, float unscale, Engine* engine,
+                     const BucketRecordPtr& record, float unscale, const PassWeightPtr& weight, Engine* engine,
                      const std::shared_ptr<TensorTransport>& transport, ErrorMonitor* monitor);
 
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
-// replace the gradients by their mean × unscale, exactly. One run is summed in place; separate tensors are summed in a
-// copy, which is written back. The future receives the run, the first tensor, or the mean of a sparse bucket,
-// coalesced.
+// replace the gradients by their mean × unscale, exactly; weight: null without weights. One run is summed in place;
+// separate tensors are summed in a copy, which is written back. The future receives the run, the first tensor, or the
+// mean of a sparse bucket, coalesced.
 void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, float unscale,
-                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport);
+                        const PassWeightPtr& weight, const FuturePtr& future, Engine* engine,
+                        const std::shared_ptr<TensorTransport>& transport);
 
 }  // namespace fusedcomm

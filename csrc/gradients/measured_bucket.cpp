@@ -47,19 +47,22 @@ std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, 
 }  // namespace
 
 void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, int64_t pass,
-             const Engine& engine, const Place& place, ErrorMonitor* monitor) {
+             const Engine& engine, const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor) {
   if (record->plan.sum == Sum::kExact) return;
   auto measurement = std::make_shared<Measurement>();
   measurement->step = pass;
   measurement->label = record->label;
   auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
   // The residuals exist while the bucket is encoded, so few of them do at a time.
-  job->before_pack = [job, record, gradients, measurement, residuals, &engine, place] {
+  job->before_pack = [job, record, gradients, measurement, residuals, &engine, place, weight] {
     at::NoGradGuard no_grad;
     *residuals = measured_residuals(job, *record, engine, place, gradients->device());
+    for (const auto& residual : *residuals) {
+      if (residual && weight) residual->weigh_first(weight->share);
+    }
     measurement->norm = gradients->norm();
   };
-  job->after_first_encoder = [monitor, measurement, residuals] {
+  job->after_first_encoder = [monitor, measurement, residuals, unit = weight ? weight->of_residuals() : 1] {
     at::NoGradGuard no_grad;
     at::Tensor squares = at::zeros_like(measurement->norm);
     for (const auto& residual : *residuals) {
@@ -67,7 +70,7 @@ void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& 
       squares.add_(residual->first_norm().square_());
     }
     residuals->clear();
-    measurement->error_norm = squares.sqrt_();
+    measurement->error_norm = squares.sqrt_().mul_(unit);
     monitor->add(std::move(*measurement));
   };
   if (gradients->device().is_cpu()) return;

@@ -8,10 +8,10 @@
 namespace fusedcomm {
 namespace {
 
-PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, GradientsPtr gradients) {
+PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, GradientsPtr gradients, double pack_factor) {
   PassthroughStages stages;
   auto flat = std::make_shared<at::Tensor>();
-  stages.pack = [gradients, flat, mean = 1.0 / transport->world_size()] {
+  stages.pack = [gradients, flat, mean = pack_factor / transport->world_size()] {
     at::NoGradGuard no_grad;
     *flat = gradients->flattened().mul_(mean);
   };
@@ -57,13 +57,13 @@ at::Tensor from_bytes(const at::Tensor& row, int64_t offset, const at::Tensor& l
 // is not used, because it was seen to corrupt the heap now and then (torch 2.11 and 2.13, two ranks, a few in 10⁴
 // calls, also under DDP's default hook).
 PassthroughStages sparse_stages(std::shared_ptr<TensorTransport> transport, at::Tensor buffer,
-                                std::shared_ptr<at::Tensor> result) {
+                                std::shared_ptr<at::Tensor> result, double pack_factor) {
   auto exchange = std::make_shared<SparseExchange>();
   const int64_t world_size = transport->world_size();
   PassthroughStages stages;
-  stages.pack = [exchange, buffer, world_size] {
+  stages.pack = [exchange, buffer, world_size, pack_factor] {
     at::NoGradGuard no_grad;
-    exchange->local = buffer.coalesce().mul(1.0 / static_cast<double>(world_size));
+    exchange->local = buffer.coalesce().mul(pack_factor / static_cast<double>(world_size));
     const auto long_options = at::TensorOptions().dtype(at::kLong).device(buffer.device());
     exchange->nnz = at::full({1}, exchange->local._nnz(), long_options);
     exchange->all_nnz = at::empty({world_size}, long_options);
@@ -120,7 +120,8 @@ PassthroughStages on_wire_lane(PassthroughStages stages) {
 }  // namespace
 
 void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, float unscale,
-                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport) {
+                        const PassWeightPtr& weight, const FuturePtr& future, Engine* engine,
+                        const std::shared_ptr<TensorTransport>& transport) {
   // Read when the job is done: a sparse bucket then has another tensor.
   auto result = std::make_shared<at::Tensor>(gradients->front());
   job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
@@ -131,16 +132,18 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   } else {
     for (const at::Tensor& tensor : gradients->tensors()) engine->device().will_use(tensor);
   }
-  PassthroughStages stages =
-      gradients->is_sparse() ? sparse_stages(transport, *result, result) : dense_stages(transport, gradients);
-  if (unscale != 1) {
-    stages.unpack = [unpack = std::move(stages.unpack), result, gradients, unscale] {
+  const double pack_factor = weight ? weight->pack : 1;
+  PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, pack_factor)
+                                                    : dense_stages(transport, gradients, pack_factor);
+  if (unscale != 1 || weight) {
+    stages.unpack = [unpack = std::move(stages.unpack), result, gradients, unscale, weight] {
       if (unpack) unpack();
       at::NoGradGuard no_grad;
-      if (gradients->is_sparse()) {
-        result->_values().mul_(unscale);
-      } else {
-        gradients->scale(unscale);
+      std::vector<at::Tensor> means = gradients->tensors().vec();
+      if (gradients->is_sparse()) means = {result->_values()};
+      for (const at::Tensor& mean : means) {
+        if (weight) weight->apply(mean);
+        if (unscale != 1) mean.mul_(unscale);
       }
     };
   }

@@ -76,6 +76,33 @@ Range ResidualBuffer::first_range(int64_t chunk) const {
   return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
 }
 
+void ResidualBuffer::weigh_first(double share) {
+  if (share == 0 || share == first_share_) return;
+  const NoAutocast no_autocast;
+  first_.mul_(share / first_share_);
+  first_share_ = share;
+}
+
+void ResidualBuffer::weigh_second(double factor) {
+  if (factor == 0 || factor == second_factor_) return;
+  const NoAutocast no_autocast;
+  second_.mul_(second_factor_ / factor);
+  second_factor_ = factor;
+}
+
+void ResidualBuffer::weigh_second(const at::Tensor& factor) {
+  const NoAutocast no_autocast;
+  if (!second_on_device_.defined()) second_on_device_ = at::ones_like(factor);
+  const at::Tensor now = at::where(factor > 0, factor, second_on_device_);
+  second_.mul_(second_on_device_ / now);
+  second_on_device_ = now;
+}
+
+at::Tensor ResidualBuffer::of_first(int64_t begin, int64_t numel) const {
+  const at::Tensor values = load(first_, begin, numel);
+  return first_share_ == 1 ? values : values / divisor(first_share_, values);
+}
+
 at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   const NoAutocast no_autocast;
   if (of_rows_) return row_values(begin, numel / layout_.num_parts).view({-1});
@@ -90,7 +117,7 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
     const Range of_chunk = first_range(chunk), first = overlap(of_chunk);
     if (first.numel() > 0) {
       const int64_t at = chunk * num_first_parts_ * part_numel + first.begin - of_chunk.begin;
-      values.narrow(0, first.begin - begin, first.numel()).add_(load(first_, at, first.numel()));
+      values.narrow(0, first.begin - begin, first.numel()).add_(of_first(at, first.numel()));
     }
     if (!has_second_) continue;
     const Range of_part = layout_.lossy_range(chunk, place_.part()), second = overlap(of_part);
@@ -112,7 +139,7 @@ at::Tensor ResidualBuffer::row_values(int64_t begin, int64_t numel) const {
     const at::Tensor rows = first_.narrow(0, chunk * chunk_numel, chunk_numel).view({layout_.num_parts, part_numel});
     values.narrow(1, at - begin, end - at).copy_(rows.narrow(1, from, end - at));
   }
-  return values.div_(divisor(pack_scale_, values));
+  return values.div_(divisor(pack_scale_ * first_share_, values));
 }
 
 at::Tensor ResidualBuffer::range_of(const at::Tensor& values, int64_t begin, int64_t numel) const {
@@ -129,6 +156,8 @@ at::Tensor ResidualBuffer::of_means(int64_t begin, int64_t numel) const {
 
 at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   const NoAutocast no_autocast;
+  first_share_ = second_factor_ = 1;
+  second_on_device_ = at::Tensor();
   if (of_rows_) {
     const std::vector<int64_t> by_row = {layout_.num_parts, layout_.num_chunks, layout_.part.lossy_numel};
     first_.copy_(values.view(by_row).transpose(0, 1).reshape({-1}).mul(pack_scale_));
@@ -152,7 +181,7 @@ at::Tensor ResidualBuffer::first_norm() const {
   const NoAutocast no_autocast;
   const at::Tensor values = load(first_, 0, first_numel());
   const at::Tensor norm = at::linalg_vector_norm(values, 2, {}, false, at::kDouble);
-  return norm.div_(divisor(pack_scale_, norm));
+  return norm.div_(divisor(pack_scale_ * first_share_, norm));
 }
 
 }  // namespace fusedcomm

@@ -30,11 +30,18 @@ class ResidualBuffer {
 
   Residual of_first() const { return {format_, static_cast<std::byte*>(first_.data_ptr()), first_numel()}; }
   Residual of_second() const { return {format_, static_cast<std::byte*>(second_.data_ptr()), second_numel()}; }
+  // Error feedback of gradients with weights. `share`: of the rank's weight in the mean weight, by which its gradients
+  // are multiplied before they are encoded, here or by the loss. `factor`: what multiplies the encoded sum afterwards.
+  // The first residual keeps its size beside the gradients of the rank, the second beside the mean, whatever they are
+  // multiplied by next. Call them before the encoders run, on their lanes. A share or factor of 0 changes nothing.
+  void weigh_first(double share);
+  void weigh_second(double factor);
+  void weigh_second(const at::Tensor& factor);  // a scalar on the device
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
-  // The residual of the lossy elements from `begin` on: fp32 [numel], in the unit of gradients. If this rank added
-  // it to its gradient, nothing would be left out. The second encoder's residual is of means, so it counts multiplied
-  // by the world size.
+  // The residual of the lossy elements from `begin` on: fp32 [numel], in the unit of gradients, with weights those of a
+  // mean loss. If this rank added it to its gradient, nothing would be left out. The second encoder's residual is of
+  // means, so it counts multiplied by the world size.
   at::Tensor values(int64_t begin, int64_t numel) const;
   // Replaces the residual by `values` ([layout.lossy_numel], in the unit of gradients). With two levels this rank
   // encodes only part of the list: returns what lies outside it, to be added to the gradient. On one level returns an
@@ -53,6 +60,8 @@ class ResidualBuffer {
   int64_t second_numel() const { return layout_.num_chunks * layout_.part.lossy_numel; }
   // values() of rows.
   at::Tensor row_values(int64_t begin, int64_t numel) const;
+  // Elements of the first residual, as of a rank with the mean weight.
+  at::Tensor of_first(int64_t begin, int64_t numel) const;
   // Elements of the second residual, with its rotation undone.
   at::Tensor of_means(int64_t begin, int64_t numel) const;
   // The range of a chunk's elements that the first encoder encodes.
@@ -65,7 +74,9 @@ class ResidualBuffer {
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;
   bool of_rows_ = false;
-  at::Tensor first_, second_;  // with the dtype of format_
+  at::Tensor first_, second_;                   // with the dtype of format_
+  double first_share_ = 1, second_factor_ = 1;  // what they have been multiplied by, and what multiplies them
+  at::Tensor second_on_device_;                 // second_factor_ if it is a tensor
 };
 
 }  // namespace fusedcomm

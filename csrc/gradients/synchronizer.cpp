@@ -24,7 +24,8 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       process_(getpid()),
       parameters_(parameters, options.wire_1d, device),
       records_(*engine_, transport_->place(), device),
-      monitor_(options.monitor, engine_.get(), transport_.get()) {}
+      monitor_(options.monitor, engine_.get(), transport_.get()),
+      weights_(engine_.get(), transport_, device) {}
 
 Synchronizer::~Synchronizer() {
   // Ending these joins threads. Such a thread may be releasing a tensor that Python refers to, which takes the GIL.
@@ -109,7 +110,10 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   const GradientsPtr& gradients = bucket.gradients;
   const bool is_in_pass = !bucket.is_alone;
   if (is_in_pass && bucket.index == 0 && monitor_.verifies()) begin_pass();
-  const auto [record, turn] = take_turn(bucket);
+  const PassWeightPtr weight = weights_.of(bucket);
+  if (weight && weight->pack == 0) gradients->zero();  // also what is not finite
+  const double unit = weight ? weight->of_residuals() : 1;
+  const auto [record, turn] = take_turn(bucket, unit);
   PassEpilogue::Task epilogue;
   if (is_in_pass) epilogue = epilogue_.begin_bucket(bucket.index, bucket.is_last, bucket.parameters);
 
@@ -117,19 +121,21 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   auto job = make_job(bucket, record, turn.step, *engine_, transport_->place(), future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, epilogue.unscale, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), gradients, epilogue.unscale, weight, future, engine_.get(), transport_);
     return future;
   }
-  if (!bucket.own_row && monitor_.is_measured(turn.pass)) {
-    measure(job.get(), record, gradients, turn.pass, *engine_, transport_->place(), &monitor_);
+  if (!bucket.own_row && monitor_.is_measured(turn.pass) && unit != 0) {
+    measure(job.get(), record, gradients, turn.pass, *engine_, transport_->place(), weight, &monitor_);
   }
   if (is_in_pass && monitor_.is_verified(turn.pass, bucket.index, turn.num_buckets) && !record->plan.in_place) {
-    submit_verified(std::move(job), gradients, turn.pass, record, epilogue.unscale, engine_.get(), transport_,
+    if (weight) weigh(job, bucket, *record, weight);
+    submit_verified(std::move(job), gradients, turn.pass, record, epilogue.unscale, weight, engine_.get(), transport_,
                     &monitor_);
   } else {
     if (epilogue.sums_squares || epilogue.unscale != 1) {
       finish(job, gradients, bucket.index, epilogue, &engine_->device(), &epilogue_);
     }
+    if (weight) weigh(job, bucket, *record, weight);
     engine_->submit(std::move(job));
   }
   return future;
@@ -138,9 +144,9 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   rethrow_named(bucket, error);
 }
 
-std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket) {
+std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, double unit) {
   std::lock_guard<std::mutex> lock(mutex_);
-  BucketRecords::Found found = records_.of(bucket, &parameters_);
+  BucketRecords::Found found = records_.of(bucket, unit, &parameters_);
   if (found.is_new) monitor_.forget(found.record->label->name);
   const PassOrder::Turn turn = order_.take(bucket, found.record.get());
   if (turn.ends_pass) {
@@ -266,7 +272,9 @@ void Synchronizer::adopt_names(const Synchronizer& other) {
 }
 
 std::vector<std::string> Synchronizer::take_notices() {
+  std::string of_weights = weights_.take_notice();
   std::lock_guard<std::mutex> lock(mutex_);
+  if (!of_weights.empty() && transport_->rank() == 0) notices_.push_back(std::move(of_weights));
   return std::exchange(notices_, {});
 }
 

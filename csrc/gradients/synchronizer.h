@@ -20,6 +20,7 @@
 #include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
 #include "gradients/pass_order.h"
+#include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
 #include "watch/watch.h"
 
@@ -94,6 +95,7 @@ class Synchronizer {
   void restore_step(int64_t step);
 
   PassEpilogue& epilogue() { return epilogue_; }
+  PassWeights& weights() { return weights_; }
   const ErrorMonitor& monitor() const { return monitor_; }
   // Waits for the device, so that the monitor's results can be read.
   void settle() const;
@@ -110,7 +112,7 @@ class Synchronizer {
   void begin_pass();
   void fall_back(const ErrorMonitor::Failing& failing);
   // The bucket's record, and its turn in the backward pass.
-  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket);
+  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, double unit);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<TensorTransport> transport_;
@@ -126,6 +128,7 @@ class Synchronizer {
 
   ErrorMonitor monitor_;
   PassEpilogue epilogue_;
+  PassWeights weights_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

@@ -22,12 +22,12 @@ void compare(const at::Tensor& result, const at::Tensor& exact, const at::Tensor
 }  // namespace
 
 void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                     const BucketRecordPtr& record, float unscale, Engine* engine,
+                     const BucketRecordPtr& record, float unscale, const PassWeightPtr& weight, Engine* engine,
                      const std::shared_ptr<TensorTransport>& transport, ErrorMonitor* monitor) {
   at::NoGradGuard no_grad;
   // Copy, because the bucket's own sum overwrites the gradients; flattened() has copied separate tensors already.
   const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
-  exact.mul_(1.0 / transport->world_size());
+  exact.mul_((weight ? weight->pack : 1) / transport->world_size());
   const auto norms = at::empty({3}, exact.options().dtype(at::kDouble));
   for (const at::Tensor& tensor : {exact, norms}) engine->device().will_use(tensor);
   // The bucket itself may have run on fewer lanes than its check.
@@ -48,8 +48,9 @@ void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradien
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
   // This runs on the unpack lane, and therefore after the bucket's own unpack.
-  stages.unpack = [monitor, verification, exact, gradients, unscale] {
+  stages.unpack = [monitor, verification, exact, gradients, unscale, weight] {
     at::NoGradGuard inner_no_grad;
+    if (weight) weight->apply(exact);
     compare(gradients->flattened(), exact, verification.norms);
     if (unscale != 1) gradients->scale(unscale);
     monitor->add(verification);

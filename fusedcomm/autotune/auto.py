@@ -46,6 +46,11 @@ class Auto(Options):
     def __post_init__(self) -> None:
         if self.base is not None:
             check.kind("base", self.base, Config)
+            if self.base.weighted is not None:
+                raise ValueError(
+                    f"base=Config(weighted={self.base.weighted!r}) is not possible: a search also tries DDP's own "
+                    "all-reduce, in which ranks weigh equally. Search without it, then name the wire that was found"
+                )
         if self.tuned is not None and not isinstance(self.tuned, (str, os.PathLike, Tuning)):
             raise ValueError(
                 f"tuned={self.tuned!r} is not possible: use what tuning() returned, or the path that its save() wrote"

@@ -22,7 +22,7 @@ from fusedcomm.config.options import (
     Rounding,
     TwoLevels,
 )
-from fusedcomm.literals import Sum, Wire
+from fusedcomm.literals import Sum, Weighted, Wire
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
@@ -77,6 +77,10 @@ class Config(Options):
             None: one level.
             A :class:`TwoLevels`, or just its `groups`, [[0, 1], [2, 3]] for example: two levels. What excludes them is
             an error.
+        weighted: how ranks weigh in the mean. None: equally. Otherwise each rank gives the handle's `weight`, the
+            number of its tokens for example, before backward passes.
+            "mean": losses are means over what the weight counts: a gradient becomes Σ wᵣ·gᵣ / Σ wᵣ.
+            "sum": losses are sums: Σ gᵣ / Σ wᵣ.
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
@@ -92,6 +96,7 @@ class Config(Options):
     chunks: Chunks = Chunks()
     checks: Checks = Checks()
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
+    weighted: Weighted | None = None
 
     def __post_init__(self) -> None:
         if self.wire == AUTO:
@@ -111,6 +116,8 @@ class Config(Options):
             check.kind(name, getattr(self, name), kind)
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
+        if self.weighted is not None:
+            check.choice("weighted", self.weighted, ("mean", "sum"))
         if self.predivide != "auto":
             check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()

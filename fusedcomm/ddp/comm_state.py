@@ -40,8 +40,8 @@ class CommState:
             this object's attribute `process_group` to the new group then.
         module: the model. Needed only if `Config.wires` has patterns of names, because a hook sees no names.
 
-    The mean is over all ranks of the group: a hook without the DDP module cannot refuse
-    ``Join(divide_by_initial_world_size=False)``, as :func:`fusedcomm.attach` does.
+    The mean is over all ranks of the group: a hook without the DDP module does not see
+    ``Join(divide_by_initial_world_size=False)``, which :func:`fusedcomm.attach` supports.
 
     Raises:
         ValueError: an argument is out of range, or two cannot be combined.
@@ -63,6 +63,11 @@ class CommState:
             no_off="config='off' is DDP's own all-reduce, which needs no hook: do not register one, or use "
             "fusedcomm.attach(ddp, 'off') instead of register_comm_hook",
         )
+        if self.config.weighted is not None:
+            raise ValueError(
+                f"Config(weighted={self.config.weighted!r}) needs the handle's `weight`, and a registered hook has no "
+                "handle: use fusedcomm.attach(ddp, …) instead of register_comm_hook"
+            )
         if self.config.name_patterns and module is None:
             raise ValueError(
                 f"{', '.join(map(repr, self.config.name_patterns))}: wires has patterns of names, and a communication "

@@ -9,9 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.ddp.module import (
+    ACTIVE_RANKS,
     SameParameters,
     bucket_nbytes_caps,
     forget_refused_hooks,
+    join_of,
     native_hook,
     options_to_agree,
     refuse_join,
@@ -44,6 +46,7 @@ class Handle(GradientNorms):
         super().__init__(runs)
         self._ddp = weakref.ref(ddp)
         self._target = target
+        self._counts_active = False
         # Whether the reducer calls a target, perhaps that of an attachment before.
         self._is_hooked = target is not None or ddp in targets
         # With this entry DDP refuses a second hook as usual; see DistributedDataParallel.register_comm_hook.
@@ -110,8 +113,13 @@ class Handle(GradientNorms):
         if self._target is None:
             self._is_hooked = ddp in targets and not let_go(ddp)
             return
-        if self._is_hooked:
+        if isinstance(self._runs, Tuner):
             refuse_join(ddp)
+        elif (join_of(ddp) == ACTIVE_RANKS) != self._counts_active:
+            self._counts_active = not self._counts_active
+            self.session.synchronizer.weights.count_active(self._counts_active)
+        if torch.is_grad_enabled() and (self._added is not None or not ddp.require_backward_grad_sync):
+            self.note_passes()
         self.session.say_notices()
         if self._is_hooked and isinstance(self._runs, Tuner) and self._runs.is_off_for_good:
             forget_refused_hooks(ddp)
@@ -136,6 +144,9 @@ class Handle(GradientNorms):
             )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
+        self._counts_active, self._added = False, None
+        if self._weight is not None:
+            self.weight = self._weight
         self._run_on(ddp)
 
     def _run_on(self, ddp: DistributedDataParallel) -> None:
@@ -145,6 +156,9 @@ class Handle(GradientNorms):
         if isinstance(self._runs, Tuner):
             self._runs.start(self._target)
         else:
+            module = weakref.ref(ddp)
+            # A rank that has had no input under Join has had no forward pass that could tell.
+            self._target.ask(lambda: join_of(module()))
             self._target.set(self.session.synchronizer, ddp.process_group)
 
 

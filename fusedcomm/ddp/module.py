@@ -48,7 +48,6 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
             "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into: leave "
             "the option out"
         )
-    refuse_join(ddp)
     # A copied module has the entry but not the hook.
     ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not native_hook]
     if ddp._comm_hooks:
@@ -61,12 +60,23 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
 
 def refuse_join(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the module is under ``Join(divide_by_initial_world_size=False)``."""
-    if ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
+    if join_of(ddp) == ACTIVE_RANKS:
         raise RuntimeError(
             "fusedcomm: Join(…, divide_by_initial_world_size=False) divides gradients by the number of ranks that "
-            "still have inputs, and fusedcomm's hook divides by the number of all ranks: leave the option out, or use "
-            "fusedcomm.DataParallel(model), which supports it, in place of DistributedDataParallel"
+            "still have inputs, which a search does not support, because it also tries other sums: leave the option "
+            "out, or name a wire, fusedcomm.attach(ddp, 'bf16') for example"
         )
+
+
+NO_JOIN, ALL_RANKS, ACTIVE_RANKS = range(3)
+"""How the native hook numbers what gradients are divided by under ``Join``."""
+
+
+def join_of(ddp: DistributedDataParallel | None) -> int:
+    """NO_JOIN if the module is not under ``Join``; else what gradients are divided by there."""
+    if ddp is None or not ddp._join_config.enable:
+        return NO_JOIN
+    return ALL_RANKS if getattr(ddp, "_divide_by_initial_world_size", True) else ACTIVE_RANKS
 
 
 def forget_refused_hooks(ddp: DistributedDataParallel) -> None:

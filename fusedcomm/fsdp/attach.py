@@ -11,7 +11,7 @@ from fusedcomm.config import OFF, Checks, Config, LocalOptions, local_options
 from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
-from fusedcomm.fsdp.modules import sharded_modules
+from fusedcomm.fsdp.modules import Sharded, sharded_modules
 from fusedcomm.session.off import agree_on_off
 
 
@@ -45,6 +45,10 @@ def attach_fsdp(
             wanted = _checked(config, [(p.name, p.tensor) for each in sharded for p in each.parameters])
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         problem = problem or error
+    try:
+        _refuse_weighted(wanted, by_mesh(sharded))
+    except ValueError as error:
+        wanted, problem = Config("fp32"), problem or error
     meshes: list[MeshSums] = []
     num_before = 0
     for those in by_mesh(sharded):
@@ -82,6 +86,28 @@ def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]]) -
     refuse_options(wanted)
     wanted.check_patterns(named)
     return wanted
+
+
+def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
+    """Raises ValueError where weights are not possible."""
+    if config.weighted is None:
+        return
+    if len(those) > 1:
+        raise ValueError(
+            f"fusedcomm: weighted={config.weighted!r} is not possible with modules on {len(those)} meshes, because a "
+            "rank would have a weight on each: scale the loss instead, or put all modules on one mesh"
+        )
+    (first, *_), *_ = those
+    if first.process_group is not None and first.replicas is not None and first.device.type != "cpu":
+        raise ValueError(
+            f"fusedcomm: weighted={config.weighted!r} is not possible on {first.device.type} with both shards and "
+            "replicas (HSDP): use a mesh of one dimension, or scale the loss instead"
+        )
+    if config.checks.verify_every:
+        raise ValueError(
+            f"fusedcomm: Checks(verify_every={config.checks.verify_every}) is not possible with FSDP2 and "
+            f"weighted={config.weighted!r}, because torch's own sums do not weigh: leave one of them out"
+        )
 
 
 def _sums(

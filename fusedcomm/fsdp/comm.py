@@ -106,7 +106,7 @@ class FusedReduceScatter:
         native = self.native()
         is_known = input_tensor.numel() == native.row_numel * self._session.world_size
         if not is_known or input_tensor.dtype not in CARRIED:
-            self._say_exact(input_tensor.dtype)
+            self._say_exact(input_tensor.dtype, self._session)
             self._pending.finish()
             is_waited_for = self.sharded.device.type == "cpu" and not async_op
             what = f"torch's own reduce-scatter of {self.sharded.title}"
@@ -136,13 +136,15 @@ class FusedReduceScatter:
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
         row = [(each.name, each.row_numel) for each in self.sharded.parameters if each.is_trained]
         if tensor.numel() != sum(numel for _, numel in row) or tensor.dtype not in CARRIED:
-            self._say_exact(tensor.dtype)
+            self._say_exact(tensor.dtype, self._replicas.session)
             dist.all_reduce(tensor, op=op, group=self.sharded.replicas)
             return
         factor, exact = factor_of(op, self._replicas.session.world_size), None
         if self._session is None:  # else the reduce-scatter is verified
             call, self.num_calls = self.num_calls, self.num_calls + 1
             exact = tensor.float().clone() if self._verifier.is_due(len(self._before), call) else None
+        if self._session is not None:
+            self._replicas.weigh_as(self._session.weights)
         self._replicas.all_reduce(tensor, row, factor, self._is_last)
         if exact is not None:
             dist.all_reduce(exact, group=self.sharded.replicas)
@@ -221,16 +223,22 @@ class FusedReduceScatter:
         """What the reduce-scatter has made of a gradient that is the same on every rank."""
         return self._factor * (1 if self._session is None else self._session.world_size)
 
-    def _say_exact(self, dtype: torch.dtype) -> None:
+    def _say_exact(self, dtype: torch.dtype, session: Session) -> None:
+        """Warns that torch reduces itself. Raises RuntimeError with weights, which torch does not know."""
         if self._has_warned:
             return
-        self._has_warned = True
         why = (
             f"its gradients are {dtype}, which no wire carries"
             if dtype not in CARRIED
             else "a backward pass left out some of its parameters. model.set_reduce_scatter_unused_params(True) sends "
             "zeros for them instead"
         )
+        if session.weights is not None:
+            raise RuntimeError(
+                f"fusedcomm: the gradients of {self.sharded.name or 'the model'} cannot be weighted "
+                f"(weighted={session.config.weighted!r}), because torch itself would reduce them: {why}"
+            )
+        self._has_warned = True
         warnings.warn(
             f"fusedcomm: the gradients of {self.sharded.name or 'the model'} are reduced by torch itself in some "
             "steps: " + why,

@@ -30,6 +30,23 @@ class FsdpHandle(CommHandle):
     def __init__(self, model: nn.Module, meshes: list[MeshSums]) -> None:
         super().__init__(Meshes(meshes))
         self._model = model
+        self._guard = model.register_forward_pre_hook(self._refuse_adding) if self.runs.weights is not None else None
+
+    def _let_go(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+
+    def _refuse_adding(self, module: nn.Module, inputs: tuple) -> None:
+        """Raises RuntimeError before a pass that only adds up gradients, whose weight would not be counted."""
+        if self.is_copy:
+            return
+        adding = next((comm.sharded.title for comm in self.runs.comms if not comm.sharded.reduces), None)
+        if adding is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"fusedcomm: set_requires_gradient_sync(False) or set_requires_all_reduce(False) of {adding} adds up "
+                f"gradients of several passes, which FSDP2 with weighted={self.session.config.weighted!r} does not "
+                "support: synchronize every pass, or use DistributedDataParallel"
+            )
 
     def _module(self) -> nn.Module:
         return self._model

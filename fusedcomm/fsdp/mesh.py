@@ -107,6 +107,7 @@ class MeshSums:
             FusedReduceScatter(rows, between, each, first_index + place, sharded[:place], sums.wire_of)
             for place, each in enumerate(sharded)
         ]
+        self._share_weights()
         groups = [session.process_group for session in self.sessions]
         self._verifier = Verifier(config.checks.verify_every, len(self.comms), groups)
 
@@ -149,6 +150,17 @@ class MeshSums:
             attached = MeshSums(config, sums, rows, between, sharded, first_index)
             made.pop_all()
         return attached
+
+    def _share_weights(self) -> None:
+        """With both sums, the reduce-scatter gives its ranks' sum of weights to the all-reduce, which divides."""
+        if self.weights is not None and self.rows is not None and self.between is not None:
+            self.rows.weights.defer()
+            self.between.session.weights.spread(num_ranks=self.num_shards * self.num_replicas)
+
+    @property
+    def weights(self) -> "_C.PassWeights | None":
+        """See :class:`Runs`."""
+        return self.sessions[0].weights if self.sessions else None
 
     @property
     def sessions(self) -> list[Session]:
@@ -265,6 +277,11 @@ class Meshes(Runs):
     def comms(self) -> list[FusedReduceScatter]:
         """The reduce-scatters of all modules."""
         return [comm for mesh in self.meshes for comm in mesh.comms]
+
+    @property
+    def weights(self) -> "_C.PassWeights | None":
+        """See :class:`Runs`."""
+        return self.meshes[0].weights
 
     @property
     def is_off(self) -> bool:

@@ -52,6 +52,11 @@ class Sharded:
         """Whether something else has replaced its reduce-scatter."""
         return type(self.group._reduce_scatter_comm) is not DefaultReduceScatter
 
+    @property
+    def reduces(self) -> bool:
+        """Whether backward passes reduce gradients, between replicas too, and do not only add them up."""
+        return self.group.reduce_grads and self.group.all_reduce_grads
+
     def is_read_at_once(self, output: torch.Tensor) -> bool:
         """Whether torch reads the output of a reduce-scatter before the backward pass ends: to add it to a gradient, to
         change its dtype or factor, to reduce it further, to copy it, or to give it to a hook."""

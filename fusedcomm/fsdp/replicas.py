@@ -55,6 +55,13 @@ class ReplicaSums:
         """The number of a parameter's wire."""
         return self._wires[name]
 
+    def weigh_as(self, rows: "_C.PassWeights | None") -> None:
+        """Gives this sum the weights that the reduce-scatter has added up, at the beginning of a pass."""
+        own = self.session.weights
+        if rows is not None and not own.in_pass:
+            weight, unit = rows.last
+            own.set(weight, scale=unit)
+
     def all_reduce(self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float, is_last: bool) -> None:
         """Replaces `tensor`, which has the gradients of `row`, one after another, by the sum × factor. Waits.
 

@@ -47,6 +47,15 @@ class AdasumOptimizer:
 
     param_groups: list[dict]
 
+    @property
+    def weight(self) -> None:
+        """None: with Adasum ranks have no weights. Setting it raises RuntimeError."""
+        return None
+
+    @weight.setter
+    def weight(self, value: object) -> None:
+        raise RuntimeError("optimizer.weight would do nothing with op=hvd.Adasum, which has no weights of ranks")
+
     def set_up(self, names: dict[torch.Tensor, str], compression: Any, backward_passes_per_step: int) -> None:
         """Arguments: see DistributedOptimizer(). names: of all parameters that it may ever have."""
         self._parameter_names = names

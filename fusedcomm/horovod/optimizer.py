@@ -12,6 +12,7 @@ from fusedcomm.horovod.compression import Compression, check_compression
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
 from fusedcomm.horovod.reduced_optimizer import ReducedOptimizer
 from fusedcomm.horovod.world import world
+from fusedcomm.literals import Weighted
 
 Groups = int | list[list[torch.Tensor]] | None
 
@@ -27,6 +28,7 @@ def DistributedOptimizer(
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    weighted: Weighted | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that steps with gradients reduced over the ranks. It takes over `optimizer`'s parameters, options
     and state; use it in the other's place. Parameters that are thawed, or given to add_param_group(), on every rank in
@@ -44,6 +46,8 @@ def DistributedOptimizer(
         num_groups is its old name.
     sparse_as_dense: whether sparse gradients travel as dense ones (False).
     process_set: the ranks that take part (all); on others the optimizer is as it was.
+    weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
+        the attribute `weight` of what is returned before backward passes. Average only.
 
     Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible and before
     hvd.init(), NotImplementedError for Adasum over some of the ranks or a number of ranks that is no power of 2. Its
@@ -58,6 +62,8 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} is not possible: it must be at least 1")
+    if weighted is not None and (weighted not in ("mean", "sum") or op != Average):
+        raise ValueError(f"weighted={weighted!r} is not possible: use 'mean' or 'sum', with op=hvd.Average")
     names = parameter_names(optimizer, named_parameters)
     _check_groups(groups)
     if op == Adasum and world().size > 1:
@@ -75,6 +81,7 @@ def DistributedOptimizer(
         groups=groups,
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
+        weighted=weighted,
     )
     return reduced
 

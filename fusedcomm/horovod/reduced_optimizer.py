@@ -19,6 +19,7 @@ from fusedcomm.horovod.handles import Pending, begin, synchronize, wait
 from fusedcomm.horovod.objects import broadcast_object
 from fusedcomm.horovod.process_sets import ProcessSet, member_of
 from fusedcomm.horovod.sparse import sparse_allreduce_async
+from fusedcomm.horovod.weighted import OptimizerWeight
 from fusedcomm.horovod.world import World, world
 from fusedcomm.native import _C
 
@@ -93,6 +94,26 @@ class ReducedOptimizer:
     """Stands before an optimizer's class among the bases; see optimizer.py."""
 
     param_groups: list[dict]
+    _weight: OptimizerWeight | None
+
+    @property
+    def weight(self) -> float | None:
+        """What this rank weighs in the backward passes to come, until it is set again. None: not set yet. Setting it
+        raises TypeError for what is no number and no tensor, and RuntimeError without
+        ``DistributedOptimizer(…, weighted=…)``."""
+        return None if self._weight is None else self._weight.value
+
+    @weight.setter
+    def weight(self, value: float | torch.Tensor) -> None:
+        if self._weight is None and self._is_weighted:
+            return  # this rank is not in the process set
+        if self._weight is None:
+            raise RuntimeError(
+                "optimizer.weight would do nothing, because ranks weigh equally: give hvd.DistributedOptimizer(…, "
+                "weighted='mean'), or weighted='sum' where losses are sums, on every rank"
+            )
+        self._weight.set(value)
+        self._weight.passes.announce(self._gradients)
 
     def set_up(
         self,
@@ -104,6 +125,7 @@ class ReducedOptimizer:
         groups: int | list[list[torch.Tensor]] | None,
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        weighted: str | None = None,
     ) -> None:
         """Arguments: see DistributedOptimizer(). names: of all parameters that it may ever have."""
         self._parameter_names = names
@@ -113,6 +135,7 @@ class ReducedOptimizer:
         self._scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
         self.op, self.process_set, self.sparse_as_dense = op, process_set, sparse_as_dense
         self._is_synchronized, self._should_synchronize = False, True
+        self._is_weighted, self._weight = weighted is not None, None
         self._units: list[Unit] = []
         self._gradients: dict[torch.Tensor, Gradient] = {}
         self._submitted: list[Unit] = []
@@ -122,6 +145,9 @@ class ReducedOptimizer:
         self._num_steps_agreed = 0
         if process_set.included():
             self._make_units(groups)
+            if weighted is not None:
+                name = f"optimizer.{self._units[0].name}" if self._units else "optimizer"
+                self._weight = OptimizerWeight(weighted == "sum", name, process_set)
         self._num_hooked = 0  # the first of `_units`
         # The nodes that have the hooks: autograd makes new ones when nobody holds these.
         self._nodes: list[torch.autograd.graph.Node] = []
@@ -219,6 +245,8 @@ class ReducedOptimizer:
             gradient.whole, gradient.sent = _C.gradient_as_sent(parameter, arriving)
 
     def _submit(self, unit: Unit) -> None:
+        if self._weight is not None:
+            self._weight.send()
         if unit.is_sparse:
             unit.sum = [self._submit_sparse(gradient) for gradient in unit.gradients]
         else:
@@ -277,6 +305,8 @@ class ReducedOptimizer:
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
         self._is_synchronized = True
+        if self._is_alone() and self._weight is not None:
+            self._weigh(self._units)
         if self._is_alone() or not self.process_set.included():
             return
         self._add_new_units()
@@ -301,10 +331,24 @@ class ReducedOptimizer:
                 self._receive(unit)
             except Exception as error:
                 failure = failure or error
+        if self._weight is not None:
+            try:
+                self._weigh(self._submitted)
+            except Exception as error:
+                failure = failure or error
         self._add_hooks()
         self._begin_step()
         if failure is not None:
             raise failure
+
+    @torch.no_grad()
+    def _weigh(self, units: list[Unit]) -> None:
+        """Makes weighted means of averages."""
+        factor = self._weight.factor(self._is_alone())
+        for unit in units:
+            for gradient in unit.gradients:
+                if gradient.parameter.grad is not None:
+                    gradient.parameter.grad.mul_(factor)
 
     def _begin_step(self) -> None:
         for gradient in self._gradients.values():

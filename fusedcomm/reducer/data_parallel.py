@@ -235,6 +235,8 @@ class DataParallel(DistributedDataParallel):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._requires_sync = value
+        if not value and self.comm.is_attached:
+            self.comm.note_passes()
         self._tell_whether_local()
 
     def _tell_whether_local(self) -> None:
@@ -325,7 +327,8 @@ class DataParallel(DistributedDataParallel):
         count = torch.tensor([1.0 if syncs else 0.0], dtype=torch.float32, device=self.device)
         dist.all_reduce(count, group=self.process_group)
         num_active = int(count.item())
-        if syncs and self._divides_by_active:
+        # Ranks that send zeros for the others weigh 0 already if ranks have weights.
+        if syncs and self._divides_by_active and self.comm.runs.weights is None:
             self.comm.native.scale_means(self.process_group.size() / num_active)
         return num_active
 

@@ -151,6 +151,8 @@ class GradReducer(GradientNorms):
             self._module_of = weakref.ref(module_or_named_parameters)
             self._watch = ParameterWatch(module_or_named_parameters)
             self._ignored = ignored_names(module_or_named_parameters)
+        if every > 1:
+            self.note_passes()
         if self.session.rank == 0:
             log.report(self.plan, quiet)
 
@@ -162,6 +164,7 @@ class GradReducer(GradientNorms):
         Only ``backward()`` needs to be within the block. Enter it on every rank.
         """
         self.refuse_detached("nothing is synchronized")
+        self.note_passes()
         before, self.native.is_on = self.native.is_on, False
         try:
             yield
@@ -172,8 +175,9 @@ class GradReducer(GradientNorms):
         """Takes part in the other ranks' next backward pass without one of its own, with zeros for every gradient.
 
         For a rank that has run out of data, while other ranks train on: it calls this once for each of their backward
-        passes that synchronize. Returns when that pass has ended. This rank's gradients stay as they are. Raises
-        RuntimeError as ``backward()`` does.
+        passes that synchronize. Returns when that pass has ended. This rank's gradients stay as they are. With
+        ``Config(weighted=…)`` it weighs 0 in that pass, so the mean is of the other ranks. Raises RuntimeError as
+        ``backward()`` does.
         """
         self.refuse_detached("it takes part in no pass")
         self.native.shadow_pass()

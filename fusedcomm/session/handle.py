@@ -4,6 +4,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fusedcomm.session.plan import Plan
@@ -11,11 +12,13 @@ from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
+from fusedcomm.session.weights import AddedPasses, give
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
     from fusedcomm.autotune.search import Tuning
+    from fusedcomm.native import _C
 
 
 class CommHandle:
@@ -33,6 +36,8 @@ class CommHandle:
     def __init__(self, runs: Runs) -> None:
         self._runs: Runs | None = runs
         self._attached = True
+        self._weight: float | None = None
+        self._added: AddedPasses | None = None  # None where no pass only adds up
 
     # ---- what front ends add
 
@@ -50,6 +55,51 @@ class CommHandle:
     def _described(self) -> str:
         """What runs, for repr(); waits for nothing."""
         raise NotImplementedError
+
+    def parameters_now(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are synchronized, and frozen ones."""
+        raise NotImplementedError
+
+    # ---- weights of ranks
+
+    @property
+    def weight(self) -> float | None:
+        """What this rank's gradients weigh in the mean, the number of its tokens for example: 0 or more. Needs
+        ``Config(weighted=…)``, and every rank must set it. None: not set yet.
+
+        It is for the backward passes to come until it is set again. Set it before ``backward()``. Where passes add up
+        gradients (``no_sync()``, ``every=k``), their weights add up, too. A rank of weight 0 takes part and changes
+        nothing. If all ranks weigh 0, gradients become zero.
+
+        Setting it raises TypeError for what is no number and no tensor, and RuntimeError without ``weighted``. A number
+        that is no weight, and a rank that has set none, is an error of every rank in the next backward pass. A tensor
+        on a GPU makes the host wait for its value.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float | torch.Tensor) -> None:
+        self.refuse_detached("no pass has a weight")
+        self._weight = give(self._native_weights(), value)
+        if self._added is not None:
+            self._added.announce(self.parameters_now())
+
+    def _native_weights(self) -> "_C.PassWeights":
+        weights = self.runs.weights
+        if weights is None:
+            raise RuntimeError(
+                f"fusedcomm: ranks weigh equally in this {self._kind}, so comm.weight would do nothing: give it "
+                "Config(…, weighted='mean'), or weighted='sum' where losses are sums, on every rank"
+            )
+        return weights
+
+    def note_passes(self) -> None:
+        """Call before a pass that only adds up gradients, and before each one from then on."""
+        if self.runs.weights is None:
+            return
+        if self._added is None:
+            self._added = AddedPasses(self.runs.weights)
+        self._added.announce(self.parameters_now())
 
     # ---- lifetime
 

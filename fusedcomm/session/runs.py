@@ -32,6 +32,11 @@ class Runs:
         """Stops what runs; buckets under way fail with `reason`. Idempotent."""
         raise NotImplementedError
 
+    @property
+    def weights(self) -> Any | None:
+        """The engine's weights, to which the rank's weight is given. None without Config(weighted=…)."""
+        return None
+
     def tuning(self) -> object | None:
         """What a search has found; None without one."""
         return None

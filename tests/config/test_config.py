@@ -117,7 +117,10 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         changed = dataclasses.replace(EVERYTHING, **{field: value})
         assert getattr(changed, field) == value
         assert dataclasses.replace(changed, **{field: getattr(EVERYTHING, field)}) == EVERYTHING
-    assert [f.name for f in dataclasses.fields(Config) if getattr(EVERYTHING, f.name) == f.default] == ["predivide"]
+    assert [f.name for f in dataclasses.fields(Config) if getattr(EVERYTHING, f.name) == f.default] == [
+        "predivide",
+        "weighted",
+    ]
 
 
 def test_a_replaced_field_is_checked_too():

@@ -29,6 +29,7 @@ CONFIGS = {
     "int8": Config("int8"),
     "int8 two-shot": Config("int8", "two-shot", wires={"1d": "int8"}),
     "int4 fed back": Config("int4", wires={"1d": "int4"}, feedback=Feedback("bf16"), blocks=Blocks(rotate=True)),
+    "int4 weighted": Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback(), weighted="mean"),
     "fp8 stochastic": Config("fp8", "two-shot", wires={"weights.1*": "bf16"}, rounding=Rounding("stochastic")),
 }
 
@@ -53,6 +54,8 @@ def steps_on(rank, world_size, library, name):
                 gradients[5].view(-1)[-1] = torch.inf
                 gradients[70 + rank].view(-1)[0] = torch.nan
             model.zero_grad()
+            if config.weighted:
+                reducer.weight = 3 * step + rank if step != 1 else 2 * rank
             model(gradients).backward()
             seen += [weight.grad.flatten() for weight in model.weights]
         stats, num_buckets = reducer.stats(), len(reducer.plan().buckets)

@@ -88,8 +88,10 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   return bucket;
 }
 
-FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket) {
-  FuturePtr future = hook.run(bucket_of(bucket));
+FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow) {
+  Bucket gradients = bucket_of(bucket);
+  gradients.is_shadow = is_shadow;
+  FuturePtr future = hook.run(gradients);
   // On a GPU a fault that is known by now is raised here: calls that DDP makes before it reads the future fail with the
   // same fault, and their text names no bucket.
   if (!future->devices().empty() && future->hasError()) std::rethrow_exception(future->exception_ptr());
@@ -124,7 +126,8 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   const std::shared_ptr<Synchronizer> hook = hook_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
   lock.unlock();
-  auto future = hook ? run_ddp_bucket(*hook, bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
+  auto future = hook ? run_ddp_bucket(*hook, bucket, stands_in(bucket, *hook))
+                     : all_reduce_mean(*process_group, bucket.getBuffer());
   if (hook && bucket.isLast()) note_gradients_at_end(hook);
   return future;
 }
@@ -133,6 +136,23 @@ void HookSwitch::set(std::shared_ptr<Synchronizer> hook, c10::intrusive_ptr<c10d
   std::lock_guard<std::mutex> lock(mutex_);
   hook_.swap(hook);  // the old hook ends after the lock is released
   process_group_ = std::move(process_group);
+}
+
+bool HookSwitch::stands_in(const c10d::GradBucket& bucket, Synchronizer& hook) {
+  if (torch::autograd::get_current_graph_task_id() != -1) return false;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (bucket.getIndex() != 0 || !join_) return is_shadow_;
+  const AskJoin ask = join_;
+  lock.unlock();
+  const Join join = ask();
+  if (join != Join::kNone) hook.weights().count_active(join == Join::kActiveRanks);
+  lock.lock();
+  return is_shadow_ = join != Join::kNone;
+}
+
+void HookSwitch::ask(AskJoin join) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  join_.swap(join);
 }
 
 void HookSwitch::watch(std::shared_ptr<PassObserver> watch) {

@@ -22,8 +22,8 @@ using DdpBucket = c10d::GradBucket;
 // Converts DDP's bucket. The result's check uses `grad_bucket`, so the result must not outlive it. Throws c10::Error if
 // a dense buffer has not as many elements as the parameters.
 Bucket bucket_of(c10d::GradBucket& grad_bucket);
-// Runs a bucket for a hook that is registered in Python. The future holds DDP's own buffer.
-FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket);
+// Runs a bucket, as for a hook that is registered in Python. The future holds DDP's own buffer. is_shadow: see Bucket.
+FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow = false);
 // Call within the hook of a pass's last bucket: when DDP has given every parameter its gradient, these are noted for
 // the epilogue. Does nothing without an epilogue, or outside of a backward pass, as under Join.
 void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook);
@@ -64,11 +64,21 @@ class HookSwitch {
   void set(std::shared_ptr<Synchronizer> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
   // Sets the observer; null: none. The observer's begin_pass may call this function and set().
   void watch(std::shared_ptr<PassObserver> watch);
+  // How the module is used when a rank hands over buckets outside of a backward pass.
+  enum class Join { kNone, kAllRanks, kActiveRanks };  // the last two: what gradients are divided by
+  using AskJoin = std::function<Join()>;
+  // Asks `join` before such buckets: under Join they are those of a rank that has no inputs left.
+  void ask(AskJoin join);
   // See PassObserver. Empty without an observer.
   std::vector<double> take_pass_ends();
 
  private:
+  // Whether the buckets of this pass stand in for those of a backward pass that the rank does not have.
+  bool stands_in(const c10d::GradBucket& bucket, Synchronizer& hook);
+
   std::mutex mutex_;
+  AskJoin join_;
+  bool is_shadow_ = false;
   std::shared_ptr<PassObserver> watch_;
   std::shared_ptr<Synchronizer> hook_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;

@@ -327,7 +327,9 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
       gradients = std::make_shared<const Gradients>(std::move(tensors));
     }
     const bool is_last = bucket + 1 == buckets_.size();
-    under_way.future = synchronizer_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
+    Bucket of_gradients(bucket, is_last, std::move(parameters), std::move(gradients));
+    of_gradients.is_shadow = is_shadow_;
+    under_way.future = synchronizer_->run(of_gradients);
   } catch (const std::exception& error) {
     fail(c10::str(rank_text(), "the hand-over of bucket ", bucket, " failed: ", error_text(error)));
   }

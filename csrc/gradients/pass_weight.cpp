@@ -1,0 +1,222 @@
+#include "gradients/pass_weight.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "gradients/bucket_future.h"
+
+namespace fusedcomm {
+namespace {
+
+// The message: the weight, then a mark for each problem. The lowest rank that has the problem is the exponent of their
+// sum, whichever ranks above it have it, too.
+constexpr int64_t kNumValues = 4;
+constexpr int kMaxMarked = 1000;
+
+double mark_of(int rank) { return std::ldexp(1.0, -std::min(rank, kMaxMarked)); }
+int lowest_rank(double marks) { return std::max(0, -std::ilogb(marks)); }
+
+void wait(const FuturePtr& future) {
+  if (PyGILState_Check()) {
+    const pybind11::gil_scoped_release no_gil;
+    future->waitAndThrow();
+  } else {
+    future->waitAndThrow();
+  }
+}
+
+}  // namespace
+
+PassWeights::PassWeights(Engine* engine, std::shared_ptr<TensorTransport> transport, c10::Device device)
+    : engine_(engine),
+      transport_(std::move(transport)),
+      device_(device),
+      num_ranks_(static_cast<double>(engine->world_size())) {}
+
+void PassWeights::use(bool of_sums) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_on_ = true;
+  of_sums_ = of_sums;
+}
+
+void PassWeights::count_active(bool counts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  counts_active_ = counts;
+}
+
+void PassWeights::set(double weight, std::optional<double> scale) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_late = in_pass_ && task_ != -1 && torch::autograd::get_current_graph_task_id() == task_;
+  problem_ = is_late ? Problem::kLate : Problem::kNone;
+  weight_ = weight;
+  scale_ = scale;
+}
+
+void PassWeights::set_invalid(const std::string& what) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  problem_ = Problem::kInvalid;
+  invalid_ = what;
+  weight_ = 0;
+}
+
+double PassWeights::note_pass() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const double weight = weight_.value_or(0);
+  noted_ += weight;
+  ++num_noted_;
+  return of_sums_ && weight != 0 ? 1 : weight;
+}
+
+std::pair<double, double> PassWeights::last() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {last_ ? last_->sum : 0, unit_};
+}
+
+bool PassWeights::in_pass() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return in_pass_;
+}
+
+PassWeightPtr PassWeights::of(const Bucket& bucket) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_on_ && !counts_active_) return nullptr;
+  const int task = torch::autograd::get_current_graph_task_id();
+  // All buckets of static_graph's first pass have the index 0. Of buckets that are alone, a pass that was interrupted
+  // has not ended.
+  const bool is_same_task = in_pass_ && task != -1 && task == task_;
+  const bool begins =
+      bucket.is_alone ? !in_pass_ || (task != -1 && task_ != -1 && task != task_) : bucket.index == 0 && !is_same_task;
+  if (begins) {
+    task_ = task;
+    last_ = begin(bucket.is_shadow);
+  }
+  in_pass_ = !bucket.is_last;
+  return last_;
+}
+
+PassWeightPtr PassWeights::begin(bool is_shadow) {
+  const at::NoGradGuard no_grad;
+  check_last();
+  auto weight = std::make_shared<PassWeight>();
+  weight->is_deferred = is_deferred_;
+  double own = 0, scale = 0;
+  Problem problem = Problem::kNone;
+  if (!is_on_) {
+    own = scale = is_shadow ? 0 : 1;
+    unit_ = 1;
+  } else if (!is_shadow) {
+    const bool is_noted = num_noted_ != 0;
+    own = is_noted ? noted_ : weight_.value_or(0);
+    scale = own == 0 ? 0 : is_noted || of_sums_ ? scale_.value_or(1) : scale_.value_or(own);
+    problem = weight_ ? problem_ : Problem::kMissing;
+    noted_ = 0;
+    num_noted_ = 0;
+  }
+  at::Tensor values = at::zeros({kNumValues}, at::kDouble);
+  auto* const data = values.mutable_data_ptr<double>();
+  data[0] = own;
+  if (problem != Problem::kNone) data[static_cast<int64_t>(problem)] = mark_of(engine_->rank());
+  values = values.to(device_, /*non_blocking=*/true);
+  if (!device_.is_cpu()) {
+    weight->on_device = at::empty({}, values.options().dtype(at::kFloat));
+    for (const at::Tensor& tensor : {values, weight->on_device}) engine_->device().will_use(tensor);
+  }
+  send(weight, values);
+  weight->pack = unit_ == 0 ? scale : scale / unit_;
+  weight->share = unit_ == 0 ? own : own / unit_;
+  return weight;
+}
+
+void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
+  static const auto kLabel = std::make_shared<const BucketLabel>("weights", "the ranks' weights in the mean");
+  const FuturePtr future = make_future(device_);
+  auto job = std::make_shared<BucketJob>();
+  job->counted = false;
+  job->label = kLabel;
+  job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
+  PassthroughStages stages;
+  if (device_.is_cpu()) {
+    stages.scatter = [transport = transport_, values](Lane::Completion done) {
+      transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
+    };
+  } else {
+    // All on one stream, as an intermediate tensor's memory goes back to the stream that made it.
+    stages.scatter = [this, weight, values, unit = unit_](Lane::Completion done) {
+      transport_->all_reduce_tensor(Channel::kScatter, values, [](std::exception_ptr error) {
+        if (error) std::rethrow_exception(error);
+      });
+      if (unit != 0) finish_on_device(weight.get(), values, unit);
+      done(nullptr);
+    };
+  }
+  // Also on a device: later tasks of the lane follow the message. Only residuals of sums need it on the reduce lane.
+  Lane::Task& follows = engine_->config().feedback ? stages.reduce : stages.unpack;
+  follows = [this, weight, values, unit = unit_] {
+    if (device_.is_cpu() && unit != 0) finish(weight.get(), values.const_data_ptr<double>(), unit);
+  };
+  if (!device_.is_cpu()) stages.unpack = [] {};
+  engine_->submit_passthrough(std::move(job), std::move(stages));
+  if (unit_ != 0) return;
+  wait(future);
+  const at::Tensor on_host = values.cpu();
+  const auto* const data = on_host.const_data_ptr<double>();
+  const double sum = data[0];
+  finish(weight.get(), data, sum / num_ranks_);
+  if (sum > 0) unit_ = sum / num_ranks_;
+  if (weight->on_device.defined()) weight->on_device.fill_(weight->unpack);
+}
+
+void PassWeights::finish(PassWeight* weight, const double* values, double unit) {
+  refuse(values);
+  weight->sum = values[0];
+  weight->unpack = values[0] > 0 ? unit * num_ranks_ / values[0] : 0;
+  if (values[0] == 0) sums_to_zero_ = true;
+}
+
+void PassWeights::finish_on_device(PassWeight* weight, const at::Tensor& values, double unit) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sum = values[0], marks = values.narrow(0, 1, kNumValues - 1).sum();
+  const at::Tensor factor = at::where(sum == 0, at::zeros_like(sum), sum.reciprocal().mul_(unit * num_ranks_));
+  weight->on_device.copy_(at::where(marks == 0, factor, at::full_like(factor, NAN)));
+  weight->values = at::empty({kNumValues}, at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
+  weight->values.copy_(values, /*non_blocking=*/true);
+  weight->arrived = engine_->device().stamp();
+}
+
+void PassWeights::check_last() {
+  if (!last_ || !last_->arrived || !last_->arrived->reached()) return;
+  const auto* const values = last_->values.const_data_ptr<double>();
+  last_->arrived = nullptr;
+  refuse(values);
+  if (values[0] == 0) sums_to_zero_ = true;
+}
+
+void PassWeights::refuse(const double* values) const {
+  const auto marks = [values](Problem problem) { return values[static_cast<int64_t>(problem)]; };
+  const auto named = [&](Problem problem) { return c10::str("fusedcomm: rank ", lowest_rank(marks(problem))); };
+  const std::string cure =
+      ". Give comm.weight a finite number, 0 or more, on every rank, before the backward pass that it is for";
+  TORCH_CHECK(marks(Problem::kMissing) == 0, named(Problem::kMissing),
+              " has not set comm.weight, and means are weighted (Config(weighted=…))", cure);
+  const bool is_own = marks(Problem::kInvalid) != 0 && lowest_rank(marks(Problem::kInvalid)) == engine_->rank();
+  TORCH_CHECK(marks(Problem::kInvalid) == 0, named(Problem::kInvalid), " has set comm.weight to ",
+              is_own ? invalid_ : "what is no weight: a negative, NaN or infinite number, or several", cure);
+  TORCH_CHECK(
+      marks(Problem::kLate) == 0, named(Problem::kLate),
+      " has set comm.weight within a backward pass whose first bucket had left, so that pass had another weight", cure);
+  TORCH_CHECK(std::isfinite(values[0]), "fusedcomm: the ranks' weights add up to ", values[0], cure);
+}
+
+std::string PassWeights::take_notice() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!sums_to_zero_ || std::exchange(has_said_zero_, true)) return "";
+  return "fusedcomm: in a backward pass the weights of all ranks were 0, so its gradients are zero. Later passes of "
+         "this kind are not reported";
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,84 @@
+"""DistributedOptimizer(weighted=…): averages weighted by what each rank did."""
+
+import math
+
+import pytest
+import torch
+from jobs import job, raised
+
+import fusedcomm.horovod as hvd
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def rows(rank, step, number, count):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+    return torch.randn(count, 6, generator=generator)
+
+
+# By step, pass and rank.
+COUNTS = [[[1000, 1, 7], [3, 0, 40]], [[0, 12, 3], [2, 2, 2]], [[5, 0, 0], [1, 9, 0]]]
+
+
+def check_trained(rank, size, weighted, compression):
+    with job():
+        ours, alone = model(), model().double()
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            ours.named_parameters(),
+            weighted=weighted,
+            backward_passes_per_step=2,
+            compression=getattr(hvd.Compression, compression),
+        )
+        for step, passes in enumerate(COUNTS):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            total = sum(sum(counts[:size]) for counts in passes)
+            for number, counts in enumerate(passes):
+                for each in range(size):
+                    if counts[each]:
+                        (alone(rows(each, step, number, counts[each]).double()).square().sum() / total).backward()
+                optimizer.weight = count = counts[rank]
+                loss = ours(rows(rank, step, number, max(count, 1))).square().sum()
+                (loss * math.nan if count == 0 else loss / count if weighted == "mean" else loss).backward()
+            optimizer.synchronize()
+            found, exact = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (ours, alone))
+            limit = 1e-6 if compression == "none" else 2e-3
+            assert (found - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize("weighted", ["mean", "sum"])
+@pytest.mark.parametrize(("size", "compression"), [(1, "none"), (2, "fp16"), (3, "none")])
+@pytest.mark.sampled
+def test_gradients_are_those_of_one_process_with_all_tokens(ranks, weighted, size, compression):
+    ranks.run(check_trained, weighted, compression, world_size=size)
+
+
+def check_bad(rank, size):
+    with job():
+        ours = model()
+        make = torch.optim.SGD(ours.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(make, ours.named_parameters(), weighted="mean")
+        for value in (None, -1, math.inf, torch.ones(2)):
+            optimizer.zero_grad()
+            if rank != 1:
+                optimizer.weight = 1
+            elif value is not None:
+                optimizer.weight = value
+            ours(rows(rank, 0, 0, 2)).sum().backward()
+            kind, said = raised(optimizer.synchronize)
+            assert kind == "RuntimeError" and "rank 1 has" in said and "Give optimizer.weight" in said
+        assert raised(lambda: setattr(optimizer, "weight", "3"))[0] == "TypeError"
+        plain = hvd.DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
+        assert "would do nothing" in raised(lambda: setattr(plain, "weight", 3))[1]
+        for how in ({"weighted": "mean", "op": hvd.Sum}, {"weighted": "median"}):
+            kind, said = raised(hvd.DistributedOptimizer, torch.optim.SGD(model().parameters(), lr=0.1), **how)
+            assert kind == "ValueError" and "use 'mean' or 'sum'" in said
+
+
+def test_a_weight_that_is_none_is_an_error_of_every_rank(ranks):
+    ranks.run(check_bad, world_size=2)
