@@ -1,6 +1,7 @@
 """Means weighted by what each rank did: Config(weighted=…) and comm.weight."""
 
 import contextlib
+import copy
 import math
 import warnings
 
@@ -446,6 +447,50 @@ def test_static_graph_and_unused_parameters(ranks, front):
     for found in ranks.run(unused, front, world_size=2):
         for gradients, exact in zip(found, expected, strict=True):
             assert (gradients - exact).norm() <= 1e-6 * exact.norm()
+
+
+def every_second(rank, world_size):
+    module = model()
+    reducer = fusedcomm.GradReducer(module, Config("fp32", weighted="mean"), every=2, quiet=True)
+    found = []
+    for step, counts in enumerate(TWO_PASSES[:2]):
+        module.zero_grad()
+        for number, of_ranks in enumerate(counts):
+            reducer.weight = count = max(of_ranks[rank], 1)
+            (sum_of_losses(module, *rows(rank, step, number, count)) / count).backward()
+        found.append(gradients_of(module).clone())
+    reducer.detach()
+    module.zero_grad()
+    sum_of_losses(module, *rows(rank, 9, 0, 1)).backward()
+    alone = model()
+    sum_of_losses(alone, *rows(rank, 9, 0, 1)).backward()
+    return found, torch.equal(gradients_of(module), gradients_of(alone))
+
+
+def test_weights_add_up_with_every_and_leave_nothing_behind(ranks):
+    steps = [[[max(count, 1) for count in counts[:2]] for counts in step] for step in TWO_PASSES[:2]]
+    expected = one_process(steps, 2)
+    for found, is_as_before in ranks.run(every_second, world_size=2):
+        assert is_as_before
+        for gradients, exact in zip(found, expected, strict=True):
+            assert (gradients - exact).norm() <= 1e-6 * exact.norm()
+
+
+def traced(rank, world_size, path):
+    call, comm, _ = wrapped("ddp", model(), Config("int8", weighted="mean"))
+    comm.weight = 1 + rank
+    with comm.trace(path):
+        sum_of_losses(call, *rows(rank, 0, 0, 2)).backward()
+    copied = copy.deepcopy(comm)
+    with pytest.raises(RuntimeError, match="is a copy"):
+        copied.weight = 1
+    return comm.stats().buckets, copied.weight
+
+
+def test_the_message_is_in_traces_and_is_no_bucket(ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    assert ranks.run(traced, str(path), world_size=2) == [(1, None)] * 2
+    assert "weights" in path.read_text()
 
 
 # ---- bad input
