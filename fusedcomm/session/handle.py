@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,7 @@ class CommHandle:
         """What runs, for repr(); waits for nothing."""
         raise NotImplementedError
 
-    def parameters_now(self) -> list[torch.Tensor]:
+    def parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and frozen ones."""
         raise NotImplementedError
 
