@@ -97,7 +97,6 @@ class Session(Runs):
         synchronizer, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
-            self._refuse_weighted_by_host()
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
             with fitting, self._windows.allocated() if self._windows else contextlib.nullcontext():
@@ -138,15 +137,6 @@ class Session(Runs):
         self.peers.doing("in training, attached")
         if watched:
             self.watch()
-
-    def _refuse_weighted_by_host(self) -> None:
-        """Raises ValueError for error feedback of weighted gradients on two levels, whose residuals are of a host."""
-        if self.config.weighted is not None and self.keeps_residuals and self.ranks_per_host > 1:
-            raise ValueError(
-                f"fusedcomm: weighted={self.config.weighted!r} with feedback={self.config.feedback!r} needs sums on "
-                f"one level, and hosts of {self.ranks_per_host} ranks have been found: use hosts=None, or leave one of "
-                "the two out"
-            )
 
     def _agree_on_plan(
         self, announce: bool, also_agree: dict | None, problem: Exception | None
