@@ -20,7 +20,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
-from fusedcomm.session import levels, plan
+from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
@@ -128,8 +128,7 @@ class Session(Runs):
                 synchronizer.engine.free_workspaces()
             raise
         self.synchronizer = synchronizer
-        if cfg.weighted is not None:
-            synchronizer.weights.use(of_sums=cfg.weighted == "sum")
+        self.weights = weights.used(synchronizer, cfg)
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         self.recorder = Recorder(synchronizer, self._store, self.peers, place)
@@ -207,11 +206,6 @@ class Session(Runs):
     def session(self) -> "Session":
         """This object."""
         return self
-
-    @property
-    def weights(self) -> "_C.PassWeights | None":
-        """See :class:`Runs`."""
-        return None if self.config.weighted is None else self.synchronizer.weights
 
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.

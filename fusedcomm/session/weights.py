@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 
@@ -46,6 +47,14 @@ def give(weights: "_C.PassWeights", value: object) -> float:
         )
     weights.set(number)
     return number
+
+
+def used(synchronizer: "_C.Synchronizer", config: Config) -> "_C.PassWeights | None":
+    """The weights of a new engine, if `config` has any."""
+    if config.weighted is None:
+        return None
+    synchronizer.weights.use(of_sums=config.weighted == "sum")
+    return synchronizer.weights
 
 
 class Noting(Protocol):
