@@ -69,9 +69,9 @@ def attach(
     On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
     a CUDA graph: the hook raises RuntimeError under capture.
 
-    DDP's mean is over all ranks of its group; under ``Join(divide_by_initial_world_size=False)`` over those with inputs,
-    and with ``Config(weighted=…)`` each rank weighs as its handle's ``weight``. After parameters of DDP's have been
-    converted (``.to(dtype)``) or replaced, the next forward pass raises RuntimeError.
+    DDP's mean is over all ranks of its group. Under ``Join(divide_by_initial_world_size=False)`` it is over those with
+    inputs, and with ``Config(weighted=…)`` each rank weighs as its handle's ``weight``. After parameters of DDP's have
+    been converted (``.to(dtype)``) or replaced, the next forward pass raises RuntimeError.
 
     Raises:
         TypeError: `model` or `config` is none of these.

@@ -144,6 +144,8 @@ class Handle(GradientNorms):
             )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
+        if self._added is not None:
+            self._added.remove()
         self._counts_active, self._added = False, None
         if self._weight is not None:
             self.weight = self._weight

@@ -270,6 +270,7 @@ class Meshes(Runs):
     def __init__(self, meshes: list[MeshSums]) -> None:
         self.meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
         self.pending = Pending()
+        self.weights = self.meshes[0].weights
         for mesh in self.meshes:
             mesh.start(self.pending)
 
@@ -277,11 +278,6 @@ class Meshes(Runs):
     def comms(self) -> list[FusedReduceScatter]:
         """The reduce-scatters of all modules."""
         return [comm for mesh in self.meshes for comm in mesh.comms]
-
-    @property
-    def weights(self) -> "_C.PassWeights | None":
-        """See :class:`Runs`."""
-        return self.meshes[0].weights
 
     @property
     def is_off(self) -> bool:

@@ -50,7 +50,7 @@ class OptimizerWeight:
         """Sends the weight of the step, if that has not been done. Call it before the step's first gradients."""
         if self._average is not None:
             return
-        mark = 0.5 ** min(self._process_set.rank(), _MAX_MARKED)
+        mark = 0.5 ** min(self._process_set.rank() or 0, _MAX_MARKED)
         is_missing = self.value is None
         marks = [mark * is_missing, mark * bool(self._invalid)]
         values = torch.tensor([self._noted, *marks, 0.0], dtype=torch.float64)
@@ -64,9 +64,11 @@ class OptimizerWeight:
         if is_alone:
             values = [noted, float(self.value is None), float(bool(self._invalid))]
         else:
+            self.send()  # nothing else may have been sent
             handle, self._average = self._average, None
+            assert handle is not None
             values = synchronize(handle).tolist()
-        size = 1 if is_alone else self._process_set.size()
+        size = 1 if is_alone else self._process_set.size() or 1
         for problem, what in ((values[1], "has not set optimizer.weight"), (values[2], "has set what is no weight")):
             if problem:
                 rank = max(0, math.ceil(-math.log2(problem * size) - 1e-9))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,12 +33,13 @@ class CommHandle:
     """What errors call the object."""
     _anew = "call fusedcomm.attach again, and use the handle that it returns"
     """What errors advise where the object is detached or a copy."""
+    _weight: float | None = None
+    _added: AddedPasses | None = None
+    """None where no pass only adds up."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs: Runs | None = runs
         self._attached = True
-        self._weight: float | None = None
-        self._added: AddedPasses | None = None  # None where no pass only adds up
 
     # ---- what front ends add
 
@@ -56,7 +58,7 @@ class CommHandle:
         """What runs, for repr(); waits for nothing."""
         raise NotImplementedError
 
-    def parameters_now(self) -> list[torch.Tensor]:
+    def parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and frozen ones."""
         raise NotImplementedError
 
@@ -132,6 +134,8 @@ class CommHandle:
         """Stops the engine and restores what sent gradients before. Call it on every rank between steps. Idempotent."""
         if self._attached:
             self._attached = False
+            if self._added is not None:
+                self._added.remove()
             self._let_go()
             self.runs.stop("fusedcomm was detached")
 

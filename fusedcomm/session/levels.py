@@ -43,6 +43,14 @@ def find(config: Config, host_names: Sequence[str]) -> Levels:
         by_name = config.groups == hosts.AUTO
         found = hosts.of_names(host_names) if by_name else hosts.given(config.groups, len(host_names))
         reason = found.flat_reason
+    if config.weighted is not None and config.feedback is not None and not reason:
+        # On two levels a residual is of a host's ranks together, which have weights of their own.
+        if config.needs_two_levels:
+            raise ValueError(
+                f"fusedcomm: hosts={config.hosts!r} needs sums on two levels, and feedback={config.feedback!r} with "
+                f"weighted={config.weighted!r} has one: use hosts=None, or leave one of the two out"
+            )
+        reason = "error feedback of weighted gradients has one"
     ranks_on_host = found.ranks_per_host if found else 1
     if config.hosts is None:
         return Levels(None, "", ranks_on_host, can_be_two)

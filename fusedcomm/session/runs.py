@@ -17,6 +17,9 @@ class Runs:
     uses_engine = True
     """Whether the gradients of this pass, or between passes of the last one, go through fusedcomm."""
 
+    weights: Any = None
+    """The engine's weights, to which the rank's weight is given. None without Config(weighted=…)."""
+
     session: Any
     """The session, or its stand-in, that runs now."""
 
@@ -31,11 +34,6 @@ class Runs:
     def stop(self, reason: str) -> None:
         """Stops what runs; buckets under way fail with `reason`. Idempotent."""
         raise NotImplementedError
-
-    @property
-    def weights(self) -> Any | None:
-        """The engine's weights, to which the rank's weight is given. None without Config(weighted=…)."""
-        return None
 
     def tuning(self) -> object | None:
         """What a search has found; None without one."""

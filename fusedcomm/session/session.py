@@ -20,7 +20,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
-from fusedcomm.session import levels, plan
+from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
@@ -97,7 +97,6 @@ class Session(Runs):
         synchronizer, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
-            self._refuse_weighted_by_host()
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
             with fitting, self._windows.allocated() if self._windows else contextlib.nullcontext():
@@ -129,8 +128,7 @@ class Session(Runs):
                 synchronizer.engine.free_workspaces()
             raise
         self.synchronizer = synchronizer
-        if cfg.weighted is not None:
-            synchronizer.weights.use(of_sums=cfg.weighted == "sum")
+        self.weights = weights.used(synchronizer, cfg)
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         self.recorder = Recorder(synchronizer, self._store, self.peers, place)
@@ -138,15 +136,6 @@ class Session(Runs):
         self.peers.doing("in training, attached")
         if watched:
             self.watch()
-
-    def _refuse_weighted_by_host(self) -> None:
-        """Raises ValueError for error feedback of weighted gradients on two levels, whose residuals are of a host."""
-        if self.config.weighted is not None and self.keeps_residuals and self.ranks_per_host > 1:
-            raise ValueError(
-                f"fusedcomm: weighted={self.config.weighted!r} with feedback={self.config.feedback!r} needs sums on "
-                f"one level, and hosts of {self.ranks_per_host} ranks have been found: use hosts=None, or leave one of "
-                "the two out"
-            )
 
     def _agree_on_plan(
         self, announce: bool, also_agree: dict | None, problem: Exception | None
@@ -217,11 +206,6 @@ class Session(Runs):
     def session(self) -> "Session":
         """This object."""
         return self
-
-    @property
-    def weights(self) -> "_C.PassWeights | None":
-        """See :class:`Runs`."""
-        return None if self.config.weighted is None else self.synchronizer.weights
 
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.

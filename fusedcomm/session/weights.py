@@ -2,11 +2,14 @@
 
 import math
 import numbers
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 
@@ -46,6 +49,14 @@ def give(weights: "_C.PassWeights", value: object) -> float:
     return number
 
 
+def used(synchronizer: "_C.Synchronizer", config: Config) -> "_C.PassWeights | None":
+    """The weights of a new engine, if `config` has any."""
+    if config.weighted is None:
+        return None
+    synchronizer.weights.use(of_sums=config.weighted == "sum")
+    return synchronizer.weights
+
+
 class Noting(Protocol):
     """What is told of backward passes, as _C.PassWeights is."""
 
@@ -61,16 +72,23 @@ class AddedPasses:
     """
 
     def __init__(self, weights: Noting) -> None:
-        self._weights, self._hooked = weights, set()
+        self._weights = weights
+        self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
         self._is_noted, self._scale, self._task = False, 1.0, -1
 
     def announce(self, parameters: Iterable[torch.Tensor]) -> None:
         """Call before a pass: the parameters that require gradients are noted from now on."""
         self._is_noted = False  # a pass that failed has not ended
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._hooked:
-                self._hooked.add(id(parameter))
-                parameter.register_hook(self._before_adding)
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                # It does not keep this object alive, whose successor may have hooks on the same parameters.
+                self._hooks[id(parameter)] = parameter.register_hook(_hook_of(weakref.ref(self)))
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
     def _before_adding(self, gradient: torch.Tensor) -> torch.Tensor | None:
         task = torch._C._current_graph_task_id()
@@ -87,3 +105,11 @@ class AddedPasses:
         # Within a node this is the end of a pass that a reentrant checkpoint has begun. The outer one goes on.
         if torch._C._current_autograd_node() is None:
             self._is_noted = False
+
+
+def _hook_of(passes: "weakref.ref[AddedPasses]") -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        found = passes()
+        return None if found is None else found._before_adding(gradient)
+
+    return hook

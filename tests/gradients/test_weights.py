@@ -6,57 +6,27 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from weighted import (
+    BUCKETS,
+    FRONTS,
+    NUMEL,
+    ONE_PASS,
+    TWO_PASSES,
+    Given,
+    given,
+    gradients_of,
+    model,
+    one_process,
+    rows,
+    sum_of_losses,
+    wrapped,
+)
 
 import fusedcomm
 from fusedcomm import Config
-
-FRONTS = ["ddp", "reducer", "parallel", "fsdp", "hsdp"]
-BUCKETS = 1 / 4096
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
-def rows(rank, step, number, count):
-    generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
-    return torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator)
-
-
-def sum_of_losses(module, x, y):
-    return (module(x) - y).square().sum()
-
-
-def wrapped(front, module, config):
-    """(what is called, the handle, what holds back synchronization)"""
-    if front == "ddp":
-        ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS)
-        return ddp, fusedcomm.attach(ddp, config, quiet=True), ddp.no_sync
-    if front == "reducer":
-        reducer = fusedcomm.GradReducer(module, config, bucket_mib=BUCKETS, quiet=True)
-        return module, reducer, reducer.no_sync
-    if front == "parallel":
-        parallel = fusedcomm.DataParallel(module, config=config, bucket_cap_mb=BUCKETS, quiet=True)
-        return parallel, parallel.comm, parallel.no_sync
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    if front == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "shard"))
-    for layer in (module[0], module[2], module):
-        fully_shard(layer, mesh=mesh)
-    return module, fusedcomm.attach(module, config, quiet=True), None
-
-
-def gradients_of(module):
-    whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
-    return torch.cat([gradient.flatten() for gradient in whole])
 
 
 def backward(front, call, comm, no_sync, counts, rank, step, weighted):
@@ -83,24 +53,6 @@ def weighted_steps(rank, world_size, front, steps, weighted, wire):
         backward(front, call, comm, no_sync, counts, rank, step, weighted)
         found.append(gradients_of(module).clone())
     return found
-
-
-def one_process(steps, world_size):
-    """The gradients of one process that has all rows, in float64."""
-    found = []
-    for step, counts in enumerate(steps):
-        module, total = model().double(), sum(map(sum, counts))
-        for number, of_ranks in enumerate(counts):
-            for rank, count in enumerate(of_ranks):
-                if count:
-                    x, y = rows(rank, step, number, count)
-                    (sum_of_losses(module, x.double(), y.double()) / total).backward()
-        found.append(gradients_of(module))
-    return found
-
-
-ONE_PASS = [[[1000, 1, 7, 30]], [[0, 12, 1000, 3]], [[5, 1, 0, 0]]]
-TWO_PASSES = [[[9, 1, 4, 2], [0, 100, 1, 3]], [[2, 2, 2, 2], [1, 0, 5, 9]], [[3, 0, 1, 1]]]
 
 
 CASES = [(front, adds_up, size) for front in FRONTS[:3] for adds_up in (False, True) for size in (2, 3, 4)]
@@ -155,24 +107,6 @@ def equal_weights(rank, world_size, front, wire, weight):
 @pytest.mark.sampled
 def test_equal_weights_change_no_bit(ranks, front, wire):
     assert ranks.run(equal_weights, front, wire, 7, world_size=2) == [[True] * 3] * 2
-
-
-class Given(nn.Module):
-    """Its gradient is what it is called with."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, gradient):
-        return self.weight @ gradient
-
-
-def given(rank, numel, step=0):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-NUMEL = 1 << 13
 
 
 def simulated(rank, world_size, config, weights):
@@ -344,188 +278,3 @@ def shadowed(rank, world_size):
 
 def test_a_rank_that_sends_zeros_has_no_weight(ranks):
     assert ranks.run(shadowed, world_size=2)[1] == ([[2.0, -6.0]], [[2.0, -6.0]])
-
-
-# ---- beside other options
-
-
-def with_options(rank, world_size):
-    """Loss scale, norm, verification and measurement of weighted means."""
-    counts = (100, 3)
-    module = model()
-    checks = fusedcomm.Checks(verify_every=1, measure_every=1)
-    ddp = DistributedDataParallel(module)
-    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", weighted="mean", checks=checks), quiet=True)
-    found = []
-    for step in range(3):
-        comm.weight = counts[rank]
-        module.zero_grad()
-        (sum_of_losses(ddp, *rows(rank, step, 0, counts[rank])) / counts[rank]).backward()
-        norm = comm.grad_norm()
-        found.append(float(norm / gradients_of(module).norm() - 1))
-    stats = comm.stats()
-    errors = [each.relative_error for each in stats.verified]
-    comm.detach()
-    return found, errors, str(stats)
-
-
-def test_norm_verification_and_measurement_are_of_weighted_means(ranks):
-    for norms, errors, _ in ranks.run(with_options, world_size=2):
-        assert max(map(abs, norms)) < 1e-6
-        assert errors and max(errors) < 0.02
-
-
-def scaled(rank, world_size):
-    module = model()
-    ddp = DistributedDataParallel(module)
-    comm = fusedcomm.attach(ddp, Config("fp32", weighted="sum"), quiet=True)
-    scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=1024.0)
-    comm.weight = 5 + rank
-    scaler.scale(sum_of_losses(ddp, *rows(rank, 0, 0, 5 + rank))).backward()
-    return gradients_of(module)
-
-
-def test_a_loss_scale_leaves_weighted_means(ranks):
-    (expected,) = one_process([[[5, 6]]], 2)
-    for found in ranks.run(scaled, world_size=2):
-        assert (found - expected).norm() <= 1e-6 * expected.norm()
-
-
-class Odd(nn.Module):
-    """A float64 parameter and a sparse one, which no wire carries."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows = nn.Embedding(5, 2, sparse=True)
-        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, row):
-        return self.rows(row).sum() * row.sum() + (self.wide * row.double().sum()).sum()
-
-
-def odd(rank, world_size, weights):
-    ddp = DistributedDataParallel(Odd())
-    comm = fusedcomm.attach(ddp, Config("bf16", weighted="mean"), quiet=True)
-    for _ in range(2):
-        ddp.zero_grad()
-        comm.weight = weights[rank]
-        ddp(torch.tensor([rank + 1])).backward()
-    return ddp.module.rows.weight.grad.to_dense()[:, 0].tolist(), ddp.module.wide.grad.tolist()
-
-
-def test_gradients_that_no_wire_carries_are_weighted(ranks):
-    for sparse, double in ranks.run(odd, (1, 3), world_size=2):
-        assert sparse == pytest.approx([0, 0.25, 1.5, 0, 0]) and double == pytest.approx([1.75] * 3)
-    for sparse, double in ranks.run(odd, (4, 0), world_size=2):
-        assert sparse == pytest.approx([0, 1, 0, 0, 0]) and double == pytest.approx([1.0] * 3)
-
-
-def unused(rank, world_size, front):
-    """find_unused_parameters, on one rank or on both, and static_graph."""
-    module = model()
-    if front == "ddp":
-        call = DistributedDataParallel(module, static_graph=True, bucket_cap_mb=BUCKETS)
-        comm = fusedcomm.attach(call, Config("fp32", weighted="sum"), quiet=True)
-    else:
-        config = Config("fp32", weighted="sum")
-        comm = fusedcomm.GradReducer(module, config, bucket_mib=BUCKETS, find_unused_parameters=True, quiet=True)
-        call = module
-    found = []
-    for step in range(3):
-        module.zero_grad()
-        comm.weight = 3 + rank
-        sum_of_losses(call, *rows(rank, step, 0, 3 + rank)).backward()
-        found.append(gradients_of(module).clone())
-    return found
-
-
-@pytest.mark.parametrize("front", ["ddp", "reducer"])
-def test_static_graph_and_unused_parameters(ranks, front):
-    expected = one_process([[[3, 4]]] * 3, 2)
-    for found in ranks.run(unused, front, world_size=2):
-        for gradients, exact in zip(found, expected, strict=True):
-            assert (gradients - exact).norm() <= 1e-6 * exact.norm()
-
-
-# ---- bad input
-
-BAD = {
-    "negative": (lambda: -3, "has set comm.weight to -3"),
-    "nan": (lambda: math.nan, "has set comm.weight to nan"),
-    "infinite": (lambda: torch.tensor(math.inf), "has set comm.weight to inf"),
-    "two": (lambda: torch.ones(2), "has set comm.weight to a tensor of shape (2,)"),
-    "missing": (None, "has not set comm.weight"),
-    "late": (None, "within a backward pass whose first bucket had left"),
-}
-
-
-def bad(rank, world_size, name, front):
-    module = model()
-    call, comm, _ = wrapped(front, module, Config("fp32", weighted="mean"))
-    value, _ = BAD[name]
-
-    def set_between_layers(_, inputs, output):
-        if rank == 1 and name == "late" and step == 1:
-            output.register_hook(lambda _: setattr(comm, "weight", 2))
-
-    module[1].register_forward_hook(set_between_layers)
-    for step in range(3):
-        is_kept = name == "late" and step == 2  # rank 1 has set it too early, or too late
-        if not is_kept and (rank != 1 or name != "missing"):
-            comm.weight = 1
-        if rank == 1 and value is not None and step == 1:
-            comm.weight = value()
-        try:
-            sum_of_losses(call, *rows(rank, 0, 0, 3)).backward()
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("front", ["ddp", "reducer", "fsdp"])
-@pytest.mark.parametrize("name", list(BAD))
-@pytest.mark.sampled
-def test_a_weight_that_is_none_is_an_error_of_every_rank(ranks, name, front):
-    texts = ranks.run(bad, name, front, world_size=2)
-    for rank, text in enumerate(texts):
-        assert "rank 1 " in text and "Give comm.weight a finite number" in text
-        if rank == 1 or name in ("missing", "late"):
-            assert BAD[name][1] in text
-
-
-def refused(rank, world_size):
-    texts = []
-    for config in ("fp32", "off", "auto"):
-        ddp = DistributedDataParallel(model())
-        comm = fusedcomm.attach(ddp, config, quiet=True)
-        with pytest.raises(RuntimeError, match="comm.weight would do nothing"):
-            comm.weight = 1
-        comm.detach()
-    ddp = DistributedDataParallel(model())
-    comm = fusedcomm.attach(ddp, Config("fp32", weighted="mean"), quiet=True)
-    for value in ("3", None, True, 1j):
-        with pytest.raises(TypeError, match="use a number or a tensor"):
-            comm.weight = value
-    comm.detach()
-    with pytest.raises(RuntimeError, match="detached"):
-        comm.weight = 1
-    with pytest.raises(ValueError, match="weighted='median' is not possible|weighted"):
-        Config("fp32", weighted="median")
-    with pytest.raises(ValueError, match="a search also tries DDP's own all-reduce"):
-        fusedcomm.Auto(base=Config(weighted="mean"))
-    with pytest.raises(ValueError, match="a registered hook has no handle"):
-        fusedcomm.CommState(Config(weighted="mean"))
-    module = model()
-    call, comm, _ = wrapped("fsdp", module, Config("fp32", weighted="mean"))
-    comm.weight = 1
-    module.set_requires_gradient_sync(False)
-    with pytest.raises(RuntimeError, match="adds up gradients of several passes"):
-        call(torch.ones(1, 6))
-    comm.detach()
-    call(torch.ones(1, 6))
-    return texts
-
-
-def test_what_cannot_be_weighted_is_refused(ranks):
-    ranks.run(refused, world_size=2)

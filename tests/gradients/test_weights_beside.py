@@ -1,0 +1,241 @@
+"""Weights of ranks beside other options, and what is no weight."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from weighted import BUCKETS, TWO_PASSES, gradients_of, model, one_process, rows, sum_of_losses, wrapped
+
+import fusedcomm
+from fusedcomm import Config
+
+# ---- beside other options
+
+
+def with_options(rank, world_size):
+    """Loss scale, norm, verification and measurement of weighted means."""
+    counts = (100, 3)
+    module = model()
+    checks = fusedcomm.Checks(verify_every=1, measure_every=1)
+    ddp = DistributedDataParallel(module)
+    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", weighted="mean", checks=checks), quiet=True)
+    found = []
+    for step in range(3):
+        comm.weight = counts[rank]
+        module.zero_grad()
+        (sum_of_losses(ddp, *rows(rank, step, 0, counts[rank])) / counts[rank]).backward()
+        norm = comm.grad_norm()
+        found.append(float(norm / gradients_of(module).norm() - 1))
+    stats = comm.stats()
+    errors = [each.relative_error for each in stats.verified]
+    comm.detach()
+    return found, errors, str(stats)
+
+
+def test_norm_verification_and_measurement_are_of_weighted_means(ranks):
+    for norms, errors, _ in ranks.run(with_options, world_size=2):
+        assert max(map(abs, norms)) < 1e-6
+        assert errors and max(errors) < 0.02
+
+
+def scaled(rank, world_size):
+    module = model()
+    ddp = DistributedDataParallel(module)
+    comm = fusedcomm.attach(ddp, Config("fp32", weighted="sum"), quiet=True)
+    scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=1024.0)
+    comm.weight = 5 + rank
+    scaler.scale(sum_of_losses(ddp, *rows(rank, 0, 0, 5 + rank))).backward()
+    return gradients_of(module)
+
+
+def test_a_loss_scale_leaves_weighted_means(ranks):
+    (expected,) = one_process([[[5, 6]]], 2)
+    for found in ranks.run(scaled, world_size=2):
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+class Odd(nn.Module):
+    """A float64 parameter and a sparse one, which no wire carries."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(5, 2, sparse=True)
+        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, row):
+        return self.rows(row).sum() * row.sum() + (self.wide * row.double().sum()).sum()
+
+
+def odd(rank, world_size, weights):
+    ddp = DistributedDataParallel(Odd())
+    comm = fusedcomm.attach(ddp, Config("bf16", weighted="mean"), quiet=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        comm.weight = weights[rank]
+        ddp(torch.tensor([rank + 1])).backward()
+    return ddp.module.rows.weight.grad.to_dense()[:, 0].tolist(), ddp.module.wide.grad.tolist()
+
+
+def test_gradients_that_no_wire_carries_are_weighted(ranks):
+    for sparse, double in ranks.run(odd, (1, 3), world_size=2):
+        assert sparse == pytest.approx([0, 0.25, 1.5, 0, 0]) and double == pytest.approx([1.75] * 3)
+    for sparse, double in ranks.run(odd, (4, 0), world_size=2):
+        assert sparse == pytest.approx([0, 1, 0, 0, 0]) and double == pytest.approx([1.0] * 3)
+
+
+def unused(rank, world_size, front):
+    """find_unused_parameters, on one rank or on both, and static_graph."""
+    module = model()
+    if front == "ddp":
+        call = DistributedDataParallel(module, static_graph=True, bucket_cap_mb=BUCKETS)
+        comm = fusedcomm.attach(call, Config("fp32", weighted="sum"), quiet=True)
+    else:
+        config = Config("fp32", weighted="sum")
+        comm = fusedcomm.GradReducer(module, config, bucket_mib=BUCKETS, find_unused_parameters=True, quiet=True)
+        call = module
+    found = []
+    for step in range(3):
+        module.zero_grad()
+        comm.weight = 3 + rank
+        sum_of_losses(call, *rows(rank, step, 0, 3 + rank)).backward()
+        found.append(gradients_of(module).clone())
+    return found
+
+
+@pytest.mark.parametrize("front", ["ddp", "reducer"])
+def test_static_graph_and_unused_parameters(ranks, front):
+    expected = one_process([[[3, 4]]] * 3, 2)
+    for found in ranks.run(unused, front, world_size=2):
+        for gradients, exact in zip(found, expected, strict=True):
+            assert (gradients - exact).norm() <= 1e-6 * exact.norm()
+
+
+def every_second(rank, world_size):
+    module = model()
+    reducer = fusedcomm.GradReducer(module, Config("fp32", weighted="mean"), every=2, quiet=True)
+    found = []
+    for step, counts in enumerate(TWO_PASSES[:2]):
+        module.zero_grad()
+        for number, of_ranks in enumerate(counts):
+            reducer.weight = count = max(of_ranks[rank], 1)
+            (sum_of_losses(module, *rows(rank, step, number, count)) / count).backward()
+        found.append(gradients_of(module).clone())
+    reducer.detach()
+    module.zero_grad()
+    sum_of_losses(module, *rows(rank, 9, 0, 1)).backward()
+    alone = model()
+    sum_of_losses(alone, *rows(rank, 9, 0, 1)).backward()
+    return found, torch.equal(gradients_of(module), gradients_of(alone))
+
+
+def test_weights_add_up_with_every_and_leave_nothing_behind(ranks):
+    steps = [[[max(count, 1) for count in counts[:2]] for counts in step] for step in TWO_PASSES[:2]]
+    expected = one_process(steps, 2)
+    for found, is_as_before in ranks.run(every_second, world_size=2):
+        assert is_as_before
+        for gradients, exact in zip(found, expected, strict=True):
+            assert (gradients - exact).norm() <= 1e-6 * exact.norm()
+
+
+def traced(rank, world_size, path):
+    call, comm, _ = wrapped("ddp", model(), Config("int8", weighted="mean"))
+    comm.weight = 1 + rank
+    with comm.trace(path):
+        sum_of_losses(call, *rows(rank, 0, 0, 2)).backward()
+    copied = copy.deepcopy(comm)
+    with pytest.raises(RuntimeError, match="is a copy"):
+        copied.weight = 1
+    return comm.stats().buckets, copied.weight
+
+
+def test_the_message_is_in_traces_and_is_no_bucket(ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    assert ranks.run(traced, str(path), world_size=2) == [(1, None)] * 2
+    assert "weights" in path.read_text()
+
+
+# ---- bad input
+
+BAD = {
+    "negative": (lambda: -3, "has set comm.weight to -3"),
+    "nan": (lambda: math.nan, "has set comm.weight to nan"),
+    "infinite": (lambda: torch.tensor(math.inf), "has set comm.weight to inf"),
+    "two": (lambda: torch.ones(2), "has set comm.weight to a tensor of shape (2,)"),
+    "missing": (None, "has not set comm.weight"),
+    "late": (None, "within a backward pass whose first bucket had left"),
+}
+
+
+def bad(rank, world_size, name, front):
+    module = model()
+    call, comm, _ = wrapped(front, module, Config("fp32", weighted="mean"))
+    value, _ = BAD[name]
+
+    def set_between_layers(_, inputs, output):
+        if rank == 1 and name == "late" and step == 1:
+            output.register_hook(lambda _: setattr(comm, "weight", 2))
+
+    module[1].register_forward_hook(set_between_layers)
+    for step in range(3):
+        is_kept = name == "late" and step == 2  # rank 1 has set it too early, or too late
+        if not is_kept and (rank != 1 or name != "missing"):
+            comm.weight = 1
+        if rank == 1 and value is not None and step == 1:
+            comm.weight = value()
+        try:
+            sum_of_losses(call, *rows(rank, 0, 0, 3)).backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("front", ["ddp", "reducer", "fsdp"])
+@pytest.mark.parametrize("name", list(BAD))
+@pytest.mark.sampled
+def test_a_weight_that_is_none_is_an_error_of_every_rank(ranks, name, front):
+    texts = ranks.run(bad, name, front, world_size=2)
+    for rank, text in enumerate(texts):
+        assert "rank 1 " in text and "Give comm.weight a finite number" in text
+        if rank == 1 or name in ("missing", "late"):
+            assert BAD[name][1] in text
+
+
+def refused(rank, world_size):
+    texts = []
+    for config in ("fp32", "off", "auto"):
+        ddp = DistributedDataParallel(model())
+        comm = fusedcomm.attach(ddp, config, quiet=True)
+        with pytest.raises(RuntimeError, match="comm.weight would do nothing"):
+            comm.weight = 1
+        comm.detach()
+    ddp = DistributedDataParallel(model())
+    comm = fusedcomm.attach(ddp, Config("fp32", weighted="mean"), quiet=True)
+    for value in ("3", None, True, 1j):
+        with pytest.raises(TypeError, match="use a number or a tensor"):
+            comm.weight = value
+    comm.detach()
+    with pytest.raises(RuntimeError, match="detached"):
+        comm.weight = 1
+    with pytest.raises(ValueError, match="weighted='median' is not possible|weighted"):
+        Config("fp32", weighted="median")
+    with pytest.raises(ValueError, match="a search also tries DDP's own all-reduce"):
+        fusedcomm.Auto(base=Config(weighted="mean"))
+    with pytest.raises(ValueError, match="a registered hook has no handle"):
+        fusedcomm.CommState(Config(weighted="mean"))
+    module = model()
+    call, comm, _ = wrapped("fsdp", module, Config("fp32", weighted="mean"))
+    comm.weight = 1
+    module.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match="adds up gradients of several passes"):
+        call(torch.ones(1, 6))
+    comm.detach()
+    call(torch.ones(1, 6))
+    return texts
+
+
+def test_what_cannot_be_weighted_is_refused(ranks):
+    ranks.run(refused, world_size=2)
