@@ -2,9 +2,8 @@
 //
 //   message   Σ wᵣ: one all-reduce of 32 bytes, which the engine gets just before the pass's first bucket
 //   pack      multiplies by wᵣ / unit, in fp32, before it rounds. It waits for no message
-//   unpack    multiplies by unit·p / Σ wᵣ. The message's job is ahead of the bucket's on the unpack lane, and with
-//   error
-//             feedback on the reduce lane
+//   unpack    multiplies by unit·p / Σ wᵣ. The message's job is ahead of the bucket's on the unpack lane; with
+//             error feedback also on the reduce lane
 //
 // The unit is the mean weight of the first pass that has one; only that pass waits for its message. It stays, so what
 // is encoded has the magnitude of gradients as long as weights have that of the first pass. Residuals of error feedback
