@@ -199,6 +199,7 @@ void bind_weights(py::module_& m) {
       .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
       .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())
+      .def("forget_passes", &PassWeights::forget_passes, NoGil())
       .def("defer", &PassWeights::defer, NoGil())
       .def("spread", &PassWeights::spread, py::arg("num_ranks"), NoGil())
       .def_property_readonly("last", py::cpp_function(&PassWeights::last, NoGil()))

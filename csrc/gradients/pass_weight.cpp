@@ -72,6 +72,12 @@ double PassWeights::note_pass() {
   return of_sums_ && weight != 0 ? 1 : weight;
 }
 
+void PassWeights::forget_passes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  noted_ = 0;
+  num_noted_ = 0;
+}
+
 std::pair<double, double> PassWeights::last() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return {last_ ? last_->sum : 0, unit_};
@@ -189,7 +195,9 @@ void PassWeights::finish_on_device(PassWeight* weight, const at::Tensor& values,
 }
 
 void PassWeights::check_last() {
-  if (!last_ || !last_->arrived || !last_->arrived->reached()) return;
+  if (!last_ || !last_->arrived) return;
+  // Waits for a message that is a pass old, so that all ranks throw in the same pass.
+  last_->arrived->ms_since(*last_->arrived);
   const auto* const values = last_->values.const_data_ptr<double>();
   last_->arrived = nullptr;
   refuse(values);

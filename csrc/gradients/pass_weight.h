@@ -67,6 +67,8 @@ class PassWeights {
   // Call for every backward pass, before its first gradient is added to others, where passes add up gradients: the
   // weight of the sum is that of all passes. Returns what multiplies the gradients of the pass before they are added.
   double note_pass();
+  // Forgets the passes that have been noted since the last message.
+  void forget_passes();
   // Whether the sums of another session follow those of this one, and end with Σ wᵣ.
   void defer() { is_deferred_ = true; }
   // The weights are those of `num_ranks` ranks, where other sessions have added up some of them.

@@ -46,7 +46,6 @@ class Handle(GradientNorms):
         super().__init__(runs)
         self._ddp = weakref.ref(ddp)
         self._target = target
-        self._counts_active = False
         # Whether the reducer calls a target, perhaps that of an attachment before.
         self._is_hooked = target is not None or ddp in targets
         # With this entry DDP refuses a second hook as usual; see DistributedDataParallel.register_comm_hook.
@@ -115,9 +114,8 @@ class Handle(GradientNorms):
             return
         if isinstance(self._runs, Tuner):
             refuse_join(ddp)
-        elif (join_of(ddp) == ACTIVE_RANKS) != self._counts_active:
-            self._counts_active = not self._counts_active
-            self.session.synchronizer.weights.count_active(self._counts_active)
+        else:
+            self.session.synchronizer.weights.count_active(join_of(ddp) == ACTIVE_RANKS)
         if torch.is_grad_enabled() and (self._added is not None or not ddp.require_backward_grad_sync):
             self.note_passes()
         self.session.say_notices()
@@ -146,7 +144,7 @@ class Handle(GradientNorms):
         old.stop("the module moved to another process group")
         if self._added is not None:
             self._added.remove()
-        self._counts_active, self._added = False, None
+        self._added = None
         if self._weight is not None:
             self.weight = self._weight
         self._run_on(ddp)

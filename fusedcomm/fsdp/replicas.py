@@ -50,6 +50,7 @@ class ReplicaSums:
         self.session, self._wires = session, wires
         session.synchronizer.choose_wires(lambda name, num_dims: wires[name])
         self._sum = _C.FusedSum(session.synchronizer)
+        self._weighed_task = -1  # the backward pass that has its weights
 
     def wire_of(self, name: str, parameter: torch.Tensor) -> int:
         """The number of a parameter's wire."""
@@ -57,8 +58,11 @@ class ReplicaSums:
 
     def weigh_as(self, rows: "_C.PassWeights | None") -> None:
         """Gives this sum the weights that the reduce-scatter has added up, at the beginning of a pass."""
-        own = self.session.weights
-        if rows is not None and not own.in_pass:
+        own, task = self.session.weights, torch._C._current_graph_task_id()
+        # A pass may not have ended for the engine: a module's gradients can come after those of the last one.
+        begins = not own.in_pass if task == -1 else task != self._weighed_task
+        if rows is not None and begins:
+            self._weighed_task = task
             weight, unit = rows.last
             own.set(weight, scale=unit)
 

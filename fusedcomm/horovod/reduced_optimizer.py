@@ -113,7 +113,7 @@ class ReducedOptimizer:
                 "weighted='mean'), or weighted='sum' where losses are sums, on every rank"
             )
         self._weight.set(value)
-        self._weight.passes.announce(self._gradients)
+        self._weight.passes.announce(each for group in self.param_groups for each in group["params"])
 
     def set_up(
         self,
@@ -183,6 +183,10 @@ class ReducedOptimizer:
         of this step is submitted by synchronize(), later ones by its hook."""
         for each in new_parameters(self.param_groups, self._gradients, self._parameter_names):
             self._add_unit([each], is_group=False)
+            if self._weight is not None and not self._weight.passes.has(each):
+                if each.grad is not None:
+                    each.grad.mul_(self._weight.scale_of_step(self._parameter_names[each]))
+                self._weight.passes.announce([each])
 
     def _grouped(self, updated: list[torch.Tensor], groups: int | list) -> list[list[torch.Tensor]]:
         """The groups, in the order of the set's first rank, which all ranks have to share."""

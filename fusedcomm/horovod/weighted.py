@@ -14,6 +14,7 @@ import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.checks import Average
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet
+from fusedcomm.horovod.world import world
 from fusedcomm.session.weights import AddedPasses, checked
 
 _MAX_MARKED = 1000
@@ -33,21 +34,46 @@ class OptimizerWeight:
         self._invalid = ""
         self._noted, self._unit = 0.0, 1.0
         self._has_unit = False
+        self._scales: set[float] = set()  # of the step's passes
         self._average: int | None = None  # the operation's handle
+        self._world = world()
         self.passes = AddedPasses(self)
 
     def set(self, value: Any) -> None:
         """Takes what the user gives. TypeError if it is neither a number nor a tensor."""
         self.value, self._invalid = checked(value)
 
+    def forget_passes(self) -> None:
+        """See :class:`AddedPasses`."""
+        self._noted = 0.0
+        self._scales.clear()
+
+    def _enter_world(self) -> None:
+        """Begins anew where the ranks have changed: those that are new know no unit."""
+        if self._world is not (now := world()):
+            self._world, self._noted, self._unit, self._has_unit, self._average = now, 0.0, 1.0, False, None
+
     def note_pass(self) -> float:
         """See :class:`AddedPasses`. What multiplies the gradients of this pass."""
+        self._enter_world()
         weight = 0.0 if self.value is None or self._invalid else self.value
         self._noted += weight
-        return weight and (1.0 if self._of_sums else weight) / self._unit
+        scale = weight and (1.0 if self._of_sums else weight) / self._unit
+        self._scales.add(scale)
+        return scale
+
+    def scale_of_step(self, parameter: str) -> float:
+        """What multiplies the gradients of a parameter that the passes of this step did not know."""
+        if len(self._scales) > 1:
+            raise RuntimeError(
+                f"fusedcomm: {parameter} was thawed or added after optimizer.weight was set, and the passes of the "
+                "step have several weights: set optimizer.weight afterwards, on every rank"
+            )
+        return next(iter(self._scales), 1.0)
 
     def send(self) -> None:
         """Sends the weight of the step, if that has not been done. Call it before the step's first gradients."""
+        self._enter_world()
         if self._average is not None:
             return
         mark = 0.5 ** min(self._process_set.rank() or 0, _MAX_MARKED)
@@ -61,6 +87,7 @@ class OptimizerWeight:
     def factor(self, is_alone: bool) -> float:
         """What multiplies the step's averages. Waits. RuntimeError on every rank if one has given no weight."""
         noted, self._noted = self._noted, 0.0
+        self._scales.clear()
         if is_alone:
             values = [noted, float(self.value is None), float(bool(self._invalid))]
         else:

@@ -4,7 +4,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -63,6 +63,9 @@ class Noting(Protocol):
     def note_pass(self) -> float:
         """Notes a pass. Returns what multiplies its gradients before they are added to others."""
 
+    def forget_passes(self) -> None:
+        """Forgets the passes that were noted since the last sum: their gradients are gone."""
+
 
 class AddedPasses:
     """Tells `weights` of every backward pass, where the gradients of several passes add up before they are sent.
@@ -73,7 +76,9 @@ class AddedPasses:
 
     def __init__(self, weights: Noting) -> None:
         self._weights = weights
-        self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
+        self._hooks: dict[
+            int, tuple[Any, Any, RemovableHandle]
+        ] = {}  # parameter, its node, hook; by the parameter's id
         self._is_noted, self._scale, self._task = False, 1.0, -1
 
     def announce(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -82,11 +87,17 @@ class AddedPasses:
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:
                 # It does not keep this object alive, whose successor may have hooks on the same parameters.
-                self._hooks[id(parameter)] = parameter.register_hook(_hook_of(weakref.ref(self)))
+                # Unlike a hook of the tensor, one of its node is not called by torch.autograd.grad().
+                node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._hooks[id(parameter)] = (parameter, node, node.register_prehook(_hook_of(weakref.ref(self))))
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter has been announced."""
+        return id(parameter) in self._hooks
 
     def remove(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks.values():
+        for _, _, hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
@@ -96,6 +107,8 @@ class AddedPasses:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         if not self._is_noted:
+            if all(parameter.grad is None for parameter, _, _ in self._hooks.values()):
+                self._weights.forget_passes()  # a pass before failed, or its gradients were dropped
             self._is_noted, self._scale = True, self._weights.note_pass()
         if self._scale == 1:
             return None
@@ -107,9 +120,12 @@ class AddedPasses:
             self._is_noted = False
 
 
-def _hook_of(passes: "weakref.ref[AddedPasses]") -> Callable[[torch.Tensor], torch.Tensor | None]:
-    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+def _hook_of(passes: "weakref.ref[AddedPasses]") -> Callable[[tuple], tuple | None]:
+    def hook(gradients: tuple) -> tuple | None:
         found = passes()
-        return None if found is None else found._before_adding(gradient)
+        if found is None or gradients[0] is None:
+            return None
+        scaled = found._before_adding(gradients[0])
+        return None if scaled is None else (scaled,)
 
     return hook

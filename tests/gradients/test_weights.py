@@ -248,6 +248,28 @@ def test_join_divides_as_ddp_does(ranks, nums, divides):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
+def joined_twice(rank, world_size, attached):
+    """A Join in which rank 0 has no input, then one of the other kind."""
+    ddp = DistributedDataParallel(nn.Linear(3, 2), bucket_cap_mb=BUCKETS)
+    comm = fusedcomm.attach(ddp, "fp32", quiet=True) if attached else None
+    found = []
+    for divides, nums in ((False, (0, 2)), (True, (2, 1)), (False, (1, 2))):
+        with Join([ddp], divide_by_initial_world_size=divides):
+            for step in range(nums[rank]):
+                ddp.zero_grad()
+                ddp(rows(rank, step, 0, 4)[0][:, :3]).square().mean().backward()
+                found.append(gradients_of(ddp).clone())
+    if comm is not None:
+        comm.detach()
+    return found
+
+
+def test_one_join_after_another_divides_as_ddp_does(ranks):
+    ours, theirs = (ranks.run(joined_twice, attached, world_size=2) for attached in (True, False))
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_with_weights_the_mean_under_join_is_of_the_ranks_with_data(ranks):
     config = Config("fp32", weighted="mean")
     for divides in (True, False):

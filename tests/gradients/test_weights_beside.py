@@ -1,5 +1,6 @@
 """Weights of ranks beside other options, and what is no weight."""
 
+import contextlib
 import copy
 import math
 
@@ -139,6 +140,36 @@ def test_weights_add_up_with_every_and_leave_nothing_behind(ranks):
         assert is_as_before
         for gradients, exact in zip(found, expected, strict=True):
             assert (gradients - exact).norm() <= 1e-6 * exact.norm()
+
+
+def with_gradients_apart(rank, world_size, front):
+    """A pass whose gradients are dropped, and gradients that are not added to parameters, count nothing."""
+    module = model()
+    call, comm, no_sync = wrapped(front, module, Config("fp32", weighted="mean"))
+    comm.weight = 500
+    with no_sync():
+        sum_of_losses(call, *rows(rank, 7, 0, 2)).backward()
+    module.zero_grad()
+    (counts,) = TWO_PASSES[:1]
+    for number, of_ranks in enumerate(counts):
+        comm.weight = count = max(of_ranks[rank], 1)
+        with no_sync() if number == 0 else contextlib.nullcontext():
+            loss = sum_of_losses(call, *rows(rank, 0, number, count)) / count
+            apart = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+            alone = model()
+            exact = torch.autograd.grad(
+                sum_of_losses(alone, *rows(rank, 0, number, count)) / count, list(alone.parameters())
+            )
+            assert all(map(torch.equal, apart, exact))
+            loss.backward()
+    return gradients_of(module)
+
+
+@pytest.mark.parametrize("front", ["ddp", "reducer", "parallel"])
+def test_dropped_passes_and_gradients_apart_count_nothing(ranks, front):
+    (expected,) = one_process([[[max(count, 1) for count in counts[:2]] for counts in TWO_PASSES[0]]], 2)
+    for found in ranks.run(with_gradients_apart, front, world_size=2):
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 def traced(rank, world_size, path):

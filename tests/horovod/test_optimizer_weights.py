@@ -82,3 +82,29 @@ def check_bad(rank, size):
 
 def test_a_weight_that_is_none_is_an_error_of_every_rank(ranks):
     ranks.run(check_bad, world_size=2)
+
+
+def check_thawed(rank, size, sets_again):
+    with job():
+        ours = model()
+        first = next(ours.parameters()).requires_grad_(False)
+        make = torch.optim.SGD(ours.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(make, ours.named_parameters(), weighted="sum")
+        optimizer.weight = 2 + 3 * rank
+        for step in range(4):
+            if step == 1:  # its unit is not 1
+                first.requires_grad_(True)
+                if sets_again:
+                    optimizer.weight = 2 + 3 * rank
+            optimizer.zero_grad()
+            ours(rows(rank, step, 0, 2)).sum().backward()
+            optimizer.synchronize()
+            if step:
+                (alone,) = torch.autograd.grad(sum(ours(rows(r, step, 0, 2)).sum() for r in range(size)) / 7, [first])
+                torch.testing.assert_close(first.grad, alone)
+        assert optimizer.weight == 2 + 3 * rank
+
+
+@pytest.mark.parametrize("sets_again", [True, False])
+def test_a_thawed_parameter_is_weighted(ranks, sets_again):
+    ranks.run(check_thawed, sets_again, world_size=2)
