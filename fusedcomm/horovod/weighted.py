@@ -32,12 +32,15 @@ class OptimizerWeight:
         self._of_sums, self._name, self._process_set = of_sums, name, process_set
         self.value: float | None = None
         self._invalid = ""
-        self._noted, self._unit = 0.0, 1.0
-        self._has_unit = False
+        self.passes = AddedPasses(self)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._world = world()
+        self._unit: float | None = None  # until a step has had a weight
+        self._noted = 0.0
         self._scales: set[float] = set()  # of the step's passes
         self._average: int | None = None  # the operation's handle
-        self._world = world()
-        self.passes = AddedPasses(self)
 
     def set(self, value: Any) -> None:
         """Takes what the user gives. TypeError if it is neither a number nor a tensor."""
@@ -50,15 +53,15 @@ class OptimizerWeight:
 
     def _enter_world(self) -> None:
         """Begins anew where the ranks have changed: those that are new know no unit."""
-        if self._world is not (now := world()):
-            self._world, self._noted, self._unit, self._has_unit, self._average = now, 0.0, 1.0, False, None
+        if self._world is not world():
+            self._begin()
 
     def note_pass(self) -> float:
         """See :class:`AddedPasses`. What multiplies the gradients of this pass."""
         self._enter_world()
         weight = 0.0 if self.value is None or self._invalid else self.value
         self._noted += weight
-        scale = weight and (1.0 if self._of_sums else weight) / self._unit
+        scale = weight and (1.0 if self._of_sums else weight) / (self._unit or 1.0)
         self._scales.add(scale)
         return scale
 
@@ -104,7 +107,8 @@ class OptimizerWeight:
                     f"fusedcomm: rank {rank} {what}{own}. Give optimizer.weight a finite number, 0 or more, on every "
                     "rank, before the backward pass that it is for"
                 )
-        average, unit = values[0], self._unit
-        if average > 0 and not self._has_unit:
-            self._has_unit, self._unit = True, average
-        return unit / average if average > 0 else 0.0
+        average, unit = values[0], self._unit or 1.0
+        if average == 0:
+            return 0.0
+        self._unit = self._unit or average
+        return unit / average
