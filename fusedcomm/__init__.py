@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
+    from fusedcomm.members.members import Members
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
@@ -57,6 +58,7 @@ __all__ = [
     "GradScaler",
     "Handle",
     "LocalOptions",
+    "Members",
     "Residuals",
     "Rounding",
     "Stats",
@@ -77,6 +79,7 @@ _HOME = {
     "GradReducer": "reducer.reducer",
     "GradScaler": "session.grad_scaler",
     "DataParallel": "reducer.data_parallel",
+    "Members": "members.members",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

@@ -26,6 +26,7 @@ FUSEDCOMM = (
     "fsdp",
     "ddp",
     "reducer",
+    "members",
     "simulation",
     "autotune",
     "session",

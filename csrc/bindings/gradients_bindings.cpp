@@ -163,6 +163,20 @@ void bind_synchronizer(py::module_& m) {
       .def("begin_call", &begin_call, py::arg("what"), NoGil())
       .def("end_call", &end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("explain", &Synchronizer::explain, py::arg("failure"), NoGil())
+      .def(
+          "take_over", [](Synchronizer& synchronizer, Synchronizer& from) { synchronizer.take_over(from, false); },
+          py::arg("source"), NoGil())
+      .def(
+          "missing_means", [](Synchronizer& synchronizer) { return synchronizer.kept().missing(); }, NoGil())
+      .def(
+          "complete_bucket",
+          [](Synchronizer& synchronizer, size_t index, const at::Tensor& means) {
+            synchronizer.kept().complete(synchronizer.engine(), index, means);
+          },
+          py::arg("index"), py::arg("means"), NoGil())
+      .def(
+          "kept_means", [](Synchronizer& synchronizer, size_t index) { return synchronizer.kept().means(index); },
+          py::arg("index"), NoGil())
       .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())
       .def_property_readonly(
           "epilogue", [](Synchronizer& synchronizer) -> PassEpilogue& { return synchronizer.epilogue(); },
@@ -197,6 +211,7 @@ void bind_weights(py::module_& m) {
       .def("use", &PassWeights::use, py::arg("of_sums"), NoGil())
       .def("count_active", &PassWeights::count_active, py::arg("counts"), NoGil())
       .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
+      .def("set_unit", &PassWeights::set_unit, py::arg("unit"), NoGil())
       .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())
       .def("forget_passes", &PassWeights::forget_passes, NoGil())

@@ -32,6 +32,15 @@ void bind_reducer(pybind11::module_& m) {
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
       .def("set_synchronizer", &GradReducer::set_synchronizer, py::arg("synchronizer"), NoGil())
+      .def("set_ranks", &GradReducer::set_ranks, py::arg("synchronizer"), py::arg("store"), NoGil())
+      // finish() → bool and recover(failure) → Synchronizer or None; see Membership.
+      .def(
+          "use",
+          [](GradReducer& reducer, std::function<bool()> finish,
+             std::function<std::shared_ptr<Synchronizer>(const std::string&)> recover) {
+            reducer.use({std::move(finish), std::move(recover)});
+          },
+          py::kw_only(), py::arg("finish"), py::arg("recover"), NoGil())
       .def(
           "set_caps",
           [](GradReducer& reducer, int64_t first_bucket_nbytes, int64_t bucket_nbytes) {

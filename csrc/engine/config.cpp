@@ -73,6 +73,11 @@ void check_config(const WireConfig& config) {
     throw std::invalid_argument("ranks_on_host=" + std::to_string(config.ranks_on_host) +
                                 " is not possible: use at least 1");
   }
+  if (config.keeps_messages && (config.sum != Sum::kTwoShot || config.ranks_per_host > 1)) {
+    throw std::invalid_argument("sum='" + sum_name(config.sum) + "' on " +
+                                (config.ranks_per_host > 1 ? "two levels" : "one level") +
+                                " has no codes of all ranks to keep: use sum='two-shot' without hosts");
+  }
   if (config.max_chunk_nbytes < 4096) {
     throw std::invalid_argument("chunk_nbytes=" + std::to_string(config.max_chunk_nbytes) +
                                 " is not possible: use at least 4096 bytes");

@@ -26,6 +26,7 @@ struct WireConfig {
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
   int64_t ranks_on_host = 1;               // ranks that share a host, on one level too; only counts depend on it
+  bool keeps_messages = false;             // every bucket keeps its codes and means; see KeptMessages in job.h
 
   // Calls visit(name, pointer to member) for each field, by its name in Config.native() of fusedcomm/config/config.py.
   template <class Visit>
@@ -44,6 +45,7 @@ struct WireConfig {
     visit("ranks_per_host", &WireConfig::ranks_per_host);
     visit("local_wire", &WireConfig::local_wire);
     visit("ranks_on_host", &WireConfig::ranks_on_host);
+    visit("keeps_messages", &WireConfig::keeps_messages);
   }
 };
 

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "engine/stage_scope.h"
+
 namespace fusedcomm {
 namespace {
 
@@ -15,45 +17,6 @@ constexpr std::array<LaneRole, kNumLaneRoles> kRoles = {
 bool is_of_two_levels(LaneRole role) {
   return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
 }
-
-// Surrounds the body of a stage: opens ranges for profilers and an entry on the board, and notes the time while a trace
-// is recorded.
-class StageScope {
- public:
-  StageScope(Device& device, Tracer& tracer, Board& board, const BucketJob& job, Stage stage, int64_t chunk)
-      : device_(device),
-        tracer_(tracer),
-        job_(job),
-        stage_(stage),
-        chunk_(chunk),
-        entry_(board.begin_stage(job.number, stage, chunk)) {
-    const std::string& name = job.label->ranges[static_cast<size_t>(stage)];
-    device_.range_push(name);
-    if (job.profiler) range_ = is_on_wire(stage) ? job.profiler->open_async(name) : job.profiler->open(name);
-    if (tracer_.on()) begin_ = device_.stamp();
-  }
-  ~StageScope() { device_.range_pop(); }
-  StageScope(const StageScope&) = delete;
-  StageScope& operator=(const StageScope&) = delete;
-
-  const StampPtr& began() const { return begin_; }
-  size_t entry() const { return entry_; }
-  // A collective's range lasts until it has ended; the scope ends when it has started.
-  ProfilerRange take_range() { return std::move(range_); }
-  void end() const {
-    if (begin_) tracer_.add(job_.label, stage_, job_.step, chunk_, begin_, device_.stamp());
-  }
-
- private:
-  Device& device_;
-  Tracer& tracer_;
-  const BucketJob& job_;
-  const Stage stage_;
-  const int64_t chunk_;
-  const size_t entry_;
-  ProfilerRange range_;  // null if no profiler watches
-  StampPtr begin_;
-};
 
 }  // namespace
 
@@ -229,8 +192,8 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
   const int64_t chunk = underway->chunk;
   // An all-gather's nbytes are of its result, of which each rank sends a part.
   const int64_t from_nbytes = step.operation == Operation::kAllGather ? step.nbytes / step.num_ranks : step.nbytes;
-  WireSpan from = span(job, underway->slot, step.from, from_nbytes);
-  WireSpan to = span(job, underway->slot, step.to, step.nbytes);
+  WireSpan from = span(job, *underway, step.from, from_nbytes);
+  WireSpan to = span(job, *underway, step.to, step.nbytes);
   Lane& lane = lane_of(*job, step.role);
   // The step belongs to the job's plan, and both stages below keep the job.
   if (is_collective(step.operation)) {
@@ -259,7 +222,10 @@ Lane& Engine::lane_of(const BucketJob& job, LaneRole role) const {
   return lane(role);
 }
 
-WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const {
+WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Underway& underway, Buffer buffer,
+                      int64_t nbytes) const {
+  const Slot* const slot = underway.slot;
+  const int64_t chunk = underway.chunk;
   switch (buffer) {
     case Buffer::kGradients:
       if (!job->plan->in_place) return {};
@@ -270,6 +236,10 @@ WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Slot* slot, B
       return {slot->incoming.get(), nbytes, slot->incoming};
     case Buffer::kOwnMessage:
       return {slot->incoming.get() + rank() * job->plan->chunk_nbytes(), nbytes, slot->incoming};
+    case Buffer::kKeptCodes:
+      return {job->kept->codes.get() + chunk * job->plan->chunk_nbytes(), nbytes, job->kept->codes};
+    case Buffer::kKeptMeans:
+      return {job->kept->means.get() + chunk * job->plan->chunk_nbytes(), nbytes, job->kept->means};
   }
   return {};
 }
@@ -308,6 +278,7 @@ void Engine::scale(BucketJob& job) {
 }
 
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
+  if (job.is_packed) return;
   if (chunk == 0 && job.before_pack) job.before_pack();
   int64_t count = 0;
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
@@ -319,6 +290,20 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
   const bool is_first_encoder = !job.plan->on_two_levels();
   if (is_first_encoder && chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
+  ++job.num_packed;
+}
+
+void Engine::pack_rest(BucketJob& job) {
+  for (int64_t chunk = job.num_packed; chunk < job.plan->num_chunks(); ++chunk) {
+    pack(job, chunk, job.kept->codes.get() + chunk * job.plan->chunk_nbytes());
+  }
+}
+
+void Engine::unpack_kept(BucketJob& job) {
+  for (int64_t chunk = 0; chunk < job.plan->num_chunks(); ++chunk) {
+    unpack(job, chunk, job.kept->means.get() + chunk * job.plan->chunk_nbytes(), 1);
+  }
+  if (job.after_unpack) job.after_unpack();
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {

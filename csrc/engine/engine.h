@@ -56,6 +56,11 @@ class Engine {
   // the order of the buckets. Uses only the job's owner, label, is_last, counted and on_done.
   void submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages);
 
+  // For jobs that keep messages, of an engine that has stopped; on the calling thread. The first packs the chunks that
+  // pack has not reached. The second unpacks the kept means, which somebody has filled in.
+  void pack_rest(BucketJob& job);
+  void unpack_kept(BucketJob& job);
+
   // Whether all stages of this job run on the wire's lane. Its plan and grad_nbytes must be known.
   bool is_on_wire(const BucketJob& job) const;
 
@@ -119,7 +124,7 @@ class Engine {
   // The lane that a job uses for a role.
   Lane& lane_of(const BucketJob& job, LaneRole role) const;
   // The memory that a step reads or writes; empty for gradients that are not summed in place.
-  WireSpan span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const;
+  WireSpan span(const std::shared_ptr<BucketJob>& job, const Underway& underway, Buffer buffer, int64_t nbytes) const;
   void start_collective(const Step& step, Wire dtype, const WireSpan& from, const WireSpan& to, Lane::Completion done);
   // Runs a step of the codec for one chunk, one payload after another. `from` and `to` are messages.
   void run_codec(BucketJob& job, const Step& step, int64_t chunk, const std::byte* from, std::byte* to);

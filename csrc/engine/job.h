@@ -32,6 +32,17 @@ inline const BucketPlanPtr& no_plan() {
   return kNone;
 }
 
+// What a rank keeps of a bucket between two passes, so that a sum can be made again, or finished, without another
+// backward pass. Each has num_chunks() messages of chunk_nbytes(), one after another.
+struct KeptMessages {
+  // This rank's packed chunks. Pack overwrites them in the next pass, which begins when this rank has all means.
+  std::shared_ptr<std::byte> codes;
+  // The encoded means of all parts. Those of the next pass overwrite them: they come from ranks that had the codes of
+  // all ranks in that pass, so every rank has finished this one.
+  std::shared_ptr<std::byte> means;
+  int64_t nbytes = 0;  // of each
+};
+
 // One bucket under way.
 struct BucketJob {
   // Not null. It is shared with the jobs of the bucket's later passes.
@@ -61,6 +72,11 @@ struct BucketJob {
   std::vector<double> squares;
   // Null if no profiler watches. Released before on_done is called, except after a failure.
   std::shared_ptr<const JobProfiler> profiler;
+
+  // Null unless the configuration keeps messages.
+  std::shared_ptr<KeptMessages> kept;
+  bool is_packed = false;  // whether `kept` has its codes already, so that pack has nothing to do
+  int64_t num_packed = 0;  // chunks that pack has written; of the pack lane
 
   // Called on the pack lane before the first chunk is packed; may be empty.
   std::function<void()> before_pack;

@@ -174,6 +174,7 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   if (plan.in_place) shape.nbytes = plan.layouts.front().lossy_numel * grad_nbytes(GradDtype::kFloat32);
   shape.ranks_per_host = config.ranks_per_host;
   shape.host_nbytes = plan.host_chunk_nbytes();
+  shape.keeps_messages = config.keeps_messages;
   std::vector<Step> steps = steps_of(plan.sum, shape);
   plan.workspace = workspace_of(steps);
   plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));

@@ -64,9 +64,9 @@ Step collective(Operation operation, Stage stage, Channel channel, Buffer from, 
   return step;
 }
 
-Step all_to_all(Channel channel, int64_t nbytes, int64_t num_ranks) {
+Step all_to_all(Channel channel, int64_t nbytes, int64_t num_ranks, Buffer from = Buffer::kOutgoing) {
   const Stage stage = is_local(channel) ? Stage::kLocalAllToAll : Stage::kAllToAll;
-  return collective(Operation::kAllToAll, stage, channel, Buffer::kOutgoing, Buffer::kIncoming, nbytes, num_ranks);
+  return collective(Operation::kAllToAll, stage, channel, from, Buffer::kIncoming, nbytes, num_ranks);
 }
 
 Step all_gather(Channel channel, Buffer from, Buffer to, int64_t nbytes, int64_t num_ranks) {
@@ -135,12 +135,14 @@ Steps two_levels(const ChunkShape& of) {
 
 Steps two_shot(const ChunkShape& of) {
   if (of.ranks_per_host > 1) return two_levels(of);
+  const Buffer codes = of.keeps_messages ? Buffer::kKeptCodes : Buffer::kOutgoing;
+  const Buffer means = of.keeps_messages ? Buffer::kKeptMeans : Buffer::kIncoming;
   return {
-      pack(Buffer::kOutgoing, of.nbytes),
-      all_to_all(Channel::kScatter, of.nbytes, of.world_size),
+      pack(codes, of.nbytes),
+      all_to_all(Channel::kScatter, of.nbytes, of.world_size, codes),
       reduce(of.nbytes, of.world_size),
-      next_leg(all_gather(Channel::kGather, Buffer::kOutgoing, Buffer::kIncoming, of.nbytes, of.world_size)),
-      unpack(Buffer::kIncoming, of.nbytes),
+      next_leg(all_gather(Channel::kGather, Buffer::kOutgoing, means, of.nbytes, of.world_size)),
+      unpack(means, of.nbytes),
   };
 }
 
@@ -196,7 +198,7 @@ const char* channel_name(Channel channel) {
 }
 
 const char* buffer_name(Buffer buffer) {
-  constexpr std::array kNames = {"gradients", "outgoing", "incoming", "own message"};
+  constexpr std::array kNames = {"gradients", "outgoing", "incoming", "own message", "kept codes", "kept means"};
   return kNames[static_cast<size_t>(buffer)];
 }
 

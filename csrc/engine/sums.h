@@ -69,11 +69,13 @@ inline constexpr bool is_cross(Channel channel) {
 
 enum class Buffer : uint8_t {
   kGradients,
-  kOutgoing,   // the workspace's first buffer
-  kIncoming,   // the workspace's second buffer
-  kOwnMessage  // this rank's message within kIncoming, where kIncoming holds every rank's
+  kOutgoing,    // the workspace's first buffer
+  kIncoming,    // the workspace's second buffer
+  kOwnMessage,  // this rank's message within kIncoming, where kIncoming holds every rank's
+  kKeptCodes,   // the chunk's part of the bucket's kept codes; see KeptMessages in job.h
+  kKeptMeans    // the chunk's part of the bucket's kept means
 };
-// "gradients", "outgoing", "incoming", "own message"
+// "gradients", "outgoing", "incoming", "own message", "kept codes", "kept means"
 const char* buffer_name(Buffer buffer);
 
 struct Step {
@@ -110,6 +112,7 @@ struct ChunkShape {
   bool in_place = false;
   int64_t ranks_per_host = 1;  // more than 1: a sum may have two levels
   int64_t host_nbytes = 0;     // of the message within a host; 0 on one level
+  bool keeps_messages = false;
 };
 
 // The steps of one chunk, the same on every rank. Throws std::invalid_argument for kAuto.

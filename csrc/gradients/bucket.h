@@ -69,6 +69,8 @@ class Gradients {
 
 using GradientsPtr = std::shared_ptr<const Gradients>;
 
+struct BucketRecord;
+
 struct Bucket {
   // Throws ValueError if there are more or fewer gradients than parameters.
   Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters_in_order, GradientsPtr where);
@@ -86,6 +88,8 @@ struct Bucket {
   bool is_alone = false;
   // Whether it holds zeros, in place of those of a rank that has no backward pass, as under Join.
   bool is_shadow = false;
+  // The record that has the bucket's codes, if it was packed before, perhaps for another number of ranks; else null.
+  std::shared_ptr<const BucketRecord> packed;
   // The result is the mean × factor, of a reduce-scatter the sum × factor; see plan_bucket() and plan_reduce_scatter().
   // Only for a bucket that is alone.
   std::optional<double> factor;

@@ -61,7 +61,8 @@ struct BucketRecord {
   bool scatters = false;                  // a reduce-scatter
   at::ScalarType own_dtype = at::kFloat;  // reduce-scatter: of this rank's row
   BucketPlan plan;
-  std::vector<Kept> kept;  // one for each of the plan's layouts
+  std::vector<Kept> kept;                  // one for each of the plan's layouts
+  std::shared_ptr<KeptMessages> messages;  // null unless the configuration keeps them
   std::shared_ptr<const BucketLabel> label;
 
   std::vector<std::string> parameter_names() const;

@@ -34,6 +34,11 @@ void PassEpilogue::take_over(PassEpilogue& from) {
   from.wanted_.next_unscale.reset();
 }
 
+float PassEpilogue::unscale() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return unscale_;
+}
+
 PassEpilogue::Task PassEpilogue::begin_bucket(size_t index, bool is_last, const std::vector<at::Tensor>& parameters) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (index == 0) {

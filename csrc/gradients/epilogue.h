@@ -31,6 +31,9 @@ class PassEpilogue {
   // then unscales nothing.
   void take_over(PassEpilogue& from);
 
+  // What multiplies the means of the pass that has begun last.
+  float unscale() const;
+
   // Call for each bucket, in order. `parameters`: of the bucket, in any order. Throws if a needed set_unscale() is
   // missing.
   Task begin_bucket(size_t index, bool is_last, const std::vector<at::Tensor>& parameters);

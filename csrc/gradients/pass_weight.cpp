@@ -105,6 +105,26 @@ PassWeightPtr PassWeights::of(const Bucket& bucket) {
   return last_;
 }
 
+void PassWeights::take_over(const PassWeights& from, bool again) {
+  std::scoped_lock lock(mutex_, from.mutex_);
+  is_on_ = from.is_on_;
+  of_sums_ = from.of_sums_;
+  counts_active_ = from.counts_active_;
+  weight_ = from.weight_;
+  scale_ = from.scale_;
+  problem_ = from.problem_;
+  invalid_ = from.invalid_;
+  noted_ = from.noted_;
+  num_noted_ = from.num_noted_;
+  unit_ = from.unit_;
+  again_ = again ? from.last_ : nullptr;
+}
+
+void PassWeights::set_unit(double unit) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  unit_ = unit;
+}
+
 PassWeightPtr PassWeights::begin(bool is_shadow) {
   const at::NoGradGuard no_grad;
   check_last();
@@ -122,6 +142,11 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
     problem = weight_ ? problem_ : Problem::kMissing;
     noted_ = 0;
     num_noted_ = 0;
+  }
+  if (again_) {
+    own = again_->share * unit_;
+    scale = again_->pack * unit_;
+    again_ = nullptr;
   }
   at::Tensor values = at::zeros({kNumValues}, at::kDouble);
   auto* const data = values.mutable_data_ptr<double>();

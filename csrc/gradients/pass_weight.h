@@ -82,6 +82,11 @@ class PassWeights {
   // Throws the same error on every rank if one has no valid weight; if the message is under way, the engine fails.
   PassWeightPtr of(const Bucket& bucket);
 
+  // Takes over the weights of `from`, and the unit. again: the pass that has begun there last begins here again.
+  void take_over(const PassWeights& from, bool again);
+  // The unit, of a pass that other ranks have had; see above. 0: none yet.
+  void set_unit(double unit);
+
   // A warning for the user; empty if there is none.
   std::string take_notice();
 
@@ -120,6 +125,7 @@ class PassWeights {
   int task_ = -1;  // of autograd's engine, which began the pass
   bool has_said_zero_ = false;
   PassWeightPtr last_;
+  PassWeightPtr again_;  // the weight of a pass that begins again; else null
 };
 
 }  // namespace fusedcomm

@@ -37,6 +37,13 @@ class ResidualBuffer {
   void weigh_first(double share);
   void weigh_second(double factor);
   void weigh_second(const at::Tensor& factor);  // a scalar on the device
+  // The second residual as it was when remember_second() was called, once forget_second() had been; does nothing if
+  // that was not called. For sums that are made again.
+  void forget_second() { remembered_ = at::Tensor(); }
+  void remember_second() { remembered_ = second_.clone(); }
+  void restore_second() {
+    if (remembered_.defined()) second_.copy_(remembered_);
+  }
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
   // The residual of the lossy elements from `begin` on: fp32 [numel], in the unit of gradients, with weights those of a
@@ -74,7 +81,7 @@ class ResidualBuffer {
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;
   bool of_rows_ = false;
-  at::Tensor first_, second_;                   // with the dtype of format_
+  at::Tensor first_, second_, remembered_;      // with the dtype of format_; the last may be undefined
   double first_share_ = 1, second_factor_ = 1;  // what they have been multiplied by, and what multiplies them
   at::Tensor second_on_device_;                 // second_factor_ if it is a tensor
 };

@@ -25,7 +25,8 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       parameters_(parameters, options.wire_1d, device),
       records_(*engine_, transport_->place(), device),
       monitor_(options.monitor, engine_.get(), transport_.get()),
-      weights_(engine_.get(), transport_, device) {}
+      weights_(engine_.get(), transport_, device),
+      kept_(device) {}
 
 Synchronizer::~Synchronizer() {
   // Ending these joins threads. Such a thread may be releasing a tensor that Python refers to, which takes the GIL.
@@ -124,7 +125,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
     submit_passthrough(std::move(job), gradients, epilogue.unscale, weight, future, engine_.get(), transport_);
     return future;
   }
-  if (!bucket.own_row && monitor_.is_measured(turn.pass) && unit != 0) {
+  if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && unit != 0) {
     measure(job.get(), record, gradients, turn.pass, *engine_, transport_->place(), weight, &monitor_);
   }
   if (is_in_pass && monitor_.is_verified(turn.pass, bucket.index, turn.num_buckets) && !record->plan.in_place) {
@@ -136,12 +137,38 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
       finish(job, gradients, bucket.index, epilogue, &engine_->device(), &epilogue_);
     }
     if (weight) weigh(job, bucket, *record, weight);
+    if (record->messages) keep(bucket, record, job, future);
     engine_->submit(std::move(job));
   }
   return future;
 } catch (const std::exception& error) {
   // Preparing a bucket sometimes waits for the device, and then receives errors of earlier work.
   rethrow_named(bucket, error);
+}
+
+void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
+                        const FuturePtr& future) {
+  job->kept = record->messages;
+  if (bucket.packed) {
+    move_codes(*bucket.packed, record->plan, device_, job->kept.get());
+    job->is_packed = true;
+  }
+  kept_.note({bucket, record, job, future});
+}
+
+void Synchronizer::take_over(Synchronizer& from, bool again) {
+  std::map<std::string, at::Tensor> residuals = from.residuals();
+  const auto nonfinite = from.nonfinite_by_parameter();
+  weights_.take_over(from.weights_, again);
+  epilogue_.take_over(from.epilogue_);
+  if (again) epilogue_.set_unscale(from.epilogue_.unscale());
+  std::unique_lock<std::mutex> their_lock(from.mutex_);
+  const int64_t step = from.order_.step() - (again ? 1 : 0);
+  their_lock.unlock();
+  std::lock_guard<std::mutex> lock(mutex_);
+  order_.restore_step(step);
+  parameters_.restore_nonfinite(nonfinite);
+  if (!residuals.empty()) parameters_.restore_residuals(residuals, std::nullopt);
 }
 
 std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, double unit) {

@@ -19,6 +19,7 @@
 #include "gradients/bucket_record.h"
 #include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
+#include "gradients/kept_pass.h"
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
@@ -86,6 +87,12 @@ class Synchronizer {
   // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
   void adopt_names(const Synchronizer& other);
 
+  // Takes over from one with the same parameters whose engine has stopped: residuals, step, weights, what the epilogue
+  // was asked for, and counts of non-finite elements. again: the pass under way there will be handed over here, too, as
+  // KeptPass::packed() returns it.
+  void take_over(Synchronizer& from, bool again);
+  KeptPass& kept() { return kept_; }
+
   // Returns the warnings for the user since the last call; may be empty. They are not raised by torch here, because
   // where warnings are errors that would fail on this rank alone.
   std::vector<std::string> take_notices();
@@ -111,6 +118,9 @@ class Synchronizer {
   // Call it before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
   void fall_back(const ErrorMonitor::Failing& failing);
+  // Keeps the bucket's messages for others, and gives the job codes that it has already.
+  void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
+            const FuturePtr& future);
   // The bucket's record, and its turn in the backward pass.
   std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, double unit);
 
@@ -129,6 +139,7 @@ class Synchronizer {
   ErrorMonitor monitor_;
   PassEpilogue epilogue_;
   PassWeights weights_;
+  KeptPass kept_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

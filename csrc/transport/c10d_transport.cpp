@@ -197,11 +197,14 @@ void HostTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor,
   on_end(backend(channel).allreduce(tensors), std::move(done));
 }
 
+// Messages of an exchange, unlike gloo's own collectives, end when the exchange is given up.
 void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                       Lane::Completion done) {
-  const Unseen unseen;
-  at::Tensor to = output, from = input;
-  on_end(backend(channel)._allgather_base(to, from), std::move(done));
+  const auto bytes = [](const at::Tensor& tensor) {
+    return WireSpan{static_cast<std::byte*>(tensor.data_ptr()), static_cast<int64_t>(tensor.nbytes()),
+                    std::make_shared<at::Tensor>(tensor)};
+  };
+  exchange(channel).start(bytes(input), bytes(output), std::move(done));
 }
 
 // Waits for the device. Otherwise NCCL's destructor would abort collectives that the device has not run yet: the unpack

@@ -318,13 +318,16 @@ class Config(Options):
 
     # ---- the engine's configuration
 
-    def native(self, chunks: Chunks, ranks_per_host: int = 1, ranks_on_host: int = 1) -> "_C.WireConfig":
+    def native(
+        self, chunks: Chunks, ranks_per_host: int = 1, ranks_on_host: int = 1, keeps_messages: bool = False
+    ) -> "_C.WireConfig":
         """The engine's configuration.
 
         Args:
             chunks: has both numbers; neither is None.
             ranks_per_host: more than one for sums on two levels.
             ranks_on_host: ranks that share a host, on one level, too. Only the counts of bytes depend on it.
+            keeps_messages: whether each bucket keeps its codes and means, so that its sum can be made again.
 
         Raises:
             ValueError: options that the engine cannot combine.
@@ -345,6 +348,7 @@ class Config(Options):
             ranks_per_host=ranks_per_host,
             local_wire=self.local_wire,
             ranks_on_host=ranks_on_host,
+            keeps_messages=keeps_messages,
         )
 
     def native_checks(self) -> "_C.ErrorMonitorOptions":

@@ -151,10 +151,16 @@ def describe_store(process_group: Group) -> str:
     return where + "hosted by rank 0 of the job, unless the script has made it elsewhere"
 
 
+def store_address(process_group: Group) -> tuple[str, int] | None:
+    """The host and port of the group's store; None if it is no TCPStore."""
+    store = _innermost_store(process_group)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
 def store_port(process_group: Group) -> int:
     """The port of the group's store if that is a TCPStore, else 0."""
-    store = _innermost_store(process_group)
-    return store.port if isinstance(store, dist.TCPStore) else 0
+    address = store_address(process_group)
+    return 0 if address is None else address[1]
 
 
 def _innermost_store(process_group: Group) -> dist.Store:
@@ -164,11 +170,16 @@ def _innermost_store(process_group: Group) -> dist.Store:
     return store
 
 
+def describe_own_process() -> str:
+    """Names this process and its host, for people."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 def describe_process(process_group: Group) -> str:
     """Names this rank's process and host, for people. Never empty."""
     if isinstance(process_group, OwnGroup):
         return process_group.describe_process()
-    text = f"process {os.getpid()} on {socket.gethostname()}"
+    text = describe_own_process()
     return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
 
 

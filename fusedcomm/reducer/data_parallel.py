@@ -14,9 +14,17 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
+from fusedcomm.members.members import Members
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer import replicas
-from fusedcomm.reducer.ddp_arguments import check_devices, check_flags, check_module, group_of, refuse_given
+from fusedcomm.reducer.ddp_arguments import (
+    check_devices,
+    check_flags,
+    check_module,
+    group_of,
+    refuse_beside_members,
+    refuse_given,
+)
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.reducer import GradReducer, release
 
@@ -69,6 +77,7 @@ class DataParallel(DistributedDataParallel):
         forward_sync_buffers: whether buffers are broadcast before forward passes; construction then always broadcasts
             them. None: as `broadcast_buffers` says.
         device_mesh: in place of `process_group`: a DeviceMesh with one dimension, whose group is used.
+        members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs.
         mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce, skip_all_reduce_unused_params,
             bucket_cap_mb_list, batched_grad_copy: refused with the reason.
 
@@ -118,6 +127,7 @@ class DataParallel(DistributedDataParallel):
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: object = None,
         batched_grad_copy: bool = False,
+        members: Members | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -137,7 +147,11 @@ class DataParallel(DistributedDataParallel):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        self.process_group = group_of(process_group, device_mesh)
+        self.process_group = None if members else group_of(process_group, device_mesh)
+        self._joins = members is not None and members.joins is not None
+        if members is not None:
+            refuse_beside_members(module, process_group, device_mesh, broadcast_buffers or bool(forward_sync_buffers))
+            self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.parameters_to_ignore = replicas.ignored_names(module)
@@ -147,7 +161,13 @@ class DataParallel(DistributedDataParallel):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self._options = {"config": config, "bucket_mib": bucket_cap_mb, "local": local, "quiet": quiet}
+        self._options = {
+            "config": config,
+            "bucket_mib": bucket_cap_mb,
+            "local": local,
+            "quiet": quiet,
+            "members": members,
+        }
         self._set_what_ddp_has()
         self._make_comm()
         try:
@@ -176,7 +196,7 @@ class DataParallel(DistributedDataParallel):
         self._take_over()
         self.comm = GradReducer(
             self.module,
-            process_group=self.process_group,
+            process_group=None if self._options["members"] else self.process_group,
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
             **self._options,
         )
@@ -201,7 +221,10 @@ class DataParallel(DistributedDataParallel):
             )
 
     def _begin_equal(self, init_sync: bool, with_buffers: bool) -> None:
-        """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`."""
+        """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`. A rank
+        that joins has the members' already."""
+        if self._joins:
+            return
         options = {
             "init_sync": init_sync,
             "broadcast_buffers": [with_buffers, self.forward_sync_buffers],
@@ -318,7 +341,12 @@ class DataParallel(DistributedDataParallel):
     def join_hook(self, **kwargs: object) -> JoinHook:
         """For :meth:`join` and ``torch.distributed.algorithms.join.Join``. ``divide_by_initial_world_size=False``: the
         mean of all ranks is multiplied when it has arrived, so its last bit may differ from DDP's. Other keywords are
-        meant for other objects in the same context."""
+        meant for other objects in the same context. Raises RuntimeError with members."""
+        if self._options["members"] is not None:
+            raise RuntimeError(
+                "fusedcomm: join() counts the ranks of a process group, and members come and go: end the "
+                "epoch on all ranks after the same number of steps"
+            )
         self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return _Shadow(self)
 

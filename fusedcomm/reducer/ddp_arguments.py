@@ -49,6 +49,22 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     return process_group if process_group is not None else dist.group.WORLD
 
 
+def refuse_beside_members(
+    module: nn.Module, process_group: object, device_mesh: object, broadcasts_buffers: bool
+) -> None:
+    """Raises ValueError for what a DataParallel with members cannot have."""
+    if process_group is not None or device_mesh is not None:
+        raise ValueError(
+            "fusedcomm.DataParallel takes members=, or process_group= or device_mesh=, not both: members bring their own "
+            "group"
+        )
+    if broadcasts_buffers and next(module.buffers(), None) is not None:
+        raise ValueError(
+            "fusedcomm.DataParallel: buffers are broadcast over a process group, and members come and go: give it "
+            "broadcast_buffers=False; each rank then has the buffers of its own batches, and one that joins a member's"
+        )
+
+
 def check_flags(**flags: object) -> None:
     """Raises ValueError for the first argument that is neither True nor False."""
     for name, value in flags.items():

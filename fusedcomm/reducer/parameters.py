@@ -89,6 +89,34 @@ def refuse(named: Named) -> None:
             )
 
 
+def refuse_with_members(named: Named, sparse: Collection[int], process_group: object, is_search: bool) -> None:
+    """Raises ValueError for what a reducer whose ranks come and go cannot take."""
+    if process_group is not None:
+        raise ValueError(
+            "fusedcomm.GradReducer takes process_group= or members=, not both: members bring their own group"
+        )
+    if is_search:
+        raise ValueError(
+            "fusedcomm: a search (config='auto', bucket_mib='auto') times steps, and ranks that come and go would change "
+            "what it measures: with members name a wire, and a number of MiB"
+        )
+    for name, tensor in named:
+        if id(tensor) in sparse or tensor.dtype.to_real() not in _C.GRAD_DTYPES:
+            what = "sparse" if id(tensor) in sparse else str(tensor.dtype)
+            raise ValueError(
+                f"fusedcomm: gradients of {name} are {what}, which no wire carries, so none are kept to be summed again "
+                "when a rank is lost: with members every gradient is dense, of float32, bfloat16 or float16"
+            )
+
+
+def tensors_of(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]], named: Named) -> dict:
+    """What a rank that joins gets of the model, by name: the parameters, and a module's buffers."""
+    tensors = {f"parameter {name}": tensor for name, tensor in named}
+    if isinstance(module_or_named_parameters, nn.Module):
+        tensors |= {f"buffer {name}": buffer for name, buffer in module_or_named_parameters.named_buffers()}
+    return tensors
+
+
 def ids_of_sparse(module_or_named_parameters: object) -> set[int]:
     """The ids of parameters with sparse gradients. Only a module can tell them."""
     if not isinstance(module_or_named_parameters, nn.Module):

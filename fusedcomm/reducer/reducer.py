@@ -12,10 +12,19 @@ from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import LocalOptions, check, local_options
+from fusedcomm.members.members import Members
+from fusedcomm.members.training import Training
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
-from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
+from fusedcomm.reducer.parameters import (
+    ids_of_sparse,
+    named_tensors,
+    refuse,
+    refuse_with_members,
+    strides_to_agree,
+    tensors_of,
+)
 from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
@@ -64,6 +73,8 @@ class GradReducer(GradientNorms):
             within ``no_sync()`` are not counted, nor are passes that end with an error.
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
+        members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs. Takes the place of
+            `process_group`.
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
@@ -95,6 +106,7 @@ class GradReducer(GradientNorms):
         every: int = 1,
         local: LocalOptions | None = None,
         quiet: bool = False,
+        members: Members | None = None,
     ) -> None:
         choice = Choice.of(config, bucket_mib)
         space = choice.space
@@ -102,10 +114,12 @@ class GradReducer(GradientNorms):
         local, quiet = local_options(local), quiet or env.quiet()
         check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
         check.flag("find_unused_parameters", find_unused_parameters)
-        if process_group is None and not dist.is_initialized():
+        if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
         named = named_tensors(module_or_named_parameters)
         sparse = ids_of_sparse(module_or_named_parameters)
+        if members is not None:
+            refuse_with_members(named, sparse, process_group, is_search=space is not None)
         parameters, problem = [], None
         try:
             refuse(named)
@@ -122,10 +136,12 @@ class GradReducer(GradientNorms):
                 "strides": strides_to_agree(named),
             }
         }
-        group = process_group if process_group is not None else dist.group.WORLD
-        arguments = (group, parameters, local, device_of(named))
+        arguments = (process_group or dist.group.WORLD, parameters, local, device_of(named))
         options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
-        if space is None:
+        if members is not None:
+            model = tensors_of(module_or_named_parameters, named)
+            super().__init__(Training(members, configs[0], *arguments[1:], also_agree, model, problem))
+        elif space is None:
             super().__init__(Session(configs[0], *arguments, **options))
         else:
             super().__init__(make_tuner(choice, space, *arguments, self._size, **options))
@@ -142,6 +158,8 @@ class GradReducer(GradientNorms):
         )
         if isinstance(self.runs, Tuner):
             self.runs.start(ReducerTarget(self.native, self._size))
+        elif isinstance(self.runs, Training):
+            self.runs.start(self.native)
         watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
         self._module_of: Callable[[], nn.Module | None] = lambda: None

@@ -48,6 +48,23 @@ class NonFinite:
     """Elements that were NaN or Inf, since attach."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Another view of a :class:`fusedcomm.Members` began on this rank."""
+
+    view: int
+    """The number of the view that began."""
+    step: int
+    """The first step that it ends."""
+    size: int
+    """Its number of ranks."""
+    lost: tuple[str, ...]
+    joined: tuple[str, ...]
+    """Addresses of the members that went and came."""
+    pause_s: float
+    """Seconds that this rank's training waited for the new view, from the failure or the boundary on."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
     """Statistics of this rank since attach. Times are in milliseconds. ``print(stats)`` shows them as a table, and
@@ -88,6 +105,8 @@ class Stats:
     summed exactly are missing."""
     verified: tuple[Verified, ...] = ()
     """The last 256 compared buckets, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
+    changes: tuple[Change, ...] = ()
+    """With members: the changes of who trains together, oldest first."""
     off: bool = False
     """Whether gradients go through DDP's own all-reduce now: with "off", or if "auto" tries it or has chosen
     it. Nothing is counted then."""

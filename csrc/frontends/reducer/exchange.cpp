@@ -86,6 +86,7 @@ void GradReducer::wait(const FuturePtr& future) {
       lock.lock();
     }
   }
+  if (future->hasError() && membership_) throw Interrupted(future->tryRetrieveErrorMessage());
   if (future->hasError()) {
     // Another rank's problem may have caused this one.
     const std::string problem = problem_.read();

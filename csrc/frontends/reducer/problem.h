@@ -27,7 +27,7 @@ class Problem {
   // written in Python, its errands fail, and the others learn by the group's timeout.
   Courier& courier();
 
-  const StorePtr store_;
+  StorePtr store_;
   std::unique_ptr<Courier> courier_;
 };
 

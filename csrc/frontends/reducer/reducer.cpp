@@ -60,9 +60,9 @@ GradReducer::GradReducer(std::shared_ptr<Synchronizer> synchronizer, std::vector
     : parameters_(std::move(parameters)),
       options_(options),
       say_(std::move(say)),
+      is_accelerated_(!parameters_.empty() && !parameters_.front().tensor.is_cpu()),
       rank_(synchronizer->engine().rank()),
       world_size_(synchronizer->engine().world_size()),
-      is_accelerated_(!parameters_.empty() && !parameters_.front().tensor.is_cpu()),
       synchronizer_(std::move(synchronizer)),
       problem_(std::move(store)),
       caps_(options.caps),
@@ -91,7 +91,7 @@ void GradReducer::shadow_pass() {
   synchronizer_->epilogue().set_unscale(1);  // there is no loss here that a scale could be missing from
   begin_pass();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) hand_over(bucket, at::Tensor());
-  finish_pass();
+  finish_pass(lock);
   say_notices(lock);
 }
 
@@ -141,7 +141,7 @@ void GradReducer::on_task_end(int64_t pass) {
     std::fill(num_missing_.begin(), num_missing_.end(), 0);
     hand_over_complete(at::Tensor());
   }
-  finish_pass();
+  finish_pass(lock);
   say_notices(lock);
 }
 
@@ -230,6 +230,11 @@ void GradReducer::begin_pass() {
     num_missing_.push_back(bucket.size());
     num_expected_ += bucket.size();
   }
+  send_flags();
+}
+
+void GradReducer::send_flags() {
+  flags_of_all_ = nullptr;
   if (world_size_ == 1) return;
   std::vector<int64_t> numbers = {wants_new_order_};
   numbers.insert(numbers.end(), trained_.words().begin(), trained_.words().end());
@@ -356,18 +361,8 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
   return of_bucket;
 }
 
-void GradReducer::finish_pass() {
-  FuturePtr used_of_all;
-  if (options_.find_unused && world_size_ > 1) {
-    const Flags used = is_shadow_ ? Flags(parameters_.size()) : used_;
-    used_of_all = gather(used.words(), "the list of used parameters");
-  }
-  if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
-  for (const UnderWay& bucket : under_way_) wait(bucket.future);
-  if (used_of_all && needs_used_of_all()) {
-    const at::Tensor words = wait_for_numbers(used_of_all);
-    for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
-  }
+void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
+  membership_ ? wait_for_members(lock) : wait_for_pass();
   if (!is_shadow_) {
     multiply_means();
     write_back_all();
@@ -379,6 +374,20 @@ void GradReducer::finish_pass() {
   under_way_.clear();
   in_pass_ = is_shadow_ = false;
   if (std::exchange(is_on_once_, false)) is_on_ = false;
+}
+
+void GradReducer::wait_for_pass() {
+  used_of_all_ = nullptr;
+  if (options_.find_unused && world_size_ > 1) {
+    const Flags used = is_shadow_ ? Flags(parameters_.size()) : used_;
+    used_of_all_ = gather(used.words(), "the list of used parameters");
+  }
+  if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
+  for (const UnderWay& bucket : under_way_) wait(bucket.future);
+  if (used_of_all_ && needs_used_of_all()) {
+    const at::Tensor words = wait_for_numbers(used_of_all_);
+    for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
+  }
 }
 
 void GradReducer::multiply_means() {
@@ -429,6 +438,7 @@ std::vector<size_t> GradReducer::order_of_arrival() const {
 }
 
 void GradReducer::note_order() {
+  if (membership_) return;
   if (pass_ == 0) {
     must_agree_on_order_ = true;  // on every rank
     return;

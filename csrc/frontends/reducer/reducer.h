@@ -25,6 +25,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -37,6 +39,16 @@
 #include "gradients/synchronizer.h"
 
 namespace fusedcomm {
+
+// What a reducer whose ranks come and go asks of Python. Both are called without locks, the GIL included.
+struct Membership {
+  // Says that this rank has all means of the pass. Returns whether it counts: false if the ranks have begun to change
+  // before, so that the pass must go on as after a loss.
+  std::function<bool()> finish;
+  // Waits until the ranks agree who goes on. Returns what to hand the pass over to again; null if the means have been
+  // taken from a rank that had them all. Throws if this rank cannot go on. failure: what ended the pass here.
+  std::function<std::shared_ptr<Synchronizer>(const std::string& failure)> recover;
+};
 
 class GradReducer : public std::enable_shared_from_this<GradReducer> {
  public:
@@ -85,6 +97,11 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Each changes what the next synchronized pass uses. Call them on every rank before the same pass, while nothing is
   // under way; `before_pass` may call them, too.
   void set_synchronizer(std::shared_ptr<Synchronizer> synchronizer);
+  // The same with other ranks, whose store is `store`. Also from within Membership::recover.
+  void set_ranks(std::shared_ptr<Synchronizer> synchronizer, StorePtr store);
+  // From now on ranks may come and go, also within a pass. Buckets keep the order of `parameters`, because a rank that
+  // joins knows no other. Call it before the first pass.
+  void use(Membership membership);
   void set_caps(const BucketCaps& caps);
   // Calls `before_pass` before each synchronized pass, without locks, and notes when each ends. An exception fails the
   // pass. `device`: takes the stamps.
@@ -96,6 +113,11 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int64_t num_copied() const;
 
  private:
+  // A pass has failed that may still be finished with other ranks.
+  struct Interrupted : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+
   // Tells when a task of autograd's engine, a call of backward(), ends or is given up.
   class TaskEnd;
 
@@ -149,7 +171,15 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void hand_over_complete(const at::Tensor& added);
   void hand_over(size_t bucket, const at::Tensor& added);
   BucketGradient gradient_of(size_t index, const at::Tensor& added);
-  void finish_pass();
+  void finish_pass(std::unique_lock<std::mutex>& lock);
+  // Waits until this rank has all means of the pass, and knows which parameters any rank has used.
+  void wait_for_pass();
+  // The same if ranks may be lost meanwhile. Releases the lock while it waits for the others to agree.
+  void wait_for_members(std::unique_lock<std::mutex>& lock);
+  // Hands the pass over again, to synchronizer_.
+  void hand_over_again(Synchronizer& from);
+  // Sends the other ranks what they need to know before the buckets of a pass.
+  void send_flags();
   // Hands warnings to the user. Unlocks `lock`.
   void say_notices(std::unique_lock<std::mutex>& lock);
   // Reads what all ranks have sent at the beginning of the pass, if that has not been read. Fails if they do not train
@@ -178,11 +208,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   const std::vector<Parameter> parameters_;
   const Options options_;
   const Say say_;
-  const int rank_, world_size_;
   const bool is_accelerated_;  // whether the parameters are on an accelerator
 
   mutable std::mutex mutex_;  // guards the members below
+  int rank_, world_size_;
   std::shared_ptr<Synchronizer> synchronizer_;
+  std::optional<Membership> membership_;      // none: the ranks stay
   std::shared_ptr<Observation> observation_;  // null if there is none
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;
@@ -217,6 +248,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<size_t> num_missing_;  // by bucket
   std::vector<UnderWay> under_way_;  // the buckets that have been handed over
   FuturePtr flags_of_all_;           // null if there is one rank, or if they have been checked
+  FuturePtr used_of_all_;            // null if the ranks do not tell which parameters they have used
   std::vector<int> tasks_;           // of autograd's engine, which have brought gradients
 
   // The passes that only add up.

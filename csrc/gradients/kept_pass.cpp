@@ -1,0 +1,98 @@
+#include "gradients/kept_pass.h"
+
+#include <cstring>
+#include <utility>
+
+#include "transport/wire_tensor.h"
+#include "wire/relayout.h"
+
+namespace fusedcomm {
+namespace {
+
+// Bytes of a message, as a tensor that shares and owns their memory.
+at::Tensor as_bytes(const std::shared_ptr<std::byte>& data, int64_t nbytes, c10::Device device) {
+  return as_tensor({data.get(), nbytes, data}, at::kByte, device);
+}
+
+}  // namespace
+
+void KeptPass::note(KeptBucket bucket) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (bucket.bucket.index == 0) under_way_.clear();
+  for (const BucketRecord::Kept& kept : bucket.record->kept) {
+    if (!kept.residual) continue;
+    kept.residual->forget_second();
+    bucket.job->before_reduce = [residual = kept.residual, rest = std::move(bucket.job->before_reduce)] {
+      if (rest) rest();
+      residual->remember_second();
+    };
+  }
+  under_way_.push_back(std::move(bucket));
+}
+
+void KeptPass::end() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ended_.clear();
+  for (const KeptBucket& bucket : under_way_) ended_.push_back(bucket.record);
+  under_way_.clear();
+}
+
+std::vector<size_t> KeptPass::missing() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<size_t> missing;
+  for (const KeptBucket& bucket : under_way_) {
+    if (!bucket.is_done()) missing.push_back(bucket.bucket.index);
+  }
+  return missing;
+}
+
+void KeptPass::complete(Engine& engine, size_t index, const at::Tensor& means) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_INDEX(index < under_way_.size(), "fusedcomm: the pass has ", under_way_.size(), " buckets, not ", index);
+  const KeptBucket& bucket = under_way_[index];
+  const KeptMessages& kept = *bucket.job->kept;
+  TORCH_CHECK_VALUE(means.scalar_type() == at::kByte && means.numel() == kept.nbytes, "fusedcomm: the means of ",
+                    bucket.record->label->text, " have ", kept.nbytes, " bytes, not ", means.numel());
+  const at::NoGradGuard no_grad;
+  as_bytes(kept.means, kept.nbytes, device_).copy_(means.view({-1}));
+  engine.unpack_kept(*bucket.job);
+}
+
+at::Tensor KeptPass::means(size_t index) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_INDEX(index < ended_.size(), "fusedcomm: the last pass had ", ended_.size(), " buckets, not ", index);
+  const BucketRecord& record = *ended_[index];
+  return as_bytes(record.messages->means, record.messages->nbytes, device_);
+}
+
+std::vector<Bucket> KeptPass::packed(Engine& engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Bucket> buckets;
+  for (const KeptBucket& kept : std::exchange(under_way_, {})) {
+    engine.pack_rest(*kept.job);
+    for (const BucketRecord::Kept& payload : kept.record->kept) {
+      if (payload.residual) payload.residual->restore_second();
+    }
+    buckets.push_back(kept.bucket);
+    buckets.back().packed = kept.record;
+  }
+  return buckets;
+}
+
+void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device device, KeptMessages* to) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor source = as_bytes(from.messages->codes, from.messages->nbytes, device);
+  const at::Tensor target = as_bytes(to->codes, to->nbytes, device);
+  target.zero_();
+  for (size_t payload = 0; payload < plan.layouts.size(); ++payload) {
+    relayout(from.plan.layouts[payload], plan.layouts[payload], [&](int64_t at, int64_t place, int64_t nbytes) {
+      if (device.is_cpu()) {
+        std::memcpy(to->codes.get() + place, from.messages->codes.get() + at, static_cast<size_t>(nbytes));
+      } else {
+        target.narrow(0, place, nbytes).copy_(source.narrow(0, at, nbytes));
+      }
+    });
+  }
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,241 @@
+"""``fusedcomm.Members``: ranks that come and go while training runs."""
+
+import datetime
+import json
+import socket
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedcomm.config import check
+from fusedcomm.members.control import ControlPlane, new_uid
+from fusedcomm.members.view import Decision, Member, View
+from fusedcomm.ranks import groups
+from fusedcomm.ranks.own_group import OwnGroup
+
+INSTALL_TIMEOUT_S = 1800.0
+"""Seconds that the members of a new view wait for the last of them, which may be in a long forward pass."""
+
+
+class Members:
+    """The ranks that train together, which may be lost and may join while training runs.
+
+    ::
+
+        members = fusedcomm.Members(min_ranks=2)                         # after init_process_group
+        members = fusedcomm.Members(join="10.0.0.7:29411", min_ranks=2)  # in a process that joins; no process group
+
+        model = fusedcomm.DataParallel(model, config="int8", members=members)
+        optimizer = torch.optim.AdamW(model.parameters())
+        members.carry(optimizer=optimizer, scheduler=scheduler)          # what a rank that joins gets, too
+
+    A backward pass during which ranks are lost ends on every survivor with the mean over the survivors, and the same
+    bits on all of them; if one of them had all means already, with the mean over all. No backward pass is repeated.
+    There is no server: any rank may be lost, the first one included. A rank that joins needs the address of one member,
+    ``members.address``. Its first gradients count, and its parameters have the others' bits.
+
+    Args:
+        join: "host:port" of any member of running training. None: this process is one of those that begin it.
+        min_ranks: with fewer ranks, all raise TooFewRanksError in ``backward()``.
+        microbatches: of a step, in all: see :attr:`share`. None: the number is not kept.
+        silence: seconds without a sign of life after which a rank counts as silent. A closed connection is noticed at
+            once and needs no vote. Silent ranks may be training on, so those that go on without them must be more than
+            half of the last view's living ranks, or half with the lowest rank; the others raise MinorityError.
+        host: the numeric address, or name, at which the other ranks reach this process. None: that of the interface
+            which leads to the process group's store, or to the member that is asked.
+
+    Raises:
+        RuntimeError: no process group, without `join`; no answer at `join`.
+        ValueError: an argument is out of range.
+
+    Attributes:
+        plane: how the members agree, for fusedcomm itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        join: str | None = None,
+        min_ranks: int = 1,
+        microbatches: int | None = None,
+        silence: float = 10.0,
+        host: str | None = None,
+    ) -> None:
+        check.whole("min_ranks", min_ranks, 1, 2**31 - 1, "a whole number of ranks, 1 or more")
+        check.positive("silence", silence, "a number of seconds greater than 0")
+        if microbatches is not None:
+            check.whole("microbatches", microbatches, 1, 2**31 - 1, "a whole number of microbatches, 1 or more")
+        if join is None and not dist.is_initialized():
+            raise RuntimeError(
+                "fusedcomm.Members needs ranks: call torch.distributed.init_process_group first, or give join="
+                "'host:port', the address of a member of running training"
+            )
+        self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
+        self.timeout: datetime.timedelta = dist.default_pg_timeout
+        near = _split(join) if join is not None else _store_address()
+        own_host = host or _host_towards(near)
+        self._store = dist.TCPStore(
+            own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
+        )
+        info = {"store": [own_host, self._store.port], "process": groups.describe_own_process()}
+        job = None if join is not None else self._common_job()
+        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
+        self._current: View | None = None
+        self._callbacks: list[Callable[[Decision], object]] = []
+        self.carried: dict[str, Any] = {}
+        self.training: Any = None
+        """The training whose ranks these are (training.py); None before a reducer is made."""
+        self.samples = 0
+        """Samples that all ranks together have drawn from a :class:`fusedcomm.MembersSampler`."""
+        if join is None:
+            self._found()
+
+    # ---- what users read
+
+    @property
+    def address(self) -> str:
+        """ "host:port" at which another process joins."""
+        return self.plane.address
+
+    @property
+    def view(self) -> int:
+        """The number of the present view: of who trains together."""
+        return self.current.number
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The members' addresses, by rank."""
+        return tuple(member.address for member in self.current.members)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the present view."""
+        return self.current.rank_of(self.plane.member.uid)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the present view."""
+        return len(self.current.members)
+
+    @property
+    def step(self) -> int:
+        """Steps that have ended: synchronized backward passes, those before this process joined included."""
+        return 0 if self.training is None else self.training.step
+
+    @property
+    def share(self) -> int:
+        """This rank's microbatches of the next step, so that all ranks together have `microbatches`.
+
+        The reducer's means are weighted by them (``Config(weighted="mean")``), so a step in which ranks are lost has
+        the mean over the microbatches of the others. Raises RuntimeError without `microbatches`.
+        """
+        if self.microbatches is None:
+            raise RuntimeError("fusedcomm: members.share needs Members(microbatches=…), the number of a step in all")
+        return share_of(self.microbatches, self.rank, self.size)
+
+    def on_change(self, callback: Callable[[Decision], object]) -> None:
+        """Calls ``callback(decision)`` on this rank's main thread when another view begins: `decision.view`, `.lost`,
+        `.joined`. It may be called within ``backward()``. An exception is raised from there."""
+        self._callbacks.append(callback)
+
+    def carry(self, **objects: Any) -> None:
+        """Names what a rank that joins gets from the others besides the model: optimizers, schedulers, samplers,
+        anything with ``state_dict()`` and ``load_state_dict()``.
+
+        Every rank names the same, when the reducer and the objects are made and before the first backward pass. On a
+        rank that joins this loads the others' state.
+
+        Raises:
+            RuntimeError: no reducer has these members yet; on a rank that joins, the others do not carry such a name.
+            TypeError: an object has no ``state_dict()`` or no ``load_state_dict()``.
+        """
+        for name, carried in objects.items():
+            if not callable(getattr(carried, "state_dict", None)) or not callable(
+                getattr(carried, "load_state_dict", None)
+            ):
+                raise TypeError(f"fusedcomm: carry({name}=…) needs an object with state_dict() and load_state_dict()")
+        if self.training is None:
+            raise RuntimeError(
+                "fusedcomm: members.carry() comes after the reducer: give members= to DataParallel or GradReducer first"
+            )
+        for name, carried in objects.items():
+            self.training.receive(name, carried)
+            self.carried[name] = carried
+
+    def leave(self, reason: str = "it has left") -> None:
+        """Tells the others that this process goes. They go on without it at once. Idempotent."""
+        self.plane.leave(reason)
+
+    # ---- for fusedcomm itself
+
+    @property
+    def current(self) -> View:
+        """The present view. Raises RuntimeError in a process that has not joined yet."""
+        if self._current is None:
+            raise RuntimeError("fusedcomm: this process joins when a DataParallel or GradReducer is made with members=")
+        return self._current
+
+    def enter(self, view: View) -> None:
+        """Notes that this rank runs in `view`."""
+        self._current = view
+
+    def tell(self, decision: Decision) -> None:
+        """Calls what on_change() was given."""
+        for callback in self._callbacks:
+            callback(decision)
+
+    def group(self, view: View) -> OwnGroup:
+        """Connects the members of `view`: a group whose store is hosted by its first rank. A collective call."""
+        own, first = self.plane.member, view.members[0]
+        host, port = first.info["store"]
+        is_host = first.uid == own.uid
+        timeout = datetime.timedelta(seconds=60)
+        store = self._store if is_host else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        of_view = dist.PrefixStore(f"view/{view.number}", store)
+        rank, size = view.rank_of(own.uid), len(view.members)
+        gloo = groups.gloo_backend_over(of_view, "members", rank, size, self.timeout)
+        return OwnGroup(of_view, rank, size, self.timeout, {"cpu": gloo})
+
+    def _common_job(self) -> str:
+        """A text that the ranks that begin have in common, and no other job."""
+        self._start = groups.private_store(dist.group.WORLD).under("members")
+        if dist.get_rank() == 0:
+            self._start.set("job", uuid.uuid4().hex)
+        return self._start.get("job").decode()
+
+    def _found(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if self.min_ranks > size:
+            raise ValueError(f"fusedcomm: min_ranks={self.min_ranks} is not possible with {size} ranks: start more")
+        self._start.set(str(rank), json.dumps(self.plane.member.to_json()))
+        told = [json.loads(self._start.get(str(other))) for other in range(size)]
+        self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
+
+
+def share_of(total: int, rank: int, size: int) -> int:
+    """Rank `rank`'s part of `total` equal pieces: the first ranks have one more if they cannot be divided."""
+    return total // size + (rank < total % size)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"fusedcomm: join={address!r} is not possible: use 'host:port', a member's members.address")
+    return host.strip("[]"), int(port)
+
+
+def _store_address() -> tuple[str, int] | None:
+    """Where the job's store is; None if it is no TCPStore."""
+    return groups.store_address(dist.group.WORLD)
+
+
+def _host_towards(near: tuple[str, int] | None) -> str:
+    """The address of the interface that leads there; nothing is sent."""
+    if near is None:
+        return socket.gethostbyname(socket.gethostname())
+    family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]

@@ -1,0 +1,361 @@
+"""The training of a reducer whose ranks come and go: a session for each view, and what leads from one to the next.
+
+a rank is lost      the control thread stops the engine: freeze()
+                    → the pass ends with an error, and the reducer asks recover()
+                    → the members agree on a view, and on who has finished the step
+  somebody has        its encoded means are fetched; the step is finished here, too
+  nobody has          a new session of the survivors; the reducer hands the kept codes over to it
+a rank joins        at a boundary between two steps: before_pass()
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import torch
+
+from fusedcomm.config import Config, LocalOptions
+from fusedcomm.members import state
+from fusedcomm.members.errors import MemberLostError
+from fusedcomm.members.members import INSTALL_TIMEOUT_S, Members
+from fusedcomm.members.view import Decision, Member, View
+from fusedcomm.native import _C
+from fusedcomm.ranks import agreement
+from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.session.parameters import NamedParameter
+from fusedcomm.session.plan import Plan
+from fusedcomm.session.runs import Runs
+from fusedcomm.session.session import Session
+from fusedcomm.session.stats import Change, Stats
+
+_MEANS = "means"
+_MODEL = "model"
+_POLL_S = 0.02
+"""Seconds between two looks whether a view that is being connected is still the members' choice."""
+MAX_FAILURES = 5
+"""Changes of views in one step, without a rank that is lost or joins, after which the step fails."""
+
+
+class Training(Runs):
+    """The sessions of one reducer.
+
+    Args:
+        config, parameters, local, device, also_agree, problem: as for :class:`Session`.
+        model: by name, what a rank that joins gets: parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        config: Config,
+        parameters: list[NamedParameter],
+        local: LocalOptions,
+        device: torch.device,
+        also_agree: dict[str, object],
+        model: dict[str, torch.Tensor],
+        problem: Exception | None,
+    ) -> None:
+        if members.training is not None:
+            raise ValueError(
+                "fusedcomm: these members belong to another reducer already: one Members is for one DataParallel or "
+                "GradReducer"
+            )
+        self.members, self._model = members, model
+        self._config = with_codes_kept(config, members)
+        self._arguments = (parameters, local, device)
+        self._also_agree = also_agree
+        self._check = {
+            **agreement.versions(),
+            "config": self._config.record(),
+            "parameters": [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in parameters],
+            "model": sorted(model),
+            **also_agree,
+        }
+        self.step = 0
+        self.session: Session = None  # type: ignore[assignment]  # set below
+        self._native: _C.GradReducer | None = None
+        self._pending: Decision | None = None
+        self._changes: list[Change] = []
+        self._lock = threading.Lock()  # guards session and _frozen against the control thread
+        self._frozen = False
+        self._kept: _C.Synchronizer | None = None  # has the means of the last step
+        self._missing: set[str] = set()  # what the others carry and this rank has not received
+        plane = members.plane
+        plane.on_freeze = self.freeze
+        plane.handlers[_MEANS] = self._serve_means
+        plane.handlers[state.KIND] = state.serve(self._find_state)
+        plane.check_join = self._why_not
+        members.training = self
+        if members.joins is None:
+            plane.start(members.current)
+            self.session = self._build(members.current, problem)
+        elif problem is not None:
+            raise problem
+        else:
+            self._join(members.joins)
+
+    def start(self, native: "_C.GradReducer") -> None:
+        """Call it when the native reducer is made."""
+        self._native = native
+        native.use(finish=self.finish, recover=self.recover)
+        native.observe(self.session.native_device, self.before_pass)
+
+    # ---- Runs
+
+    @property
+    def weights(self) -> Any:  # type: ignore[override]
+        return None if self.session.weights is None else self
+
+    def stats(self) -> Stats:
+        return dataclasses.replace(self.session.stats(), changes=tuple(self._changes))
+
+    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
+        return self.session.plan(bucket_nbytes_caps)
+
+    def stop(self, reason: str) -> None:
+        self.session.stop(reason)
+        self.members.plane.leave(reason)
+
+    # ---- weights, of whichever session runs; see session/weights.py
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "set_invalid", "note_pass", "forget_passes", "in_pass"):
+            return getattr(self.session.weights, name)
+        raise AttributeError(name)
+
+    # ---- called by the control thread
+
+    def freeze(self) -> None:
+        """Stops the engine: no step finishes until the members have another view."""
+        with self._lock:
+            self._frozen = True
+            session = self.session
+        if session is not None:
+            session.synchronizer.stop("the ranks are changing")
+
+    def _why_not(self, joiner: dict) -> str:
+        """Why a process may not join; empty if it may."""
+        own = {**self._check, "carries": sorted(self.members.carried)}
+        for field, value in own.items():
+            theirs = joiner.get(field)
+            if field != "carries" and theirs != value:
+                return f"its {field} is {_short(theirs)}, and the members' is {_short(value)}"
+        microbatches = self.members.microbatches
+        if microbatches is not None and self.members.size + 1 > microbatches:
+            return f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks"
+        return ""
+
+    def _serve_means(self, header: dict) -> tuple[dict, list[memoryview]]:
+        step, bucket = int(header["step"]), int(header["bucket"])
+        with self._lock:
+            kept = self._kept
+        if kept is None or step != self.step - 1:
+            raise LookupError(f"the means of step {step} are not kept, but those of step {self.step - 1}")
+        return {}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
+
+    def _find_state(self, header: dict) -> tuple[dict[str, object], Any]:
+        name, step = str(header["name"]), int(header["step"])
+        if step != self.step:
+            raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
+        said = {
+            "carries": sorted(self.members.carried),
+            "samples": self.members.samples,
+            "noise step": self.session.synchronizer.step,
+        }
+        if name == _MODEL:
+            return said, self._model
+        if name not in self.members.carried:
+            raise LookupError(f"the members carry no {name!r}, but {sorted(self.members.carried)}")
+        return said, self.members.carried[name].state_dict()
+
+    # ---- called on the main thread
+
+    def before_pass(self) -> None:
+        """Installs the view that begins with this step, if one does."""
+        if self._missing:
+            raise RuntimeError(
+                f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the same "
+                "objects with members.carry() before the first backward pass"
+            )
+        while True:
+            decision = self._pending or self.members.plane.boundary(self.step)
+            self._pending = None
+            if decision is None:
+                return
+            began, old = time.monotonic(), self.session.synchronizer
+            while not self._install(decision, began):
+                decision = self.members.plane.recover()
+            self.session.synchronizer.take_over(old)
+            self._hand_over()
+
+    def _hand_over(self) -> "_C.Synchronizer":
+        """Gives the reducer the present session."""
+        assert self._native is not None
+        self._native.set_ranks(self.session.synchronizer, self.session.store("reducer"))
+        return self.session.synchronizer
+
+    def finish(self) -> bool:
+        """Notes that this rank has all means of the step. False if the members have begun to change before."""
+        if not self.members.plane.finish_step(self.step):
+            return False
+        self._end_step()
+        return True
+
+    def recover(self, failure: str) -> "_C.Synchronizer | None":
+        """Finishes the step although ranks are lost; see Membership in reducer.h."""
+        began = time.monotonic()
+        for _ in range(MAX_FAILURES):
+            decision = self.members.plane.recover()
+            ahead = [m for m in self._old_members(decision) if decision.finished.get(m.uid, -1) >= self.step]
+            if ahead:
+                if self._fetch(ahead):
+                    self.members.plane.has_finished(self.step)
+                    self._pending = decision
+                    self._end_step()
+                    return None
+            elif self._install(decision, began):
+                return self._hand_over()
+        raise RuntimeError(f"fusedcomm: step {self.step} failed {MAX_FAILURES} times, last with: {failure}")
+
+    def receive(self, name: str, carried: Any) -> None:
+        """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
+        if self.members.joins is None:
+            return
+        if name not in self._missing:
+            raise RuntimeError(f"fusedcomm: the members carry {sorted(self._missing)}, and not {name!r}")
+        carried.load_state_dict(self._received(name)[1])
+        self._missing.discard(name)
+
+    # ---- steps between views
+
+    def _end_step(self) -> None:
+        with self._lock:
+            self._kept = self.session.synchronizer
+            self.step += 1
+
+    def _old_members(self, decision: Decision) -> list[Member]:
+        own = self.members.plane.member.uid
+        return [member for member in (*decision.view.members, *decision.lost) if member.uid != own]
+
+    def _fetch(self, ahead: list[Member]) -> bool:
+        """Takes the means that this rank misses from members that have finished the step. False if all are lost."""
+        synchronizer, plane = self.session.synchronizer, self.members.plane
+        for bucket in synchronizer.missing_means():
+            for member in ahead:
+                with contextlib.suppress(MemberLostError):
+                    _, content = plane.request(member, _MEANS, {"step": self.step, "bucket": bucket})
+                    means = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                    synchronizer.complete_bucket(bucket, means)
+                    break
+            else:
+                return False
+        return True
+
+    def _install(self, decision: Decision, began: float) -> bool:
+        """Makes the session of the decision's view. False if the members have agreed on another one meanwhile."""
+        plane = self.members.plane
+        if not plane.install(decision.view, INSTALL_TIMEOUT_S):
+            return False
+        session = self._build(decision.view)
+        if session is None:
+            return False
+        old, self.session = self.session, session
+        self.members.enter(decision.view)
+        plane.installed(decision.view)
+        with self._lock:
+            self._frozen = False
+        if old is not None:
+            _let_go(old, keeps=self._kept is old.synchronizer)
+            lost, joined = (tuple(m.address for m in some) for some in (decision.lost, decision.joined))
+            pause_s = time.monotonic() - began
+            size = len(decision.view.members)
+            self._changes.append(Change(decision.view.number, self.step, size, lost, joined, pause_s))
+            self.members.tell(decision)
+        return True
+
+    def _build(self, view: View, problem: Exception | None = None) -> Session | None:
+        """The session of a view; None if the members have agreed on another one meanwhile."""
+
+        def make() -> Session:
+            group = self.members.group(view)
+            return KeepingSession(
+                self._config, group, *self._arguments, also_agree=self._also_agree, watched=False, problem=problem
+            )
+
+        errand = Errand(make)
+        while not errand.has_ended_within(_POLL_S):
+            if self.members.plane.is_superseded(view):
+                return None
+        try:
+            return errand.result()
+        except RuntimeError:
+            if self.members.plane.is_superseded(view):
+                return None
+            raise
+
+    def _join(self, address: str) -> None:
+        plane = self.members.plane
+        began = time.monotonic()
+        decision = plane.join(address, self._check)
+        while not self._install(decision, began):
+            decision = plane.recover()
+        self.step = decision.view.step
+        said, tensors = self._received(_MODEL)
+        with torch.no_grad():
+            for name, tensor in self._model.items():
+                tensor.copy_(tensors[name])
+        self._missing = set(said["carries"])
+        self.members.samples = said["samples"]
+        self.session.synchronizer.step = said["noise step"]
+
+    def _received(self, name: str) -> tuple[dict, Any]:
+        plane, own = self.members.plane, self.members.plane.member.uid
+        others = [member for member in self.members.current.members if member.uid != own]
+        transfer = state.Transfer(plane, others, {"name": name, "step": self.step})
+        said, skeleton = transfer.skeleton()
+        value, tensors = state.unpack(skeleton)
+        state.fill(tensors, transfer.content(said["nbytes"]))
+        return said, value
+
+
+class KeepingSession(Session):
+    """A session whose buckets keep their codes and means."""
+
+    @property
+    def native_config(self) -> "_C.WireConfig":
+        config = self.effective_config
+        return config.native(config.chunks, keeps_messages=True)
+
+
+def with_codes_kept(config: Config, members: Members) -> Config:
+    """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
+    if config.sum not in ("auto", "two-shot"):
+        raise ValueError(
+            f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again when a "
+            "rank is lost: with members use sum='auto' or 'two-shot'"
+        )
+    if config.hosts not in (None, "auto"):
+        raise ValueError(
+            "fusedcomm: sums on two levels need the same ranks on every host, and members come and go: leave out hosts="
+        )
+    if config.checks.verify_every:
+        raise ValueError("fusedcomm: verify_every compares with sums that keep no codes: leave it out with members")
+    if members.microbatches is not None and config.weighted != "mean":
+        raise ValueError(
+            "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"
+        )
+    return dataclasses.replace(config, sum="two-shot", hosts=None)
+
+
+def _let_go(session: Session, keeps: bool) -> None:
+    """Ends a session of an earlier view. Its channels may take a moment to end, so a thread does it."""
+    session.synchronizer.leave("the ranks have changed")
+    if not keeps:
+        session.synchronizer.engine.free_workspaces()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} …"
