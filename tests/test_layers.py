@@ -34,6 +34,7 @@ FUSEDCOMM = (
     "chunks",
     "config",
     "patterns",
+    "members",
     "ranks",
     "kernels",
     "reference",
