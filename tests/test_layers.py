@@ -35,6 +35,7 @@ FUSEDCOMM = (
     "chunks",
     "config",
     "patterns",
+    "members",
     "ranks",
     "kernels",
     "reference",

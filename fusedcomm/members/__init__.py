@@ -1,0 +1,1 @@
+"""Members: who is in the group, agreed without a server."""
