@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
     from fusedcomm.members.members import Members
+    from fusedcomm.members.sampler import MembersSampler
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
@@ -59,6 +60,7 @@ __all__ = [
     "Handle",
     "LocalOptions",
     "Members",
+    "MembersSampler",
     "Residuals",
     "Rounding",
     "Stats",
@@ -80,6 +82,7 @@ _HOME = {
     "GradScaler": "session.grad_scaler",
     "DataParallel": "reducer.data_parallel",
     "Members": "members.members",
+    "MembersSampler": "members.sampler",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

@@ -35,7 +35,6 @@ FUSEDCOMM = (
     "chunks",
     "config",
     "patterns",
-    "members",
     "ranks",
     "kernels",
     "reference",

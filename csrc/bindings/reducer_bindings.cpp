@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -37,8 +38,10 @@ void bind_reducer(pybind11::module_& m) {
       .def(
           "use",
           [](GradReducer& reducer, std::function<bool()> finish,
-             std::function<std::shared_ptr<Synchronizer>(const std::string&)> recover) {
-            reducer.use({std::move(finish), std::move(recover)});
+             std::function<std::optional<std::shared_ptr<Synchronizer>>(const std::string&)> recover) {
+            reducer.use({std::move(finish), [recover = std::move(recover)](const std::string& failure) {
+                           return recover(failure).value_or(nullptr);
+                         }});
           },
           py::kw_only(), py::arg("finish"), py::arg("recover"), NoGil())
       .def(

@@ -71,6 +71,7 @@ class Engine {
   void free_workspaces();
 
   EngineStats stats() { return stats_.get(); }
+  void begin_stats_with(const EngineStats& before) { stats_.begin_with(before); }
   // Returns the beginning of the trace.
   StampPtr start_trace() {
     StampPtr origin = device_->stamp();

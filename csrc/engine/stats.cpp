@@ -44,6 +44,11 @@ EngineStats StatsKeeper::get() {
   return stats_;
 }
 
+void StatsKeeper::begin_with(const EngineStats& before) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_ = before;
+}
+
 void StatsKeeper::take_times() {
   for (;;) {
     const auto last = std::find_if(untimed_.begin(), untimed_.end(), [](const Interval& b) { return b.is_last; });

@@ -49,6 +49,8 @@ class StatsKeeper {
   // `bucket` has the counts of one bucket; its num_steps is 1 if it ends a step, else 0.
   void add(const EngineStats& bucket, StampPtr submitted, StampPtr done);
   EngineStats get();
+  // Begins with what has been counted and timed before, by an engine that has ended.
+  void begin_with(const EngineStats& before);
 
  private:
   // A bucket whose work has been enqueued; on an accelerator it may end later.

@@ -172,8 +172,15 @@ void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
   job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
   PassthroughStages stages;
   if (device_.is_cpu()) {
-    stages.scatter = [transport = transport_, values](Lane::Completion done) {
-      transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
+    // A gather and not an all-reduce: it can be given up.
+    const at::Tensor all = at::empty({engine_->world_size() * kNumValues}, values.options());
+    stages.scatter = [transport = transport_, values, all](Lane::Completion done) {
+      transport->all_gather_tensor(Channel::kScatter, all, values,
+                                   [values, all, done = std::move(done)](std::exception_ptr error) {
+                                     const at::NoGradGuard no_grad;
+                                     if (!error) values.copy_(all.view({-1, kNumValues}).sum(0));
+                                     done(std::move(error));
+                                   });
     };
   } else {
     // All on one stream, as an intermediate tensor's memory goes back to the stream that made it.

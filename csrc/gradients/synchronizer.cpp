@@ -159,6 +159,7 @@ void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, con
 void Synchronizer::take_over(Synchronizer& from, bool again) {
   std::map<std::string, at::Tensor> residuals = from.residuals();
   const auto nonfinite = from.nonfinite_by_parameter();
+  engine_->begin_stats_with(from.engine_->stats());
   weights_.take_over(from.weights_, again);
   epilogue_.take_over(from.epilogue_);
   if (again) epilogue_.set_unscale(from.epilogue_.unscale());

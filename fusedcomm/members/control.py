@@ -133,6 +133,14 @@ class ControlPlane:
         """The step is finished here. False: a change came first, so it is not; call recover()."""
         return self._gate.finish_step(step)
 
+    def has_finished(self, step: int) -> None:
+        """The step is finished here although the members are changing: its last means came from another member."""
+        self._gate.has_finished(step)
+
+    def is_superseded(self, view: View) -> bool:
+        """Whether the members have left the view, or are about to."""
+        return self._gate.is_superseded(view.number)
+
     def recover(self) -> Decision:
         """Waits for the next view. Raises MinorityError, TooFewRanksError or ExpelledError."""
         wanted = self._gate.wanted()

@@ -140,6 +140,17 @@ class Gate:
                     )
                 self._changed.wait(left_s)
 
+    def is_superseded(self, number: int) -> bool:
+        """Whether the members have left that view, or have agreed to."""
+        with self._changed:
+            later = self._decision is not None and self._decision.view.number > number
+            return self.failure is not None or self._frozen_by > number or later
+
+    def has_finished(self, step: int) -> None:
+        """Notes a finished step of a member that is changing views: its last means came from another member."""
+        with self._changed:
+            self.finished = step
+
     def install(self, view: View) -> None:
         with self._changed:
             self.installed = max(self.installed, view.number)

@@ -87,8 +87,11 @@ class Members:
         self.carried: dict[str, Any] = {}
         self.training: Any = None
         """The training whose ranks these are (training.py); None before a reducer is made."""
-        self.samples = 0
-        """Samples that all ranks together have drawn from a :class:`fusedcomm.MembersSampler`."""
+        self.num_microbatches = 0
+        """Microbatches, or without `microbatches` batches, of all ranks in all steps that have ended: times the size of
+        one, the place in the data."""
+        self.portion = (0, 1)
+        """(first, count): this rank's microbatches of the present step among those of all ranks."""
         if join is None:
             self._found()
 
@@ -126,14 +129,16 @@ class Members:
 
     @property
     def share(self) -> int:
-        """This rank's microbatches of the next step, so that all ranks together have `microbatches`.
+        """This rank's microbatches of the present step; those of all ranks are `microbatches`. Each is a backward pass,
+        all but the last within ``no_sync()``.
 
-        The reducer's means are weighted by them (``Config(weighted="mean")``), so a step in which ranks are lost has
-        the mean over the microbatches of the others. Raises RuntimeError without `microbatches`.
+        The mean is over microbatches, so a step in which ranks are lost has the mean over those of the others, and
+        from the next step on these take over the lost rank's share. In the step in which a rank joins the others have
+        all microbatches already: it computes one that weighs nothing. Raises RuntimeError without `microbatches`.
         """
         if self.microbatches is None:
             raise RuntimeError("fusedcomm: members.share needs Members(microbatches=…), the number of a step in all")
-        return share_of(self.microbatches, self.rank, self.size)
+        return self.portion[1]
 
     def on_change(self, callback: Callable[[Decision], object]) -> None:
         """Calls ``callback(decision)`` on this rank's main thread when another view begins: `decision.view`, `.lost`,
@@ -181,6 +186,12 @@ class Members:
         """Notes that this rank runs in `view`."""
         self._current = view
 
+    def begin_step(self) -> int:
+        """Shares out the microbatches of a step that begins, among the ranks that there are now; returns how many."""
+        total = self.microbatches or self.size
+        self.portion = share_of(total, self.rank, self.size)
+        return total
+
     def tell(self, decision: Decision) -> None:
         """Calls what on_change() was given."""
         for callback in self._callbacks:
@@ -214,9 +225,10 @@ class Members:
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
 
 
-def share_of(total: int, rank: int, size: int) -> int:
-    """Rank `rank`'s part of `total` equal pieces: the first ranks have one more if they cannot be divided."""
-    return total // size + (rank < total % size)
+def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
+    """(first, count) of rank `rank` among `total` pieces: the first ranks have one more if they cannot be divided."""
+    count, more = divmod(total, size)
+    return rank * count + min(rank, more), count + (rank < more)
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -74,7 +74,7 @@ class Training(Runs):
             **also_agree,
         }
         self.step = 0
-        self.session: Session = None  # type: ignore[assignment]  # set below
+        self.session: Any = None  # set below, and by each change
         self._native: _C.GradReducer | None = None
         self._pending: Decision | None = None
         self._changes: list[Change] = []
@@ -82,6 +82,9 @@ class Training(Runs):
         self._frozen = False
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._missing: set[str] = set()  # what the others carry and this rank has not received
+        self._num_shared = self._num_joined = (
+            0  # microbatches of this step: when it began, and those of ranks that joined
+        )
         plane = members.plane
         plane.on_freeze = self.freeze
         plane.handlers[_MEANS] = self._serve_means
@@ -91,6 +94,7 @@ class Training(Runs):
         if members.joins is None:
             plane.start(members.current)
             self.session = self._build(members.current, problem)
+            self._begin_step()
         elif problem is not None:
             raise problem
         else:
@@ -161,7 +165,8 @@ class Training(Runs):
             raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
         said = {
             "carries": sorted(self.members.carried),
-            "samples": self.members.samples,
+            "microbatches": self.members.num_microbatches,
+            "shared out": self._num_shared,
             "noise step": self.session.synchronizer.step,
         }
         if name == _MODEL:
@@ -176,8 +181,8 @@ class Training(Runs):
         """Installs the view that begins with this step, if one does."""
         if self._missing:
             raise RuntimeError(
-                f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the same "
-                "objects with members.carry() before the first backward pass"
+                f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the "
+                "same objects with members.carry() before the first backward pass"
             )
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
@@ -189,6 +194,7 @@ class Training(Runs):
                 decision = self.members.plane.recover()
             self.session.synchronizer.take_over(old)
             self._hand_over()
+            self._admit(decision)
 
     def _hand_over(self) -> "_C.Synchronizer":
         """Gives the reducer the present session."""
@@ -230,10 +236,22 @@ class Training(Runs):
 
     # ---- steps between views
 
+    def _begin_step(self) -> None:
+        self._num_shared = self.members.begin_step()
+        if self.members.microbatches is not None:
+            self.session.weights.set(1.0)
+
+    def _admit(self, decision: Decision) -> None:
+        """A step that has begun has a batch more for each rank that joins, unless their number is kept."""
+        self._num_joined = len(decision.joined) if self.members.microbatches is None else 0
+
     def _end_step(self) -> None:
         with self._lock:
             self._kept = self.session.synchronizer
             self.step += 1
+        self.members.num_microbatches += self._num_shared + self._num_joined
+        self._num_joined = 0
+        self._begin_step()
 
     def _old_members(self, decision: Decision) -> list[Member]:
         own = self.members.plane.member.uid
@@ -278,11 +296,14 @@ class Training(Runs):
     def _build(self, view: View, problem: Exception | None = None) -> Session | None:
         """The session of a view; None if the members have agreed on another one meanwhile."""
 
-        def make() -> Session:
+        def make() -> Any:
             group = self.members.group(view)
-            return KeepingSession(
+            session: Any = KeepingSession(
                 self._config, group, *self._arguments, also_agree=self._also_agree, watched=False, problem=problem
             )
+            # Fixed, because a rank that joins has not seen the first weights.
+            session.synchronizer.weights.set_unit(1.0)
+            return session
 
         errand = Errand(make)
         while not errand.has_ended_within(_POLL_S):
@@ -307,7 +328,15 @@ class Training(Runs):
             for name, tensor in self._model.items():
                 tensor.copy_(tensors[name])
         self._missing = set(said["carries"])
-        self.members.samples = said["samples"]
+        self.members.num_microbatches = said["microbatches"]
+        self._num_shared = said["shared out"]
+        number = [member.uid for member in decision.joined].index(plane.member.uid)
+        self._admit(decision)
+        if self.members.microbatches is None:
+            self.members.portion = (said["shared out"] + number, 1)
+        else:
+            self.members.portion = (0, 1)
+            self.session.weights.set(0.0)
         self.session.synchronizer.step = said["noise step"]
 
     def _received(self, name: str) -> tuple[dict, Any]:
@@ -333,8 +362,8 @@ def with_codes_kept(config: Config, members: Members) -> Config:
     """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
     if config.sum not in ("auto", "two-shot"):
         raise ValueError(
-            f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again when a "
-            "rank is lost: with members use sum='auto' or 'two-shot'"
+            f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
+            "when a rank is lost: with members use sum='auto' or 'two-shot'"
         )
     if config.hosts not in (None, "auto"):
         raise ValueError(
@@ -349,7 +378,7 @@ def with_codes_kept(config: Config, members: Members) -> Config:
     return dataclasses.replace(config, sum="two-shot", hosts=None)
 
 
-def _let_go(session: Session, keeps: bool) -> None:
+def _let_go(session: Any, keeps: bool) -> None:
     """Ends a session of an earlier view. Its channels may take a moment to end, so a thread does it."""
     session.synchronizer.leave("the ranks have changed")
     if not keeps:

@@ -221,8 +221,8 @@ class DataParallel(DistributedDataParallel):
             )
 
     def _begin_equal(self, init_sync: bool, with_buffers: bool) -> None:
-        """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`. A rank
-        that joins has the members' already."""
+        """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`.
+        A rank that joins has the members' already."""
         if self._joins:
             return
         options = {

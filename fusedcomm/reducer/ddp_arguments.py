@@ -55,8 +55,8 @@ def refuse_beside_members(
     """Raises ValueError for what a DataParallel with members cannot have."""
     if process_group is not None or device_mesh is not None:
         raise ValueError(
-            "fusedcomm.DataParallel takes members=, or process_group= or device_mesh=, not both: members bring their own "
-            "group"
+            "fusedcomm.DataParallel takes members=, or process_group= or device_mesh=, not both: members bring "
+            "their own group"
         )
     if broadcasts_buffers and next(module.buffers(), None) is not None:
         raise ValueError(

@@ -97,15 +97,15 @@ def refuse_with_members(named: Named, sparse: Collection[int], process_group: ob
         )
     if is_search:
         raise ValueError(
-            "fusedcomm: a search (config='auto', bucket_mib='auto') times steps, and ranks that come and go would change "
-            "what it measures: with members name a wire, and a number of MiB"
+            "fusedcomm: a search (config='auto', bucket_mib='auto') times steps, and ranks that come and go would "
+            "change what it measures: with members name a wire, and a number of MiB"
         )
     for name, tensor in named:
         if id(tensor) in sparse or tensor.dtype.to_real() not in _C.GRAD_DTYPES:
             what = "sparse" if id(tensor) in sparse else str(tensor.dtype)
             raise ValueError(
-                f"fusedcomm: gradients of {name} are {what}, which no wire carries, so none are kept to be summed again "
-                "when a rank is lost: with members every gradient is dense, of float32, bfloat16 or float16"
+                f"fusedcomm: gradients of {name} are {what}, which no wire carries, so none are kept to be summed "
+                "again when a rank is lost: with members every gradient is dense, of float32, bfloat16 or float16"
             )
 
 
