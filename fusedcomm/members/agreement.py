@@ -49,6 +49,7 @@ class Agreement:
         self._joiners: dict[str, Member] = {}
         self.dead: set[str] = set()
         self.silent: set[str] = set()
+        self._doubtful: set[str] = set()
         self.failure: RuntimeError | None = None
 
     # What happens.
@@ -65,12 +66,16 @@ class Agreement:
             self._send_proposal(self._round)
         self._consider()
 
-    def set_lost(self, dead: set[str], silent: set[str]) -> None:
-        """What this process's own connections say now; what is dead stays dead."""
-        if dead <= self.dead and silent == self.silent:
+    def set_lost(self, dead: set[str], silent: set[str], doubtful: set[str]) -> None:
+        """What this process's own connections say now; what is dead stays dead.
+
+        doubtful: the dead that may have gone on without this process before they died, together with members that are
+        silent now. They count as silent, too.
+        """
+        if dead <= self.dead and silent == self.silent and doubtful == self._doubtful:
             return
         self.dead |= dead
-        self.silent = set(silent)
+        self.silent, self._doubtful = set(silent), set(doubtful)
         self._changed()
 
     def set_ready(self, number: int) -> None:
@@ -170,15 +175,16 @@ class Agreement:
         ]
 
     def _has_quorum(self, alive: list[str], acks: dict[str, dict]) -> bool:
-        return all(may_go_on(view.uids, alive, self.dead) for view in self._may_have_gone(acks))
+        return all(may_go_on(view.uids, alive, self.dead - self._doubtful) for view in self._may_have_gone(acks))
 
     def _is_lost(self, alive: list[str]) -> bool:
         """Fails, and returns True, if `alive` may not go on whatever the others say."""
         assert self.view is not None
         established = self._established(alive)
         gone = self._chain[0]
-        if not may_go_on(gone.uids, established, self.dead):
-            silent = [uid for uid in gone.uids if uid not in alive and uid not in self.dead]
+        dead = self.dead - self._doubtful
+        if not may_go_on(gone.uids, established, dead):
+            silent = [uid for uid in gone.uids if uid not in alive and uid not in dead]
             self._fail(failures.minority(gone, silent, self._out.reason, len(established), self._out.progress()[1]))
         elif len(established) < self._min_ranks:
             lost = [uid for uid in gone.uids if uid not in alive]
@@ -204,6 +210,9 @@ class Agreement:
             return
         if self.lowest() != self._uid:
             self._abandon()
+            for uid in list(self._joiners):
+                del self._joiners[uid]
+                self._out.send_away(uid)
             return
         together = self._together()
         needed = len(together) < len(self.view.members) or self._is_wanted()

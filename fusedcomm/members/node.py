@@ -132,6 +132,9 @@ class Node:
         self._update_reachable()
         self._joining.begin([(member.host, member.port) for member in view.members if member.uid != self.me.uid])
 
+    def send_away(self, uid: str) -> None:
+        self._peers.drop_joiner(uid)
+
     def heard_dead(self, uid: str, sender: str) -> None:
         self._peers.set_dead(uid, "another member has proof that its process has ended")
 
@@ -177,7 +180,7 @@ class Node:
 
     def _lost(self) -> None:
         self._update_reachable()
-        self._agreement.set_lost(set(self._peers.dead), self._peers.silent)
+        self._agreement.set_lost(set(self._peers.dead), self._peers.silent, self._peers.doubtful)
 
     def _update_reachable(self) -> None:
         view = self._agreement.view

@@ -32,6 +32,9 @@ class Outlet(Protocol):
     def heard_dead(self, uid: str, sender: str) -> None:
         """A member has proof that the process is dead."""
 
+    def send_away(self, uid: str) -> None:
+        """The joiner is to ask another member, because this one does not propose any more."""
+
     def failed(self, error: RuntimeError) -> None: ...
     def reason(self, uid: str) -> str: ...
 

@@ -47,6 +47,7 @@ class _Peer:
     redial_s: float = _REDIAL_S
     is_silent: bool = False
     why: str = ""  # why its last connection has ended
+    is_unheard: bool = False  # since this process stood still
 
 
 class Peers:
@@ -63,6 +64,18 @@ class Peers:
         self.job = ""
         self.dead: dict[str, str] = {}
         """Why each uid counts as dead."""
+        self._quiet_then: dict[str, set[str]] = {}  # by dead uid: who was quiet when it was proven dead
+
+    @property
+    def doubtful(self) -> set[str]:
+        """The dead that were proven dead while somebody was quiet who is still: before it died, such a process may have
+        gone on with the quiet one, and without this process."""
+        quiet = {uid for uid, peer in self._peers.items() if self._is_quiet(peer)}
+        return {uid for uid, then in self._quiet_then.items() if then & quiet}
+
+    def _is_quiet(self, peer: _Peer) -> bool:
+        """Whether the others may think the same of this process, so that it would be silent to them soon."""
+        return peer.is_unheard or peer.is_silent or time.monotonic() - peer.heard > self._silence_s / 2
 
     @property
     def silent(self) -> set[str]:
@@ -88,6 +101,10 @@ class Peers:
     def add_joiner(self, member: Member, channel: Channel) -> None:
         self._peers.setdefault(member.uid, _Peer(member, dials=False, joins=True))
         self.adopt(member.uid, channel)
+
+    def drop_joiner(self, uid: str) -> None:
+        if uid in self._peers and self._peers[uid].joins:
+            self._drop(uid, None)
 
     def adopt(self, uid: str, channel: Channel) -> None:
         """Uses the connection for the peer in place of an earlier one. Closes it if there is no such peer."""
@@ -123,12 +140,14 @@ class Peers:
         self.dead[uid] = reason
         if uid in self._peers:
             self._drop(uid, None)
+        self._quiet_then[uid] = {other for other, peer in self._peers.items() if self._is_quiet(peer)}
         self._listener.on_dead(uid, reason)
 
     def stood_still(self, seconds: float) -> None:
         """This process did not run for so long, so nobody was silent meanwhile."""
         for peer in self._peers.values():
             peer.heard = min(time.monotonic(), peer.heard + seconds)
+            peer.is_unheard = peer.is_unheard or seconds > self._silence_s / 2
 
     def tick(self, now: float) -> None:
         if now - self._beaten >= self._beat_s:
@@ -170,8 +189,8 @@ class Peers:
 
     def _hear(self, peer: _Peer) -> None:
         peer.heard = time.monotonic()
-        if peer.is_silent:
-            peer.is_silent = False
+        if peer.is_silent or peer.is_unheard:
+            peer.is_silent = peer.is_unheard = False
             self._listener.on_silence()
 
     def _frame(self, peer: _Peer, channel: Channel, kind: int, message: dict) -> None:

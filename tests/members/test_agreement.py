@@ -1,0 +1,392 @@
+"""The rules of agreement in a simulated network, in which everything happens in any order.
+
+The rules and the gate are the product's; connections, main threads and time are simulated here.
+"""
+
+import collections
+import random
+
+import pytest
+
+from fusedcomm.members.agreement import Agreement
+from fusedcomm.members.gate import Gate
+from fusedcomm.members.view import Member, View
+
+
+class Blocked(Exception):
+    """The main thread would wait."""
+
+
+class NoWait:
+    """Stands for the gate's condition: what waits is tried again later."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def notify_all(self):
+        pass
+
+    def wait(self, timeout=None):
+        raise Blocked
+
+
+class Process:
+    """A member or joiner: the outlet of its rules, and its main thread as a state machine."""
+
+    def __init__(self, world: "World", uid: str) -> None:
+        self.world, self.uid, self.member = world, uid, Member(uid, "h", 1, {})
+        self.gate = Gate()
+        self.gate._changed = NoWait()
+        self.rules = Agreement(uid, world.min_ranks, self)
+        self.mode, self.step, self.view, self.decision = "join", -1, None, None
+        self.values = {}
+        self.dead, self.silent, self.doubts, self.past = set(), set(), {}, set()
+        self.freezes = []
+        self.ended = False
+        self.error = None
+        self.waits_to_join = True
+
+    # Outlet.
+
+    def send(self, uid, message):
+        assert uid != self.uid
+        self.world.send(self.uid, uid, message)
+
+    def broadcast(self, message):
+        if self.rules.view is None:
+            others = {process.uid for process in self.world.alive() if process.knows(self.uid)}
+        else:
+            others = set(self.rules.view.uids)
+        for uid in (others | set(self.rules._joiners)) - {self.uid}:
+            self.send(uid, message)
+
+    def knows(self, uid):
+        return self.rules.view is not None and (uid in self.rules.view or uid in self.rules._joiners)
+
+    def freeze(self, number, then):
+        self.gate.freeze(number)
+        self.freezes.append(then)
+
+    def hold(self, number, step):
+        return self.gate.hold(number, step)
+
+    def release(self, number):
+        self.gate.release(number)
+
+    def progress(self):
+        return self.gate.finished, self.gate.entered
+
+    def committed(self, decision, immediate):
+        self.past |= set(decision.view.uids)
+        self.world.committed(self, decision)
+        self.gate.commit(decision, immediate)
+
+    def gone(self, number):
+        self.gate.set_gone(number)
+
+    def put_off(self, number):
+        self.gate.put_off()
+        self.rules = self.rules.of_a_joiner_again()
+        self.waits_to_join = True
+
+    def send_away(self, uid):
+        pass
+
+    def heard_dead(self, uid, sender):
+        self.prove(uid)
+
+    def failed(self, error):
+        self.gate.fail(error)
+
+    def reason(self, uid):
+        return ""
+
+    # What the connections say.
+
+    def quiet(self):
+        return {uid for uid in self.world.processes if self.world.is_cut(self.uid, uid)}
+
+    def perceive(self):
+        quiet = self.quiet()
+        doubtful = {uid for uid, then in self.doubts.items() if then & (quiet | self.silent)}
+        self.rules.set_lost(set(self.dead), set(self.silent), doubtful)
+
+    def prove(self, uid):
+        if uid not in self.dead:
+            self.dead.add(uid)
+            self.silent.discard(uid)
+            self.doubts[uid] = self.quiet() - self.dead
+            self.perceive()
+
+    # The main thread.
+
+    def poll(self):
+        if self.ended:
+            return
+        try:
+            getattr(self, f"poll_{self.mode}")()
+        except Blocked:
+            pass
+        except RuntimeError as error:
+            self.ended, self.error = True, error
+
+    def poll_join(self):
+        self.decision = self.gate.recover()
+        self.mode = "install"
+
+    def poll_run(self):
+        if self.gate.is_stopped:
+            self.mode = "recover"
+            return
+        at = (self.view.number, self.step)
+        if self.world.begun.get(self.uid) != at:
+            if not self.gate.begin(self.step):
+                decision = self.gate.boundary(self.step)
+                if decision is not None:
+                    self.decision, self.mode = decision, "install"
+                    return
+                if self.gate.is_stopped:
+                    return
+            self.world.begun[self.uid] = at
+        # A collective: all have begun this step in this view. What was sent before a death still arrives.
+        if all(self.world.begun.get(uid, (-1, -1)) >= at for uid in self.view.uids):
+            if not any(self.world.is_cut(self.uid, uid) for uid in self.view.uids):
+                if self.gate.finish_step(self.step):
+                    before = self.values[self.step - 1]
+                    self.finish(self.step, hash((before, self.step, self.view.uids)))
+                    self.step += 1
+
+    def finish(self, step, value):
+        self.values[step] = value
+
+    def poll_recover(self):
+        self.rules.set_wants(self.gate.wanted())
+        self.decision = self.gate.recover()
+        self.rules.set_wants(-1)
+        self.mode = "install"
+
+    def poll_install(self):
+        view, wanted = self.decision.view, self.decision.view.step - 1
+        joined = [member.uid for member in self.decision.joined]
+        staged = self.values.get(wanted)
+        if staged is None:
+            for uid in view.uids:
+                other = self.world.processes[uid]
+                reachable = not other.ended and not self.world.is_cut(self.uid, uid)
+                if reachable and wanted in other.values and (uid not in joined):
+                    staged = other.values[wanted]
+        if staged is not None:
+            assert not self.values or max(self.values) <= wanted, (
+                f"{self.uid} finished {max(self.values)}: {self.decision}"
+            )
+            self.rules.set_ready(view.number)
+        if self.gate.wait_installed(view.number, 1e9):
+            self.finish(wanted, staged)
+            self.gate.install(view)
+            self.view, self.step, self.mode = view, view.step, "run"
+        else:
+            self.mode = "recover"
+
+
+class World:
+    def __init__(self, seed: int, num_founders: int, min_ranks: int, kinds: str) -> None:
+        self.random, self.min_ranks, self.kinds = random.Random(seed), min_ranks, kinds
+        self.processes: dict[str, Process] = {}
+        self.links = collections.defaultdict(collections.deque)
+        self.cuts: set[frozenset[str]] = set()
+        self.begun: dict[str, tuple[int, int]] = {}
+        self.views: dict[int, tuple] = {}
+        self.now = 0.0
+        view = View(0, tuple(self.add(f"p{rank}").member for rank in range(num_founders)), 0)
+        for process in self.processes.values():
+            process.gate.start(view)
+            process.rules.start(view)
+            process.values[-1] = 0
+            process.past = set(view.uids)
+            process.view, process.step, process.mode, process.waits_to_join = view, 0, "run", False
+
+    def add(self, uid: str) -> Process:
+        self.processes[uid] = Process(self, uid)
+        return self.processes[uid]
+
+    def is_cut(self, a: str, b: str) -> bool:
+        return frozenset((a, b)) in self.cuts
+
+    def send(self, source: str, target: str, message: dict) -> None:
+        if not self.is_cut(source, target) and target in self.processes:
+            self.links[source, target].append(message)
+
+    def committed(self, process: Process, decision) -> None:
+        view = decision.view
+        known = self.views.setdefault(view.number, (view.uids, view.step))
+        assert known == (view.uids, view.step), f"two views {view.number}: {known} and {view}"
+
+    def check_groups(self) -> None:
+        """One step has one value among all that went on after it. A process may have finished a step alone, and then
+        have been lost: the others add that step up again without it."""
+        for step in range(max((max(p.values, default=0) for p in self.processes.values()), default=0)):
+            found = {
+                p.values[step]: p.uid for p in self.processes.values() if step in p.values and step + 1 in p.values
+            }
+            assert len(found) <= 1, f"several groups went on from step {step}: {found}"
+
+    def alive(self) -> list[Process]:
+        return [process for process in self.processes.values() if not process.ended]
+
+    def pairs(self) -> list[tuple[Process, Process]]:
+        return [(a, b) for a in self.alive() for b in self.processes.values() if a is not b]
+
+    # What may happen.
+
+    def deliver(self) -> None:
+        waiting = [key for key, queue in self.links.items() if queue]
+        if not waiting:
+            return
+        source, target = self.random.choice(waiting)
+        message = self.links[source, target].popleft()
+        process = self.processes[target]
+        if process.ended or source in process.dead or self.is_cut(source, target):
+            return
+        if source in process.silent:
+            process.silent.discard(source)
+            process.perceive()
+        process.rules.message(source, message)
+
+    def tick(self) -> None:
+        self.now += 0.05
+        if not self.alive():
+            return
+        process = self.random.choice(self.alive())
+        process.rules.tick(self.now)
+        process.perceive()
+        process.broadcast(process.rules.state())
+        view = process.rules.view
+        for other in self.alive():
+            if view is not None and other.rules.view is not None and other.uid in view.uids:
+                if process.uid in other.past and process.uid not in other.rules.view:
+                    if not self.is_cut(process.uid, other.uid):
+                        process.rules.expelled(other.rules.view.number)
+                        return
+
+    def poll(self) -> None:
+        if self.alive():
+            self.random.choice(self.alive()).poll()
+
+    def freeze(self) -> None:
+        waiting = [process for process in self.alive() if process.freezes]
+        if waiting:
+            process = self.random.choice(waiting)
+            process.freezes.pop(0)(process.gate.finished)
+
+    def notice(self) -> None:
+        """A process notices that another is dead, or silent."""
+        found = [
+            (a, b)
+            for a, b in self.pairs()
+            if a.rules.view is not None and b.uid in a.rules.view.uids and b.uid not in a.dead | a.silent
+        ]
+        found = [(a, b) for a, b in found if b.ended or self.is_cut(a.uid, b.uid)]
+        if not found:
+            return
+        a, b = self.random.choice(found)
+        if self.is_cut(a.uid, b.uid):
+            a.silent.add(b.uid)
+            a.perceive()
+        else:
+            a.prove(b.uid)
+
+    def lose_joiner(self) -> None:
+        for process in self.alive():
+            for uid in list(process.rules._joiners):
+                if self.processes[uid].ended or self.is_cut(process.uid, uid):
+                    process.rules.drop_joiner(uid)
+        for joiner in self.alive():
+            if joiner.rules.view is None and not any(joiner.uid in p.rules._joiners for p in self.alive()):
+                joiner.waits_to_join = True
+
+    def kill(self) -> None:
+        if len(self.alive()) > self.min_ranks:
+            self.random.choice(self.alive()).ended = True
+
+    def break_link(self) -> None:
+        if self.links:
+            a, b = self.random.choice(list(self.links))
+            self.links[a, b].clear()
+            self.links[b, a].clear()
+
+    def cut(self) -> None:
+        if len(self.processes) > 1:
+            self.cuts.add(frozenset(self.random.sample(sorted(self.processes), 2)))
+
+    def heal(self) -> None:
+        if self.cuts:
+            self.cuts.discard(self.random.choice(sorted(self.cuts, key=sorted)))
+
+    def arrive(self) -> None:
+        if len(self.processes) < 9:
+            self.add(f"p{len(self.processes)}")
+
+    def join(self) -> None:
+        for joiner in self.alive():
+            if joiner.waits_to_join:
+                for member in self.alive():
+                    if member.rules.view is not None and member.rules.failure is None:
+                        if member.rules.lowest() == member.uid and joiner.uid not in member.rules.view:
+                            if not self.is_cut(member.uid, joiner.uid):
+                                joiner.waits_to_join = False
+                                member.rules.add_joiner(joiner.member)
+                                return
+
+    def run(self, num_actions: int) -> None:
+        weights = {"deliver": 40, "tick": 12, "poll": 40, "freeze": 8, "notice": 6, "break_link": 1}
+        extra = {"k": {"kill": 0.25}, "c": {"cut": 0.4, "heal": 0.3}, "j": {"arrive": 0.4, "join": 2}}
+        for kind in self.kinds:
+            weights |= extra[kind]
+        weights["lose_joiner"] = 2
+        for action in self.random.choices(list(weights), list(weights.values()), k=num_actions):
+            getattr(self, action)()
+
+    def settle(self) -> None:
+        """Nothing fails any more; everybody notices everything."""
+        self.kinds = ""
+        for _ in range(60):
+            self.run(300)
+            for _ in range(200):
+                self.notice()
+            self.join()
+            self.lose_joiner()
+
+
+def check_liveness(world: World) -> None:
+    """All that are left train in one view, and none waits."""
+    members = [process for process in world.alive() if not process.waits_to_join]
+    before = {process.uid: process.step for process in members}
+    world.run(3000)
+    for process in members:
+        view = process.view
+        proposed = process.rules._round and (process.rules._round.participants, list(process.rules._round.acks))
+        where = f"{proposed}, {process.uid} in mode {process.mode}, step {process.step}, {process.rules.state()}"
+        assert process.ended or process.mode == "run", where
+        assert process.ended or process.step > before[process.uid], f"{where}, {view.uids}"
+    assert len({p.view.number for p in world.alive() if p.mode == "run"}) <= 1
+
+
+@pytest.mark.parametrize("kinds", ["k", "j", "kj", "c", "ck", "cj", "ckj"])
+def test_one_step_has_one_group(kinds, request):
+    num_seeds = 300 if request.config.getoption("--all") else 15
+    for seed in range(num_seeds):
+        world = World(seed, num_founders=1 + seed % 5, min_ranks=1, kinds=kinds)
+        try:
+            world.run(6000)
+            world.settle()
+            check_liveness(world)
+            world.check_groups()
+            if "c" not in kinds:
+                assert world.alive()
+                assert all(process.error is None for process in world.processes.values())
+        except BaseException:
+            print(f"kinds {kinds}, seed {seed}")
+            raise
