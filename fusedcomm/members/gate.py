@@ -111,7 +111,9 @@ class Gate:
     def wanted(self) -> int:
         """The main thread waits for a view with a higher number than this."""
         with self._changed:
-            return max(self.installed, self._returned, self._frozen_by - 1)
+            # A change at a boundary does not help a step that has failed.
+            held = self._decision.view.number if self._decision is not None and not self._immediate else -1
+            return max(self.installed, self._returned, self._frozen_by - 1, held)
 
     def recover(self) -> Decision:
         with self._changed:
@@ -128,8 +130,7 @@ class Gate:
         with self._changed:
             while True:
                 self._raise()
-                later = self._decision is not None and self._decision.view.number > number
-                if self._frozen_by > number or later or self._put_off:
+                if self._is_left(number) or self._put_off:
                     return False
                 if self._gone >= number:
                     return True
@@ -143,13 +144,17 @@ class Gate:
     def is_superseded(self, number: int) -> bool:
         """Whether the members have left that view, or have agreed to."""
         with self._changed:
-            later = self._decision is not None and self._decision.view.number > number
-            return self.failure is not None or self._frozen_by > number or later
+            return self.failure is not None or self._is_left(number)
 
     def has_finished(self, step: int) -> None:
         """Notes a finished step of a member that is changing views: its last means came from another member."""
         with self._changed:
             self.finished = step
+
+    def _is_left(self, number: int) -> bool:
+        """Whether the members leave that view at once. From one with a change at a boundary they go on to the boundary."""
+        later = self._decision is not None and self._decision.view.number > number and self._immediate
+        return later or self._frozen_by > number
 
     def install(self, view: View) -> None:
         with self._changed:

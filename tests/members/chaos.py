@@ -87,6 +87,7 @@ class Watcher:
         self.ready: dict[int, dict] = {}  # by pid, of living ranks
         self.steps: dict[int, dict] = {}  # by pid: the last step that it has told
         self.first_steps: dict[int, float] = {}
+        self.first_of_view: dict[int, tuple[int, float]] = {}  # by pid: its view, and when it ended a step there first
         self.ended: dict[int, list] = {}
 
     def fork(self, founder=None, address=None, last: Path = Path()) -> int:
@@ -123,9 +124,13 @@ class Watcher:
         if "digest" in told:
             known = self.digests.setdefault(told["step"], told["digest"])
             assert known == told["digest"], f"step {told['step']}: {told} differs from {known}"
-            assert pid not in self.steps or told["step"] == self.steps[pid]["step"] + 1, f"{pid} left out a step: {told}"
+            assert pid not in self.steps or told["step"] == self.steps[pid]["step"] + 1, (
+                f"{pid} left out a step: {told}"
+            )
             self.steps[pid] = told
             self.first_steps.setdefault(pid, told["at"])
+            if told["view"] > self.first_of_view.get(pid, (-1, 0.0))[0]:
+                self.first_of_view[pid] = (told["view"], told["at"])
 
     def wait_for(self, what, condition) -> None:
         """Waits until condition() holds."""
@@ -153,6 +158,7 @@ def run(args) -> dict:
         oldest = min(alive, key=lambda pid: watcher.ready[pid]["at"])
         victims = choose.sample(sorted(alive), num)
         num_first += oldest in victims
+        before = max(told["view"] for told in watcher.steps.values())
         killed = time.monotonic()
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -166,15 +172,15 @@ def run(args) -> dict:
                     address = watcher.ready[choose.choice(sorted(alive))]["address"]
                     joiners.add(watcher.fork(address=address, last=last))
             if moment == "early":
-                watcher.wait_for("survivors", lambda: all(watcher.steps[pid]["at"] > killed + 1e-3 for pid in alive))
-                pauses.append(min(watcher.steps[pid]["at"] for pid in alive) - killed)
+                watcher.wait_for("survivors", lambda: all(watcher.steps[pid]["view"] > before for pid in alive))
+                pauses.append(max(watcher.first_of_view[pid][1] for pid in alive) - killed)
         forked = time.monotonic()
         watcher.wait_for("joiners", lambda: joiners <= set(watcher.steps))
         joins += [watcher.first_steps[pid] - forked for pid in joiners]
         alive |= joiners
         if args.say:
             print(
-                f"{kill + 1} of {args.kills}: step {max(watcher.digests)}, pause {pauses[-1]:.2f} s, join {joins[-1]:.2f} s",
+                fX,
                 flush=True,
             )
     end = max(watcher.digests) + 20
