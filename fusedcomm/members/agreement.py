@@ -39,6 +39,7 @@ class Agreement:
         self._ack: dict | None = None  # the answer to what was promised last
         self._seen = 0
         self._ready = 0
+        self._put_off_by = -1
         self._wants = -1
         self._round: Round | None = None
         self._margin = 2
@@ -138,10 +139,12 @@ class Agreement:
         else:
             self._out.put_off(number)
 
-    def of_a_joiner_again(self) -> "Agreement":
-        """The rules for this process, a joiner, when it has been put off: it keeps its promises, and nothing else."""
+    def of_a_joiner_again(self, number: int) -> "Agreement":
+        """The rules for this process, a joiner, when view `number` has put it off: it keeps its promises, and nothing
+        else. Older views do not count for it any more."""
         again = Agreement(self._uid, self._min_ranks, self._out)
         again._promised, again._seen, again.dead = self._promised, self._seen, self.dead
+        again._put_off_by = number
         return again
 
     # Who lives.
@@ -446,10 +449,11 @@ class Agreement:
         view = View.from_json(message["decision"]["view"])
         if self.view is not None and view.number <= self.view.number:
             return
-        if self.view is None and self._uid not in view:
-            return  # a joiner hears of others' changes
+        if self.view is None and (self._uid not in view or view.number <= self._put_off_by):
+            return  # a joiner hears of others' changes, and of views that had it before
         if self._uid in view:
             self._chain = [View.from_json(known) for known in message["chain"]]
+            self._out.gone(self._chain[0].number)
             self._adopt(message)
         else:
             self.expelled(view.number)

@@ -130,10 +130,12 @@ class Gate:
         with self._changed:
             while True:
                 self._raise()
-                if self._is_left(number) or self._put_off:
+                if self._frozen_by > number or self._put_off:
                     return False
                 if self._gone >= number:
-                    return True
+                    return True  # a later decision, if there is one, is for a later step
+                if self._decision is not None and self._decision.view.number > number:
+                    return False
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise InstallTimeoutError(

@@ -273,7 +273,12 @@ class Dial:
             error = OSError(code, os.strerror(code))  # of the class that belongs to the code
             self._fail(isinstance(error, ConnectionRefusedError), str(error))
             return
-        if self._connection.getsockname() == self._connection.getpeername():
+        try:
+            met_itself = self._connection.getsockname() == self._connection.getpeername()
+        except OSError as error:  # it has been reset since
+            self._fail(False, str(error))
+            return
+        if met_itself:
             # A port of this host that nobody listens to was dialed, and the system chose it for this end, too.
             self._fail(True, "nobody listens: the connection met itself")
             return

@@ -128,7 +128,7 @@ class Node:
         assert view is not None and self._joining is not None
         self.gate.put_off()
         self._peers.close()
-        self._agreement = self._agreement.of_a_joiner_again()
+        self._agreement = self._agreement.of_a_joiner_again(number)
         self._update_reachable()
         self._joining.begin([(member.host, member.port) for member in view.members if member.uid != self.me.uid])
 

@@ -139,67 +139,96 @@ class Watcher:
                 raise AssertionError(f"nothing was said for {LONGEST_WAIT_S:g} s, waiting for {what}: {self.steps}")
 
 
-def run(args) -> dict:
-    """Returns the pauses. Raises AssertionError if a rank fails, hangs, or has other bits."""
-    choose = random.Random(args.seed)
-    watcher = Watcher(args)
-    folder = Path(tempfile.mkdtemp(prefix="chaos"))
-    last = folder / "last"
-    alive = {watcher.fork((rank, str(folder / "store")), last=last) for rank in range(args.ranks)}
-    watcher.wait_for("the first steps", lambda: alive <= set(watcher.steps))
-    pauses, joins, num_first, began = [], [], 0, time.monotonic()
-    for kill in range(args.kills):
-        num = 2 if args.ranks > 3 and choose.random() < args.twice else 1
-        sizes = [watcher.steps[pid]["size"] for pid in alive]
-        assert min(sizes) <= args.ranks
-        time.sleep(choose.random() * args.spread)
-        while watcher.read(0):
+class Chaos:
+    """One run: kills and joins, and how long they took."""
+
+    def __init__(self, args) -> None:
+        self.args, self.choose, self.watcher = args, random.Random(args.seed), Watcher(args)
+        folder = Path(tempfile.mkdtemp(prefix="chaos"))
+        self.last = folder / "last"
+        self.alive = {self.watcher.fork((rank, str(folder / "store")), last=self.last) for rank in range(args.ranks)}
+        self.watcher.wait_for("the first steps", lambda: self.alive <= set(self.watcher.steps))
+        self.pauses: list[float] = []
+        self.joins: list[float] = []
+        self.num_oldest = 0
+
+    def kill(self) -> float:
+        """Kills a rank or two at a random moment; returns when."""
+        num = 2 if self.args.ranks > 3 and self.choose.random() < self.args.twice else 1
+        time.sleep(self.choose.random() * self.args.spread)
+        while self.watcher.read(0):
             pass
-        oldest = min(alive, key=lambda pid: watcher.ready[pid]["at"])
-        victims = choose.sample(sorted(alive), num)
-        num_first += oldest in victims
-        before = max(told["view"] for told in watcher.steps.values())
+        oldest = min(self.alive, key=lambda pid: self.watcher.ready[pid]["at"])
+        victims = self.choose.sample(sorted(self.alive), num)
+        self.num_oldest += oldest in victims
         killed = time.monotonic()
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            alive.discard(pid)
-        early = choose.random() < args.early  # a rank may join before the others have gone on
-        joiners = set()
-        for moment in ("early", "late"):
-            if (moment == "early") == early:
-                for _ in victims:
-                    address = watcher.ready[choose.choice(sorted(alive))]["address"]
-                    joiners.add(watcher.fork(address=address, last=last))
-            if moment == "early":
-                watcher.wait_for("survivors", lambda: all(watcher.steps[pid]["view"] > before for pid in alive))
-                pauses.append(max(watcher.first_of_view[pid][1] for pid in alive) - killed)
-        forked = time.monotonic()
-        watcher.wait_for("joiners", lambda: joiners <= set(watcher.steps))
-        joins += [watcher.first_steps[pid] - forked for pid in joiners]
-        alive |= joiners
+            self.alive.discard(pid)
+        return killed
+
+    def join(self) -> set[int]:
+        """Starts as many ranks as are missing, each with the address of any living one."""
+        known = self.watcher.ready
+        missing = self.args.ranks - len(self.alive)
+        addresses = [known[self.choose.choice(sorted(self.alive))]["address"] for _ in range(missing)]
+        return {self.watcher.fork(address=address, last=self.last) for address in addresses}
+
+    def wait_for_survivors(self, view: int, killed: float) -> None:
+        """Waits until all that live have ended a step in a view after `view`."""
+        first = self.watcher.first_of_view
+        self.watcher.wait_for("survivors", lambda: all(first[pid][0] > view for pid in self.alive))
+        self.pauses.append(max(first[pid][1] for pid in self.alive) - killed)
+
+    def wait_for_joiners(self, joiners: set[int], forked: float) -> None:
+        """Waits until they have ended a step."""
+        self.watcher.wait_for("joiners", lambda: joiners <= set(self.watcher.steps))
+        self.joins += [self.watcher.first_steps[pid] - forked for pid in joiners]
+        self.alive |= joiners
+
+    def change(self) -> None:
+        """A kill, and a join: at once, or when the survivors have gone on."""
+        view = max(told["view"] for told in self.watcher.steps.values())
+        killed = self.kill()
+        at_once = self.choose.random() < self.args.early
+        forked, joiners = time.monotonic(), self.join() if at_once else set()
+        self.wait_for_survivors(view, killed)
+        if not at_once:
+            forked, joiners = time.monotonic(), self.join()
+        self.wait_for_joiners(joiners, forked)
+
+    def end(self) -> list[list]:
+        """Lets all ranks end; returns the changes that they have counted."""
+        end = max(self.watcher.digests) + 20
+        self.last.with_suffix(".new").write_text(str(end))
+        self.last.with_suffix(".new").rename(self.last)
+        self.watcher.wait_for("the end", lambda: self.alive <= set(self.watcher.ended))
+        for pid in self.alive:
+            _, status = os.waitpid(pid, 0)
+            assert status == 0, f"{pid} ended with {status}"
+        return [change for changes in self.watcher.ended.values() for change in changes]
+
+
+def run(args) -> dict:
+    """Returns the pauses. Raises AssertionError if a rank fails, hangs, or has other bits."""
+    began = time.monotonic()
+    chaos = Chaos(args)
+    for number in range(1, args.kills + 1):
+        chaos.change()
         if args.say:
-            print(
-                fX,
-                flush=True,
-            )
-    end = max(watcher.digests) + 20
-    last.with_suffix(".new").write_text(str(end))
-    last.with_suffix(".new").rename(last)
-    watcher.wait_for("the end", lambda: alive <= set(watcher.ended))
-    for pid in alive:
-        _, status = os.waitpid(pid, 0)
-        assert status == 0, f"{pid} ended with {status}"
-    changes = [change for changes in watcher.ended.values() for change in changes]
+            step, pause_s, join_s = max(chaos.watcher.digests), chaos.pauses[-1], chaos.joins[-1]
+            print(f"{number} of {args.kills}: step {step}, pause {pause_s:.2f} s, join {join_s:.2f} s", flush=True)
+    changes = chaos.end()
     return {
         "ranks": args.ranks,
         "kills": args.kills,
-        "of the oldest rank": num_first,
-        "steps": max(watcher.digests) + 1,
-        "kill to next step, p50 s": round(statistics.median(pauses), 3),
-        "kill to next step, worst s": round(max(pauses), 3),
-        "join to first step, p50 s": round(statistics.median(joins), 3),
-        "join to first step, worst s": round(max(joins), 3),
+        "of the oldest rank": chaos.num_oldest,
+        "steps": max(chaos.watcher.digests) + 1,
+        "kill to next step, p50 s": _median(chaos.pauses),
+        "kill to next step, worst s": round(max(chaos.pauses), 3),
+        "join to first step, p50 s": _median(chaos.joins),
+        "join to first step, worst s": round(max(chaos.joins), 3),
         "pause of a loss, p50 s": _median([pause for pause, lost, _ in changes if lost]),
         "pause of a join, p50 s": _median([pause for pause, lost, joined in changes if joined and not lost]),
         "whole s": round(time.monotonic() - began, 1),

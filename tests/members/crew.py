@@ -8,6 +8,7 @@ groups that both go on have different values for one step.
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -58,7 +59,7 @@ class Trainee:
         self.data = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.data.bind((settings.host, 0))
         self.data.settimeout(0.01)
-        self.latest: dict[str, list[int]] = {}
+        self.latest: dict[tuple[str, int], int] = {}  # by uid and view
         self.values: dict[int, str] = {-1: ""}
         self.last = -1
         self.advanced = threading.Condition()
@@ -118,12 +119,12 @@ class Trainee:
                     self.data.sendto(message, (member.host, member.info["port"]))
 
         send()
-        while any(self.latest.get(member.uid, [-1, -1]) < [view.number, step] for member in others):
+        while any(self.latest.get((member.uid, view.number), -1) < step for member in others):
             if self.stopped.is_set():
                 raise Stopped
             try:
-                uid, *at = json.loads(self.data.recv(1024))
-                self.latest[uid] = max(at, self.latest.get(uid, [-1, -1]))
+                uid, number, at = json.loads(self.data.recv(1024))
+                self.latest[uid, number] = max(at, self.latest.get((uid, number), -1))
             except TimeoutError:
                 send()
             except OSError:
@@ -155,8 +156,10 @@ class Trainee:
                 time.sleep(self.settings.pause_in_install_s)
             self.stopped.clear()
             try:
-                self.catch_up(decision)
+                value = self.catch_up(decision)
                 if self.plane.install(view, HANG_S):
+                    if value is not None:
+                        self.finish(view.step - 1, value, view, "fetched")
                     self.plane.installed(view)
                     self.log("installed", number=view.number)
                     return view
@@ -166,12 +169,13 @@ class Trainee:
                 self.log("again", text=str(error))
             decision = self.plane.recover()
 
-    def catch_up(self, decision) -> None:
-        """Fetches what others have finished."""
+    def catch_up(self, decision) -> str | None:
+        """Fetches the value that others have finished; None if this process has it. It counts once the view is
+        installed: if its owner is lost before, the others add that step up again."""
         view, wanted = decision.view, decision.view.step - 1
         if self.last >= wanted:
             assert self.last == wanted, f"step {self.last} was finished, and the view begins with {wanted + 1}"
-            return
+            return None
         joins = self.uid in [member.uid for member in decision.joined]
         joined = [member.uid for member in decision.joined]
         sources = [
@@ -183,7 +187,7 @@ class Trainee:
         memory = memoryview(bytearray(64))
         kind = "fetch state" if joins else "fetch means"
         _, payload = self.plane.request(sources[wanted % len(sources)], kind, {"step": wanted}, memory)
-        self.finish(wanted, bytes(payload).decode(), view, "fetched")
+        return bytes(payload).decode()
 
     def run(self, founder: int | None, address: str | None) -> None:
         self.listen(founder is not None)
@@ -311,17 +315,16 @@ class Crew:
         return self.events(name, "error")[0]
 
     def check(self) -> None:
-        """One number has one list of members, and one step has one value, whoever says so."""
+        """One number has one list of members, and one step has one value, whoever says so. The last step of a process
+        does not count: it may have finished it alone and been lost, and then the others added it up without it."""
         views: dict[int, tuple] = {}
-        values: dict[int, tuple] = {}
+        values: dict[int, dict] = {}
         for name in self.processes:
-            last = -1
-            for entry in self.events(name):
-                if entry["event"] == "view":
-                    known = views.setdefault(entry["number"], (entry["uids"], entry["step"], name))
-                    assert known[:2] == (entry["uids"], entry["step"]), (entry, known, name)
-                elif entry["event"] == "step":
-                    known = values.setdefault(entry["step"], (entry["value"], name, entry["number"]))
-                    assert known[0] == entry["value"], f"two groups: {entry} of {name}, and {known}"
-                    assert last in (-1, entry["step"] - 1), f"{name} went from step {last} to {entry['step']}"
-                    last = entry["step"]
+            steps = self.events(name, "step")
+            for entry in self.events(name, "view"):
+                known = views.setdefault(entry["number"], (entry["uids"], entry["step"], name))
+                assert known[:2] == (entry["uids"], entry["step"]), (entry, known, name)
+            for entry, following in itertools.pairwise(steps):
+                assert following["step"] == entry["step"] + 1, f"{name} went from {entry} to {following}"
+                known = values.setdefault(entry["step"], {**entry, "name": name})
+                assert known["value"] == entry["value"], f"two groups: {entry} of {name}, and {known}"

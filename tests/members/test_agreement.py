@@ -60,7 +60,7 @@ class Process:
             others = {process.uid for process in self.world.alive() if process.knows(self.uid)}
         else:
             others = set(self.rules.view.uids)
-        for uid in (others | set(self.rules._joiners)) - {self.uid}:
+        for uid in sorted((others | set(self.rules._joiners)) - {self.uid}):
             self.send(uid, message)
 
     def knows(self, uid):
@@ -89,7 +89,7 @@ class Process:
 
     def put_off(self, number):
         self.gate.put_off()
-        self.rules = self.rules.of_a_joiner_again()
+        self.rules = self.rules.of_a_joiner_again(number)
         self.waits_to_join = True
 
     def send_away(self, uid):
@@ -151,8 +151,9 @@ class Process:
                 if self.gate.is_stopped:
                     return
             self.world.begun[self.uid] = at
+            self.world.took_part.setdefault(at, set()).add(self.uid)
         # A collective: all have begun this step in this view. What was sent before a death still arrives.
-        if all(self.world.begun.get(uid, (-1, -1)) >= at for uid in self.view.uids):
+        if self.world.took_part[at] >= set(self.view.uids):
             if not any(self.world.is_cut(self.uid, uid) for uid in self.view.uids):
                 if self.gate.finish_step(self.step):
                     before = self.values[self.step - 1]
@@ -198,6 +199,7 @@ class World:
         self.links = collections.defaultdict(collections.deque)
         self.cuts: set[frozenset[str]] = set()
         self.begun: dict[str, tuple[int, int]] = {}
+        self.took_part: dict[tuple[int, int], set[str]] = {}
         self.views: dict[int, tuple] = {}
         self.now = 0.0
         view = View(0, tuple(self.add(f"p{rank}").member for rank in range(num_founders)), 0)

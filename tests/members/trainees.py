@@ -1,0 +1,238 @@
+"""Ranks that train with members, follow a script, and write what each step gave them.
+
+A rank's gradients are whole numbers that depend on its name and the step, so a test knows what their mean must be.
+"""
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from patience import HANG_S
+
+import fusedcomm
+from fusedcomm import members as _package  # noqa: F401  (imported before processes are forked)
+from fusedcomm.members.training import Training
+
+PRELOADED = ["trainees", "fusedcomm.reducer.reducer"]
+SHAPES = ((40, 33), (64, 32), (17, 128))
+"""Of the parameters; each has a bucket of its own."""
+
+
+@dataclass
+class Script:
+    """What all ranks do. die: by name, (step, moment); see Trainee."""
+
+    folder: str
+    config: dict[str, Any]
+    num_founders: int = 3
+    num_steps: int = 8
+    min_ranks: int = 1
+    microbatches: int | None = None
+    die: dict[str, tuple[int, str]] = field(default_factory=dict)
+    late: tuple[str, int] | None = None  # a rank whose step never counts before the others have finished it
+    hold: dict[str, int] = field(default_factory=dict)  # by name: a step before which it waits for the file "go"
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    find_unused: bool = False
+    silence: float = 10.0
+
+
+def gradient(name: str, step: int, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """float32 whole numbers of both signs, different for each rank, step and parameter."""
+    generator = torch.Generator().manual_seed(1000003 * step + 1009 * parameter + sum(map(ord, name)))
+    return torch.randint(-100, 101, shape, generator=generator).float()
+
+
+class Trainee:
+    """One rank. Moments to die: "before" the backward pass, "between" two buckets, "handed" over but without means,
+    "finished" with all means but before it counts."""
+
+    def __init__(self, script: Script, name: str, address: str | None) -> None:
+        self.script, self.name, self.folder = script, name, Path(script.folder)
+        self.joins = address is not None
+        torch.set_num_threads(1)
+        if address is None:
+            store = dist.FileStore(str(self.folder / "store"), script.num_founders)
+            dist.init_process_group("gloo", store=store, rank=int(name), world_size=script.num_founders)
+        self.members = fusedcomm.Members(
+            join=address, min_ranks=script.min_ranks, microbatches=script.microbatches, silence=script.silence
+        )
+        self.parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in script.shapes]
+        if self.joins:  # whatever it begins with, it gets the others'
+            for parameter in self.parameters:
+                parameter.data.fill_(7)
+        self.comm = fusedcomm.GradReducer(
+            [(f"p{i}", parameter) for i, parameter in enumerate(self.parameters)],
+            fusedcomm.Config(**script.config),
+            bucket_mib=1e-6,
+            members=self.members,
+            find_unused_parameters=script.find_unused,
+            quiet=True,
+        )
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.25, momentum=0.5)
+        self.members.carry(optimizer=self.optimizer)
+        self.write("ready", {"address": self.members.address, "step": self.members.step})
+        if script.late is not None and script.late[0] == name:
+            self.be_late(script.late[1])
+
+    def write(self, what: str, value: Any) -> None:
+        """The file appears whole."""
+        target = self.folder / f"{self.name}.{what}"
+        torch.save(value, target.with_suffix(".new"))
+        os.rename(target.with_suffix(".new"), target)
+
+    def be_late(self, step: int) -> None:
+        """In that step this rank has means that it does not trust: it must fetch all of them."""
+        training: Training = self.comm.runs
+        finish, fetch = training.finish, training._fetch
+
+        def late_finish() -> bool:
+            while training.step == step and not training._frozen:
+                time.sleep(0.001)
+            return finish()
+
+        def fetch_all(ahead: list) -> bool:
+            if training.step == step:
+                for parameter in self.parameters:
+                    parameter.grad.zero_()
+                buckets = range(len(self.parameters))
+                training.session = Untrusting(training.session, list(buckets))
+            done = fetch(ahead)
+            training.session = getattr(training.session, "real", training.session)
+            return done
+
+        training.finish, training._fetch = late_finish, fetch_all
+        self.comm.native.use(finish=training.finish, recover=training.recover)
+
+    def dies(self, step: int, moment: str) -> bool:
+        return self.script.die.get(self.name) == (step, moment)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def backward(self, step: int) -> None:
+        """One pass whose gradients are gradient(…)."""
+        loss = sum(
+            (parameter * gradient(self.name, step, i, tuple(parameter.shape))).sum()
+            for i, parameter in enumerate(self.parameters)
+        )
+        hooks = []
+        if self.dies(step, "between"):  # gradients arrive from the last parameter to the first
+            hooks.append(self.parameters[0].register_hook(lambda _: self.die()))
+        if self.dies(step, "handed"):
+            original = self.comm.runs.finish
+            self.comm.native.use(finish=lambda: self.die() or original(), recover=self.comm.runs.recover)
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+
+    def step(self, step: int) -> None:
+        if step == self.script.hold.get(self.name):
+            wait_for(self.folder / "go")
+        if self.dies(step, "before"):
+            self.die()
+        self.optimizer.zero_grad()
+        for left in range(self.members.portion[1], 0, -1):
+            with self.comm.no_sync() if left > 1 else contextlib.nullcontext():
+                self.backward(step)
+        means = [parameter.grad.clone() for parameter in self.parameters]
+        self.optimizer.step()
+        told = {"means": means, "parameters": [parameter.detach().clone() for parameter in self.parameters]}
+        told |= {"view": self.members.view, "size": self.members.size, "portion": self.members.portion}
+        self.write(f"step.{step}", told)
+
+    def run(self) -> None:
+        while self.members.step < self.script.num_steps:
+            self.step(self.members.step)
+        changes = [vars(change) for change in self.comm.stats().changes]
+        self.write("end", {"changes": changes, "residuals": self.comm.session.synchronizer.residuals()})
+
+
+class Untrusting:
+    """A session whose synchronizer says that it misses all means."""
+
+    def __init__(self, real: Any, missing: list[int]) -> None:
+        self.real, self._missing = real, missing
+        self.synchronizer = self
+
+    def missing_means(self) -> list[int]:
+        return self._missing
+
+    def complete_bucket(self, bucket: int, means: torch.Tensor) -> None:
+        self.real.synchronizer.complete_bucket(bucket, means)
+
+
+def main(script: Script, name: str, address: str | None) -> None:
+    """The process of a rank."""
+    try:
+        trainee = Trainee(script, name, address)
+        trainee.run()
+        wait_for(Path(script.folder) / "leave")
+        trainee.members.leave()
+    except BaseException as error:
+        kinds = [type(error).__name__]
+        Path(script.folder, f"{name}.new").write_text(f"{kinds[0]}: {error}\n{traceback.format_exc()}")
+        os.rename(Path(script.folder, f"{name}.new"), Path(script.folder, f"{name}.failed"))
+        wait_for(Path(script.folder) / "leave")
+    os._exit(0)
+
+
+def wait_for(path: Path) -> None:
+    """Waits until the file exists."""
+    waited = threading.Event()
+    until = time.monotonic() + HANG_S
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{path} did not appear within {HANG_S:g} s")
+        waited.wait(0.005)
+
+
+class Team:
+    """The processes of a test."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.folder = script, Path(script.folder)
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self.processes = {str(rank): self._start(str(rank), None) for rank in range(script.num_founders)}
+
+    def _start(self, name: str, address: str | None) -> Any:
+        process = self._context.Process(target=main, args=(self.script, name, address), daemon=True)
+        process.start()
+        return process
+
+    def join(self, name: str, of: str) -> None:
+        """Starts a rank that joins by the address of another one."""
+        self.processes[name] = self._start(name, self.read(of, "ready")["address"])
+
+    def read(self, name: str, what: str) -> Any:
+        """Waits until the rank has written it. Raises RuntimeError if the rank has failed."""
+        path, failed = self.folder / f"{name}.{what}", self.folder / f"{name}.failed"
+        until = time.monotonic() + HANG_S
+        while not path.exists():
+            if failed.exists():
+                raise RuntimeError(failed.read_text())
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank {name} has not written {what} within {HANG_S:g} s")
+            time.sleep(0.005)
+        return torch.load(path, weights_only=False)
+
+    def failure(self, name: str) -> str:
+        """Waits until the rank has failed; its error."""
+        wait_for(self.folder / f"{name}.failed")
+        return (self.folder / f"{name}.failed").read_text()
+
+    def close(self) -> None:
+        (self.folder / "leave").touch()
+        for process in self.processes.values():
+            process.join(HANG_S)
+            if process.is_alive():
+                process.kill()
