@@ -132,6 +132,11 @@ class Watcher:
             if told["view"] > self.first_of_view.get(pid, (-1, 0.0))[0]:
                 self.first_of_view[pid] = (told["view"], told["at"])
 
+    def forget(self, pid: int) -> None:
+        """The process has ended, and another may get its number."""
+        for told in (self.ready, self.steps, self.first_steps, self.first_of_view):
+            told.pop(pid, None)
+
     def wait_for(self, what, condition) -> None:
         """Waits until condition() holds."""
         while not condition():
@@ -166,6 +171,9 @@ class Chaos:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             self.alive.discard(pid)
+            while self.watcher.read(0):
+                pass  # its last words
+            self.watcher.forget(pid)
         return killed
 
     def join(self) -> set[int]:
