@@ -19,6 +19,7 @@
 #include "gradients/bucket_record.h"
 #include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
+#include "gradients/pass_digest.h"
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
@@ -96,6 +97,7 @@ class Synchronizer {
 
   PassEpilogue& epilogue() { return epilogue_; }
   PassWeights& weights() { return weights_; }
+  PassDigests& digests() { return digests_; }
   const ErrorMonitor& monitor() const { return monitor_; }
   // Waits for the device, so that the monitor's results can be read.
   void settle() const;
@@ -129,6 +131,7 @@ class Synchronizer {
   ErrorMonitor monitor_;
   PassEpilogue epilogue_;
   PassWeights weights_;
+  PassDigests digests_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;
