@@ -1,5 +1,6 @@
 // The digest of a bucket: CRCs of bytes that two or more ranks have in common, so that a bit that changes on its way
-// from one to the other, or in the memory of one, is noticed when ranks compare their digests (gradients/pass_digest.h).
+// from one to the other, or in the memory of one, is noticed when ranks compare their digests
+// (gradients/pass_digest.h).
 //
 //   means   every rank has the same: the messages that are decoded into gradients, or a result that no message has
 //   links   rank a has of what it sent to b what b has of what it received from a: parts of gradients, and means
@@ -33,11 +34,11 @@ struct LinkDigest {
 
 // What digests have in common: of a chunk, of all buckets of a pass.
 struct Digest {
-  explicit Digest(int world_size)
-      : sent(static_cast<size_t>(world_size)), received(static_cast<size_t>(world_size)) {}
+  explicit Digest(int world_size) : sent(static_cast<size_t>(world_size)), received(static_cast<size_t>(world_size)) {}
   // Goes on with the digest of what follows. The order counts.
   void add(const Digest& next);
-  // Means that are a message of each rank, which has sent it to all others. own: this rank. crc_of: of a rank's message.
+  // Means that are a message of each rank, which has sent it to all others. own: this rank. crc_of: of a rank's
+  // message.
   void add_messages(int own, uint32_t LinkDigest::* kind, const std::function<uint32_t(int64_t)>& crc_of);
 
   uint32_t means = 0;

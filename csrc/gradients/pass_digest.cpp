@@ -102,7 +102,7 @@ PassDigests::PassDigests(bool is_on, Engine* engine, std::shared_ptr<TensorTrans
       transport_(std::move(transport)),
       digest_(engine->world_size()) {}
 
-std::shared_ptr<BucketDigest> PassDigests::begin_bucket(const Bucket& bucket, int64_t num_chunks) {
+std::shared_ptr<BucketDigest> PassDigests::begin_bucket(const Bucket& bucket, const BucketJob& job) {
   if (!is_on_) return nullptr;
   std::unique_lock<std::mutex> lock(mutex_);
   const bool begins = bucket.is_alone ? !in_pass_ : bucket.index == 0;
@@ -110,12 +110,12 @@ std::shared_ptr<BucketDigest> PassDigests::begin_bucket(const Bucket& bucket, in
   if (begins && num_passes_ != 0) {
     const Message ahead = message();
     lock.unlock();
-    send(ahead);
+    send(ahead, job.label->text);  // a rank that is late with the message is late with the bucket
     lock.lock();
   }
   num_passes_ += begins;
   ++num_submitted_;
-  return std::make_shared<BucketDigest>(engine_->rank(), engine_->world_size(), num_chunks,
+  return std::make_shared<BucketDigest>(engine_->rank(), engine_->world_size(), job.num_chunks(),
                                         [this](const Digest& digest) {
                                           std::lock_guard<std::mutex> inner_lock(mutex_);
                                           ++num_ended_;
@@ -128,7 +128,7 @@ FuturePtr PassDigests::compare_now() {
   std::unique_lock<std::mutex> lock(mutex_);
   const Message ahead = message();
   lock.unlock();
-  return send(ahead);
+  return send(ahead, "the ranks' digests");
 }
 
 PassDigests::Message PassDigests::message() const {
@@ -145,15 +145,13 @@ PassDigests::Message PassDigests::message() const {
   return message;
 }
 
-FuturePtr PassDigests::send(const Message& message) {
-  static const auto kLabel =
-      std::make_shared<const BucketLabel>("digests", "the ranks' digests of what they received in the step before");
+FuturePtr PassDigests::send(const Message& message, const std::string& what) {
   const at::NoGradGuard no_grad;
   const FuturePtr future = make_future(at::kCPU);
   const at::Tensor all = at::empty({engine_->world_size() * message.own.numel()}, at::kLong);
   auto job = std::make_shared<BucketJob>();
   job->counted = false;
-  job->label = kLabel;
+  job->label = std::make_shared<const BucketLabel>("digests", what);
   job->on_done = [future, all](std::exception_ptr error) { complete(*future, all, std::move(error)); };
   PassthroughStages stages;
   stages.scatter = [transport = transport_, own = message.own, all](Lane::Completion done) {

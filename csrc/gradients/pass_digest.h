@@ -52,9 +52,9 @@ class PassDigests {
   // `engine` must outlive this object, but its lanes must end before it does.
   PassDigests(bool is_on, Engine* engine, std::shared_ptr<TensorTransport> transport);
 
-  // The digest of a bucket that is about to be submitted; null where none is taken. The first bucket of a pass sends the
-  // message. num_chunks: as the bucket's job has them.
-  std::shared_ptr<BucketDigest> begin_bucket(const Bucket& bucket, int64_t num_chunks);
+  // The digest of a bucket whose job is about to be submitted; null where none is taken. The first bucket of a pass
+  // sends the message.
+  std::shared_ptr<BucketDigest> begin_bucket(const Bucket& bucket, const BucketJob& job);
   // Sends the message now, for a checkpoint. The future receives the messages of all ranks, or the error. Null where no
   // digests are taken. A collective call, between passes.
   FuturePtr compare_now();
@@ -68,7 +68,8 @@ class PassDigests {
   };
   // Call it with mutex_ held.
   Message message() const;
-  FuturePtr send(const Message& message);
+  // what: names the message where it is late or lost.
+  FuturePtr send(const Message& message, const std::string& what);
   // Call it on the unpack lane.
   void compare(const Message& message, const at::Tensor& of_all);
 

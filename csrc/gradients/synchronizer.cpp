@@ -121,7 +121,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   auto future = make_future(device_);
   auto job = make_job(bucket, record, turn.step, *engine_, transport_->place(), future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
-  job->digest = digests_.begin_bucket(bucket, job->num_chunks());
+  job->digest = digests_.begin_bucket(bucket, *job);
   if (record->passthrough) {
     submit_passthrough(std::move(job), gradients, epilogue.unscale, weight, future, engine_.get(), transport_);
     return future;
