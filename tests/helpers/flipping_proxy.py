@@ -19,8 +19,9 @@ HEADER_NBYTES = 48
 GREETING_NBYTES = 8
 
 # A sockaddr_in in a sockaddr_storage: family, port, address, zeros.
-_ADDRESS = re.compile(rb"\x02\x00(..)(....)\x00{8}", re.DOTALL)
+_HOST = "127.0.0.1"
 _SEARCHED_PORTS = 64
+_ADDRESS = re.compile(rb"\x02\x00(..)" + re.escape(socket.inet_aton(_HOST)) + rb"\x00{8}", re.DOTALL)
 
 
 @dataclasses.dataclass
@@ -54,7 +55,7 @@ class Flip:
 
 
 class FlippingProxies:
-    """The proxies of two ranks, whose store listens at `store_port` of this host.
+    """The proxies of two ranks, whose store listens at `store_port` of this host. They use its loopback device.
 
     ``ports[rank]`` is where a rank finds the store. Set `flip` at any time. Use it in a ``with`` block.
     """
@@ -63,12 +64,12 @@ class FlippingProxies:
         self.flip: Flip | None = None
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._proxied: dict[tuple[bytes, bytes], bytes] = {}
+        self._proxied: dict[bytes, bytes] = {}
         self.ports = []
         for rank in range(2):
-            listener = socket.create_server(("127.0.0.1", 0))
+            listener = socket.create_server((_HOST, 0))
             self.ports.append(listener.getsockname()[1])
-            self._serve(listener, ("127.0.0.1", store_port), partial(self._replaced, rank), lambda data: data)
+            self._serve(listener, (_HOST, store_port), partial(self._replaced, rank), lambda data: data)
 
     def __enter__(self) -> "FlippingProxies":
         return self
@@ -121,24 +122,25 @@ class FlippingProxies:
         """What a rank says to the store, with its addresses replaced."""
 
         def replace(match: re.Match) -> bytes:
-            port, host = match[1], match[2]
-            if (port, host) not in self._proxied:
-                self._proxied[port, host] = self._proxy_of(rank, socket.inet_ntoa(host), int.from_bytes(port, "big"))
-            return b"\x02\x00" + self._proxied[port, host] + host + bytes(8)
+            port = match[1]
+            if port not in self._proxied:
+                self._proxied[port] = self._add_proxy(rank, int.from_bytes(port, "big"))
+            return b"\x02\x00" + self._proxied[port] + socket.inet_aton(_HOST) + bytes(8)
 
         return _ADDRESS.sub(replace, data)
 
-    def _proxy_of(self, rank: int, host: str, port: int) -> bytes:
-        """The port of a proxy of this address. The rank with the greater port connects to the other one, so the proxy's
-        port is next to the real one, that both ranks compare alike."""
+    def _add_proxy(self, rank: int, port: int) -> bytes:
+        """Returns the port of a new proxy for this port of a rank. It is next to the real one: of two ranks the one with
+        the greater address connects to the other, and each compares its own address with that of the other's proxy. If
+        the two ranks' ports are neighbors, they do not connect."""
         for near in range(port + 1, port + _SEARCHED_PORTS):
             with contextlib.suppress(OSError):
-                listener = socket.create_server((host, near))
+                listener = socket.create_server((_HOST, near))
                 break
         else:
             raise RuntimeError(f"no free port next to {port}")
-        inward = _Messages(self, 1 - rank, GREETING_NBYTES)
-        self._serve(listener, (host, port), inward, _Messages(self, rank, 0))
+        inward, outward = _Messages(self, 1 - rank, GREETING_NBYTES), _Messages(self, rank, 0)
+        self._serve(listener, (_HOST, port), inward, outward)
         return near.to_bytes(2, "big")
 
 
