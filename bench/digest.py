@@ -1,7 +1,7 @@
 """What do the ranks' digests cost in a step?
 
-DDP with parameters of 25 and 100 MiB on local ranks over gloo. A backward pass is dot products, real autograd and cheap,
-so that the share of the digests is the largest that it can be. Two attachments take turns, one with Checks(digest=True)
+DDP with parameters of 25 and 100 MiB on local ranks over gloo. A backward pass is dot products, real autograd and
+cheap, so that the share of the digests is the largest that it can be. Two attachments take turns, one with Checks(digest=True)
 and one with False. The time of a step is the slowest rank's. The CPU time of a step is that of all threads of a rank,
 the mean over ranks: it is less noisy where ranks share cores. Before anything is timed, both attachments' means are
 compared: they must be equal, bit for bit.
@@ -111,7 +111,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mib", nargs="+", type=int, default=[25, 100], help="sizes of the gradients (25 100)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each way (60)")
-    parser.add_argument("--quick", action="store_true", help="int8, 25 MiB, two ranks, 10 rounds, where not given otherwise")
+    parser.add_argument(
+        "--quick", action="store_true", help="int8, 25 MiB, two ranks, 10 rounds, where not given otherwise"
+    )
     parser.add_argument("--json", metavar="PATH", help="file for the results")
     if parser.parse_args().quick:
         parser.set_defaults(wires=["int8"], mib=[25], ranks=[2], rounds=10)

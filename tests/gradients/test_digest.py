@@ -158,7 +158,9 @@ def test_without_digests_nobody_notices(ranks):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("wire, sum", [("int8", "two-shot"), ("bf16", "one-shot"), ("fp32", "exact"), ("bf16", "direct")])
+@pytest.mark.parametrize(
+    "wire, sum", [("int8", "two-shot"), ("bf16", "one-shot"), ("fp32", "exact"), ("bf16", "direct")]
+)
 def test_ranks_that_received_the_same_agree(ranks, world_size, wire, sum):
     found = ranks.run(steps, Config(wire, sum=sum), world_size=world_size)
     for step, text, (last_pass, outvoted, links, means), gradients in found:

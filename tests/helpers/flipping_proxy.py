@@ -130,9 +130,11 @@ class FlippingProxies:
         return _ADDRESS.sub(replace, data)
 
     def _add_proxy(self, rank: int, port: int) -> bytes:
-        """Returns the port of a new proxy for this port of a rank. It is next to the real one: of two ranks the one with
-        the greater address connects to the other, and each compares its own address with that of the other's proxy. If
-        the two ranks' ports are neighbors, they do not connect."""
+        """Returns the port of a new proxy for this port of a rank.
+
+        It is next to the real one: of two ranks the one with the greater address connects to the other, and each
+        compares its own address with that of the other's proxy. Two ranks whose ports are neighbors do not connect.
+        """
         for near in range(port + 1, port + _SEARCHED_PORTS):
             with contextlib.suppress(OSError):
                 listener = socket.create_server((_HOST, near))
