@@ -303,8 +303,9 @@ class Config(Options):
                 "fusedcomm: Feedback(unsharded=True) is for FSDP2's reduce-scatters, and here are none: leave it out"
             )
 
-    def refuse_digest(self, device_type: str) -> None:
-        """Raises ValueError if digests are asked for on a device that has none."""
+    def refuse_on(self, device_type: str) -> None:
+        """Raises ValueError for an option that a session for gradients on this kind of device does not have."""
+        self.refuse_unsharded()
         if self.checks.digest and device_type != "cpu":
             raise ValueError(
                 f"fusedcomm: Checks(digest=True) is not possible for gradients on {device_type}: digests are taken of "

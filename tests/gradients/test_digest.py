@@ -216,10 +216,10 @@ def test_what_agrees_is_no_problem():
 
 def test_a_device_without_digests_refuses_them_by_name():
     with pytest.raises(ValueError, match=r"^fusedcomm: Checks\(digest=True\) is not possible for gradients on cuda"):
-        Config("int8", checks=Checks(digest=True)).refuse_digest("cuda")
+        Config("int8", checks=Checks(digest=True)).refuse_on("cuda")
     for digest in (None, False):
-        Config("int8", checks=Checks(digest=digest)).refuse_digest("cuda")
-    Config("int8", checks=Checks(digest=True)).refuse_digest("cpu")
+        Config("int8", checks=Checks(digest=digest)).refuse_on("cuda")
+    Config("int8", checks=Checks(digest=True)).refuse_on("cpu")
 
 
 def test_the_option_is_a_flag():
