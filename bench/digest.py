@@ -2,9 +2,9 @@
 
 DDP with parameters of 25 and 100 MiB on local ranks over gloo. A backward pass is dot products, real autograd and
 cheap, so that the share of the digests is the largest that it can be. Two attachments take turns, one with
-Checks(digest=True) and one with False. The time of a step is the slowest rank's. The CPU time of a step is that of all threads of a rank,
-the mean over ranks: it is less noisy where ranks share cores. Before anything is timed, both attachments' means are
-compared: they must be equal, bit for bit.
+Checks(digest=True) and one with False. The time of a step is the slowest rank's. The CPU time of a step is that of
+all threads of a rank, the mean over ranks: it is less noisy where ranks share cores. Before anything is timed, both
+attachments' means are compared: they must be equal, bit for bit.
 
 Needs 2 GiB of memory for all ranks; five minutes, half a minute with --quick.
 """
