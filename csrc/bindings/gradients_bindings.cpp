@@ -187,6 +187,15 @@ void bind_synchronizer(py::module_& m) {
       .def_property_readonly(
           "weights", [](Synchronizer& synchronizer) -> PassWeights& { return synchronizer.weights(); },
           py::return_value_policy::reference_internal)
+      .def(
+          "last_digests", [](Synchronizer& synchronizer) { return synchronizer.digests().last(); }, NoGil())
+      // A collective call between passes. Throws if the ranks' digests do not agree.
+      .def(
+          "compare_digests",
+          [](Synchronizer& synchronizer) {
+            if (const FuturePtr future = synchronizer.digests().compare_now()) future->waitAndThrow();
+          },
+          NoGil())
       .def_property_readonly("transport", &Synchronizer::transport)
       .def("stats", &Synchronizer::stats, NoGil())
       .def_property_readonly(
@@ -203,6 +212,27 @@ void bind_synchronizer(py::module_& m) {
             return records;
           },
           NoGil());
+}
+
+// What the ranks have found about the bits that they sent each other.
+void bind_digests(py::module_& m) {
+  py::class_<DigestComparison>(m, "DigestComparison")
+      .def_readonly("first_pass", &DigestComparison::first_pass)
+      .def_readonly("last_pass", &DigestComparison::last_pass)
+      .def_readonly("means", &DigestComparison::means)
+      .def_readonly("outvoted", &DigestComparison::outvoted)
+      // (from, to, whether it is one of means) of each.
+      .def_property_readonly("links",
+                             [](const DigestComparison& comparison) {
+                               std::vector<std::tuple<int, int, bool>> links;
+                               for (const auto& link : comparison.links) {
+                                 links.emplace_back(link.from, link.to, link.of_means);
+                               }
+                               return links;
+                             })
+      .def_property_readonly("agrees", &DigestComparison::agrees)
+      .def("text", &DigestComparison::text);
+  m.def("compare_digests", &compare_digests, py::arg("of_all"), py::arg("first_pass"), py::arg("last_pass"));
 }
 
 // Without the GIL, because a pass that begins holds its lock while it hands a message to the engine.
@@ -263,6 +293,7 @@ void bind_gradients(pybind11::module_& m) {
   bind_results(m);
   bind_epilogue(m);
   bind_weights(m);
+  bind_digests(m);
   bind_engine(m);
   bind_synchronizer(m);
   bind_fused_sum(m);

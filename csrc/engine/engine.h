@@ -66,6 +66,8 @@ class Engine {
 
   // Fails all jobs under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
+  // Fails all jobs under way and to come with `error`, whose text stays as it is.
+  void fail(std::exception_ptr error) { failure_->fail_as(std::move(error)); }
   bool has_failed() const { return failure_->has_failed(); }
   // Call it after stop(), for an engine that is kept only for its statistics.
   void free_workspaces();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "codec/args.h"
+#include "engine/digest.h"
 #include "engine/plan.h"
 #include "engine/profiler.h"
 #include "engine/stage.h"
@@ -70,6 +71,8 @@ struct BucketJob {
   float unscale = 1;
   // Σg² of each chunk's pieces, one for each payload, chunk by chunk; empty if they are not wanted.
   std::vector<double> squares;
+  // Null if ranks do not compare what they have received. Only with gradients in host memory.
+  std::shared_ptr<BucketDigest> digest;
   // Null if no profiler watches. Released before on_done is called, except after a failure.
   std::shared_ptr<const JobProfiler> profiler;
 

@@ -32,6 +32,9 @@ void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& 
 void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
            const PassWeightPtr& weight);
 
+// Takes the digest of gradients that are summed in place. Call it last: it sees them as the transport has left them.
+void digest_result(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients);
+
 // The bucket's part of the epilogue of the pass (epilogue.h). index: of the bucket in the pass.
 void finish(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients, size_t index,
             const PassEpilogue::Task& task, Device* device, PassEpilogue* epilogue);

@@ -24,6 +24,7 @@ struct ErrorMonitorOptions {
   int64_t measure_every = 0;       // steps from one measured step to the next; 0: never
   double fallback_error = 0;       // relative error of a verified bucket above which the bucket falls back; 0: never
   int fallback_wire = kExactWire;  // wire number that the parameters of such a bucket get
+  bool digest = false;             // whether ranks compare what they have received; on a CPU only
 
   // Calls visit(name, pointer to member) for each field, by its name in Config.native_checks() of
   // fusedcomm/config/config.py.
@@ -33,6 +34,7 @@ struct ErrorMonitorOptions {
     visit("measure_every", &ErrorMonitorOptions::measure_every);
     visit("fallback_error", &ErrorMonitorOptions::fallback_error);
     visit("fallback_wire", &ErrorMonitorOptions::fallback_wire);
+    visit("digest", &ErrorMonitorOptions::digest);
   }
 };
 

@@ -26,7 +26,8 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       records_(*engine_, transport_->place(), device),
       monitor_(options.monitor, engine_.get(), transport_.get()),
       weights_(engine_.get(), transport_, device),
-      kept_(device) {}
+      kept_(device),
+      digests_(options.monitor.digest && device.is_cpu(), engine_.get(), transport_) {}
 
 Synchronizer::~Synchronizer() {
   // Ending these joins threads. Such a thread may be releasing a tensor that Python refers to, which takes the GIL.
@@ -121,6 +122,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   auto future = make_future(device_);
   auto job = make_job(bucket, record, turn.step, *engine_, transport_->place(), future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
+  job->digest = digests_.begin_bucket(bucket, *job);
   if (record->passthrough) {
     submit_passthrough(std::move(job), gradients, epilogue.unscale, weight, future, engine_.get(), transport_);
     return future;
@@ -138,6 +140,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
     }
     if (weight) weigh(job, bucket, *record, weight);
     if (record->messages) keep(bucket, record, job, future);
+    if (job->digest && record->plan.in_place) digest_result(job, gradients);
     engine_->submit(std::move(job));
   }
   return future;

@@ -20,6 +20,7 @@
 #include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
 #include "gradients/kept_pass.h"
+#include "gradients/pass_digest.h"
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
@@ -103,6 +104,7 @@ class Synchronizer {
 
   PassEpilogue& epilogue() { return epilogue_; }
   PassWeights& weights() { return weights_; }
+  PassDigests& digests() { return digests_; }
   const ErrorMonitor& monitor() const { return monitor_; }
   // Waits for the device, so that the monitor's results can be read.
   void settle() const;
@@ -140,6 +142,7 @@ class Synchronizer {
   PassEpilogue epilogue_;
   PassWeights weights_;
   KeptPass kept_;
+  PassDigests digests_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

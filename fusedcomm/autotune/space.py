@@ -76,7 +76,8 @@ class Space:
         if self._base.needs_two_levels:
             # An exact wire refuses a local one that rounds.
             levels = dataclasses.replace(self._base.two_levels, local_wire=None)
-        return Config("fp32", checks=Checks(measure_every=0), chunks=self._base.chunks, hosts=levels)
+        checks = Checks(measure_every=0, digest=self._base.checks.digest)
+        return Config("fp32", checks=checks, chunks=self._base.chunks, hosts=levels)
 
     def _first(self, wire: str) -> Candidate:
         """The candidate with which a wire is tried first."""

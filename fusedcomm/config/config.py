@@ -303,6 +303,15 @@ class Config(Options):
                 "fusedcomm: Feedback(unsharded=True) is for FSDP2's reduce-scatters, and here are none: leave it out"
             )
 
+    def refuse_on(self, device_type: str) -> None:
+        """Raises ValueError for an option that a session for gradients on this kind of device does not have."""
+        self.refuse_unsharded()
+        if self.checks.digest and device_type != "cpu":
+            raise ValueError(
+                f"fusedcomm: Checks(digest=True) is not possible for gradients on {device_type}: digests are taken of "
+                "messages in host memory only. Leave it out, which means none here"
+            )
+
     @property
     def exempts_1d(self) -> bool:
         """Whether parameters with at most one dimension are sent exactly, beside others that are not."""
@@ -359,6 +368,7 @@ class Config(Options):
             measure_every=self.checks.measure_every,
             fallback_error=fallback.error if fallback else 0.0,
             fallback_wire=self.number_of(fallback.wire if fallback else self.wire),
+            digest=self.checks.digest is not False,
         )
 
     def is_one_shot(self, world_size: int) -> bool:

@@ -168,13 +168,20 @@ class Checks(Options):
             rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
             bytes for each element if there is no fp32 residual. 0: never.
         fallback: a :class:`Fallback`. None: buckets keep their wire.
+        digest: whether ranks compare in each step, by CRC-32C, what they received in the step before. Bits that a
+            network card, a cable or memory has changed then end training on every rank, with an error that names the
+            ranks and the links; without it the ranks' parameters would differ from then on, in silence. None: for
+            gradients on cpu. True is an error on cuda.
     """
 
     verify_every: int = 0
     measure_every: int = 1000
     fallback: Fallback | None = None
+    digest: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.digest is not None:
+            check.flag("Checks(digest)", self.digest)
         for option in ("verify_every", "measure_every"):
             possible = "a whole number of steps, or 0 for never"
             check.whole(f"Checks({option})", getattr(self, option), 0, _MOST, possible)

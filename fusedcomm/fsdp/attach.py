@@ -125,9 +125,10 @@ def refuse_options(config: Config) -> None:
     default = Config(config.wire)
     refused = {
         "sum": "every rank adds what is for it",
-        "checks": "of these only Checks(verify_every) is for FSDP2",
+        "checks": "of these only Checks(verify_every, digest) is for FSDP2",
     }
-    default = dataclasses.replace(default, checks=Checks(verify_every=config.checks.verify_every))
+    checks = Checks(verify_every=config.checks.verify_every, digest=config.checks.digest)
+    default = dataclasses.replace(default, checks=checks)
     for name, why in refused.items():
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"fusedcomm: {name}={getattr(config, name)!r} is not possible with FSDP2: {why}")

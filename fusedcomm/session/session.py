@@ -149,7 +149,7 @@ class Session(Runs):
         try:
             if problem is not None:
                 raise problem
-            self.config.refuse_unsharded()
+            self.config.refuse_on(self.device.type)
             self.local.refuse_copy_engines(auto=AUTO in (also_agree or {}))
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())

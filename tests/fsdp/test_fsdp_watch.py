@@ -62,7 +62,7 @@ def test_a_rank_that_dies_is_named_on_every_other(ranks, victim):
         kind, error = outcomes[rank]
         assert kind == "value", error
         assert f"rank {victim} (process {pid} on " in error and "is missing: no answer within" in error, error
-        assert re.search(r"in step \d for the all-to-all of chunk \d/\d of bucket \d", error), error
+        assert re.search(r"in step \d for the all-(to-all|reduce) of chunk \d/\d of bucket \d", error), error
 
 
 def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backward: bool) -> str:

@@ -96,7 +96,7 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
             assert f"rank {victim} (process {pid} on " in report and "is missing: no answer within" in report
             assert report.count("is missing") == 1 and "is slow" not in report
         assert re.search(
-            r"in step 3 for the all-(to-all|gather) of chunk \d/\d of bucket [01] \(weights\.[01]; ", report
+            r"in step 3 for the all-(to-all|gather|reduce) of chunk \d/\d of bucket [01] \(weights\.[01]; ", report
         )
         if fate == "stopped":
             # There was one warning, before the timeout caused an error.
@@ -199,7 +199,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         assert len(re.findall(r"Warning: fusedcomm: roll call \d+ of 3 ranks", warned)) == 1
         assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
-        assert "ranks 0, 2 wait in step 3 for the all-to-all of chunk 1/" in warned
+        assert "ranks 0, 2 wait in step 3 for the all-reduce of chunk 1/" in warned
         assert "missing" not in warned
 
 
