@@ -25,5 +25,9 @@ class MemberLostError(RuntimeError):
     """The member that was asked is dead, silent or no longer a member."""
 
 
+class DamagedError(RuntimeError):
+    """Bits have changed on the way between ranks."""
+
+
 class InstallTimeoutError(RuntimeError):
     """Some members of a committed view were not ready for it in time."""

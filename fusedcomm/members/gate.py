@@ -154,7 +154,7 @@ class Gate:
             self.finished = step
 
     def _is_left(self, number: int) -> bool:
-        """Whether the members leave that view at once. From one with a change at a boundary they go on to the boundary."""
+        """Whether the members leave that view at once, and not at a boundary that is still to come."""
         later = self._decision is not None and self._decision.view.number > number and self._immediate
         return later or self._frozen_by > number
 

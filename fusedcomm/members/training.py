@@ -18,7 +18,7 @@ import torch
 
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.members import state
-from fusedcomm.members.errors import MemberLostError
+from fusedcomm.members.errors import DamagedError, MemberLostError
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, Members
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.native import _C
@@ -212,6 +212,7 @@ class Training(Runs):
     def recover(self, failure: str) -> "_C.Synchronizer | None":
         """Finishes the step although ranks are lost; see Membership in reducer.h."""
         began = time.monotonic()
+        self._refuse_damage(failure)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()
             ahead = [m for m in self._old_members(decision) if decision.finished.get(m.uid, -1) >= self.step]
@@ -224,6 +225,21 @@ class Training(Runs):
             elif self._install(decision, began):
                 return self._hand_over()
         raise RuntimeError(f"fusedcomm: step {self.step} failed {MAX_FAILURES} times, last with: {failure}")
+
+    def _refuse_damage(self, failure: str) -> None:
+        """Raises DamagedError if bits of the step before have changed on the way, on each rank that they have reached.
+
+        If only the means differ between ranks, those that most ranks have are right, and a rank with others leaves.
+        """
+        found = self.session.synchronizer.last_digests()
+        if found is None or not (found.outvoted or found.links):
+            return
+        if found.outvoted and len(found.outvoted) < len(found.means):
+            if self.session.rank not in found.outvoted:
+                return  # the others leave
+            self.members.plane.leave("its means of a step were not those of most ranks")
+            failure += ". This rank has left, and the others go on"
+        raise DamagedError(failure)
 
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""

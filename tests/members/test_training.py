@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trainees import SHAPES, Script, Team, gradient
+from trainees import SHAPES, Script, Team, gradient, means_of
 
 import fusedcomm
 
@@ -22,15 +22,6 @@ def team(tmp_path):
     yield make
     for made in teams:
         made.close()
-
-
-def means_of(names: list[str], step: int, config: dict) -> list[torch.Tensor]:
-    """The means of the named ranks' gradients, as fusedcomm.simulate has them."""
-    exact = fusedcomm.Config(**{**config, "sum": "two-shot"})
-    found = []
-    for i, shape in enumerate(SHAPES):
-        found.append(fusedcomm.simulate([gradient(name, step, i, shape) for name in names], exact, step=step))
-    return found
 
 
 def check_steps(team: Team, steps: range, names: list[str], of: list[str], config: dict) -> None:

@@ -4,6 +4,7 @@ A rank's gradients are whole numbers that depend on its name and the step, so a 
 """
 
 import contextlib
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -44,11 +45,26 @@ class Script:
     find_unused: bool = False
     silence: float = 10.0
 
+    def text(self) -> str:
+        """For of(); `config` must be JSON."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def of(text: str) -> "Script":
+        return Script(**json.loads(text))
+
 
 def gradient(name: str, step: int, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
     """float32 whole numbers of both signs, different for each rank, step and parameter."""
     generator = torch.Generator().manual_seed(1000003 * step + 1009 * parameter + sum(map(ord, name)))
     return torch.randint(-100, 101, shape, generator=generator).float()
+
+
+def means_of(names, step: int, config: dict) -> list[torch.Tensor]:
+    """The means of the named ranks' gradients, as fusedcomm.simulate has them."""
+    exact = fusedcomm.Config(**{**config, "sum": "two-shot"})
+    of_ranks = [[gradient(name, step, i, shape) for name in names] for i, shape in enumerate(SHAPES)]
+    return [fusedcomm.simulate(gradients, exact, step=step) for gradients in of_ranks]
 
 
 class Trainee:
