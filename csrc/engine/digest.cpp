@@ -67,7 +67,8 @@ void BucketDigest::before(const BucketJob& job, const Step& step, int64_t chunk,
 
 void BucketDigest::after(const BucketJob& job, const Step& step, int64_t chunk, const std::byte* to) {
   // Other sums pack what only an all-reduce or a host sees, or a message of which the sum takes the CRC.
-  if (step.operation != Operation::kPack || step.to != Buffer::kOutgoing || job.plan->on_two_levels()) return;
+  const bool is_for_ranks = step.to == Buffer::kOutgoing || step.to == Buffer::kKeptCodes;
+  if (step.operation != Operation::kPack || !is_for_ranks || job.plan->on_two_levels()) return;
   Digest& digest = chunks_[static_cast<size_t>(chunk)];
   const int64_t nbytes = step.nbytes / world_size_;
   for (int64_t rank = 0; rank < world_size_; ++rank) {
