@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
+    from fusedcomm.local_steps.local_steps import LocalSteps
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
@@ -57,6 +58,7 @@ __all__ = [
     "GradScaler",
     "Handle",
     "LocalOptions",
+    "LocalSteps",
     "Residuals",
     "Rounding",
     "Stats",
@@ -81,6 +83,7 @@ _HOME = {
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",
     "Tuning": "autotune.search",
+    "LocalSteps": "local_steps.local_steps",
     "Stats": "session.stats",
     "Residuals": "simulation",
     "simulate": "simulation",
