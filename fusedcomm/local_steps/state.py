@@ -103,8 +103,8 @@ def check(of: "LocalSteps", state: dict) -> None:
         if saved.get(option) != value:
             raise ValueError(
                 f"fusedcomm: the state was saved with {option}={saved.get(option)!r}, and here it is {value!r}: "
-                "what is under way, and the outer optimizer, belong to it. Use the same, or call finish() before saving and "
-                "make a new LocalSteps without loading its state"
+                "what is under way, and the outer optimizer, belong to it. Use the same, or call finish() before "
+                "saving and make a new LocalSteps without loading its state"
             )
     shapes = {each.name: tuple(each.target.shape) for fragment in of.fragments for each in fragment.merged}
     found = {name: tuple(tensor.shape) for name, tensor in state["merged"].items()}
