@@ -60,7 +60,8 @@ class LocalSteps:
             Nesterov's momentum 0.9 and a learning rate by `every` and the number of ranks.
         alpha: for "blend"; None: 0.5.
         sparse: the fraction of blocks of 1024 elements that a merge has, 1/64 to 0.5; the blocks are dealt at random
-            into 1 / sparse groups, which come by turns in random order. Biases and norms are always merged. None: all.
+            into 1 / sparse groups, which come by turns in random order. What the wire does not round, biases and norms
+            with codes, is always merged. None: all.
         seed: of the blocks.
         weights: how ranks count in the mean. None: alike. "steps": by their steps. "given": by :meth:`add_weight`.
         state: the optimizer's state is "local", or its means over the ranks are taken at merges, "average" (delay=0),
@@ -219,7 +220,7 @@ class LocalSteps:
         while self.under_way and self.under_way[0].due <= self.steps:
             self._end(self.under_way[0])
 
-    def _begin(self, fragment: Fragment, weight: float | None = None) -> None:
+    def _begin(self, fragment: Fragment, *, weight: float | None = None, is_finishing: bool = False) -> None:
         """Takes a fragment's snapshot, and hands its message to the engine. weight: None: as `weights` has it."""
         self._refuse_changed(fragment)
         number = self.merges[fragment.index]
@@ -237,18 +238,21 @@ class LocalSteps:
             control=torch.empty(0),
             checksum=fragment.checksum(),
         )
-        self._messages.send(pending, self.weights.take(fragment.index, self.session) if weight is None else weight)
+        if weight is None:
+            weight = self.weights.take(fragment.index, self.session)
+        self._messages.send(pending, weight, is_finishing)
         self.merges[fragment.index] += 1
         self.turns += 1
         self.under_way.append(pending)
 
-    def _end(self, pending: Pending, is_final: bool = False) -> None:
-        """Waits for a message, and merges. is_final: the parameters become the merged state, whatever the rule."""
+    def _end(self, pending: Pending, is_final: bool = False) -> bool:
+        """Waits for a message, and merges. Returns whether all ranks were in finish() when they sent theirs.
+
+        is_final: the parameters become the merged state, whatever the rule.
+        """
         fragment, group = pending.fragment, pending.group
         self._refuse_changed(fragment)
-        spread = self._messages.arrive(pending)
-        if spread is not None:
-            self._drift.add(fragment.index, spread)
+        self._arrive(pending)
         self.under_way.remove(pending)
         now, moved = move(fragment, group, pending.mean, self.outer)
         alpha = self.schedule.alpha if self.schedule.merge == "blend" else None
@@ -263,6 +267,12 @@ class LocalSteps:
             self._move_state(fragment, flat - before)
         if self.schedule.state == "average":
             self._average_state(fragment)
+        return pending.all_finish
+
+    def _arrive(self, pending: Pending) -> None:
+        spread = self._messages.arrive(pending)
+        if spread is not None:
+            self._drift.add(pending.fragment.index, spread)
 
     def _move_state(self, fragment: Fragment, by: torch.Tensor) -> None:
         for each, view in zip(fragment.merged, fragment.views(by), strict=True):
@@ -320,19 +330,20 @@ class LocalSteps:
     def finish(self) -> None:
         """Ends all merges and makes a last one of all parameters: then they are equal on every rank. A collective call.
 
-        Ranks may have made different numbers of steps. Training may go on afterwards.
+        Ranks may have made different numbers of steps: those that have ended take part in the merges of the others.
+        Training may go on afterwards.
         """
         self._refuse_detached()
-        most = max(self.session.gather("turns", self.turns, "LocalSteps.finish()"))
-        while self.turns < most:
-            self._drain()
-            self._begin(self.fragments[self.turns % self.schedule.fragments])
         self._drain()
+        all_finish = False
+        while not all_finish:  # a message tells every rank alike, so all leave after the same one
+            self._begin(self.fragments[self.schedule.turn(self.turns)[0]], is_finishing=True)
+            all_finish = self._end(self.under_way[-1])
         turns = self.turns
         for fragment in self.fragments:
             weight = self.weights.take(fragment.index, self.session)
             for _ in range(fragment.num_groups):
-                self._begin(fragment, weight)
+                self._begin(fragment, weight=weight)
                 self._end(self.under_way[-1], is_final=True)
         self.turns = turns
 
@@ -350,9 +361,7 @@ class LocalSteps:
         """
         self._refuse_detached()
         for pending in self.under_way:
-            spread = self._messages.arrive(pending)
-            if spread is not None:
-                self._drift.add(pending.fragment.index, spread)
+            self._arrive(pending)
         return state.save(self)
 
     @torch.no_grad()

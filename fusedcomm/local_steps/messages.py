@@ -12,10 +12,10 @@ from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
 CONTROL = "control of a merge"
-"""The name of the numbers that come with a message: the weight, ‖difference‖², and the checksum's bits. They are sent
-exactly."""
+"""The name of the numbers that come with a message: the weight, ‖difference‖², whether the rank has ended its
+training, and the checksum's bits. They are sent exactly."""
 _BITS = 32
-_FIRST_BIT = 2
+_FIRST_BIT = 3
 CONTROL_NUMEL = _FIRST_BIT + _BITS
 
 
@@ -39,6 +39,8 @@ class Pending:
     """Of the message; None once it has arrived."""
     control: torch.Tensor
     checksum: int
+    all_finish: bool = False
+    """Whether all ranks had ended their training, once the message has arrived."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +66,18 @@ class Messages:
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages."""
 
-    def send(self, pending: Pending, weight: float) -> None:
+    def send(self, pending: Pending, weight: float, is_finishing: bool) -> None:
         """Hands a message to the engine, which sends it while training goes on.
 
-        weight: this rank's, in the unit that all ranks share.
+        Args:
+            weight: this rank's, in the unit that all ranks share.
+            is_finishing: whether this rank has ended its training.
         """
         fragment, mean = pending.fragment, pending.mean
         control = torch.zeros(CONTROL_NUMEL, dtype=torch.float32)
         control[0] = weight
         control[1] = float(torch.linalg.vector_norm(pending.own, dtype=torch.float64)) ** 2
+        control[2] = is_finishing
         control[_FIRST_BIT:] = _bits(pending.checksum)
         pending.control = control.to(mean.device)
         if weight != 1:
@@ -96,8 +101,9 @@ class Messages:
             return None
         self._wait(pending.future)
         pending.future = None
-        weight, squares, *bits = pending.control.tolist()
+        weight, squares, finishing, *bits = pending.control.tolist()
         self._compare(pending, bits)
+        pending.all_finish = finishing > 1 - 0.5 / self._session.world_size
         if weight == 0:
             pending.mean.zero_()
         elif weight != 1:
