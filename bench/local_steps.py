@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     hosts.complete(parser, arguments, link=["20mbit"], subnet=None)
     if arguments.quick:
         arguments.steps, arguments.seeds, arguments.every = 40, 1, [10]
-    arguments.look_every = max(arguments.steps // 15, 1)
+    arguments.look_every = max(arguments.steps // 10, 1)
     return arguments
 
 
@@ -82,9 +82,8 @@ def seconds_to(loss: float, curve: list) -> float | None:
 
 def print_rows(link: str, rows: list[dict]) -> None:
     of_ddp = {row["seed"]: row for row in rows if row["way"] == DDP}
-    print(
-        f"\n{link}\n{'way':<38} {'loss':>7} {'less DDP':>9} {'least':>8} {'most':>8} {'steps/s':>8} {'MB':>9} {'to loss':>8}"
-    )
+    columns = ("loss", 7), ("less DDP", 9), ("least", 8), ("most", 8), ("steps/s", 8), ("MB", 9), ("to loss", 8)
+    print(f"\n{link}\n{'way':<38} " + " ".join(f"{name:>{width}}" for name, width in columns))
     for way in dict.fromkeys(row["way"] for row in rows):
         seeds = [row for row in rows if row["way"] == way]
         more = [row["loss"] - of_ddp[row["seed"]]["loss"] for row in seeds if row["seed"] in of_ddp]
@@ -96,10 +95,10 @@ def print_rows(link: str, rows: list[dict]) -> None:
                 reached.append(seconds_to(curve[len(curve) * 2 // 3][2], row["curve"]))
         found = [each for each in reached if each is not None]
         to_loss = f"{statistics.mean(found):8.1f}" if found else "       –"
-        print(
-            f"{way:<38} {statistics.mean(row['loss'] for row in seeds):7.4f} {spread} "
-            f"{statistics.median(row['steps_per_s'] for row in seeds):8.2f} {seeds[0]['sent_nbytes'] * 1e-6:9.2f} {to_loss}"
-        )
+        loss = statistics.mean(row["loss"] for row in seeds)
+        speed = statistics.median(row["steps_per_s"] for row in seeds)
+        sent = seeds[0]["sent_nbytes"] * 1e-6
+        print(f"{way:<38} {loss:7.4f} {spread} {speed:8.2f} {sent:9.2f} {to_loss}")
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ class LocalSteps:
             …; optimizer.step()  # a merge begins, or ends, in some of these
         comm.finish()            # all ranks have equal parameters
 
-    It is another algorithm than averaging gradients, with another loss curve: see docs/local_steps.md. Make it on every
-    rank. All ranks begin with the parameters of the group's first rank; buffers stay each rank's own.
+    It is another algorithm than averaging gradients, with another loss curve. Make it on every rank. All ranks begin
+    with the parameters of the group's first rank; buffers stay each rank's own.
 
     At a fragment's turn a snapshot y of its parameters is taken, and its difference from the merged state m, which all
     ranks share, is sent. Training goes on for `delay` steps to z; then the ranks' mean m̄ becomes the merged state.
