@@ -5,7 +5,6 @@ import contextlib
 import os
 import statistics
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,19 +156,11 @@ class LocalSteps:
             fragment.write(fragment.anchor)
 
     def _hook(self) -> list[Any]:
-        # The optimizer does not keep this object alive.
-        of = weakref.WeakMethod(self._after_step), weakref.WeakMethod(self._before_step)
-
-        def after(*_: object) -> None:
-            if (method := of[0]()) is not None:
-                method()
-
-        def before(*_: object) -> None:
-            if (method := of[1]()) is not None:
-                method()
-
-        hooks = [self._optimizer.register_step_post_hook(after)]
-        return [*hooks, self._optimizer.register_step_pre_hook(before)] if self.schedule.warmup else hooks
+        # The optimizer keeps this object alive, which need not be assigned to anything.
+        hooks = [self._optimizer.register_step_post_hook(lambda *_: self._after_step())]
+        if self.schedule.warmup:
+            hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._before_step()))
+        return hooks
 
     # ---- steps
 
@@ -331,9 +322,11 @@ class LocalSteps:
         """Ends all merges and makes a last one of all parameters: then they are equal on every rank. A collective call.
 
         Ranks may have made different numbers of steps: those that have ended take part in the merges of the others.
-        Training may go on afterwards.
+        Training may go on afterwards. Within the warm-up parameters are equal already, and this does nothing.
         """
         self._refuse_detached()
+        if self.steps < self.schedule.warmup:
+            return
         self._drain()
         all_finish = False
         while not all_finish:  # a message tells every rank alike, so all leave after the same one
@@ -402,6 +395,7 @@ class LocalSteps:
             step_ms=1e3 * statistics.median(self._intervals) if self._intervals else None,
             drift=None if last is None else last.drift,
             agreement=None if last is None else last.agreement,
+            nonfinite=counts.nonfinite,
         )
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:

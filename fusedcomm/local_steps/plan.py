@@ -27,6 +27,8 @@ class FragmentRow:
     sum: str
     sent_nbytes: int
     """Bytes that this rank sends."""
+    line_nbytes: int
+    """Those of them that leave the host, where sums have two levels; else all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,8 @@ class LocalPlan:
 
     @property
     def line_s(self) -> float:
-        """Seconds that these bytes take on the line, if nothing else is sent."""
-        return self.sent_nbytes * self.s_per_byte
+        """Seconds that the bytes take on the line, if nothing else is sent."""
+        return sum(row.line_nbytes for row in self.fragments) * self.s_per_byte
 
     @property
     def least_every(self) -> int | None:
@@ -70,7 +72,7 @@ class LocalPlan:
         """The smallest `delay` that hides the largest message. None if `step_s` is not known."""
         if self.step_s is None:
             return None
-        most = max(row.sent_nbytes for row in self.fragments) * self.s_per_byte
+        most = max(row.line_nbytes for row in self.fragments) * self.s_per_byte
         return max(1, math.ceil(most / self.step_s))
 
     def __str__(self) -> str:
@@ -122,7 +124,10 @@ def make_plan(
         plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
         name = fragment.merged[0].name
         numel = sum(each.target.numel() for each in fragment.merged)
-        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, plan.sum, plan.sent_nbytes))
+        sent = line = plan.sent_nbytes
+        if session.hosts is not None and session.ranks_per_host > 1:
+            line = plan.sent_between_hosts_nbytes(session.ranks_per_host)
+        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, plan.sum, sent, line))
         if session.config.residual_format is not None:
             lossy = sum(each.target.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
             second = lossy // session.world_size if plan.sum == "two-shot" else 0

@@ -29,6 +29,8 @@ class LocalStats:
     drift: float | None = None
     """See :class:`fusedcomm.local_steps.messages.Spread`. Of the last merge; None before the first."""
     agreement: float | None = None
+    nonfinite: int = 0
+    """Elements of this rank's differences that were NaN or Inf. A merge brings them to every rank."""
 
     def scalars(self) -> dict[str, float]:
         """The numbers, for TensorBoard or Prometheus; without those that are None."""
