@@ -63,7 +63,7 @@ def mean_model(model: nn.Module, settings: dict) -> nn.Module:
     copy = Transformer(settings["width"], settings["depth"])
     with torch.no_grad():
         for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
-            mean = theirs.detach().double()
+            mean = theirs.detach().clone()
             dist.all_reduce(mean)
             ours.copy_(mean / dist.get_world_size())
     return copy
