@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.handle import Handle
     from fusedcomm.members.members import Members
     from fusedcomm.members.sampler import MembersSampler
+    from fusedcomm.local_steps.local_steps import LocalSteps
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
@@ -61,6 +62,7 @@ __all__ = [
     "LocalOptions",
     "Members",
     "MembersSampler",
+    "LocalSteps",
     "Residuals",
     "Rounding",
     "Stats",
@@ -87,6 +89,7 @@ _HOME = {
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",
     "Tuning": "autotune.search",
+    "LocalSteps": "local_steps.local_steps",
     "Stats": "session.stats",
     "Residuals": "simulation",
     "simulate": "simulation",

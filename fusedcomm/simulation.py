@@ -103,6 +103,7 @@ def simulate(
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
             residuals._prepare(of_one, levels.num_hosts if levels else world_size)
+            residuals._decay(config.feedback.decay)
         lossy, exact = (_Places(slices, wire, flats[0]) for wire in (0, _C.EXACT_WIRE))
         for chunk in range(of_one.num_chunks):
             encoders = _Encoders(codec, of_one, chunk, config, step, residuals)
@@ -139,6 +140,12 @@ class Residuals:
                 f"these residuals are for {len(self._of_senders)} senders and {self._layout}, not for {num_senders} "
                 f"and {_described(layout)}: make one Residuals for each bucket"
             )
+
+    def _decay(self, factor: float) -> None:
+        if factor != 1:
+            dtype = torch.float32 if self.format == "fp32" else torch.bfloat16
+            for kept in (*self._of_senders, self._of_means):
+                kept.view(dtype).mul_(factor)
 
 
 # ---- sums
@@ -318,7 +325,7 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
             f"feedback={config.feedback!r} does not match residuals in {residuals.format!r}: use Residuals("
             f"{config.feedback.format!r}), or leave feedback out"
         )
-    return Feedback(residuals.format)
+    return Feedback(residuals.format, decay=1.0 if config.feedback is None else config.feedback.decay)
 
 
 def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:

@@ -27,6 +27,7 @@ FUSEDCOMM = (
     "ddp",
     "reducer",
     "members",
+    "local_steps",
     "simulation",
     "autotune",
     "session",
@@ -51,6 +52,8 @@ FUSEDCOMM = (
 # The front ends, in csrc/frontends/ and in fusedcomm/. What two of them need lives below them, in csrc/gradients/ and
 # in fusedcomm/session/.
 FRONT_ENDS = ("ddp", "reducer", "fsdp", "horovod")
+# These, and those that are written in Python alone.
+PYTHON_FRONT_ENDS = (*FRONT_ENDS, "local_steps")
 
 Arrow = tuple[str, str]
 """A file or module, and one that it includes or imports."""
@@ -158,7 +161,7 @@ def native_front_end(name: str) -> str | None:
 
 
 def python_front_end(module: str) -> str | None:
-    return room_of(module) if room_of(module) in FRONT_ENDS else None
+    return room_of(module) if room_of(module) in PYTHON_FRONT_ENDS else None
 
 
 def naming_c10d(files: dict[str, str]) -> list[str]:

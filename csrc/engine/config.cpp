@@ -53,6 +53,10 @@ void check_config(const WireConfig& config) {
                                "or sum='one-shot'"
                          : " has no effect on wire='fp32', which rounds nothing: leave it out"));
   }
+  if (!(config.feedback_decay > 0 && config.feedback_decay <= 1) || (!config.feedback && config.feedback_decay != 1)) {
+    throw std::invalid_argument("feedback_decay=" + std::to_string(config.feedback_decay) +
+                                " is not possible: use a number above 0 and at most 1, and 1 without error feedback");
+  }
   if (config.predivide != 0 && (config.wire != Wire::kFp16 || !(config.predivide > 0) ||
                                 !std::isfinite(static_cast<float>(1 / config.predivide)) ||
                                 !std::isfinite(static_cast<float>(config.predivide)))) {

@@ -23,6 +23,7 @@ struct WireConfig {
   bool stochastic = false;                 // stochastic rounding; false: to nearest
   uint64_t seed = 0;                       // of the noise of stochastic rounding
   std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
+  double feedback_decay = 1;               // what residuals are multiplied by before they are added to gradients
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
   int64_t ranks_on_host = 1;               // ranks that share a host, on one level too; only counts depend on it
@@ -42,6 +43,7 @@ struct WireConfig {
     visit("stochastic", &WireConfig::stochastic);
     visit("seed", &WireConfig::seed);
     visit("error_feedback", &WireConfig::feedback);
+    visit("feedback_decay", &WireConfig::feedback_decay);
     visit("ranks_per_host", &WireConfig::ranks_per_host);
     visit("local_wire", &WireConfig::local_wire);
     visit("ranks_on_host", &WireConfig::ranks_on_host);

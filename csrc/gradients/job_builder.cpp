@@ -68,6 +68,21 @@ void add_rounding(const BucketRecord& record, const Engine& engine, const Place&
   }
 }
 
+// Lets old errors fade before they are added to the gradients.
+void add_decay(const BucketRecordPtr& record, double decay, BucketJob* job) {
+  if (decay == 1) return;
+  job->before_pack = [record, decay] {
+    for (const BucketRecord::Kept& kept : record->kept) {
+      if (kept.residual) kept.residual->decay_first(decay);
+    }
+  };
+  job->before_reduce = [record, decay] {
+    for (const BucketRecord::Kept& kept : record->kept) {
+      if (kept.residual) kept.residual->decay_second(decay);
+    }
+  };
+}
+
 }  // namespace
 
 std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr& record, int64_t step,
@@ -85,6 +100,7 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   job->payloads.resize(record->kept.size());
   add_slices(bucket, *record, job.get());
   add_rounding(*record, engine, place, step, job.get());
+  add_decay(record, engine.config().feedback_decay, job.get());
   std::shared_ptr<Device> device;  // that of a reduce-scatter
   if (bucket.own_row) {
     device = engine.shared_device();

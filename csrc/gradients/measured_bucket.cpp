@@ -54,8 +54,10 @@ void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& 
   measurement->label = record->label;
   auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
   // The residuals exist while the bucket is encoded, so few of them do at a time.
-  job->before_pack = [job, record, gradients, measurement, residuals, &engine, place, weight] {
+  job->before_pack = [job, record, gradients, measurement, residuals, &engine, place, weight,
+                      rest = std::move(job->before_pack)] {
     at::NoGradGuard no_grad;
+    if (rest) rest();
     *residuals = measured_residuals(job, *record, engine, place, gradients->device());
     for (const auto& residual : *residuals) {
       if (residual && weight) residual->weigh_first(weight->share);

@@ -44,6 +44,9 @@ class ResidualBuffer {
   void restore_second() {
     if (remembered_.defined()) second_.copy_(remembered_);
   }
+  // Multiply what is left out so far. Call them before the encoders run, on their lanes.
+  void decay_first(double factor);
+  void decay_second(double factor);
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
   // The residual of the lossy elements from `begin` on: fp32 [numel], in the unit of gradients, with weights those of a

@@ -22,11 +22,12 @@ void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const Bu
       for (const auto& residual : residuals) residual->weigh_first(weight->share);
       if (rest) rest();
     };
-    job->before_reduce = [residuals, weight] {
+    job->before_reduce = [residuals, weight, rest = std::move(job->before_reduce)] {
       for (const auto& residual : residuals) {
         weight->on_device.defined() ? residual->weigh_second(weight->on_device)
                                     : residual->weigh_second(weight->unpack);
       }
+      if (rest) rest();
     };
   }
   if (weight->is_deferred) return;

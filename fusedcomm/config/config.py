@@ -354,6 +354,7 @@ class Config(Options):
             stochastic=self.is_stochastic,
             seed=self.rounding.seed,
             error_feedback=self.residual_format,
+            feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
             ranks_per_host=ranks_per_host,
             local_wire=self.local_wire,
             ranks_on_host=ranks_on_host,

@@ -171,7 +171,7 @@ class Session(Runs):
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
-        self._s_per_byte, self.codec, self._windows = path.s_per_byte, path.codec, path.windows
+        self.s_per_byte, self.codec, self._windows = path.s_per_byte, path.codec, path.windows
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
@@ -198,7 +198,7 @@ class Session(Runs):
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
-        self._s_per_byte, self._windows = beside._s_per_byte, None
+        self.s_per_byte, self._windows = beside.s_per_byte, None
         self._transport = beside._transport
         return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
@@ -253,7 +253,7 @@ class Session(Runs):
     @property
     def effective_config(self) -> Config:
         """The configuration with the chunks that suit the link."""
-        return chunks.resolved(self.config, self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
+        return chunks.resolved(self.config, self.world_size, self.device.type, self.s_per_byte, self.ranks_per_host)
 
     def _connect_hosts(self) -> "_C.C10dTransport":
         """The transport; if sums have two levels, with channels for both."""

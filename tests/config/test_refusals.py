@@ -53,6 +53,8 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Rounding("stochastic", -1), ["Rounding(seed)=-1", "2^64 - 1"]),
         (lambda: Rounding("stochastic", 0.5), ["Rounding(seed)=0.5", "whole number"]),
         (lambda: Feedback("fp8"), ["Feedback(format)='fp8'", "'fp32', 'bf16'"]),
+        (lambda: Feedback(decay=0), ["Feedback(decay)=0", "above 0 and at most 1"]),
+        (lambda: Feedback(decay=1.5), ["Feedback(decay)=1.5", "above 0 and at most 1"]),
         (lambda: Feedback("int8"), ["Feedback(format)='int8'", "'fp32', 'bf16'"]),
         (lambda: Chunks(100), ["Chunks(nbytes)=100", "4096"]),
         (lambda: Chunks(2**63), [f"Chunks(nbytes)={2**63}", "whole number of bytes"]),

@@ -97,6 +97,8 @@ def bits(rank, world_size, config, factors):
         ("bf16", {"feedback": Feedback()}),
         ("fp16", {}),
         ("int8", {"feedback": Feedback("bf16")}),
+        ("int4", {"feedback": Feedback(decay=0.75)}),
+        ("int8", {"feedback": Feedback("bf16", decay=0.5)}),
         ("fp8", {"rounding": Rounding("stochastic"), "feedback": Feedback()}),
         ("int4", {"blocks": Blocks(rotate=True), "feedback": Feedback()}),
     ],

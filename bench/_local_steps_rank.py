@@ -1,0 +1,136 @@
+"""One rank of bench/local_steps.py: trains the same model in every way, one after another, and writes rows as JSON."""
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accuracy import Characters, Transformer, character_loss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import Config, Feedback
+from fusedcomm.ranks.groups import end_together
+
+FEEDBACK = Feedback(decay=0.95)
+ALONE = "no communication"
+
+
+def local(config="fp32", **kwargs):
+    return {"config": config, **kwargs}
+
+
+def ways(every: int) -> dict[str, dict | None]:
+    """What LocalSteps is given for each way; None for those that synchronize every step."""
+    late = min(5, every - 1)
+    return {
+        ALONE: None,
+        "DDP": None,
+        "int4 every step": None,
+        f"H={every} average": local(merge="average"),
+        f"H={every} corrected": local(merge="corrected", delay=late),
+        f"H={every} blend": local(merge="blend", delay=late),
+        f"H={every} overwriting": local(merge="blend", alpha=0.0, delay=late),
+        f"H={every} DiLoCo .7": local(merge="nesterov", delay=0, outer=published),
+        f"H={every} nesterov": local(merge="nesterov", delay=late),
+        f"H={every} corrected int8": local("int8", merge="corrected", delay=late),
+        f"H={every} corrected int4": local("int4", merge="corrected", delay=late),
+        f"H={every} corrected int4 no feedback": local(Config("int4"), merge="corrected", delay=late),
+        f"H={every} corrected int4 quarter": local("int4", merge="corrected", delay=late, sparse=0.25),
+        f"H={every} corrected int4 4 fragments": local("int4", merge="corrected", delay=late, fragments=4),
+    }
+
+
+def published(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def held_out(model: nn.Module, characters: Characters) -> float:
+    """Loss for each held-out character. Each rank computes a part."""
+    batches = characters.batches(seed=99 + dist.get_rank(), batch=64, test=True)
+    with torch.no_grad():
+        loss = torch.stack([character_loss(model, next(batches)) for _ in range(4)]).mean()
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def mean_model(model: nn.Module, settings: dict) -> nn.Module:
+    """Of all ranks."""
+    copy = Transformer(settings["width"], settings["depth"])
+    with torch.no_grad():
+        for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+            mean = theirs.detach().clone()
+            dist.all_reduce(mean)
+            ours.copy_(mean / dist.get_world_size())
+    return copy
+
+
+def train(way: str, given: dict | None, every: int, seed: int, settings: dict, characters: Characters) -> dict:
+    torch.manual_seed(seed)
+    model: nn.Module = Transformer(settings["width"], settings["depth"])
+    inner, comm = model, None
+    if way in ("DDP", "int4 every step"):
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if way == "int4 every step":
+        comm = fusedcomm.attach(model, Config("int4", feedback=Feedback()), quiet=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
+    steps = fusedcomm.LocalSteps(inner, optimizer, every, quiet=True, **given) if given is not None else None
+    batches = characters.batches(1000 * seed + dist.get_rank(), settings["batch"])
+    curve, seconds = [], 0.0
+    dist.barrier()
+    for step in range(1, settings["steps"] + 1):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        character_loss(model, next(batches)).backward()
+        optimizer.step()
+        seconds += time.perf_counter() - begin
+        if step % settings["look_every"] == 0:
+            curve.append((step, round(seconds, 3), held_out(mean_model(inner, settings), characters)))
+            dist.barrier()
+    begin = time.perf_counter()
+    if steps is not None:
+        steps.finish()
+    seconds += time.perf_counter() - begin
+    stats = steps.stats() if steps is not None else comm.stats() if comm is not None else None
+    of_ddp = 2 * 4 * sum(p.numel() for p in inner.parameters()) * (dist.get_world_size() - 1) // dist.get_world_size()
+    sent = stats.sent_nbytes if stats is not None else of_ddp * settings["steps"] * (way == "DDP")
+    row = {
+        "way": way,
+        "seed": seed,
+        "loss": held_out(mean_model(inner, settings), characters),
+        "curve": curve,
+        "steps_per_s": settings["steps"] / seconds,
+        "sent_nbytes": sent,
+    }
+    for each in (steps, comm):
+        if each is not None:
+            each.detach()
+    return row
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    results, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo")
+    characters, rows = Characters(), []
+    for every in settings["every"]:
+        for way, given in ways(every).items():
+            if given is None and every != settings["every"][0]:
+                continue
+            if settings["ways"] and not any(word in way for word in settings["ways"]):
+                continue
+            for seed in range(settings["seeds"]):
+                rows.append(train(way, given, every, seed, settings, characters))
+                if dist.get_rank() == 0:
+                    results.write_text(json.dumps(rows))
+                    print(f"{way:36} seed {seed}  {rows[-1]['loss']:.4f}", flush=True)
+    end_together()
+
+
+if __name__ == "__main__":
+    main()

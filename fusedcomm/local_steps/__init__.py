@@ -1,0 +1,1 @@
+"""Local steps: ranks train by themselves, and merge their parameters every few steps."""

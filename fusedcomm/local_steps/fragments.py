@@ -1,0 +1,167 @@
+"""Fragments: the parameters that are merged at once, and the merged state that all ranks share."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+
+BLOCK_NUMEL = 1024
+"""Elements of a block that is merged or not, with sparse=…"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """A parameter that is merged."""
+
+    name: str
+    parameter: torch.Tensor
+    """The model's."""
+    target: torch.Tensor
+    """What the optimizer changes: the parameter, or its master copy."""
+    wire: int
+    """Number of its wire; see csrc/engine/config.h."""
+
+
+class Fragment:
+    """Some parameters, in one flat order: first those that the wire may round, then the exact ones.
+
+    Where blocks are merged by turns, the first ones are padded to whole blocks, which are dealt at random into `groups`
+    groups. A message has one group and all exact elements; without groups it has all.
+
+    Args:
+        groups: of blocks; 1: none.
+        seed: of the groups; the same on every rank.
+    """
+
+    def __init__(self, index: int, merged: Sequence[Merged], groups: int, seed: int) -> None:
+        self.index = index
+        lossy = [each for each in merged if each.wire != _C.EXACT_WIRE]
+        exact = [each for each in merged if each.wire == _C.EXACT_WIRE]
+        self.merged = (*lossy, *exact)
+        lossy_numel = sum(each.target.numel() for each in lossy)
+        self._lossy_numel = -(-lossy_numel // BLOCK_NUMEL) * BLOCK_NUMEL if groups > 1 else lossy_numel
+        self._begins, begin = [], 0
+        for number, each in enumerate(self.merged):
+            begin = max(begin, self._lossy_numel) if number == len(lossy) else begin
+            self._begins.append(begin)
+            begin += each.target.numel()
+        self._num_lossy = len(lossy)
+        self.numel = max(begin, self._lossy_numel)
+        device = merged[0].target.device
+        self.anchor = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        """The merged state, fp32 [numel]: equal on every rank."""
+        self._groups = _dealt(self._lossy_numel // BLOCK_NUMEL, groups, seed + index, device) if groups > 1 else []
+        self._order: list[int] = []
+        self.anchor.copy_(self.read())
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of blocks, 1 without blocks."""
+        return max(len(self._groups), 1)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' elements of `flat` [numel], each in its parameter's shape, in the order of `merged`."""
+        return [
+            flat[begin : begin + each.target.numel()].view(each.target.shape)
+            for begin, each in zip(self._begins, self.merged, strict=True)
+        ]
+
+    def read(self) -> torch.Tensor:
+        """fp32 [numel]: the parameters as they are on this rank now; padding is 0."""
+        flat = torch.zeros_like(self.anchor)
+        torch._foreach_copy_(self.views(flat), [each.target.detach() for each in self.merged])
+        return flat
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Gives the parameters, and the model where the optimizer has copies, the values of `flat` [numel]."""
+        torch._foreach_copy_([each.target.detach() for each in self.merged], self.views(flat))
+        copied = [each for each in self.merged if each.target is not each.parameter]
+        if copied:
+            torch._foreach_copy_(
+                [each.parameter.detach() for each in copied], [each.target.detach() for each in copied]
+            )
+
+    # ---- what one message has of it
+
+    def gather(self, flat: torch.Tensor, group: int) -> torch.Tensor:
+        """The elements of `flat` that a message of this group has, one after another. Without groups `flat` itself."""
+        if not self._groups:
+            return flat
+        blocks = flat[: self._lossy_numel].view(-1, BLOCK_NUMEL)[self._groups[group]]
+        return torch.cat((blocks.view(-1), flat[self._lossy_numel :]))
+
+    def scatter(self, part: torch.Tensor, flat: torch.Tensor, group: int) -> None:
+        """The reverse of gather(): writes a message's elements into `flat`."""
+        if not self._groups:
+            if part is not flat:
+                flat.copy_(part)
+            return
+        numel = self._groups[group].numel() * BLOCK_NUMEL
+        flat[: self._lossy_numel].view(-1, BLOCK_NUMEL)[self._groups[group]] = part[:numel].view(-1, BLOCK_NUMEL)
+        flat[self._lossy_numel :] = part[numel:]
+
+    def tensors(self, part: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+        """A message's elements by the names that the engine knows them by, as views of `part`."""
+        if not self._groups:
+            return dict(zip((each.name for each in self.merged), self.views(part), strict=True))
+        numel = self._groups[group].numel() * BLOCK_NUMEL
+        found = {self._name(group): part[:numel]} if numel else {}
+        for begin, each in list(zip(self._begins, self.merged, strict=True))[self._num_lossy :]:
+            begin += numel - self._lossy_numel
+            found[each.name] = part[begin : begin + each.target.numel()].view(each.target.shape)
+        return found
+
+    def wires(self) -> dict[str, int]:
+        """The number of the wire of every name of tensors()."""
+        found = {each.name: each.wire for each in self.merged}
+        return {**found, **{self._name(group): 0 for group in range(len(self._groups))}}
+
+    def _name(self, group: int) -> str:
+        return f"fragment {self.index}, blocks {group}"
+
+    def next_group(self, number: int, seed: int) -> int:
+        """The group of merge `number` of this fragment: each comes once in a round, in an order drawn anew."""
+        count = self.num_groups
+        if count == 1:
+            return 0
+        generator = torch.Generator().manual_seed((seed + self.index) * 1_000_003 + number // count)
+        return int(torch.randperm(count, generator=generator)[number % count])
+
+    def checksum(self, flat: torch.Tensor | None = None) -> int:
+        """32 bits of the merged state, or of `flat`: those of different states differ, but by chance."""
+        total = int((self.anchor if flat is None else flat).view(torch.int32).sum())
+        return (total ^ (total >> 32)) & 0xFFFFFFFF
+
+
+def _dealt(num_blocks: int, groups: int, seed: int, device: torch.device) -> list[torch.Tensor]:
+    """The blocks of each group, which have equally many within one."""
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
+    return [each.sort().values.to(device) for each in order.tensor_split(groups)]
+
+
+def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config, schedule_: object) -> list[Fragment]:
+    """The fragments of the parameters, as arguments.targets() returns them.
+
+    Modules go to the fragments by turns, so that each has early and late ones; single parameters where there are fewer
+    modules than fragments. Raises ValueError if there are more fragments than parameters.
+    """
+    fragments, groups, seed = (getattr(schedule_, name) for name in ("fragments", "groups", "seed"))
+    if fragments > len(found):
+        raise ValueError(
+            f"fragments={fragments} is more than the {len(found)} parameters that require gradients: use at most "
+            f"{len(found)}"
+        )
+    merged = [Merged(name, own, target, config.wire_number(name, own)) for name, own, target in found]
+    modules = list(dict.fromkeys(each.name.rpartition(".")[0] for each in merged))
+    if len(modules) >= fragments:
+        place = {module: number % fragments for number, module in enumerate(modules)}
+        numbers = [place[each.name.rpartition(".")[0]] for each in merged]
+    else:
+        numbers = [number % fragments for number in range(len(merged))]
+    return [
+        Fragment(index, [each for each, of in zip(merged, numbers, strict=True) if of == index], groups, seed)
+        for index in range(fragments)
+    ]

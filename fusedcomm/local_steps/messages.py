@@ -1,0 +1,135 @@
+"""The messages of merges: what ranks send beside the differences, and what they learn from it."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+
+import torch
+
+from fusedcomm.local_steps.fragments import Fragment
+from fusedcomm.native import _C
+from fusedcomm.session.session import Session
+
+CONTROL = "control of a merge"
+"""The name of the numbers that come with a message: the weight, ‖difference‖², whether the rank has ended its
+training, and the checksum's bits. They are sent exactly."""
+_BITS = 32
+_FIRST_BIT = 3
+CONTROL_NUMEL = _FIRST_BIT + _BITS
+
+
+@dataclasses.dataclass
+class Pending:
+    """A merge under way."""
+
+    fragment: Fragment
+    group: int
+    number: int
+    """Counts this fragment's merges."""
+    began: int
+    """Steps after which the snapshot was taken."""
+    due: int
+    """Steps after which it is merged."""
+    own: torch.Tensor
+    """fp32: this rank's difference from the merged state, a message's elements."""
+    mean: torch.Tensor
+    """fp32: the ranks' mean difference, once the message has arrived."""
+    future: object | None
+    """Of the message; None once it has arrived."""
+    control: torch.Tensor
+    checksum: int
+    all_finish: bool = False
+    """Whether all ranks had ended their training, once the message has arrived."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How far the ranks were apart at a merge. Equal on every rank."""
+
+    drift: float
+    """√(mean over the ranks of ‖own difference − mean difference‖²) / ‖merged state‖."""
+    agreement: float
+    """‖mean difference‖² / mean of ‖own difference‖²: 1 if all ranks went the same way, 1 / ranks if each went its
+    own."""
+
+
+class Messages:
+    """Sums the fragments' differences over the ranks."""
+
+    def __init__(self, session: Session, wires: Mapping[str, int]) -> None:
+        self._session = session
+        known = dict(wires)
+        assert session.synchronizer is not None  # a session that has none raises where it is made
+        session.synchronizer.choose_wires(lambda name, num_dims: known.get(name, _C.EXACT_WIRE))
+        self._sum = _C.FusedSum(session.synchronizer)
+        self.waited_s = 0.0
+        """Seconds that this rank has waited for messages."""
+
+    def send(self, pending: Pending, weight: float, is_finishing: bool) -> None:
+        """Hands a message to the engine, which sends it while training goes on.
+
+        Args:
+            weight: this rank's, in the unit that all ranks share.
+            is_finishing: whether this rank has ended its training.
+        """
+        fragment, mean = pending.fragment, pending.mean
+        control = torch.zeros(CONTROL_NUMEL, dtype=torch.float32)
+        control[0] = weight
+        control[1] = float(torch.linalg.vector_norm(pending.own, dtype=torch.float64)) ** 2
+        control[2] = is_finishing
+        control[_FIRST_BIT:] = _bits(pending.checksum)
+        pending.control = control.to(mean.device)
+        if weight != 1:
+            mean.mul_(weight)
+        tensors = fragment.tensors(mean, pending.group)
+        pending.future = self._sum.run(
+            names=[*tensors, CONTROL], tensors=[*tensors.values(), pending.control], ends_step=True
+        )
+
+    def mean_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replaces fp32 tensors by their means over the ranks, exactly. Waits."""
+        if tensors:
+            self._wait(self._sum.run(names=list(tensors), tensors=list(tensors.values()), ends_step=True))
+
+    def arrive(self, pending: Pending) -> Spread | None:
+        """Waits for a message, and checks it. None if it had arrived before.
+
+        Raises RuntimeError if the ranks' merged states differ, or if the sum has failed.
+        """
+        if pending.future is None:
+            return None
+        self._wait(pending.future)
+        pending.future = None
+        weight, squares, finishing, *bits = pending.control.tolist()
+        self._compare(pending, bits)
+        pending.all_finish = finishing > 1 - 0.5 / self._session.world_size
+        if weight == 0:
+            pending.mean.zero_()
+        elif weight != 1:
+            pending.mean.div_(weight)
+        of_mean = float(torch.linalg.vector_norm(pending.mean, dtype=torch.float64)) ** 2
+        size = float(torch.linalg.vector_norm(pending.fragment.anchor, dtype=torch.float64))
+        apart = math.sqrt(max(squares - of_mean, 0.0))
+        return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / squares if squares else 1.0)
+
+    def _wait(self, future: object) -> None:
+        begin = time.perf_counter()
+        future.wait()  # type: ignore[attr-defined]  # torch's, which lets other threads run
+        self.waited_s += time.perf_counter() - begin
+
+    def _compare(self, pending: Pending, means: list[float]) -> None:
+        # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
+        tolerance = 0.25 / self._session.world_size
+        own = _bits(pending.checksum).tolist()
+        if all(abs(mean - bit) <= tolerance for mean, bit in zip(means, own, strict=True)):
+            return
+        raise RuntimeError(
+            f"fusedcomm: the merged state of fragment {pending.fragment.index} is not the same on every rank (checksum "
+            f"{pending.checksum:08x} on rank {self._session.rank}, before merge {pending.number}): a rank has changed "
+            "it, has loaded another checkpoint, or computes other bits. Load the same state on every rank"
+        )
+
+
+def _bits(checksum: int) -> torch.Tensor:
+    return torch.tensor([float(checksum >> bit & 1) for bit in range(_BITS)])

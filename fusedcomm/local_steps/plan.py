@@ -1,0 +1,147 @@
+"""The plan of LocalSteps: what a merge sends, how long that takes, and what memory it needs."""
+
+import dataclasses
+import math
+
+import torch
+
+from fusedcomm.local_steps.arguments import Schedule
+from fusedcomm.local_steps.fragments import Fragment
+from fusedcomm.local_steps.messages import CONTROL_NUMEL
+from fusedcomm.native import _C
+from fusedcomm.session.session import Session
+
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentRow:
+    """A message of one fragment. Of groups of blocks it is the first one's; the others' are as large within a block."""
+
+    index: int
+    first: str
+    """The name of its first parameter."""
+    num_parameters: int
+    numel: int
+    """Elements of the whole fragment."""
+    sum: str
+    sent_nbytes: int
+    """Bytes that this rank sends."""
+    line_nbytes: int
+    """Those of them that leave the host, where sums have two levels; else all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalPlan:
+    """What LocalSteps does. ``print(plan)`` shows it."""
+
+    schedule: Schedule
+    wire: str
+    world_size: int
+    fragments: tuple[FragmentRow, ...]
+    state_nbytes: int
+    """Bytes that stay: the merged state."""
+    under_way_nbytes: int
+    """Bytes of one merge under way."""
+    outer_nbytes: int
+    """Bytes of the outer optimizer's state."""
+    residual_nbytes: int
+    """About as many bytes as error feedback keeps."""
+    s_per_byte: float
+    """Seconds for each sent byte, as given or as timed when LocalSteps was made."""
+    step_s: float | None
+    """Seconds of a step, as given or as measured; None if not known."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends in `every` steps."""
+        return sum(row.sent_nbytes for row in self.fragments)
+
+    @property
+    def line_s(self) -> float:
+        """Seconds that the bytes take on the line, if nothing else is sent."""
+        return sum(row.line_nbytes for row in self.fragments) * self.s_per_byte
+
+    @property
+    def least_every(self) -> int | None:
+        """The smallest `every` within which all bytes fit on the line. None if `step_s` is not known."""
+        return None if self.step_s is None else max(1, math.ceil(self.line_s / self.step_s))
+
+    @property
+    def least_delay(self) -> int | None:
+        """The smallest `delay` that hides the largest message. None if `step_s` is not known."""
+        if self.step_s is None:
+            return None
+        most = max(row.line_nbytes for row in self.fragments) * self.s_per_byte
+        return max(1, math.ceil(most / self.step_s))
+
+    def __str__(self) -> str:
+        of = self.schedule
+        lines = [
+            f"fusedcomm: local steps, merge {of.merge!r} every {of.every} steps, {of.delay} steps late, {self.wire}, "
+            f"{self.world_size} ranks",
+            f"  {'fragment':>8} {'elements':>12} {'sum':>9} {'sends MiB':>9}  parameters",
+        ]
+        for row in self.fragments:
+            lines.append(
+                f"  {row.index:>8} {row.numel:>12} {row.sum:>9} {row.sent_nbytes / _MIB:>9.3f}  {row.first}, … "
+                f"({row.num_parameters})"
+            )
+        hides = ""
+        if self.step_s is not None:
+            hides = (
+                f"; a step takes {self.step_s:.3g} s, so every={self.least_every} is the least that hides them, with "
+                f"delay={self.least_delay}"
+            )
+        lines.append(
+            f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB in {of.every} steps, {self.line_s:.3g} s on the line"
+            + hides
+        )
+        parts = (self.state_nbytes, self.under_way_nbytes, self.outer_nbytes, self.residual_nbytes)
+        lines.append(
+            "  memory, MiB: merged state {:.1f}, a merge under way {:.1f}, outer optimizer {:.1f}, residuals "
+            "{:.1f}".format(*(part / _MIB for part in parts))
+        )
+        return "\n".join(lines)
+
+
+def make_plan(
+    session: Session,
+    schedule: Schedule,
+    fragments: list[Fragment],
+    outer_nbytes: int,
+    bits_s: float | None,
+    step_s: float | None,
+) -> LocalPlan:
+    """See :meth:`fusedcomm.LocalSteps.plan`."""
+    rows, residual_nbytes = [], 0
+    for fragment in fragments:
+        part = fragment.gather(fragment.anchor, 0)
+        wires = fragment.wires()
+        slices = [(tensor.numel(), wires[name]) for name, tensor in fragment.tensors(part, 0).items()]
+        slices.append((CONTROL_NUMEL, _C.EXACT_WIRE))
+        like = torch.empty(0, dtype=torch.float32)
+        plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
+        name = fragment.merged[0].name
+        numel = sum(each.target.numel() for each in fragment.merged)
+        sent = line = plan.sent_nbytes
+        if session.hosts is not None and session.ranks_per_host > 1:
+            line = plan.sent_between_hosts_nbytes(session.ranks_per_host)
+        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, plan.sum, sent, line))
+        if session.config.residual_format is not None:
+            lossy = sum(each.target.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
+            second = lossy // session.world_size if plan.sum == "two-shot" else 0
+            residual_nbytes += _C.residual_nbytes(session.config.residual_format, lossy + second)
+    s_per_byte = 8 / bits_s if bits_s is not None else session.s_per_byte or 0.0
+    return LocalPlan(
+        schedule=schedule,
+        wire=session.config.wire,
+        world_size=session.world_size,
+        fragments=tuple(rows),
+        state_nbytes=sum(fragment.anchor.nbytes for fragment in fragments),
+        under_way_nbytes=max(2 * fragment.gather(fragment.anchor, 0).nbytes for fragment in fragments),
+        outer_nbytes=outer_nbytes,
+        residual_nbytes=residual_nbytes,
+        s_per_byte=s_per_byte,
+        step_s=step_s,
+    )
