@@ -24,6 +24,8 @@ from .view import Decision, Member, View
 _WANTED_S = 1.0
 # Seconds before a refused proposer tries again, and before a proposal is sent again.
 _AGAIN_S = 0.3
+# Seconds before a minority stops: all that are silent have been noticed then, and the error names them.
+_FEW_S = 0.5
 _MAX_MARGIN = 1 << 12
 
 
@@ -44,6 +46,7 @@ class Agreement:
         self._round: Round | None = None
         self._margin = 2
         self._not_before = 0.0
+        self._few_since: float | None = None
         self._wanted_since: float | None = None
         self._now = 0.0
         self._states: dict[str, dict] = {}
@@ -181,12 +184,17 @@ class Agreement:
         return all(may_go_on(view.uids, alive, self.dead - self._doubtful) for view in self._may_have_gone(acks))
 
     def _is_lost(self, alive: list[str]) -> bool:
-        """Fails, and returns True, if `alive` may not go on whatever the others say."""
+        """Whether `alive` may not go on whatever the others say. Then this process fails, at once or soon."""
         assert self.view is not None
         established = self._established(alive)
         gone = self._chain[0]
         dead = self.dead - self._doubtful
-        if not may_go_on(gone.uids, established, dead):
+        if may_go_on(gone.uids, established, dead):
+            self._few_since = None
+        elif self._few_since is None or self._now - self._few_since < _FEW_S:
+            self._few_since = self._now if self._few_since is None else self._few_since
+            return True
+        if self._few_since is not None:
             silent = [uid for uid in gone.uids if uid not in alive and uid not in dead]
             self._fail(failures.minority(gone, silent, self._out.reason, len(established), self._out.progress()[1]))
         elif len(established) < self._min_ranks:

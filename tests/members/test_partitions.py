@@ -32,11 +32,15 @@ PROBLEM = problem()
 pytestmark = pytest.mark.skipif(PROBLEM != "", reason=PROBLEM)
 
 
+_NETWORKS = itertools.count()
+
+
 class Network:
     """Hosts h0, h1, … with the addresses 10.77.0.1, 10.77.0.2, …, each on one of two bridges."""
 
     def __init__(self, num_hosts: int) -> None:
-        self.prefix, self.num_hosts = f"f{os.getpid() % 100000}", num_hosts
+        # A deleted namespace's links go later, so no name is used twice.
+        self.prefix, self.num_hosts = f"f{os.getpid() % 100000}n{next(_NETWORKS)}", num_hosts
 
     def __enter__(self) -> "Network":
         for side in range(2):
@@ -55,8 +59,9 @@ class Network:
 
     def __exit__(self, *_) -> None:
         for host in range(self.num_hosts):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip(f"netns del {self.host(host)}")
+            for command in (f"link del {self.host(host)}", f"netns del {self.host(host)}"):
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    ip(command)
         for side in range(2):
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip(f"link del {self.prefix}b{side}")
