@@ -53,6 +53,14 @@ class Loop:
         with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it has ended
             self._wake_in.send(b"w")
 
+    def call_and_wait(self, function: Callable[[], None]) -> None:
+        """call(), for another thread that needs its effect. Returns without it if the loop has ended."""
+        done = threading.Event()
+        self.call(function)
+        self.call(done.set)
+        while not done.wait(0.1) and self._thread.is_alive():
+            pass
+
     def watch(self, connection: socket.socket, events: int, on_ready: Callable[[int], None]) -> None:
         """Calls on_ready(events) when one of the events of `selectors` has occurred; replaces an earlier watch."""
         try:
@@ -72,11 +80,14 @@ class Loop:
             self._thread.join(10)
 
     def close_in_child(self) -> None:
-        """Closes the selector in a forked child, which has no loop."""
+        """Closes all connections, and the port, in a forked child, which has no loop. They are not taken from the
+        selector, because it is the parent's, too."""
         self._is_stopped = True
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
         self._selector.close()
         self._wake_in.close()
-        self._wake_out.close()
 
     def _drain(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):

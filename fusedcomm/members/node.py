@@ -214,6 +214,7 @@ class Node:
         self._peers.tick(now)
         if self._joining is not None:
             self._joining.tick(now)
+        self._lost()
         self._agreement.tick(now)
 
     def _stood_still(self, seconds: float) -> None:

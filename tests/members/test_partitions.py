@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from crew import Crew
+from sampling import few
 
 SILENCE_S = 1.5
 
@@ -98,10 +99,11 @@ def sides() -> list[tuple[int, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "apart"),
-    [case if case in [(3, (1, 2)), (4, (2, 3))] else pytest.param(*case, marks=pytest.mark.full) for case in sides()],
+    "parting",
+    few(sides(), (4, (2, 3))),
 )
-def test_one_side_goes_on(tmp_path, num_ranks, apart):
+def test_one_side_goes_on(tmp_path, parting):
+    num_ranks, apart = parting
     here = [rank for rank in range(num_ranks) if rank not in apart]
     go_on = here if 2 * len(here) >= num_ranks else list(apart)
     stop = [rank for rank in range(num_ranks) if rank not in go_on]
