@@ -43,6 +43,7 @@ class Process:
         self.rules = Agreement(uid, world.min_ranks, self)
         self.mode, self.step, self.view, self.decision = "join", -1, None, None
         self.values = {}
+        self.staged = {}  # by view: the value that it begins with
         self.dead, self.silent, self.doubts, self.past = set(), set(), {}, set()
         self.freezes = []
         self.ended = False
@@ -172,7 +173,7 @@ class Process:
     def poll_install(self):
         view, wanted = self.decision.view, self.decision.view.step - 1
         joined = [member.uid for member in self.decision.joined]
-        staged = self.values.get(wanted)
+        staged = self.values.get(wanted, self.staged.get(view.number))
         if staged is None:
             for uid in view.uids:
                 other = self.world.processes[uid]
@@ -180,6 +181,7 @@ class Process:
                 if reachable and wanted in other.values and (uid not in joined):
                     staged = other.values[wanted]
         if staged is not None:
+            self.staged[view.number] = staged
             assert not self.values or max(self.values) <= wanted, (
                 f"{self.uid} finished {max(self.values)}: {self.decision}"
             )
