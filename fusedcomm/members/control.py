@@ -106,7 +106,7 @@ class ControlPlane:
                 f"fusedcomm: {len(view.members)} members start, and min_ranks is {self._min_ranks}: start more"
             )
         self._gate.start(view)
-        self._node.loop.call(lambda: self._node.start(view))
+        self._node.loop.call_and_wait(lambda: self._node.start(view))  # requests are possible from now on
 
     def join(self, address: str, info_to_check: dict) -> Decision:
         """Waits until the members at `address` (host:port) have made this process one of them.

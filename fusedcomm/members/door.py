@@ -68,7 +68,8 @@ class Door:
         self._num_refused += 1
         if self._num_refused <= _MAX_LOGGED:
             more = "; further ones are refused without a line" if self._num_refused == _MAX_LOGGED else ""
-            report(lambda: f"fusedcomm: members refused a connection from {address}: {reason}{more}")
+            text = reason.removeprefix("fusedcomm: ")
+            report(lambda: f"fusedcomm: members refused a connection from {address}: {text}{more}")
 
     def close(self) -> None:
         self._loop.forget(self._listening)

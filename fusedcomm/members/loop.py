@@ -53,6 +53,14 @@ class Loop:
         with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it has ended
             self._wake_in.send(b"w")
 
+    def call_and_wait(self, function: Callable[[], None]) -> None:
+        """call(), for another thread that needs its effect. Returns without it if the loop has ended."""
+        done = threading.Event()
+        self.call(function)
+        self.call(done.set)
+        while not done.wait(0.1) and self._thread.is_alive():
+            pass
+
     def watch(self, connection: socket.socket, events: int, on_ready: Callable[[int], None]) -> None:
         """Calls on_ready(events) when one of the events of `selectors` has occurred; replaces an earlier watch."""
         try:
@@ -72,11 +80,14 @@ class Loop:
             self._thread.join(10)
 
     def close_in_child(self) -> None:
-        """Closes the selector in a forked child, which has no loop."""
+        """Closes all connections, and the port, in a forked child, which has no loop. They are not taken from the
+        selector, because it is the parent's, too."""
         self._is_stopped = True
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
         self._selector.close()
         self._wake_in.close()
-        self._wake_out.close()
 
     def _drain(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -247,10 +258,11 @@ class Dial:
         on_failed: Callable[[bool, str], None],
     ) -> None:
         self._loop, self._on_connected, self._on_failed = loop, on_connected, on_failed
-        self._connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._connection.setblocking(False)
+        self._connection: socket.socket | None = None
         self.is_open = True
         try:
+            self._connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            self._connection.setblocking(False)
             self._connection.connect((host, port))
         except BlockingIOError:
             pass
@@ -259,32 +271,34 @@ class Dial:
             refused, text = isinstance(error, ConnectionRefusedError), str(error)
             loop.call(lambda: self._fail(refused, text))
             return
+        assert self._connection is not None
         loop.watch(self._connection, selectors.EVENT_WRITE, self._ready)
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._loop.forget(self._connection)
-            self._connection.close()
+            if self._connection is not None:
+                self._loop.forget(self._connection)
+                self._connection.close()
 
     def _ready(self, _: int) -> None:
-        code = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            error = OSError(code, os.strerror(code))  # of the class that belongs to the code
-            self._fail(isinstance(error, ConnectionRefusedError), str(error))
-            return
+        connection = self._connection
+        assert connection is not None
         try:
-            met_itself = self._connection.getsockname() == self._connection.getpeername()
-        except OSError as error:  # it has been reset since
-            self._fail(False, str(error))
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))  # of the class that belongs to the code
+            met_itself = connection.getsockname() == connection.getpeername()
+        except OSError as error:  # also if the other end has closed it already
+            self._fail(isinstance(error, ConnectionRefusedError), str(error))
             return
         if met_itself:
             # A port of this host that nobody listens to was dialed, and the system chose it for this end, too.
             self._fail(True, "nobody listens: the connection met itself")
             return
         self.is_open = False
-        self._loop.forget(self._connection)
-        self._on_connected(Channel(self._loop, self._connection))
+        self._loop.forget(connection)
+        self._on_connected(Channel(self._loop, connection))
 
     def _fail(self, was_refused: bool, reason: str) -> None:
         if self.is_open:

@@ -18,6 +18,9 @@ from .peers import Peers
 from .requests import Handler, Requests
 from .view import Decision, Member, View
 
+# A joiner that some member does not hear would be taken in and put off for ever.
+_MAX_PUT_OFF = 5
+
 
 def _report(text: str) -> None:
     report(lambda: text)
@@ -45,6 +48,7 @@ class Node:
         self._reachable: frozenset[str] = frozenset()
         self._freezes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = False
+        self._num_put_off = 0
         threading.Thread(target=self._run_freezes, name="fc-members-freeze", daemon=True).start()
         self.loop.start()
 
@@ -126,6 +130,15 @@ class Node:
     def put_off(self, number: int) -> None:
         view = self._agreement.view
         assert view is not None and self._joining is not None
+        self._num_put_off += 1
+        if self._num_put_off > _MAX_PUT_OFF:
+            self.failed(
+                JoinRefusedError(
+                    f"fusedcomm: this process was taken in and put off {_MAX_PUT_OFF} times, each time because a "
+                    f"member was lost or does not hear it: see that every member reaches {self.me.address}"
+                )
+            )
+            return
         self.gate.put_off()
         self._peers.close()
         self._agreement = self._agreement.of_a_joiner_again(number)
@@ -201,6 +214,7 @@ class Node:
         self._peers.tick(now)
         if self._joining is not None:
             self._joining.tick(now)
+        self._lost()
         self._agreement.tick(now)
 
     def _stood_still(self, seconds: float) -> None:

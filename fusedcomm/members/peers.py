@@ -20,6 +20,8 @@ _LATE_S = 3.0
 # closes its connections before its port, or the other way round, so the second attempt follows soon.
 _REDIAL_S = 0.05
 _MAX_REDIAL_S = 0.8
+# Seconds for which the higher rank waits to be dialed before it looks whether the lower one lives.
+_UNDIALED_S = 0.5
 # Seconds that one attempt may take.
 _DIAL_S = 5.0
 
@@ -159,7 +161,8 @@ class Peers:
                 if quiet_s > self._silence_s:
                     self._lose_joiner(peer, f"it said nothing for {quiet_s:.1f} s")
                 continue
-            needed = (peer.channel is None and (peer.dials or peer.why != "")) or quiet_s > self._late_s
+            patience_s = self._late_s if peer.channel is not None else 0.0 if peer.dials or peer.why else _UNDIALED_S
+            needed = quiet_s > patience_s
             if peer.dial is not None and now - peer.dialed > _DIAL_S:
                 self._stop_dialing(peer)
             if needed and peer.dial is None and now - peer.dialed > peer.redial_s:

@@ -223,6 +223,8 @@ def enter(network: str) -> None:
 
 
 def train(settings: Settings, name: str, founder: int | None, address: str | None) -> None:
+    with open(Path(settings.folder) / f"{name}.out", "a") as printed:
+        os.dup2(printed.fileno(), 1)
     if settings.network is not None:
         enter(settings.network)
     trainee = Trainee(settings, name)
