@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     )
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
+    from fusedcomm.local_steps.local_steps import LocalSteps
     from fusedcomm.members.members import Members
     from fusedcomm.members.sampler import MembersSampler
-    from fusedcomm.local_steps.local_steps import LocalSteps
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
@@ -60,9 +60,9 @@ __all__ = [
     "GradScaler",
     "Handle",
     "LocalOptions",
+    "LocalSteps",
     "Members",
     "MembersSampler",
-    "LocalSteps",
     "Residuals",
     "Rounding",
     "Stats",

@@ -339,6 +339,8 @@ class Training(Runs):
         while not self._install(decision, began):
             decision = plane.recover()
         self.step = decision.view.step
+        joined = {member.uid for member in decision.joined}  # these have no state to give
+        self._sources = [member for member in decision.view.members if member.uid not in joined]
         said, tensors = self._received(_MODEL)
         with torch.no_grad():
             for name, tensor in self._model.items():
@@ -356,9 +358,7 @@ class Training(Runs):
         self.session.synchronizer.step = said["noise step"]
 
     def _received(self, name: str) -> tuple[dict, Any]:
-        plane, own = self.members.plane, self.members.plane.member.uid
-        others = [member for member in self.members.current.members if member.uid != own]
-        transfer = state.Transfer(plane, others, {"name": name, "step": self.step})
+        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step})
         said, skeleton = transfer.skeleton()
         value, tensors = state.unpack(skeleton)
         state.fill(tensors, transfer.content(said["nbytes"]))
