@@ -82,6 +82,7 @@ class Training(Runs):
         self._frozen = False
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._missing: set[str] = set()  # what the others carry and this rank has not received
+        self._sources: list[Member] = []  # from which a rank that joins gets the state
         self._num_shared = self._num_joined = (
             0  # microbatches of this step: when it began, and those of ranks that joined
         )
