@@ -133,9 +133,12 @@ class ControlPlane:
         """The step is finished here. False: a change came first, so it is not; call recover()."""
         return self._gate.finish_step(step)
 
-    def has_finished(self, step: int) -> None:
-        """The step is finished here although the members are changing: its last means came from another member."""
-        self._gate.has_finished(step)
+    def has_finished(self, step: int, view: View) -> bool:
+        """The step is finished here although the members change to `view`: its last means came from another member.
+
+        False: another change came first, so it is not; call recover().
+        """
+        return self._gate.has_finished(step, view.number)
 
     def is_superseded(self, view: View) -> bool:
         """Whether the members have left the view, or are about to."""

@@ -148,10 +148,16 @@ class Gate:
         with self._changed:
             return self.failure is not None or self._is_left(number)
 
-    def has_finished(self, step: int) -> None:
-        """Notes a finished step of a member that is changing views: its last means came from another member."""
+    def has_finished(self, step: int, number: int) -> bool:
+        """Notes a step whose last means came from another member, after the decision for view `number`.
+
+        False if this member has promised a later change meanwhile: it has said there that the step is not finished.
+        """
         with self._changed:
+            if self.failure is not None or self._frozen_by > number:
+                return False
             self.finished = step
+            return True
 
     def _is_left(self, number: int) -> bool:
         """Whether the members leave that view at once, and not at a boundary that is still to come."""

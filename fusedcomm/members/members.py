@@ -15,6 +15,8 @@ from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.ranks import groups
 from fusedcomm.ranks.own_group import OwnGroup
 
+LEAVE_TIMEOUT_S = 60.0
+"""Seconds that a rank which leaves waits for the others to finish its last step."""
 INSTALL_TIMEOUT_S = 1800.0
 """Seconds that the members of a new view wait for the last of them, which may be in a long forward pass."""
 
@@ -170,7 +172,12 @@ class Members:
             self.carried[name] = carried
 
     def leave(self, reason: str = "it has left") -> None:
-        """Tells the others that this process goes. They go on without it at once. Idempotent."""
+        """Tells the others that this process goes; they go on without it at once. Idempotent.
+
+        Before, it waits until they have finished this rank's last step, at most a minute: they may need its means.
+        """
+        if self.training is not None:
+            self.training.wait_for_others(LEAVE_TIMEOUT_S)
         self.plane.leave(reason)
 
     # ---- for fusedcomm itself

@@ -31,6 +31,7 @@ from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Change, Stats
 
 _MEANS = "means"
+_PROGRESS = "progress"
 _MODEL = "model"
 _POLL_S = 0.02
 """Seconds between two looks whether a view that is being connected is still the members' choice."""
@@ -89,6 +90,7 @@ class Training(Runs):
         plane = members.plane
         plane.on_freeze = self.freeze
         plane.handlers[_MEANS] = self._serve_means
+        plane.handlers[_PROGRESS] = lambda header: ({"finished": self.step - 1}, [])
         plane.handlers[state.KIND] = state.serve(self._find_state)
         plane.check_join = self._why_not
         members.training = self
@@ -218,8 +220,7 @@ class Training(Runs):
             decision = self.members.plane.recover()
             ahead = [m for m in self._old_members(decision) if decision.finished.get(m.uid, -1) >= self.step]
             if ahead:
-                if self._fetch(ahead):
-                    self.members.plane.has_finished(self.step)
+                if self._fetch(ahead) and self.members.plane.has_finished(self.step, decision.view):
                     self._pending = decision
                     self._end_step()
                     return None
@@ -241,6 +242,16 @@ class Training(Runs):
             self.members.plane.leave("its means of a step were not those of most ranks")
             failure += ". This rank has left, and the others go on"
         raise DamagedError(failure)
+
+    def wait_for_others(self, timeout_s: float) -> None:
+        """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""
+        plane, until = self.members.plane, time.monotonic() + timeout_s
+        for member in self.members.current.members:
+            with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
+                while member.uid != plane.member.uid and time.monotonic() < until:
+                    if plane.request(member, _PROGRESS, {})[0]["finished"] >= self.step - 1:
+                        break
+                    time.sleep(_POLL_S)
 
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
