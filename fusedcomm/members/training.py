@@ -63,6 +63,11 @@ class Training(Runs):
                 "fusedcomm: these members belong to another reducer already: one Members is for one DataParallel or "
                 "GradReducer"
             )
+        if device.type != "cpu":
+            raise ValueError(
+                f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo: "
+                "NCCL's operations under way with a lost rank are not aborted yet. Leave out members="
+            )
         self.members, self._model = members, model
         self._config = with_codes_kept(config, members)
         self._arguments = (parameters, local, device)
@@ -119,7 +124,11 @@ class Training(Runs):
         return dataclasses.replace(self.session.stats(), changes=tuple(self._changes))
 
     def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
-        return self.session.plan(bucket_nbytes_caps)
+        found = self.session.plan(bucket_nbytes_caps)
+        # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
+        ranks = found.world_size
+        kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
+        return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     def stop(self, reason: str) -> None:
         self.session.stop(reason)

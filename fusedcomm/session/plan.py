@@ -85,6 +85,8 @@ class Plan:
     """Whether no parameter requires gradients now. `buckets` is then empty, or shows the last backward pass."""
     detached: bool = False
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
+    kept_nbytes: int = 0
+    """With members: bytes of the codes and means that this rank keeps of all buckets."""
     transfers: str = ""
     """On cuda: what moves the bytes, and why. Empty on cpu and when `off`."""
 
@@ -155,6 +157,7 @@ class Plan:
         return (
             f"wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
             f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
+            + (f", kept for lost ranks {self.kept_nbytes / _MIB:.1f} MiB" if self.kept_nbytes else "")
         )
 
     def _table(self) -> list[str]:
