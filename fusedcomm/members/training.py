@@ -32,6 +32,7 @@ from fusedcomm.session.stats import Change, Stats
 
 _MEANS = "means"
 _PROGRESS = "progress"
+_CHANGING = "the ranks are changing"
 _MODEL = "model"
 _POLL_S = 0.02
 """Seconds between two looks whether a view that is being connected is still the members' choice."""
@@ -65,8 +66,8 @@ class Training(Runs):
             )
         if device.type != "cpu":
             raise ValueError(
-                f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo: "
-                "NCCL's operations under way with a lost rank are not aborted yet. Leave out members="
+                f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over "
+                "gloo: NCCL's operations under way with a lost rank are not aborted yet. Leave out members="
             )
         self.members, self._model = members, model
         self._config = with_codes_kept(config, members)
@@ -149,7 +150,7 @@ class Training(Runs):
             self._frozen = True
             session = self.session
         if session is not None:
-            session.synchronizer.stop("the ranks are changing")
+            session.synchronizer.stop(_CHANGING)
 
     def _why_not(self, joiner: dict) -> str:
         """Why a process may not join; empty if it may."""
@@ -316,11 +317,12 @@ class Training(Runs):
         session = self._build(decision.view)
         if session is None:
             return False
-        old, self.session = self.session, session
+        with self._lock:
+            old, self.session, self._frozen = self.session, session, False
+        if plane.is_superseded(decision.view):  # freeze() may have stopped the session before this one
+            session.synchronizer.stop(_CHANGING)
         self.members.enter(decision.view)
         plane.installed(decision.view)
-        with self._lock:
-            self._frozen = False
         if old is not None:
             _let_go(old, keeps=self._kept is old.synchronizer)
             lost, joined = (tuple(m.address for m in some) for some in (decision.lost, decision.joined))
