@@ -314,7 +314,7 @@ class Training(Runs):
         plane = self.members.plane
         if not plane.install(decision.view, INSTALL_TIMEOUT_S):
             return False
-        session = self._build(decision.view)
+        session: Any = self._build(decision.view)
         if session is None:
             return False
         with self._lock:
