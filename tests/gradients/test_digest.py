@@ -106,7 +106,7 @@ def check_flipped(outcomes, sender):
 
 
 # A step sends one message of gradients and one of means. Those of step ARMED + 2 are the last that a step follows.
-@pytest.mark.parametrize("seed", few(range(50), 0, 1))
+@pytest.mark.parametrize("seed", few(range(50), 0))
 def test_a_bit_that_changes_between_two_ranks_ends_the_next_step_by_name(ranks, seed):
     drawn = random.Random(seed)
     sender = seed % 2
@@ -119,6 +119,7 @@ def test_a_bit_of_gradients_and_one_of_means_are_told_apart(ranks):
     assert kinds == {True, False}
 
 
+@pytest.mark.full
 def test_a_one_shot_notices_it_too(ranks):
     outcomes = flipped(ranks, Flip(1), Config("int8", sum="one-shot"))
     (step, text, (last_pass, outvoted, links, means), _), (_, other, _, _) = (value for _, value in outcomes)
@@ -129,7 +130,7 @@ def test_a_one_shot_notices_it_too(ranks):
 
 # What gloo adds it may have received damaged: then all ranks have the same sum. What it sends on may arrive damaged at
 # one rank: then their results differ.
-@pytest.mark.parametrize("wire, sum", [("fp32", "exact"), ("bf16", "direct")])
+@pytest.mark.parametrize("wire, sum", few((("fp32", "exact"), ("bf16", "direct")), ("fp32", "exact")))
 def test_results_of_the_transport_never_differ_in_silence(ranks, wire, sum):
     noticed = []
     for skipped in range(4):
@@ -145,7 +146,7 @@ def test_results_of_the_transport_never_differ_in_silence(ranks, wire, sum):
 
 
 # Fields of gloo's header: the length, the kind, the slot, the offset, the length again.
-@pytest.mark.parametrize("field", few(range(5), 2))
+@pytest.mark.parametrize("field", few(range(5)))
 def test_a_bit_of_a_header_ends_training_within_the_timeout(ranks, field):
     outcomes = flipped(ranks, Flip(0, in_header=True, position=(8 * field + 1.5) / HEADER_NBYTES))
     for kind, value in outcomes:

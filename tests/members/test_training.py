@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampling import few
 from trainees import SHAPES, Script, Team, gradient, means_of
 
 import fusedcomm
@@ -37,7 +38,7 @@ def check_steps(team: Team, steps: range, names: list[str], of: list[str], confi
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["int8", "bf16", "fp16", "fp32", "fp8", "int4"])
+@pytest.mark.parametrize("wire", few(("int8", "bf16", "fp16", "fp32", "fp8", "int4"), "int8", "int4"))
 @pytest.mark.parametrize("victim", ["0", "1", "2"])
 @pytest.mark.parametrize("moment", ["before", "between"])
 def test_a_pass_that_loses_a_rank_has_the_mean_of_the_survivors(team, moment, victim, wire):
@@ -59,6 +60,7 @@ def test_of_two_lost_ranks_the_others_have_the_mean_of_those_that_are_left(team)
     check_steps(run, range(LOST, 8), ["1", "3"], ["1", "3"], config)
 
 
+@pytest.mark.full
 def test_the_last_rank_goes_on_alone(team):
     config = {"wire": "int8"}
     run = team(config=config, num_founders=2, die={"0": (LOST, "before")})
@@ -85,7 +87,8 @@ def test_a_rank_that_joins_has_the_others_bits_and_its_gradients_count(team):
     check_steps(run, range(397, 400), ["0", "1", "j"], ["0", "1", "j"], config)
 
 
-def test_a_rank_joins_after_every_founder_has_been_lost(team):
+@pytest.mark.full
+def test_a_rank_that_joined_goes_on_without_the_founder_that_let_it_in(team):
     config = {"wire": "int8"}
     run = team(config=config, num_founders=2, num_steps=12, hold={"0": 4, "a": 8})
     run.read("0", "step.3")
@@ -130,7 +133,7 @@ def test_with_error_feedback_no_gradient_is_lost_but_that_of_the_lost_rank(team)
         assert difference.max() <= 3 * 100 / 7 + 100 / 7
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("find_unused", few((False, True), True))
 def test_unused_parameters_and_lost_ranks(team, find_unused):
     config = {"wire": "bf16"}
     run = team(config=config, find_unused=find_unused, die={"2": (LOST, "between")})
