@@ -157,6 +157,10 @@ void bind_synchronizer(py::module_& m) {
           py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_port"),
           py::arg("store_text"), NoGil())
       .def("unwatch", &Synchronizer::unwatch, NoGil())
+      // The watch goes on, but a failure does not wait for what it knows of the other ranks.
+      .def(
+          "leave_failures_unexplained",
+          [](Synchronizer& synchronizer) { synchronizer.engine().explain_failures_with(nullptr); }, NoGil())
       .def("stop", &Synchronizer::stop, py::arg("reason"), NoGil())
       .def("leave", &Synchronizer::leave, py::arg("reason"), NoGil())
       .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
@@ -241,6 +245,7 @@ void bind_weights(py::module_& m) {
       .def("use", &PassWeights::use, py::arg("of_sums"), NoGil())
       .def("count_active", &PassWeights::count_active, py::arg("counts"), NoGil())
       .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
+      .def("finish_last", &PassWeights::finish_last, py::arg("sum"), NoGil())
       .def("set_unit", &PassWeights::set_unit, py::arg("unit"), NoGil())
       .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())

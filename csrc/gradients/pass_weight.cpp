@@ -120,6 +120,13 @@ void PassWeights::take_over(const PassWeights& from, bool again) {
   again_ = again ? from.last_ : nullptr;
 }
 
+void PassWeights::finish_last(double sum) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!last_) return;
+  last_->sum = sum;
+  last_->unpack = sum > 0 ? unit_ * num_ranks_ / sum : 0;
+}
+
 void PassWeights::set_unit(double unit) {
   std::lock_guard<std::mutex> lock(mutex_);
   unit_ = unit;

@@ -84,6 +84,8 @@ class PassWeights {
 
   // Takes over the weights of `from`, and the unit. again: the pass that has begun there last begins here again.
   void take_over(const PassWeights& from, bool again);
+  // Σ wᵣ of the last pass, as another rank has received it. Call it when the engine has stopped.
+  void finish_last(double sum);
   // The unit, of a pass that other ranks have had; see above. 0: none yet.
   void set_unit(double unit);
 

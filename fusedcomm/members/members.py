@@ -94,6 +94,8 @@ class Members:
         one, the place in the data."""
         self.portion = (0, 1)
         """(first, count): this rank's microbatches of the present step among those of all ranks."""
+        self.weighs = True
+        """Whether this rank's microbatches count, where their number is kept."""
         if join is None:
             self._found()
 
@@ -168,8 +170,8 @@ class Members:
                 "fusedcomm: members.carry() comes after the reducer: give members= to DataParallel or GradReducer first"
             )
         for name, carried in objects.items():
-            self.training.receive(name, carried)
             self.carried[name] = carried
+            self.training.receive(name, carried)
 
     def leave(self, reason: str = "it has left") -> None:
         """Tells the others that this process goes; they go on without it at once. Idempotent.
@@ -196,7 +198,10 @@ class Members:
     def begin_step(self) -> int:
         """Shares out the microbatches of a step that begins, among the ranks that there are now; returns how many."""
         total = self.microbatches or self.size
-        self.portion = share_of(total, self.rank, self.size)
+        first, count = share_of(total, self.rank, self.size)
+        # Too many ranks for the microbatches: the last ones compute one that weighs nothing.
+        self.weighs = count > 0
+        self.portion = (first, count) if count else (0, 1)
         return total
 
     def tell(self, decision: Decision) -> None:

@@ -103,11 +103,10 @@ class Transfer:
         header, content = self._ask(0, {}, None)
         return header, bytes(content)
 
-    def content(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes]: the bytes of all tensors, a part from each member."""
+    def content(self, nbytes: int, num_parts: int) -> torch.Tensor:
+        """uint8 [nbytes]: the bytes of all tensors, so many parts of them from as many members."""
         content = torch.empty(nbytes, dtype=torch.uint8)
         view = memoryview(content.numpy())
-        num_parts = len(self._sources)
         cuts = [nbytes * part // num_parts for part in range(num_parts + 1)]
 
         def fetch(part: int) -> None:

@@ -33,9 +33,11 @@ from fusedcomm.session.stats import Change, Stats
 _MEANS = "means"
 _PROGRESS = "progress"
 _CHANGING = "the ranks are changing"
-_MODEL = "model"
+_MODEL, _BUFFERS = "model", "buffers"
 _POLL_S = 0.02
 """Seconds between two looks whether a view that is being connected is still the members' choice."""
+_ENDING_S = 60.0
+"""Seconds that a member which has all means may take to say so."""
 MAX_FAILURES = 5
 """Changes of views in one step, without a rank that is lost or joins, after which the step fails."""
 
@@ -72,7 +74,10 @@ class Training(Runs):
         self.members, self._model = members, model
         self._config = with_codes_kept(config, members)
         self._arguments = (parameters, local, device)
-        self._also_agree = also_agree
+        self._also_agree = also_agree = {
+            **also_agree,
+            "members": {"microbatches": members.microbatches, "min_ranks": members.min_ranks},
+        }
         self._check = {
             **agreement.versions(),
             "config": self._config.record(),
@@ -89,10 +94,13 @@ class Training(Runs):
         self._frozen = False
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._missing: set[str] = set()  # what the others carry and this rank has not received
+        self._why_not_built = RuntimeError("fusedcomm: the members have changed before the first step")
+        self._noise_step = 0  # the synchronizer's number of the step under way
+        self._weight_sum = 0.0  # of the ranks' weights in the last step
+        self._to_tell: list[Decision] = []
         self._sources: list[Member] = []  # from which a rank that joins gets the state
-        self._num_shared = self._num_joined = (
-            0  # microbatches of this step: when it began, and those of ranks that joined
-        )
+        self._num_shared = 0  # microbatches of this step when it began
+        self._admitted: set[str] = set()  # the ranks that joined at its beginning, with a batch more each
         plane = members.plane
         plane.on_freeze = self.freeze
         plane.handlers[_MEANS] = self._serve_means
@@ -103,6 +111,8 @@ class Training(Runs):
         if members.joins is None:
             plane.start(members.current)
             self.session = self._build(members.current, problem)
+            if self.session is None:
+                raise self._why_not_built
             self._begin_step()
         elif problem is not None:
             raise problem
@@ -132,6 +142,8 @@ class Training(Runs):
         return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     def stop(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs this rank's means
+            self.wait_for_others(_ENDING_S)
         self.session.stop(reason)
         self.members.plane.leave(reason)
 
@@ -154,15 +166,18 @@ class Training(Runs):
 
     def _why_not(self, joiner: dict) -> str:
         """Why a process may not join; empty if it may."""
-        own = {**self._check, "carries": sorted(self.members.carried)}
-        for field, value in own.items():
+        for field, value in {**self._check, "trained": self._trained()}.items():
             theirs = joiner.get(field)
-            if field != "carries" and theirs != value:
+            if theirs != value:
                 return f"its {field} is {_short(theirs)}, and the members' is {_short(value)}"
         microbatches = self.members.microbatches
         if microbatches is not None and self.members.size + 1 > microbatches:
             return f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks"
         return ""
+
+    def _trained(self) -> list[str]:
+        """The parameters that require gradients now."""
+        return [parameter.name for parameter in self._arguments[0] if parameter.tensor.requires_grad]
 
     def _serve_means(self, header: dict) -> tuple[dict, list[memoryview]]:
         step, bucket = int(header["step"]), int(header["bucket"])
@@ -170,7 +185,7 @@ class Training(Runs):
             kept = self._kept
         if kept is None or step != self.step - 1:
             raise LookupError(f"the means of step {step} are not kept, but those of step {self.step - 1}")
-        return {}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
+        return {"weights": self._weight_sum}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
 
     def _find_state(self, header: dict) -> tuple[dict[str, object], Any]:
         name, step = str(header["name"]), int(header["step"])
@@ -180,10 +195,12 @@ class Training(Runs):
             "carries": sorted(self.members.carried),
             "microbatches": self.members.num_microbatches,
             "shared out": self._num_shared,
-            "noise step": self.session.synchronizer.step,
+            "noise step": self._noise_step,
         }
-        if name == _MODEL:
-            return said, self._model
+        if name in (_MODEL, _BUFFERS):
+            return said, {
+                key: value for key, value in self._model.items() if key.startswith("buffer ") == (name == _BUFFERS)
+            }
         if name not in self.members.carried:
             raise LookupError(f"the members carry no {name!r}, but {sorted(self.members.carried)}")
         return said, self.members.carried[name].state_dict()
@@ -203,11 +220,24 @@ class Training(Runs):
             if decision is None:
                 return
             began, old = time.monotonic(), self.session.synchronizer
-            while not self._install(decision, began):
-                decision = self.members.plane.recover()
+            self._install_one(decision, began)
             self.session.synchronizer.take_over(old)
             self._hand_over()
-            self._admit(decision)
+            self._tell()
+
+    def _install_one(self, decision: Decision, began: float) -> Decision:
+        """Installs that decision's view, or a later one; returns the decision."""
+        for _ in range(MAX_FAILURES):
+            if self._install(decision, began):
+                return decision
+            decision = self.members.plane.recover()
+        raise self._why_not_built
+
+    def _tell(self) -> None:
+        """Tells the user of the changes since the last call."""
+        decisions, self._to_tell = self._to_tell, []
+        for decision in decisions:
+            self.members.tell(decision)
 
     def _hand_over(self) -> "_C.Synchronizer":
         """Gives the reducer the present session."""
@@ -224,6 +254,13 @@ class Training(Runs):
 
     def recover(self, failure: str) -> "_C.Synchronizer | None":
         """Finishes the step although ranks are lost; see Membership in reducer.h."""
+        try:
+            return self._recovered(failure)
+        except BaseException as error:
+            self.members.plane.leave(f"it cannot go on: {error}")
+            raise
+
+    def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()
         self._refuse_damage(failure)
         for _ in range(MAX_FAILURES):
@@ -276,20 +313,25 @@ class Training(Runs):
 
     def _begin_step(self) -> None:
         self._num_shared = self.members.begin_step()
+        self._noise_step = self.session.synchronizer.step
         if self.members.microbatches is not None:
-            self.session.weights.set(1.0)
+            self.session.weights.set(float(self.members.weighs))
 
     def _admit(self, decision: Decision) -> None:
         """A step that has begun has a batch more for each rank that joins, unless their number is kept."""
-        self._num_joined = len(decision.joined) if self.members.microbatches is None else 0
+        if self.members.microbatches is None:
+            self._admitted |= {member.uid for member in decision.joined}
 
     def _end_step(self) -> None:
         with self._lock:
             self._kept = self.session.synchronizer
             self.step += 1
-        self.members.num_microbatches += self._num_shared + self._num_joined
-        self._num_joined = 0
+        if self.session.weights is not None:
+            self._weight_sum = self.session.weights.last[0]
+        self.members.num_microbatches += self._num_shared + len(self._admitted)
+        self._admitted = set()
         self._begin_step()
+        self._tell()
 
     def _old_members(self, decision: Decision) -> list[Member]:
         own = self.members.plane.member.uid
@@ -297,11 +339,13 @@ class Training(Runs):
 
     def _fetch(self, ahead: list[Member]) -> bool:
         """Takes the means that this rank misses from members that have finished the step. False if all are lost."""
-        synchronizer, plane = self.session.synchronizer, self.members.plane
+        synchronizer = self.session.synchronizer
         for bucket in synchronizer.missing_means():
             for member in ahead:
                 with contextlib.suppress(MemberLostError):
-                    _, content = plane.request(member, _MEANS, {"step": self.step, "bucket": bucket})
+                    said, content = self._ask_for_means(member, bucket)
+                    if self.session.weights is not None:
+                        self.session.weights.finish_last(said["weights"])
                     means = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                     synchronizer.complete_bucket(bucket, means)
                     break
@@ -309,11 +353,23 @@ class Training(Runs):
                 return False
         return True
 
+    def _ask_for_means(self, member: Member, bucket: int) -> tuple[dict, memoryview]:
+        """Asks again while the member is still ending the step. Raises MemberLostError, and LookupError at last."""
+        until = time.monotonic() + _ENDING_S
+        while True:
+            try:
+                return self.members.plane.request(member, _MEANS, {"step": self.step, "bucket": bucket})
+            except LookupError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_POLL_S)
+
     def _install(self, decision: Decision, began: float) -> bool:
         """Makes the session of the decision's view. False if the members have agreed on another one meanwhile."""
         plane = self.members.plane
         if not plane.install(decision.view, INSTALL_TIMEOUT_S):
             return False
+        self._admit(decision)
         session: Any = self._build(decision.view)
         if session is None:
             return False
@@ -329,7 +385,7 @@ class Training(Runs):
             pause_s = time.monotonic() - began
             size = len(decision.view.members)
             self._changes.append(Change(decision.view.number, self.step, size, lost, joined, pause_s))
-            self.members.tell(decision)
+            self._to_tell.append(decision)
         return True
 
     def _build(self, view: View, problem: Exception | None = None) -> Session | None:
@@ -338,7 +394,7 @@ class Training(Runs):
         def make() -> Any:
             group = self.members.group(view)
             session: Any = KeepingSession(
-                self._config, group, *self._arguments, also_agree=self._also_agree, watched=False, problem=problem
+                self._config, group, *self._arguments, also_agree=self._also_agree, problem=problem
             )
             # Fixed, because a rank that joins has not seen the first weights.
             session.synchronizer.weights.set_unit(1.0)
@@ -350,31 +406,32 @@ class Training(Runs):
                 return None
         try:
             return errand.result()
-        except RuntimeError:
-            if self.members.plane.is_superseded(view):
-                return None
-            raise
+        except RuntimeError as error:  # perhaps a rank is lost, and the members have not noticed yet
+            self._why_not_built = error
+            return None
 
     def _join(self, address: str) -> None:
         plane = self.members.plane
         began = time.monotonic()
-        decision = plane.join(address, self._check)
+        decision = plane.join(address, {**self._check, "trained": self._trained()})
+        own, joined = plane.member.uid, list(decision.joined)
         while not self._install(decision, began):
             decision = plane.recover()
+            if own in [member.uid for member in decision.joined]:  # else it has joined with the view before
+                joined = list(decision.joined)
         self.step = decision.view.step
-        joined = {member.uid for member in decision.joined}  # these have no state to give
-        self._sources = [member for member in decision.view.members if member.uid not in joined]
+        uids = [member.uid for member in joined]  # these have no state to give
+        self._sources = [member for member in decision.view.members if member.uid not in uids]
         said, tensors = self._received(_MODEL)
+        tensors |= self._received(_BUFFERS)[1]
         with torch.no_grad():
             for name, tensor in self._model.items():
                 tensor.copy_(tensors[name])
         self._missing = set(said["carries"])
         self.members.num_microbatches = said["microbatches"]
         self._num_shared = said["shared out"]
-        number = [member.uid for member in decision.joined].index(plane.member.uid)
-        self._admit(decision)
         if self.members.microbatches is None:
-            self.members.portion = (said["shared out"] + number, 1)
+            self.members.portion = (said["shared out"] + uids.index(own), 1)
         else:
             self.members.portion = (0, 1)
             self.session.weights.set(0.0)
@@ -384,17 +441,25 @@ class Training(Runs):
         transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step})
         said, skeleton = transfer.skeleton()
         value, tensors = state.unpack(skeleton)
-        state.fill(tensors, transfer.content(said["nbytes"]))
+        # Of the same bits on all members; buffers, and what else is carried, may differ between them.
+        is_common = name == _MODEL or isinstance(self.members.carried.get(name), torch.optim.Optimizer)
+        state.fill(tensors, transfer.content(said["nbytes"], len(self._sources) if is_common else 1))
         return said, value
 
 
 class KeepingSession(Session):
-    """A session whose buckets keep their codes and means."""
+    """A session whose buckets keep their codes and means. Stalls are reported, but a failure is not explained: the
+    members agree at once."""
 
     @property
     def native_config(self) -> "_C.WireConfig":
         config = self.effective_config
         return config.native(config.chunks, keeps_messages=True)
+
+    def watch(self) -> None:
+        super().watch()
+        synchronizer: Any = self.synchronizer
+        synchronizer.leave_failures_unexplained()
 
 
 def with_codes_kept(config: Config, members: Members) -> Config:

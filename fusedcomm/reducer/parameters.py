@@ -89,11 +89,18 @@ def refuse(named: Named) -> None:
             )
 
 
-def refuse_with_members(named: Named, sparse: Collection[int], process_group: object, is_search: bool) -> None:
+def refuse_with_members(
+    named: Named, sparse: Collection[int], process_group: object, is_search: bool, find_unused: bool
+) -> None:
     """Raises ValueError for what a reducer whose ranks come and go cannot take."""
     if process_group is not None:
         raise ValueError(
             "fusedcomm.GradReducer takes process_group= or members=, not both: members bring their own group"
+        )
+    if find_unused:
+        raise ValueError(
+            "fusedcomm: find_unused_parameters and static_graph need to know what each rank has used, and a lost rank "
+            "cannot say it: with members every backward pass uses every parameter that requires gradients"
         )
     if is_search:
         raise ValueError(

@@ -119,7 +119,7 @@ class GradReducer(GradientNorms):
         named = named_tensors(module_or_named_parameters)
         sparse = ids_of_sparse(module_or_named_parameters)
         if members is not None:
-            refuse_with_members(named, sparse, process_group, is_search=space is not None)
+            refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
         parameters, problem = [], None
         try:
             refuse(named)

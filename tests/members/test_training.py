@@ -133,14 +133,6 @@ def test_with_error_feedback_no_gradient_is_lost_but_that_of_the_lost_rank(team)
         assert difference.max() <= 3 * 100 / 7 + 100 / 7
 
 
-@pytest.mark.parametrize("find_unused", few((False, True), True))
-def test_unused_parameters_and_lost_ranks(team, find_unused):
-    config = {"wire": "bf16"}
-    run = team(config=config, find_unused=find_unused, die={"2": (LOST, "between")})
-    check_steps(run, range(LOST), ["0", "1"], ["0", "1", "2"], config)
-    check_steps(run, range(LOST, 8), ["0", "1"], ["0", "1"], config)
-
-
 def test_fewer_than_min_ranks_stop_by_name(team):
     run = team(config={"wire": "int8"}, min_ranks=3, die={"1": (LOST, "before")})
     for name in ("0", "2"):

@@ -42,7 +42,6 @@ class Script:
     late: tuple[str, int] | None = None  # a rank whose step never counts before the others have finished it
     hold: dict[str, int] = field(default_factory=dict)  # by name: a step before which it waits for the file "go"
     shapes: tuple[tuple[int, ...], ...] = SHAPES
-    find_unused: bool = False
     silence: float = 10.0
 
     def text(self) -> str:
@@ -90,7 +89,6 @@ class Trainee:
             fusedcomm.Config(**script.config),
             bucket_mib=1e-6,
             members=self.members,
-            find_unused_parameters=script.find_unused,
             quiet=True,
         )
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.25, momentum=0.5)

@@ -81,7 +81,8 @@ void GradReducer::wait(const FuturePtr& future) {
     std::unique_lock<std::mutex> lock(done->mutex);
     for (auto poll = kFirstPoll; !done->changed.wait_for(lock, poll, [&] { return done->is_set; }); poll = kLaterPoll) {
       lock.unlock();
-      const std::string problem = problem_.read();
+      // Members go on without a rank that has a problem.
+      const std::string problem = membership_ ? "" : problem_.read();
       if (!problem.empty()) give_up(problem);
       lock.lock();
     }
