@@ -1,0 +1,44 @@
+"""Sessions whose buckets keep what is needed to sum them again."""
+
+import dataclasses
+from typing import Any
+
+from fusedcomm.config import Config
+from fusedcomm.members.members import Members
+from fusedcomm.native import _C
+from fusedcomm.session.session import Session
+
+
+class KeepingSession(Session):
+    """A session whose buckets keep their codes and means. Stalls are reported, but a failure is not explained: the
+    members agree at once."""
+
+    @property
+    def native_config(self) -> "_C.WireConfig":
+        config = self.effective_config
+        return config.native(config.chunks, keeps_messages=True)
+
+    def watch(self) -> None:
+        super().watch()
+        synchronizer: Any = self.synchronizer
+        synchronizer.leave_failures_unexplained()
+
+
+def with_codes_kept(config: Config, members: Members) -> Config:
+    """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
+    if config.sum not in ("auto", "two-shot"):
+        raise ValueError(
+            f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
+            "when a rank is lost: with members use sum='auto' or 'two-shot'"
+        )
+    if config.hosts not in (None, "auto"):
+        raise ValueError(
+            "fusedcomm: sums on two levels need the same ranks on every host, and members come and go: leave out hosts="
+        )
+    if config.checks.verify_every:
+        raise ValueError("fusedcomm: verify_every compares with sums that keep no codes: leave it out with members")
+    if members.microbatches is not None and config.weighted != "mean":
+        raise ValueError(
+            "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"
+        )
+    return dataclasses.replace(config, sum="two-shot", hosts=None)
