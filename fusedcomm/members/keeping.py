@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import torch
+
 from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
@@ -24,8 +26,13 @@ class KeepingSession(Session):
         synchronizer.leave_failures_unexplained()
 
 
-def with_codes_kept(config: Config, members: Members) -> Config:
+def with_codes_kept(config: Config, members: Members, device: torch.device) -> Config:
     """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over "
+            "gloo: NCCL's operations under way with a lost rank are not aborted yet. Leave out members="
+        )
     if config.sum not in ("auto", "two-shot"):
         raise ValueError(
             f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "

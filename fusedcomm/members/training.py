@@ -67,13 +67,8 @@ class Training(Runs):
                 "fusedcomm: these members belong to another reducer already: one Members is for one DataParallel or "
                 "GradReducer"
             )
-        if device.type != "cpu":
-            raise ValueError(
-                f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over "
-                "gloo: NCCL's operations under way with a lost rank are not aborted yet. Leave out members="
-            )
         self.members, self._model = members, model
-        self._config = with_codes_kept(config, members)
+        self._config = with_codes_kept(config, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
@@ -170,7 +165,7 @@ class Training(Runs):
         for field, value in {**self._check, "trained": self._trained()}.items():
             theirs = joiner.get(field)
             if theirs != value:
-                return f"its {field} is {_short(theirs)}, and the members' is {_short(value)}"
+                return f"its {field} is {theirs!r:.200}, and the members' is {value!r:.200}"
         microbatches = self.members.microbatches
         if microbatches is not None and self.members.size + 1 > microbatches:
             return f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks"
@@ -381,7 +376,9 @@ class Training(Runs):
         self.members.enter(decision.view)
         plane.installed(decision.view)
         if old is not None:
-            _let_go(old, keeps=self._kept is old.synchronizer)
+            old.synchronizer.leave(_CHANGING)
+            if self._kept is not old.synchronizer:
+                old.synchronizer.engine.free_workspaces()
             lost, joined = (tuple(m.address for m in some) for some in (decision.lost, decision.joined))
             pause_s = time.monotonic() - began
             size = len(decision.view.members)
@@ -446,15 +443,3 @@ class Training(Runs):
         is_common = name == _MODEL or isinstance(self.members.carried.get(name), torch.optim.Optimizer)
         state.fill(tensors, transfer.content(said["nbytes"], len(self._sources) if is_common else 1))
         return said, value
-
-
-def _let_go(session: Any, keeps: bool) -> None:
-    """Ends a session of an earlier view. Its channels may take a moment to end, so a thread does it."""
-    session.synchronizer.leave("the ranks have changed")
-    if not keeps:
-        session.synchronizer.engine.free_workspaces()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} …"
