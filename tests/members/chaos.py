@@ -84,6 +84,7 @@ class Watcher:
         self.read_end, self.write_end = os.pipe()
         self.buffer = b""
         self.digests: dict[int, str] = {}
+        self.tellers: dict[int, set[int]] = {}  # by step: the ranks that have told its digest
         self.ready: dict[int, dict] = {}  # by pid, of living ranks
         self.steps: dict[int, dict] = {}  # by pid: the last step that it has told
         self.first_steps: dict[int, float] = {}
@@ -123,6 +124,7 @@ class Watcher:
             self.ended[pid] = told["changes"]
         if "digest" in told:
             known = self.digests.setdefault(told["step"], told["digest"])
+            self.tellers.setdefault(told["step"], set()).add(pid)
             assert known == told["digest"], f"step {told['step']}: {told} differs from {known}"
             assert pid not in self.steps or told["step"] == self.steps[pid]["step"] + 1, (
                 f"{pid} left out a step: {told}"
@@ -133,7 +135,12 @@ class Watcher:
                 self.first_of_view[pid] = (told["view"], told["at"])
 
     def forget(self, pid: int) -> None:
-        """The process has ended, and another may get its number."""
+        """The process has ended, and another may get its number. A step that it has finished alone does not count: the
+        others sum that again without it."""
+        step = self.steps[pid]["step"] if pid in self.steps else -1
+        self.tellers.get(step, set()).discard(pid)
+        if not self.tellers.get(step):
+            self.digests.pop(step, None)
         for told in (self.ready, self.steps, self.first_steps, self.first_of_view):
             told.pop(pid, None)
 
