@@ -102,6 +102,8 @@ class Training(Runs):
         if members.joins is None:
             plane.start(members.current)
             self.session = self._build(members.current, problem)
+            while self.session is None:  # a rank was lost before the first step
+                self._install(plane.recover(), time.monotonic())
             self._begin_step()
         elif problem is not None:
             raise problem
@@ -157,10 +159,16 @@ class Training(Runs):
         for field, value in own.items():
             theirs = joiner.get(field)
             if field != "carries" and theirs != value:
-                return f"its {field} is {_short(theirs)}, and the members' is {_short(value)}"
+                return (
+                    f"its {field} is {_short(theirs)}, and the members' is {_short(value)}: start it with the model, "
+                    "the configuration and the versions of torch and fusedcomm that the members have"
+                )
         microbatches = self.members.microbatches
         if microbatches is not None and self.members.size + 1 > microbatches:
-            return f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks"
+            return (
+                f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks: start all with "
+                "a larger Members(microbatches=…)"
+            )
         return ""
 
     def _serve_means(self, header: dict) -> tuple[dict, list[memoryview]]:
