@@ -111,7 +111,8 @@ class MembersFile:
                 with contextlib.suppress(OSError):  # a file system without locks: one write is whole on most
                     fcntl.flock(file, fcntl.LOCK_EX)
                 if new:
-                    file.write("".join(new).encode())
+                    is_whole = self.path.read_bytes()[-1:] in (b"", b"\n")
+                    file.write("".join([*([] if is_whole else ["\n"]), *new]).encode())
         except OSError as error:
             raise RuntimeError(
                 f"fusedcomm: members cannot note their addresses in {env.MEMBERS}={str(self.path)!r}: {error}. Name a "
