@@ -44,7 +44,7 @@ def refusals(rank, world_size):
     for name, model in (("fsdp", sharded), ("hsdp", hybrid)):
         found[f"attach {name}"] = error_of(ValueError, fusedcomm.attach, model, "int8", members=members)
         found[f"reducer {name}"] = error_of(ValueError, fusedcomm.GradReducer, model, "int8", members=members)
-        found[f"parallel {name}"] = error_of(ValueError, fusedcomm.DataParallel, model, "int8", members=members)
+        found[f"parallel {name}"] = error_of(ValueError, fusedcomm.DataParallel, model, config="int8", members=members)
     found["hook"] = in_backward(members, "hook")
     other = fusedcomm.Members()
     found["apply"] = in_backward(other, "apply")
