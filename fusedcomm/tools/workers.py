@@ -97,7 +97,10 @@ class Workers:
                 "127.0.0.1: set GLOO_SOCKET_IFNAME to the interface that they share"
             )
         # This process serves the store, at the address that workers are given, on a port that the system chooses.
-        listener = socket.create_server((self.address, 0))
+        try:
+            listener = socket.create_server((self.address, 0))
+        except OSError as error:
+            raise UsageError(f"this host cannot listen at {self.address}: {error}. Use an address of its own") from None
         self.port = listener.getsockname()[1]
         self.server = dist.TCPStore(
             self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

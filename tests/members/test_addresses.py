@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import fusedcomm
 from fusedcomm.members import addresses
 from fusedcomm.members.addresses import Answer, MembersFile, ask, name_of, to_join
 from fusedcomm.members.control import ControlPlane, new_uid
@@ -124,6 +125,13 @@ def test_variables_that_do_not_say_it_are_named(say, members, join, restarts, ki
     say(members, join, restarts)
     with pytest.raises(kind, match=said):
         to_join(0)
+
+
+def test_a_process_that_begins_without_a_launcher_is_told_what_is_missing(say, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set: start the script"):
+        fusedcomm.Members(join="auto")
 
 
 def test_a_process_that_joins_finds_a_living_member_among_stale_lines(say, process, tmp_path):
