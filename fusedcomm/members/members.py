@@ -193,7 +193,7 @@ class Members:
 
         Before, it waits until they have finished this rank's last step, at most a minute: they may need its means.
         """
-        if self.training is not None:
+        if self.training is not None and self._current is not None:
             self.training.wait_for_others(LEAVE_TIMEOUT_S)
         self.plane.leave(reason)
 

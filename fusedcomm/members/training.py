@@ -160,7 +160,7 @@ class Training(Runs):
             theirs = joiner.get(field)
             if field != "carries" and theirs != value:
                 return (
-                    f"its {field} is {_short(theirs)}, and the members' is {_short(value)}: start it with the model, "
+                    f"it has {field} {_short(theirs)}, and the members have {_short(value)}: start it with the model, "
                     "the configuration and the versions of torch and fusedcomm that the members have"
                 )
         microbatches = self.members.microbatches
