@@ -11,9 +11,15 @@ from fusedcomm.config import Config, LocalOptions, Off, Wire
 from fusedcomm.ddp.attach import attach as attach_ddp
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.reducer.data_parallel import DataParallel
+from fusedcomm.reducer.parameters import SHARDED
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
+
+NO_MEMBERS = (
+    "fusedcomm: attach() takes no members=, because DDP's own reducer ends when a rank is lost: wrap the module in "
+    "fusedcomm.DataParallel(module, config=…, members=members) in place of DistributedDataParallel"
+)
 
 
 @overload
@@ -42,6 +48,7 @@ def attach(
     *,
     local: LocalOptions | None = None,
     quiet: bool = False,
+    members: object = None,
 ) -> "Handle | FsdpHandle":
     """Sends a model's gradients in a wire. Call it on every rank, before or between steps.
 
@@ -61,6 +68,7 @@ def attach(
             DDP's own all-reduce.
         quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
             printed if that has no handler (fusedcomm/log.py).
+        members: refused: DDP's own reducer and FSDP2's shards do not outlive a rank. See docs/members.md.
 
     Returns:
         A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()``, ``state_dict()``,
@@ -75,14 +83,17 @@ def attach(
 
     Raises:
         TypeError: `model` or `config` is none of these.
-        ValueError: an argument is out of range, or two cannot be combined.
+        ValueError: an argument is out of range, or two cannot be combined, or `members` is given.
         RuntimeError: the module has a hook or an option that cannot be combined, fusedcomm has no path for the device
             or backend, or the ranks do not agree (the same text on every rank).
     """
     model = unwrapped(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has modules of it only if it has been imported
     is_module = isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel)
-    if fsdp is not None and is_module and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+    is_sharded = fsdp is not None and is_module and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
+    if members is not None:
+        raise ValueError(SHARDED if is_sharded else NO_MEMBERS)
+    if is_sharded:
         from fusedcomm.fsdp.attach import attach_fsdp  # imports FSDP2, which takes a while
 
         return attach_fsdp(model, config, local=local, quiet=quiet)

@@ -1,7 +1,7 @@
 """fusedcomm's environment variables, and the functions that read them.
 
 ISA and CODEC_THREADS apply where :class:`fusedcomm.LocalOptions` leaves these open. QUIET has the same effect as the
-argument of ``attach``. The other variables have no argument.
+argument of ``attach``. MEMBERS and JOIN are what ``Members(join="auto")`` reads. SYNC has no argument.
 """
 
 import os
@@ -18,6 +18,15 @@ QUIET = "FUSEDCOMM_QUIET"
 SYNC = "FUSEDCOMM_SYNC"
 """1: every stage ends before the next begins. No race can happen, and a fault is reported at the stage that caused it.
 Slow, for debugging; the gradients must have the same bits."""
+
+
+MEMBERS = "FUSEDCOMM_MEMBERS"
+"""Where the members of running training are: "host:port", or several with commas between; or the path, with a / in it,
+of a file to which every member adds its address. See members/addresses.py."""
+
+JOIN = "FUSEDCOMM_JOIN"
+"""1: this process joins training that runs. 0: it begins training. Default: 1 in a process that torchrun has started
+again (TORCHELASTIC_RESTART_COUNT). `fusedcomm run --members` sets it."""
 
 
 def isa() -> str:
@@ -43,6 +52,23 @@ def quiet() -> bool:
 def sync() -> bool:
     """Whether SYNC is set to anything but 0."""
     return os.environ.get(SYNC, "0") not in ("", "0")
+
+
+def members() -> str | None:
+    """MEMBERS's value; None if it is not set, or empty."""
+    return os.environ.get(MEMBERS) or None
+
+
+def joins() -> bool | None:
+    """What JOIN says; without it True if torchrun has started this process again, else None. Raises ValueError if JOIN
+    is neither 0 nor 1."""
+    text = os.environ.get(JOIN)
+    if text not in (None, "", "0", "1"):
+        raise ValueError(f"{JOIN}={text!r} is not possible: use 1 in a process that joins, or 0 in one that does not")
+    if text:
+        return text == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return True if restarts.isdecimal() and int(restarts) > 0 else None
 
 
 def cuda_queues() -> int | None:

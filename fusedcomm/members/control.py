@@ -6,6 +6,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 
+from .addresses import name_of, split
 from .door import listen, numeric_host
 from .errors import JoinRefusedError
 from .gate import Gate
@@ -56,7 +57,7 @@ class ControlPlane:
         own = numeric_host(host)
         listening = listen(own)
         self.member = Member(uid, own, listening.getsockname()[1], info)
-        self._min_ranks, self._silence_s, self._is_closed = min_ranks, silence_s, False
+        self._min_ranks, self._silence_s, self._job, self._is_closed = min_ranks, silence_s, job, False
         self._gate = Gate()
         self._node = Node(self.member, min_ranks, silence_s, listening, self._gate)
         if job is not None:
@@ -67,6 +68,12 @@ class ControlPlane:
     def address(self) -> str:
         """host:port, for a process that joins."""
         return self.member.address
+
+    @property
+    def job_name(self) -> str:
+        """What others may know of the job; empty in a process that has not joined."""
+        job = self._job or self._node.job
+        return name_of(job) if job else ""
 
     @property
     def view(self) -> View | None:
@@ -109,16 +116,19 @@ class ControlPlane:
         self._node.loop.call_and_wait(lambda: self._node.start(view))  # requests are possible from now on
 
     def join(self, address: str, info_to_check: dict) -> Decision:
-        """Waits until the members at `address` (host:port) have made this process one of them.
+        """Waits until members have made this process one of them. address: host:port of one, or of several with commas.
 
         Raises JoinRefusedError with the reason, also if no member answers.
         """
-        host, _, port = address.rpartition(":")
-        try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except (OSError, ValueError) as error:
-            raise JoinRefusedError(f"fusedcomm: {address!r} is no address of a member: {error}") from None
-        addresses = [(str(entry[4][0]), int(entry[4][1])) for entry in found]
+        addresses, problem = [], ""
+        for each in address.split(","):
+            try:
+                found = socket.getaddrinfo(*split(each), type=socket.SOCK_STREAM)
+                addresses += [(str(entry[4][0]), int(entry[4][1])) for entry in found]
+            except (OSError, ValueError) as error:
+                problem = f"fusedcomm: {each!r} is no address of a member: {error}"
+        if not addresses:
+            raise JoinRefusedError(problem)
         self._node.loop.call(lambda: self._node.join(addresses, info_to_check))
         return self._gate.recover()
 

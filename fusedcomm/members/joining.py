@@ -94,7 +94,8 @@ class Joining:
         channel.close()
         if answer == "refused":
             self._is_active, self._attempt = False, None
-            self._on_refused(str(reply["why"]))
+            host, port = self._addresses[0]
+            self._on_refused(f"fusedcomm: the member at {host}:{port} refuses this process: {reply['why']}")
         elif answer in ("later", "ask"):
             self._heard = time.monotonic()
             self._learn(reply)

@@ -1,20 +1,28 @@
 """``fusedcomm.Members``: ranks that come and go while training runs."""
 
+import contextlib
 import datetime
 import json
+import os
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from fusedcomm import env, log
 from fusedcomm.config import check
+from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.ranks import groups
 from fusedcomm.ranks.own_group import OwnGroup
 
+PROGRESS = "progress"
+"""The kind of request that asks a member for its last finished step."""
+_POLL_S = 0.02
 LEAVE_TIMEOUT_S = 60.0
 """Seconds that a rank which leaves waits for the others to finish its last step."""
 INSTALL_TIMEOUT_S = 1800.0
@@ -29,6 +37,8 @@ class Members:
         members = fusedcomm.Members(min_ranks=2)                         # after init_process_group
         members = fusedcomm.Members(join="10.0.0.7:29411", min_ranks=2)  # in a process that joins; no process group
 
+        members = fusedcomm.Members(join="auto", min_ranks=2)            # either, as the launcher says
+
         model = fusedcomm.DataParallel(model, config="int8", members=members)
         optimizer = torch.optim.AdamW(model.parameters())
         members.carry(optimizer=optimizer, scheduler=scheduler)          # what a rank that joins gets, too
@@ -39,7 +49,9 @@ class Members:
     ``members.address``. Its first gradients count, and its parameters have the others' bits.
 
     Args:
-        join: "host:port" of any member of running training. None: this process is one of those that begin it.
+        join: "host:port" of any member of running training, or of several with commas between. None: this process is
+            one of those that begin it. "auto": one or the other, as FUSEDCOMM_MEMBERS and the launcher say, see
+            members/addresses.py. A process that begins calls ``init_process_group("gloo")`` then, unless it was called.
         min_ranks: with fewer ranks, all raise TooFewRanksError in ``backward()``.
         microbatches: of a step, in all: see :attr:`share`. None: the number is not kept.
         silence: seconds without a sign of life after which a rank counts as silent. A closed connection is noticed at
@@ -49,8 +61,10 @@ class Members:
             which leads to the process group's store, or to the member that is asked.
 
     Raises:
-        RuntimeError: no process group, without `join`; no answer at `join`.
-        ValueError: an argument is out of range.
+        RuntimeError: no process group, without `join`; with "auto", variables do not say what it needs, or this
+            process begins training where other training runs.
+        JoinRefusedError: with "auto", nobody answers.
+        ValueError: an argument or a variable is out of range.
 
     Attributes:
         plane: how the members agree, for fusedcomm itself.
@@ -69,14 +83,19 @@ class Members:
         check.positive("silence", silence, "a number of seconds greater than 0")
         if microbatches is not None:
             check.whole("microbatches", microbatches, 1, 2**31 - 1, "a whole number of microbatches, 1 or more")
-        if join is None and not dist.is_initialized():
+        self._file = addresses.MembersFile.of_environment()
+        if join == "auto":
+            join = addresses.to_join(2 * silence)
+            if join is None and not dist.is_initialized():
+                _init_process_group()
+        elif join is None and not dist.is_initialized():
             raise RuntimeError(
                 "fusedcomm.Members needs ranks: call torch.distributed.init_process_group first, or give join="
                 "'host:port', the address of a member of running training"
             )
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
         self.timeout: datetime.timedelta = dist.default_pg_timeout
-        near = _split(join) if join is not None else _store_address()
+        near = addresses.split(join.split(",")[0]) if join is not None else _store_address()
         own_host = host or _host_towards(near)
         self._store = dist.TCPStore(
             own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
@@ -84,6 +103,9 @@ class Members:
         info = {"store": [own_host, self._store.port], "process": groups.describe_own_process()}
         job = None if join is not None else self._common_job()
         self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
+        self._noted: set[str] = set()
+        if self._file is not None:
+            self._file.note([], "")  # fails now if it will
         self._current: View | None = None
         self._callbacks: list[Callable[[Decision], object]] = []
         self.carried: dict[str, Any] = {}
@@ -178,8 +200,8 @@ class Members:
 
         Before, it waits until they have finished this rank's last step, at most a minute: they may need its means.
         """
-        if self.training is not None:
-            self.training.wait_for_others(LEAVE_TIMEOUT_S)
+        if self.training is not None and self._current is not None:
+            self.wait_for_others(LEAVE_TIMEOUT_S)
         self.plane.leave(reason)
 
     # ---- for fusedcomm itself
@@ -192,8 +214,16 @@ class Members:
         return self._current
 
     def enter(self, view: View) -> None:
-        """Notes that this rank runs in `view`."""
+        """Notes that this rank runs in `view`; in the file for addresses, too."""
         self._current = view
+        new = {member.address for member in view.members} - self._noted
+        if self._file is not None and new:
+            try:
+                self._file.note(sorted(new), self.plane.job_name)
+                self._noted |= new
+            except RuntimeError as error:
+                text = str(error)
+                log.report(lambda: text)
 
     def begin_step(self) -> int:
         """Shares out the microbatches of a step that begins, among the ranks that there are now; returns how many."""
@@ -221,12 +251,31 @@ class Members:
         gloo = groups.gloo_backend_over(of_view, "members", rank, size, self.timeout)
         return OwnGroup(of_view, rank, size, self.timeout, {"cpu": gloo})
 
+    def wait_for_others(self, timeout_s: float) -> None:
+        """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""
+        until = time.monotonic() + timeout_s
+        for member in self.current.members:
+            with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
+                while member.uid != self.plane.member.uid and time.monotonic() < until:
+                    if self.plane.request(member, PROGRESS, {})[0]["finished"] >= self.step - 1:
+                        break
+                    time.sleep(_POLL_S)
+
     def _common_job(self) -> str:
-        """A text that the ranks that begin have in common, and no other job."""
+        """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs."""
         self._start = groups.private_store(dist.group.WORLD).under("members")
         if dist.get_rank() == 0:
-            self._start.set("job", uuid.uuid4().hex)
-        return self._start.get("job").decode()
+            why = ""
+            try:
+                if self._file is not None:
+                    addresses.refuse_a_running_job(self._file)
+            except RuntimeError as error:
+                why = str(error)
+            self._start.set("job", json.dumps({"job": uuid.uuid4().hex, "why": why}))
+        told = json.loads(self._start.get("job"))
+        if told["why"]:
+            raise RuntimeError(told["why"])
+        return told["job"]
 
     def _found(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -234,6 +283,9 @@ class Members:
             raise ValueError(f"fusedcomm: min_ranks={self.min_ranks} is not possible with {size} ranks: start more")
         self._start.set(str(rank), json.dumps(self.plane.member.to_json()))
         told = [json.loads(self._start.get(str(other))) for other in range(size)]
+        store = groups.innermost_store(dist.group.WORLD)
+        if rank == 0 and isinstance(store, dist.TCPStore):
+            store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
 
 
@@ -243,11 +295,15 @@ def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
     return rank * count + min(rank, more), count + (rank < more)
 
 
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"fusedcomm: join={address!r} is not possible: use 'host:port', a member's members.address")
-    return host.strip("[]"), int(port)
+def _init_process_group() -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"fusedcomm: Members(join='auto') begins training here, and {', '.join(missing)} is not set: start the "
+            f"script with torchrun or `fusedcomm run --members`, call init_process_group first, or set {env.MEMBERS} "
+            "to a member's address to join"
+        )
+    dist.init_process_group("gloo")
 
 
 def _store_address() -> tuple[str, int] | None:

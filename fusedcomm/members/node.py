@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fusedcomm.log import report
 
 from . import frames
+from .addresses import name_of, state_of
 from .agreement import Agreement
 from .door import Door
 from .errors import JoinRefusedError
@@ -56,6 +57,11 @@ class Node:
     def view(self) -> View | None:
         """The last committed view. Any thread may read it."""
         return self._agreement.view
+
+    @property
+    def job(self) -> str:
+        """Empty before it is known. Any thread may read it."""
+        return self._peers.job
 
     def set_job(self, job: str) -> None:
         self._peers.job = self.requests.job = job
@@ -244,6 +250,11 @@ class Node:
 
     def _hello(self, channel: Channel, hello: dict) -> None:
         role, uid = hello["role"], hello["uid"]
+        if role == "who":
+            state = state_of(self._agreement.view is not None, self._joining is not None)
+            channel.send(frames.REPLY, {"state": state, "name": name_of(self.job) if self.job else ""})
+            channel.close_when_sent()
+            return
         if role == "join":
             self._join_hello(channel, uid, hello)
             return
@@ -276,7 +287,9 @@ class Node:
     def _join_hello(self, channel: Channel, uid: str, hello: dict) -> None:
         joiner, view = Member.from_json(hello["member"]), self._agreement.view
         if view is None or uid in view or self._agreement.failure is not None:
-            channel.send(frames.REPLY, {"answer": "later"})
+            # Processes that all wait for each other to be members would wait for ever.
+            is_none = view is None and self._joining is not None
+            channel.send(frames.REPLY, {"answer": "no member, but a process that joins" if is_none else "later"})
             channel.close_when_sent()
             return
         lowest = self._agreement.lowest()
@@ -304,7 +317,7 @@ class Node:
             try:
                 why = self.check_join(hello["check"])
             except Exception as error:
-                why = f"fusedcomm: the members could not check this process: {error!r}"
+                why = f"the members could not check it: {error!r}"
             self.loop.call(lambda: answer(why))
 
         threading.Thread(target=check, name="fc-members-check", daemon=True).start()

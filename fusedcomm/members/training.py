@@ -20,7 +20,7 @@ from fusedcomm.config import Config, LocalOptions
 from fusedcomm.members import state
 from fusedcomm.members.errors import DamagedError, MemberLostError
 from fusedcomm.members.keeping import KeepingSession, with_codes_kept
-from fusedcomm.members.members import INSTALL_TIMEOUT_S, Members
+from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
@@ -32,11 +32,12 @@ from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Change, Stats
 
 _MEANS = "means"
-_PROGRESS = "progress"
 _CHANGING = "the ranks are changing"
 _MODEL, _BUFFERS = "model", "buffers"
 _POLL_S = 0.02
 """Seconds between two looks whether a view that is being connected is still the members' choice."""
+_NOTICED_S = 5.0
+"""Seconds within which the members notice that a rank is lost, before the first step."""
 _ENDING_S = 60.0
 """Seconds that a member which has all means may take to say so."""
 MAX_FAILURES = 5
@@ -100,15 +101,15 @@ class Training(Runs):
         plane = members.plane
         plane.on_freeze = self.freeze
         plane.handlers[_MEANS] = self._serve_means
-        plane.handlers[_PROGRESS] = lambda header: ({"finished": self.step - 1}, [])
+        plane.handlers[PROGRESS] = lambda header: ({"finished": self.step - 1}, [])
         plane.handlers[state.KIND] = state.serve(self._find_state)
         plane.check_join = self._why_not
         members.training = self
         if members.joins is None:
             plane.start(members.current)
             self.session = self._build(members.current, problem)
-            if self.session is None:
-                raise self._why_not_built
+            while self.session is None:  # a rank was lost before the first step
+                self._install(plane.recover(), time.monotonic())
             self._begin_step()
         elif problem is not None:
             raise problem
@@ -139,7 +140,7 @@ class Training(Runs):
 
     def stop(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs this rank's means
-            self.wait_for_others(_ENDING_S)
+            self.members.wait_for_others(_ENDING_S)
         self.session.stop(reason)
         self.members.plane.leave(reason)
 
@@ -165,10 +166,16 @@ class Training(Runs):
         for field, value in {**self._check, "trained": self._trained()}.items():
             theirs = joiner.get(field)
             if theirs != value:
-                return f"its {field} is {theirs!r:.200}, and the members' is {value!r:.200}"
+                return (
+                    f"it has {field} {theirs!r:.200}, and the members have {value!r:.200}: start it with the model, "
+                    "the configuration and the versions of torch and fusedcomm that the members have"
+                )
         microbatches = self.members.microbatches
         if microbatches is not None and self.members.size + 1 > microbatches:
-            return f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks"
+            return (
+                f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks: start all with "
+                "a larger Members(microbatches=…)"
+            )
         return ""
 
     def _trained(self) -> list[str]:
@@ -286,16 +293,6 @@ class Training(Runs):
             failure += ". This rank has left, and the others go on"
         raise DamagedError(failure)
 
-    def wait_for_others(self, timeout_s: float) -> None:
-        """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""
-        plane, until = self.members.plane, time.monotonic() + timeout_s
-        for member in self.members.current.members:
-            with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
-                while member.uid != plane.member.uid and time.monotonic() < until:
-                    if plane.request(member, _PROGRESS, {})[0]["finished"] >= self.step - 1:
-                        break
-                    time.sleep(_POLL_S)
-
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
         if self.members.joins is None:
@@ -406,6 +403,11 @@ class Training(Runs):
             return errand.result()
         except RuntimeError as error:  # perhaps a rank is lost, and the members have not noticed yet
             self._why_not_built = error
+            until = time.monotonic() + _NOTICED_S
+            while self.session is None and not self.members.plane.is_superseded(view):
+                if time.monotonic() > until:  # the ranks do not agree, or cannot connect
+                    raise
+                time.sleep(_POLL_S)
             return None
 
     def _join(self, address: str) -> None:

@@ -140,7 +140,7 @@ def own_client(store: BoundedStore) -> dist.Store:
 
 def describe_store(process_group: Group) -> str:
     """Says what the group's store is and which process hosts it, if known: the end of "It is …". Never empty."""
-    store = _innermost_store(process_group)
+    store = innermost_store(process_group)
     if isinstance(store, dist.FileStore):
         return f"the file {store.path}"
     if not isinstance(store, dist.TCPStore):
@@ -153,7 +153,7 @@ def describe_store(process_group: Group) -> str:
 
 def store_address(process_group: Group) -> tuple[str, int] | None:
     """The host and port of the group's store; None if it is no TCPStore."""
-    store = _innermost_store(process_group)
+    store = innermost_store(process_group)
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
@@ -163,7 +163,8 @@ def store_port(process_group: Group) -> int:
     return 0 if address is None else address[1]
 
 
-def _innermost_store(process_group: Group) -> dist.Store:
+def innermost_store(process_group: Group) -> dist.Store:
+    """The group's store without its prefixes."""
     store = _store_of(process_group)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -11,6 +12,13 @@ from fusedcomm.native import _C
 from fusedcomm.session.parameters import has_sparse_gradient
 
 Named = Sequence[tuple[str, torch.Tensor]]
+
+
+SHARDED = (
+    "fusedcomm: a model that FSDP2 or HSDP has sharded takes no members=, because a lost rank's shard could not be "
+    "summed again: train it from checkpoints, or leave it whole on each rank, as "
+    "fusedcomm.DataParallel(module, config=…, members=members)"
+)
 
 
 def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> Named:
@@ -108,6 +116,8 @@ def refuse_with_members(
             "change what it measures: with members name a wire, and a number of MiB"
         )
     for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            raise ValueError(SHARDED)
         if id(tensor) in sparse or tensor.dtype.to_real() not in _C.GRAD_DTYPES:
             what = "sparse" if id(tensor) in sparse else str(tensor.dtype)
             raise ValueError(

@@ -1,74 +1,59 @@
-"""``fusedcomm run``: starts the ranks of a script that uses fusedcomm.horovod, here or over ssh.
+"""``fusedcomm run``: starts the ranks of a script, here or over ssh.
 
 torchrun starts such scripts just as well, as long as no rank is lost. When one is, torchrun's agent ends every process
 of its host and starts the script again from its first line: nothing survives in memory, and the number of processes on
-a host is fixed. With --elastic this launcher leaves the other ranks alone, and tells them in a store who is alive.
+a host is fixed. With --members (run_members.py) and --elastic this launcher leaves the other ranks alone. For elastic
+jobs of Horovod it tells them in a store who is alive.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import errno
-import os
-import secrets
-import shlex
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from typing import Any
 
 from fusedcomm.tools.arguments import whole
 from fusedcomm.tools.errors import UsageError
+from fusedcomm.tools.run_members import MembersJob
+from fusedcomm.tools.workers import POLL_S, StartError, Worker, Workers, end_of, places, status_of
 
-POLL_S = 0.05
 GRACE_S = 2.0
 """After a rank has reported a failure: how long its cause may take to end. Then all ranks that live meet again."""
-END_S = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
-"""A host that is cut off counts as lost after three intervals."""
-FORWARDED = ("HOROVOD_", "FUSEDCOMM_", "GLOO_", "NCCL_", "OMP_", "PYTHON", "TORCH_")
-NOT_EXECUTABLE, NOT_FOUND, SSH_FAILED = 126, 127, 255
-"""Exit statuses, as shells and ssh have them."""
-REMOTE = """IFS= read -r {key} && export {key} && cd {folder} || exit
-exec 3<&0
-setsid env {variables} {program} </dev/null 3<&- & worker=$!
-(cat <&3; kill -s TERM -- -$worker; sleep {end_s:g}; kill -s KILL -- -$worker) >/dev/null 2>&1 &
-wait $worker"""
-"""What `sh` runs on another host. The job's key comes through standard input, since other users see command lines. That
-input stays open as long as this launcher and ssh live; the worker, with its own processes, ends with them."""
-
-
-@dataclasses.dataclass
-class Worker:
-    """A process that runs the command, here or by ssh on another host."""
-
-    name: str
-    """Its rank; in an elastic job its number in the order of starts."""
-    host: str
-    process: subprocess.Popen
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Adds ``fusedcomm run`` to the commands."""
     parser = commands.add_parser(
         "run",
-        help="start the ranks of a fusedcomm.horovod script, also elastic ones",
+        help="start the ranks of a fusedcomm.horovod script, also elastic ones, or ranks that come and go",
         description="Starts a command once for each rank, with the variables that hvd.init() reads. Ends all ranks if\n"
-        "one fails. With --elastic the others go on: hvd.elastic.run() restores their state from memory.",
+        "one fails. With --elastic the others go on: hvd.elastic.run() restores their state from memory.\n"
+        "With --members, for scripts with fusedcomm.Members(join='auto'), the others go on within the step.",
         example="fusedcomm run -np 4 python train.py\n"
         "fusedcomm run -np 4 -H one:2,two:2 python train.py\n"
-        "fusedcomm run -np 3 --elastic --min-np 2 --max-restarts 1 python train.py",
+        "fusedcomm run -np 3 --elastic --min-np 2 --max-restarts 1 python train.py\n"
+        "fusedcomm run -np 4 --members --max-restarts 10 python train.py\n"
+        "fusedcomm run -np 2 --members --join 10.0.0.7:29411 python train.py",
     )
     parser.add_argument("-np", "--num-proc", type=whole(1), metavar="N", required=True, help="ranks to start")
     parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="where; other hosts need ssh (this machine)")
     parser.add_argument("--elastic", action="store_true", help="when a rank is lost, the others go on (all end)")
+    parser.add_argument(
+        "--members", action="store_true", help="ranks of fusedcomm.Members: a lost one is started again, and joins"
+    )
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="with --members: these ranks join a member, or one of those in a file"
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST",
+        help="with --members: where other hosts reach this one (127.0.0.1, or with -H found)",
+    )
     parser.add_argument("--min-np", type=whole(1), metavar="M", help="with fewer ranks an elastic job ends (1)")
     parser.add_argument(
-        "--max-restarts", type=whole(0), metavar="N", default=0, help="lost ranks of an elastic job to start again (0)"
+        "--max-restarts",
+        type=whole(0),
+        metavar="N",
+        default=0,
+        help="lost ranks to start again, with --elastic or --members (0)",
     )
     parser.add_argument(
         "--reset-limit",
@@ -85,13 +70,12 @@ def run(args: argparse.Namespace) -> int:
     slots = places(args.hosts, args.num_proc)
     if not args.program:
         raise UsageError("no command: fusedcomm run -np 4 python train.py")
-    if not args.elastic and (args.min_np or args.max_restarts or args.reset_limit is not None):
-        raise UsageError("--min-np, --max-restarts and --reset-limit need --elastic")
-    if args.min_np and args.min_np > args.num_proc:
-        raise UsageError(f"--min-np {args.min_np} is more than -np {args.num_proc}")
-    job = Job(args, slots)
+    _refuse(args)
+    job = MembersJob(args, slots) if args.members else Job(args, slots)
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        if isinstance(job, MembersJob):
+            return job.members()
         return job.elastic() if args.elastic else job.fixed()
     except StartError as error:
         job.say(str(error))
@@ -102,105 +86,40 @@ def run(args: argparse.Namespace) -> int:
             signal.signal(number, handler)
 
 
-class StartError(Exception):
-    """A command cannot be started. The text says why."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
+def _refuse(args: argparse.Namespace) -> None:
+    """Raises UsageError for options that do not fit together."""
+    if args.members and args.elastic:
+        raise UsageError("--members and --elastic exclude each other: --elastic is for scripts of fusedcomm.horovod")
+    if not args.members and (args.join or args.address):
+        raise UsageError("--join and --address need --members")
+    if args.members and args.min_np:
+        raise UsageError("--min-np is for --elastic: the script's fusedcomm.Members(min_ranks=…) says it for --members")
+    if not args.elastic and (args.min_np or args.reset_limit is not None):
+        raise UsageError("--min-np and --reset-limit need --elastic")
+    if not args.elastic and not args.members and args.max_restarts:
+        raise UsageError("--max-restarts needs --elastic or --members")
+    if args.min_np and args.min_np > args.num_proc:
+        raise UsageError(f"--min-np {args.min_np} is more than -np {args.num_proc}")
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def places(hosts: str | None, num_ranks: int) -> list[str]:
-    """The host of each rank, hosts filled in their order. Raises UsageError for bad texts and too few slots."""
-    if hosts is None:
-        return ["localhost"] * num_ranks
-    slots: list[str] = []
-    for text in hosts.split(","):
-        host, _, number = text.partition(":")
-        if not host or host.startswith("-") or not (number or "1").isdecimal():
-            raise UsageError(f"--hosts {hosts}: {text!r} is not possible: use host:slots, such as one:2,two:2")
-        slots += [host] * int(number or 1)
-    if len(slots) < num_ranks:
-        raise UsageError(f"--hosts {hosts} has {len(slots)} slots, too few for -np {num_ranks}")
-    return slots[:num_ranks]
-
-
-def is_here(host: str) -> bool:
-    """Whether the host is this machine, by its name."""
-    return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
-
-
-class Job:
-    """The workers of one job, and the store over which they meet."""
+class Job(Workers):
+    """The ranks of a script of Horovod's."""
 
     def __init__(self, args: argparse.Namespace, slots: list[str]) -> None:
         import torch.distributed as dist
 
-        from fusedcomm.horovod import rendezvous, signatures
-        from fusedcomm.horovod.control import own_addresses
+        from fusedcomm.horovod import rendezvous
 
-        self.args, self.slots, self.rendezvous, self.key_name = args, slots, rendezvous, signatures.KEY
-        # This process signs, and so do local workers, which inherit its variables.
-        os.environ[self.key_name] = secrets.token_hex(32)
-        is_local = all(map(is_here, slots))
-        address = "127.0.0.1" if is_local else own_addresses()[0]
-        if not is_local and address == "127.0.0.1":
-            raise UsageError(
-                f"--hosts {args.hosts}: other hosts cannot reach this one, which has found no address of its own but "
-                "127.0.0.1: set GLOO_SOCKET_IFNAME to the interface that they share"
-            )
-        # This process serves the store, at the address that workers are given, on a port that the system chooses.
-        listener = socket.create_server((address, 0))
-        port = listener.getsockname()[1]
-        server = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self.store = dist.PrefixStore(rendezvous.PREFIX, server)
+        super().__init__(args, slots)
+        self.rendezvous = rendezvous
+        self.store = dist.PrefixStore(rendezvous.PREFIX, self.server)
         self.newest = self.last_met = rendezvous.NONE
         self.was_changed = False
-        self.where = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not serve one
-        }
-        if is_local and sys.platform == "linux":
-            # Without this, gloo looks up this machine's host name, which does not always resolve.
-            self.where["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        self.workers: list[Worker] = []
-
-    def start(self, host: str, variables: dict[str, str], name: str) -> Worker:
-        """Starts the command on a host, with these variables of its environment. Raises StartError."""
-        variables = {**self.where, **variables}
-        if is_here(host):
-            process = _opened(self.args.program, env={**os.environ, **variables})
-        else:
-            remote = f"exec sh -c {shlex.quote(self.remote_script(variables))}"
-            process = _opened(["ssh", *SSH_OPTIONS, host, remote], stdin=subprocess.PIPE)
-            with contextlib.suppress(BrokenPipeError):  # ssh has failed, which its exit status says
-                process.stdin.write(f"{os.environ[self.key_name]}\n".encode())
-                process.stdin.flush()
-        worker = Worker(name, host, process)
-        self.workers.append(worker)
-        return worker
-
-    def remote_script(self, variables: dict[str, str]) -> str:
-        """What `sh` runs on another host: the command with these variables and those of FORWARDED."""
-        # Python's output goes through a pipe, and is to be seen at once.
-        forwarded = {"PYTHONUNBUFFERED": "1"}
-        forwarded |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        forwarded |= variables
-        del forwarded[self.key_name]
-        return REMOTE.format(
-            key=self.key_name,
-            folder=shlex.quote(os.getcwd()),
-            variables=" ".join(f"{name}={shlex.quote(value)}" for name, value in forwarded.items()),
-            program=shlex.join(self.args.program),
-            end_s=END_S,
-        )
+        self.where |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
     def fixed(self) -> int:
         """Starts every rank, and ends all when one fails."""
@@ -221,8 +140,8 @@ class Job:
         while self.workers:
             for worker in self.ended():
                 if worker.process.returncode:
-                    self.say(f"rank {worker.name} on {worker.host} {_end(worker)}; the others are ended")
-                    return _status(worker)
+                    self.say(f"rank {worker.name} on {worker.host} {end_of(worker)}; the others are ended")
+                    return status_of(worker)
             time.sleep(POLL_S)
         return 0
 
@@ -256,7 +175,7 @@ class Job:
                         reported = time.monotonic()
                     continue
                 lost.append(worker)
-                self.say(f"worker {worker.name} on {worker.host} {_end(worker)}")
+                self.say(f"worker {worker.name} on {worker.host} {end_of(worker)}")
             if self.has_met():
                 have_met.update(self.newest.members)
             if has_finished:
@@ -274,7 +193,7 @@ class Job:
             least = 1 if has_finished else min_np
             if lost and len(left) + len(waiting) < least:
                 self.say(f"{len(left)} workers are left, fewer than {least}: the job ends")
-                return 0 if has_finished else _status(lost[0])
+                return 0 if has_finished else status_of(lost[0])
             if self.rendezvous.are_set(self.store, [f"failed/{self.newest.number}"]):
                 reported = reported or time.monotonic()
             is_due = reported is not None and time.monotonic() - reported > GRACE_S
@@ -287,7 +206,7 @@ class Job:
                 limit = self.args.reset_limit
                 if limit is not None and self.newest.number > limit and not has_finished:
                     self.say(f"ranks are to meet again after --reset-limit {limit} times: the job ends")
-                    return _status(lost[0]) if lost else 1
+                    return status_of(lost[0]) if lost else 1
                 self.publish(members, is_lost and not ready)
                 reported = None
             elif is_lost:
@@ -316,61 +235,3 @@ class Job:
                 "somebody without this job's key has changed its list of workers in the store. It is put back, now and "
                 "each further time: keep others away from the port, by a firewall or a network of your own"
             )
-
-    def ended(self) -> Iterator[Worker]:
-        """The workers that have ended since the last call."""
-        found = [worker for worker in self.workers if worker.process.poll() is not None]
-        self.workers = [worker for worker in self.workers if worker not in found]
-        return iter(found)
-
-    def end(self) -> None:
-        """Ends all workers that still run."""
-        os.environ.pop(self.key_name)
-        for worker in self.workers:
-            worker.process.terminate()
-        deadline = time.monotonic() + END_S
-        for worker in self.workers:
-            try:
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-
-    def say(self, text: str) -> None:
-        """Writes a line to stderr."""
-        print(f"fusedcomm run: {text}", file=sys.stderr, flush=True)
-
-
-def _opened(command: list[str], **options: Any) -> subprocess.Popen:
-    """Raises StartError if the system cannot start the command."""
-    try:
-        return subprocess.Popen(command, **options)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            where = "no folder in PATH has it"
-            if "/" in command[0]:
-                where = "there is no such file, or no interpreter of the name in its first line"
-            raise StartError(f"{command[0]} was not found: {where}", NOT_FOUND) from error
-        raise StartError(f"{command[0]} cannot be executed: {error.strerror}", NOT_EXECUTABLE) from error
-
-
-def _end(worker: Worker) -> str:
-    code = worker.process.returncode
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    said = f"has failed with exit status {code}"
-    if is_here(worker.host):
-        return said
-    about = {
-        SSH_FAILED: f"ssh reached no host {worker.host}, or lost it: check that `ssh {worker.host} true` works without "
-        "a question",
-        NOT_FOUND: "the command was not found there",
-        NOT_EXECUTABLE: "the command cannot be executed there",
-    }
-    return f"{said} ({about[code]})" if code in about else said
-
-
-def _status(worker: Worker) -> int:
-    """As shells count: 128 + the signal."""
-    code = worker.process.returncode
-    return 128 - code if code < 0 else code

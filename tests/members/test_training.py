@@ -60,6 +60,12 @@ def test_of_two_lost_ranks_the_others_have_the_mean_of_those_that_are_left(team)
     check_steps(run, range(LOST, 8), ["1", "3"], ["1", "3"], config)
 
 
+def test_a_rank_that_is_lost_before_the_first_step_takes_no_part(team):
+    config = {"wire": "int8"}
+    run = team(config=config, die={"0": (0, "made")})
+    check_steps(run, range(8), ["1", "2"], ["1", "2"], config)
+
+
 @pytest.mark.full
 def test_the_last_rank_goes_on_alone(team):
     config = {"wire": "int8"}

@@ -21,6 +21,7 @@ from patience import HANG_S
 
 import fusedcomm
 from fusedcomm import members as _package  # noqa: F401  (imported before processes are forked)
+from fusedcomm.members import state
 from fusedcomm.members.training import Training
 
 PRELOADED = ["trainees", "fusedcomm.reducer.reducer"]
@@ -68,7 +69,8 @@ def means_of(names, step: int, config: dict) -> list[torch.Tensor]:
 
 class Trainee:
     """One rank. Moments to die: "before" the backward pass, "between" two buckets, "handed" over but without means,
-    "finished" with all means but before it counts."""
+    "finished" with all means but before it counts, and in step 0: "made" before it has a reducer, "receiving",
+    for a rank that joins, before it has the model."""
 
     def __init__(self, script: Script, name: str, address: str | None) -> None:
         self.script, self.name, self.folder = script, name, Path(script.folder)
@@ -84,6 +86,10 @@ class Trainee:
         if self.joins:  # whatever it begins with, it gets the others'
             for parameter in self.parameters:
                 parameter.data.fill_(7)
+        if self.dies(0, "made"):
+            self.die()
+        if self.joins and self.dies(0, "receiving"):
+            state.Transfer.content = lambda *_: self.die()
         self.comm = fusedcomm.GradReducer(
             [(f"p{i}", parameter) for i, parameter in enumerate(self.parameters)],
             fusedcomm.Config(**script.config),

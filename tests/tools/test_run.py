@@ -74,6 +74,7 @@ def test_hosts_that_are_not_possible_are_named(hosts, said):
     [
         (["-np", "2"], "no command"),
         (["-np", "2", "--min-np", "1", "true"], "need --elastic"),
+        (["-np", "2", "--max-restarts", "1", "true"], "--max-restarts needs --elastic or --members"),
         (["-np", "2", "--reset-limit", "0", "true"], "need --elastic"),
         (["-np", "2", "--elastic", "--min-np", "3", "true"], "more than -np 2"),
     ],

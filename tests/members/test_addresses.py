@@ -1,0 +1,221 @@
+"""What Members(join="auto") does: begins training or joins, as the launcher says, and whom it asks."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+import fusedcomm
+from fusedcomm.members import addresses
+from fusedcomm.members.addresses import Answer, MembersFile, ask, name_of, to_join
+from fusedcomm.members.control import ControlPlane, new_uid
+from fusedcomm.members.errors import JoinRefusedError
+from fusedcomm.members.view import View
+
+HOST = "127.0.0.1"
+VARIABLES = ("FUSEDCOMM_MEMBERS", "FUSEDCOMM_JOIN", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture
+def say(monkeypatch):
+    """say(members=…, join=…, restarts=…) sets the variables; the others are not set."""
+
+    def set_variables(members=None, join=None, restarts=None) -> None:
+        for name, value in zip(VARIABLES, (members, join, restarts), strict=True):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+
+    monkeypatch.setattr(addresses, "AGAIN_S", 0.01)
+    set_variables()
+    return set_variables
+
+
+@pytest.fixture
+def process():
+    """process(job, trains): a process of a job that trains, or is about to; without a job it waits to join."""
+    with contextlib.ExitStack() as made:
+
+        def make(job: str | None, trains: bool = True) -> ControlPlane:
+            plane = ControlPlane(new_uid(), {}, min_ranks=1, job=job, host=HOST)
+            made.callback(plane.close)
+            if job is None:
+                waits = threading.Thread(target=_join_nobody, args=(plane,), daemon=True)
+                waits.start()
+            elif trains:
+                plane.start(View(0, (plane.member,), 0))
+            return plane
+
+        yield make
+
+
+def _join_nobody(plane: ControlPlane) -> None:
+    with contextlib.suppress(JoinRefusedError):
+        plane.join(unused(), {})
+
+
+def unused() -> str:
+    """An address where nobody listens."""
+    with socket.create_server((HOST, 0)) as server:
+        return f"{HOST}:{server.getsockname()[1]}"
+
+
+def state_of(plane: ControlPlane, wanted: str) -> Answer:
+    """Asks until the process has the state."""
+    while (answer := ask([plane.address])[plane.address]).state != wanted:
+        pass
+    return answer
+
+
+def test_processes_say_whether_they_train_and_in_which_job(process):
+    assert state_of(process("one"), "trains") == Answer("trains", name_of("one"))
+    assert state_of(process("one", trains=False), "begins").is_member
+    assert not state_of(process(None), "joins").is_member
+
+
+def test_strangers_and_dead_addresses_do_not_answer(process, monkeypatch):
+    monkeypatch.setattr(addresses, "ANSWER_S", 0.2)
+    member = process("one")
+    with socket.create_server((HOST, 0)) as silent, socket.create_server((HOST, 0)) as talks:
+
+        def talk() -> None:
+            connection, _ = talks.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9999999999999999\r\n\r\n")
+
+        threading.Thread(target=talk, daemon=True).start()
+        others = [f"{HOST}:{server.getsockname()[1]}" for server in (silent, talks)]
+        assert list(ask([*others, unused(), "no address", member.address])) == [member.address]
+
+
+@pytest.mark.parametrize(
+    ("members", "join", "restarts", "joins"),
+    [
+        (None, None, None, False),
+        (None, 0, 3, False),
+        ("file", None, 0, False),
+        ("file", None, 1, True),
+        ("file", 0, 1, False),
+        ("file", 1, None, True),
+        ("address", None, None, True),
+        ("address", None, 2, True),
+        ("address", 1, None, True),
+    ],
+)
+def test_the_launcher_says_who_joins(say, process, tmp_path, members, join, restarts, joins):
+    plane = process("one")
+    file = MembersFile(tmp_path / "members")
+    file.note([plane.address], name_of("one"))
+    say({"file": str(file.path), "address": plane.address}.get(members), join, restarts)
+    assert to_join(0) == (plane.address if joins else None)
+
+
+@pytest.mark.parametrize(
+    ("members", "join", "restarts", "kind", "said"),
+    [
+        (None, None, 1, RuntimeError, "FUSEDCOMM_MEMBERS does not say where"),
+        (None, 1, None, RuntimeError, "FUSEDCOMM_MEMBERS does not say where"),
+        ("10.0.0.7:1", 0, None, ValueError, "leave out one of them"),
+        ("members", None, None, ValueError, "'members' is no address"),
+        ("10.0.0.7:port", 1, None, ValueError, "'10.0.0.7:port' is no address"),
+        ("./members", "yes", None, ValueError, "FUSEDCOMM_JOIN='yes' is not possible"),
+    ],
+)
+def test_variables_that_do_not_say_it_are_named(say, members, join, restarts, kind, said):
+    say(members, join, restarts)
+    with pytest.raises(kind, match=said):
+        to_join(0)
+
+
+def test_a_process_that_begins_without_a_launcher_is_told_what_is_missing(say, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set: start the script"):
+        fusedcomm.Members(join="auto")
+
+
+def test_a_process_that_joins_finds_a_living_member_among_stale_lines(say, process, tmp_path):
+    """The port of a lost member may belong to another job by now."""
+    other, one, begins = process("another"), process("one"), process(None)
+    state_of(begins, "joins")
+    file = MembersFile(tmp_path / "members")
+    file.note([unused(), other.address, begins.address], name_of("one"))
+    file.note([unused(), one.address], name_of("one"))
+    say(str(file.path), 1)
+    assert to_join(0) == one.address
+
+
+def test_without_an_answer_a_process_ends_and_begins_nothing(say, process, tmp_path):
+    file = MembersFile(tmp_path / "members")
+    say(str(file.path), 1)
+    with pytest.raises(JoinRefusedError, match="no address is noted") as error:
+        to_join(0)
+    assert str(error.value).startswith("fusedcomm: ") and "FUSEDCOMM_JOIN=0" in str(error.value)
+    waits, dead = process(None), unused()
+    state_of(waits, "joins")
+    file.note([dead, waits.address], name_of("one"))
+    with pytest.raises(JoinRefusedError, match=f"asked: {dead}, {waits.address}|asked: {waits.address}, {dead}"):
+        to_join(0)
+
+
+def test_members_of_two_jobs_are_not_joined(say, process):
+    one, two = process("one"), process("two")
+    say(f"{one.address},{two.address}")
+    with pytest.raises(JoinRefusedError, match="several trainings answer") as error:
+        to_join(0)
+    assert f"{one.address} of job {name_of('one')}" in str(error.value)
+
+
+def test_training_does_not_begin_with_the_file_of_one_that_runs(process, tmp_path):
+    file = MembersFile(tmp_path / "members")
+    addresses.refuse_a_running_job(file)
+    file.note([unused()], name_of("one"))
+    addresses.refuse_a_running_job(file)
+    plane = process("one")
+    file.note([plane.address], name_of("one"))
+    with pytest.raises(RuntimeError, match=f"training that runs: {plane.address} answer. .*FUSEDCOMM_JOIN=1"):
+        addresses.refuse_a_running_job(file)
+
+
+def test_processes_that_wait_to_join_do_not_wait_for_each_other(process):
+    waits = process(None)
+    state_of(waits, "joins")
+    plane = ControlPlane(new_uid(), {}, min_ranks=1, job=None, host=HOST, silence_s=0.2)
+    with pytest.raises(JoinRefusedError, match="no member, but a process that joins"):
+        plane.join(waits.address, {})
+    plane.close()
+
+
+def test_a_file_has_the_newest_job_and_no_line_twice(tmp_path):
+    file = MembersFile(tmp_path / "members")
+    assert file.read() == []
+    file.note(["a:1"], "")
+    file.note(["b:1", "c:1"], name_of("old"))
+    file.note(["b:1", "[::1]:2"], name_of("new"))
+    file.note(["b:1", "d:4"], name_of("new"))
+    with open(file.path, "a") as opened:
+        opened.write("e:1 0123\nnothing\n\nf:2 0123456789abcdef more\ng:1 01234567")
+    assert [noted.address for noted in file.read()] == ["d:4", "[::1]:2", "b:1", "a:1"]
+    file.note(["h:1"], name_of("new"))  # after a line that was not whole
+    assert file.read()[0].address == "h:1" and len(file.path.read_text().splitlines()) == 12
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match="FUSEDCOMM_MEMBERS='.*none/members'.*No such file"):
+        MembersFile(tmp_path / "none" / "members").note([], "")
+
+
+def test_many_processes_note_whole_lines(tmp_path):
+    file = MembersFile(tmp_path / "members")
+    wanted = [[f"host{thread}:{number}" for number in range(50)] for thread in range(4)]
+
+    def note(some: list[str]) -> None:
+        for address in some:
+            file.note([address], name_of("one"))
+
+    threads = [threading.Thread(target=note, args=(some,)) for some in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(noted.address for noted in file.read()) == sorted(sum(wanted, []))
