@@ -21,6 +21,8 @@ from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 WITHOUT, AGAIN, WITH = "without", "without, again", "members"
 WAYS = (WITHOUT, AGAIN, WITH)
 """The second tells what differs by chance."""
+CHUNKS = fusedcomm.Chunks(nbytes=1 << 20, in_flight=4)
+"""Left open, they would depend on how fast the link was when the reducer was made, and ways would differ by chance."""
 NUM_PARAMETERS = 25
 WARM_ROUNDS = 5
 
@@ -32,7 +34,7 @@ class Way:
         before_nbytes = anonymous_nbytes()
         self.name = name
         self.model = Model(NUM_PARAMETERS, numel)
-        config = fusedcomm.Config(wire, sum="two-shot", hosts=None, wires={"1d": wire})
+        config = fusedcomm.Config(wire, sum="two-shot", hosts=None, wires={"1d": wire}, chunks=CHUNKS)
         self.members = fusedcomm.Members() if name == WITH else None
         self.comm = fusedcomm.GradReducer(self.model, config, quiet=True, members=self.members)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, fused=True)

@@ -23,6 +23,7 @@ Needs half a GiB of memory for each rank; scikit-learn for `loss`; a quarter of 
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -68,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="of a run of loss (300)")
     parser.add_argument("--losses", type=int, default=4, help="ranks that a run of loss loses (4)")
     parser.add_argument("--seeds", type=int, default=3, help="of loss (3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow (0)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of silence that are an error (120)")
     parser.add_argument("--quick", action="store_true", help="few rounds, kills and steps: the figures mean little")
     parser.add_argument("--json", metavar="PATH", help="write results there as soon as they are known")
@@ -275,18 +277,20 @@ def train(arguments: argparse.Namespace, seed: int, ranks: int, num_losses: int)
 
 def loss(arguments: argparse.Namespace, report: Report) -> None:
     runs = report.extra["loss_runs"] = []
-    for seed in range(arguments.seeds):
-        for ranks, num_losses in ((arguments.ranks, 0), (arguments.ranks, arguments.losses), (arguments.ranks - 1, 0)):
-            try:
-                runs.append(train(arguments, seed, ranks, num_losses))
-            except JobError as error:
-                report.missing("loss", f"seed {seed}, {ranks} ranks, {num_losses} losses", error)
-                print(error)
-                continue
-            if not runs[-1]["checked"]:
-                report.wrong.append(f"loss, seed {seed}")
-            report.write()
-            print(f"loss {json.dumps(runs[-1])}", flush=True)
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    of_seed = ((arguments.ranks, 0), (arguments.ranks, arguments.losses))
+    wanted = [*itertools.product(seeds, of_seed), *((seed, (arguments.ranks - 1, 0)) for seed in seeds)]
+    for seed, (ranks, num_losses) in wanted:
+        try:
+            runs.append(train(arguments, seed, ranks, num_losses))
+        except JobError as error:
+            report.missing("loss", f"seed {seed}, {ranks} ranks, {num_losses} losses", error)
+            print(error)
+            continue
+        if not runs[-1]["checked"]:
+            report.wrong.append(f"loss, seed {seed}")
+        report.write()
+        print(f"loss {json.dumps(runs[-1])}", flush=True)
 
 
 def main() -> None:
