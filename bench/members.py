@@ -185,6 +185,7 @@ def kills(arguments: argparse.Namespace, report: Report) -> None:
     if TORCHFT in found and not arguments.torchft and importlib.util.find_spec("torchft") is None:
         report.missing("kill", TORCHFT, "it is not installed: see --torchft", failed=False)
         del found[TORCHFT]
+    report.extra["kills"] = found
     turn = 0
     while pending := [name for name in found if len(found[name]) < arguments.kills]:
         turn += 1
@@ -198,7 +199,7 @@ def kills(arguments: argparse.Namespace, report: Report) -> None:
                 continue
             for each in found[name][-(arguments.ranks - 2) :]:
                 print(f"kill {name}: {json.dumps({key: round(value, 3) for key, value in each.items()})}", flush=True)
-    report.extra["kills"] = found
+            report.write()
     for name, each in found.items():
         times = [one["to_next_step_s"] for one in each]
         thrown = [one["passes_thrown_away"] for one in each]
