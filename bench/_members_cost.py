@@ -5,7 +5,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ class Way:
     """A reducer with gradients and an optimizer of its own."""
 
     def __init__(self, name: str, wire: str, numel: int) -> None:
-        before_nbytes = anonymous_nbytes()
         self.name = name
         self.model = Model(NUM_PARAMETERS, numel)
         config = fusedcomm.Config(wire, sum="two-shot", hosts=None, wires={"1d": wire}, chunks=CHUNKS)
@@ -43,8 +41,6 @@ class Way:
         self.times: list[float] = []
         self.core_times: list[float] = []
         self.sent: list[int] = []
-        self._before_nbytes = before_nbytes
-        self.memory_nbytes = 0
 
     def step(self, gradients: Tensor, is_timed: bool) -> None:
         """A step whose gradients, [parameters, elements], are given. All ranks begin together."""
@@ -67,24 +63,12 @@ class Way:
         found = torch.stack([weight.grad for weight in self.model.parameters()])
         return float((found - exact).norm() / exact.norm())
 
-    def measure_memory(self) -> None:
-        """Call it after the first steps, before another way is made."""
-        self.memory_nbytes = anonymous_nbytes() - self._before_nbytes
-
     def kept_nbytes(self) -> int:
         """Bytes of the codes and the means that are kept between steps: the means have as many as the codes."""
         synchronizer = self.comm.session.synchronizer
         if self.members is None:
             return 0
         return 2 * sum(synchronizer.kept_means(bucket).numel() for bucket in range(len(synchronizer.buckets())))
-
-
-def anonymous_nbytes() -> int:
-    """Memory of this process that no file holds."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def slowest(of_rank: Sequence[float]) -> list[float]:
@@ -131,7 +115,6 @@ def rows(wire: str, arguments: argparse.Namespace) -> Iterator[Row]:
     for name in WAYS:
         ways.append(Way(name, wire, numel))
         check(ways[-1:], numel)
-        ways[-1].measure_memory()
     check(ways, numel)
     generator = torch.Generator().manual_seed(dist.get_rank())
     gradients = torch.randn(NUM_PARAMETERS, numel, generator=generator)
@@ -145,13 +128,12 @@ def rows(wire: str, arguments: argparse.Namespace) -> Iterator[Row]:
     for way in ways:
         own, first = times[way.name], times[WITHOUT]
         stats = way.comm.stats()
-        cores, nbytes, counted, kept, memory = total(
+        cores, nbytes, counted, kept = total(
             [
                 statistics.median(way.core_times),
                 statistics.fmean(way.sent),
                 stats.sent_nbytes / stats.steps,
                 way.kept_nbytes(),
-                way.memory_nbytes,
             ]
         )
         size = dist.get_world_size()
@@ -162,7 +144,6 @@ def rows(wire: str, arguments: argparse.Namespace) -> Iterator[Row]:
             "socket_nbytes": nbytes / size,
             "sent_nbytes": counted / size,
             "kept_nbytes": kept / size,
-            "memory_nbytes": memory / size,
             "load": os.getloadavg()[0],
         }
         case = f"cost/{wire}, {size} ranks"

@@ -40,6 +40,7 @@ from lib.job import Job, JobError
 from fusedcomm.tools import local_ranks
 
 PARTS = ("cost", "kill", "loss")
+WIRES = ("fp32", "int8", "bf16")
 MEMBERS, HOROVOD, HOROVOD_10, TORCHFT = "members", "horovod elastic", "horovod elastic, commits 1 in 10", "torchft"
 KILL_WAYS = {MEMBERS: ("members", 1), HOROVOD: ("horovod", 1), HOROVOD_10: ("horovod", 10), TORCHFT: ("torchft", 1)}
 """By name: the way of _members_rank.py, and steps from one commit to the next."""
@@ -57,7 +58,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks at the beginning, 3 or more (4)")
-    parser.add_argument("--wires", nargs="+", default=["fp32", "int8", "bf16"], help="of cost (fp32 int8 bf16)")
+    parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="of cost (all)")
     parser.add_argument("--mib", type=float, default=25, help="fp32 gradients of cost (25)")
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each way of cost (40)")
     parser.add_argument("--ways", nargs="+", choices=KILL_WAYS, default=list(KILL_WAYS), help="of kill (all)")
@@ -98,7 +99,7 @@ def cost(arguments: argparse.Namespace, report: Report) -> None:
             f"{row['case']} {row['impl']:14}: step {row['median_s'] * 1e3:6.1f} ms, x {figures['step_ratio']:.3f} "
             f"(pairs {figures['paired_ratio']:.3f}), cores {figures['cores_s'] * 1e3:6.1f} ms, sent "
             f"{figures['sent_nbytes'] / 1e6:.3f} MB (sockets {figures['socket_nbytes'] / 1e6:.3f}), kept "
-            f"{figures['kept_nbytes'] / 2**20:.1f} MiB, memory {figures['memory_nbytes'] / 2**20:.0f} MiB",
+            f"{figures['kept_nbytes'] / 2**20:.1f} MiB",
             flush=True,
         )
     if status:
