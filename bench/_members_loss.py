@@ -1,18 +1,17 @@
-"""A rank of bench/members.py --parts loss: `_members_loss.py PIPE OPTIONS`. With place -1 it waits, and joins later.
+"""A rank of bench/members.py --parts loss.
 
-Trains the transformer of bench/accuracy.py on characters, with eight microbatches a step however many ranks there are.
+It trains the transformer of bench/accuracy.py on characters, with as many microbatches a step however many ranks there
+are.
 """
 
 import argparse
 import contextlib
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401  (imported by the first DataParallel)
 import torch.distributed as dist
 from _members_rank import digest_of
 from accuracy import Characters, Transformer, character_loss
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import fusedcomm
-from fusedcomm import members as _package  # noqa: F401  (imported before a rank waits to join)
+from fusedcomm import members as _package  # noqa: F401  (imported before ranks are forked)
 
 WINDOWS = 4
 """Pieces of text in a microbatch."""
@@ -45,16 +44,15 @@ class Windows(Dataset):
         return piece[:-1], piece[1:]
 
 
-def train(options: argparse.Namespace, say: Callable) -> None:
+def train(pipe: str, options: argparse.Namespace, address: str | None) -> None:
+    """The process of a rank. With `address`, a member's, it joins."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    say = Teller(pipe).say
     torch.manual_seed(options.seed)
     characters = Characters()
     test = next(characters.batches(seed=3, batch=HELD_OUT, test=True))
-    address = None
-    if options.place < 0:
-        say(waits=True)
-        address = sys.stdin.readline().strip()
-    else:
+    if address is None:
         store = dist.FileStore(str(Path(options.folder) / "store"), options.ranks)
         dist.init_process_group("gloo", store=store, rank=options.place, world_size=options.ranks)
     members = fusedcomm.Members(join=address, microbatches=options.microbatches)
@@ -85,7 +83,3 @@ def train(options: argparse.Namespace, say: Callable) -> None:
         say(ended=True, loss=character_loss(model, test).item(), steps=members.step)
     members.leave()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    train(argparse.Namespace(**json.loads(sys.argv[2])), Teller(sys.argv[1]).say)

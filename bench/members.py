@@ -31,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import _members_cost
@@ -49,6 +50,7 @@ WARM_STEPS = 5
 """Steps that every rank has told before one is killed."""
 JOIN_AFTER = 5
 """Steps from a loss to the next join."""
+LOSS_RANK = "_members_loss"
 BENCH = Path(__file__).resolve().parent
 
 
@@ -224,7 +226,7 @@ def kills(arguments: argparse.Namespace, report: Report) -> None:
 # ---- loss
 
 
-def lose_and_join(job: Job, options: dict, pids: list[int], lost: int) -> None:
+def lose_and_join(job: Job, options: dict, train_rank: Callable, lost: int) -> None:
     """The `lost`-th loss, and a join some steps later."""
 
     def last_step() -> int:
@@ -236,27 +238,26 @@ def lose_and_join(job: Job, options: dict, pids: list[int], lost: int) -> None:
     job.wait_for("the survivors", lambda: all(job.steps[pid][-1]["size"] < options["ranks"] for pid in job.alive))
     gone_on = last_step() + JOIN_AFTER
     job.wait_for(f"step {gone_on}", lambda: last_step() >= gone_on)
-    joiner = next(process for process in job.processes if process.pid == pids[lost])
-    joiner.stdin.write((job.steps[min(job.alive)][-1]["address"] + "\n").encode())
-    joiner.stdin.flush()
-    job.wait_for("the joiner", lambda: joiner.pid in job.steps)
+    address = job.steps[min(job.alive)][-1]["address"]
+    joiner = job.fork(LOSS_RANK, train_rank, job.pipe, argparse.Namespace(**options, place=-1), address)
+    job.wait_for("the joiner", lambda: joiner in job.steps)
 
 
 def train(arguments: argparse.Namespace, seed: int, ranks: int, num_losses: int) -> dict:
     """A run; see the file's docstring."""
+    import _members_loss  # needs scikit-learn
+
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), arguments.timeout, random.Random(seed))
         options = {"ranks": ranks, "folder": folder, "seed": seed, "steps": arguments.steps, "wire": arguments.wire}
         options |= {"microbatches": MICROBATCHES, "losses": num_losses}
         try:
-            rank = str(BENCH / "_members_loss.py")
-            pids = [job.start([rank, job.pipe, json.dumps({**options, "place": -1})]).pid for _ in range(num_losses)]
-            job.wait_for("those that join later", lambda: len(job.told) == num_losses)
             for place in range(ranks):
-                job.start([rank, job.pipe, json.dumps({**options, "place": place})])
+                founder = argparse.Namespace(**options, place=place)
+                job.fork(LOSS_RANK, _members_loss.train, job.pipe, founder, None)
             for lost in range(num_losses):
-                lose_and_join(job, options, pids, lost)
+                lose_and_join(job, options, _members_loss.train, lost)
             job.wait_for("the end", lambda: sum("ended" in told for told in job.told) == ranks)
         finally:
             job.end()

@@ -1,6 +1,7 @@
 """Processes of a training job that tell their steps, and are killed at random moments."""
 
 import json
+import multiprocessing
 import os
 import random
 import select
@@ -50,6 +51,7 @@ class Job:
         self._read_end = os.open(self.pipe, os.O_RDWR)  # also for writing, so that reading never meets an end
         self._unread = b""
         self.processes: list[subprocess.Popen] = []
+        self.forked: list[multiprocessing.process.BaseProcess] = []
         self.steps: dict[int, list[dict]] = {}
         """By pid, what was told of steps, oldest first."""
         self.told: list[dict] = []
@@ -60,7 +62,7 @@ class Job:
         self._digests: dict[int, str] = {}
 
     def start(self, command: Sequence[str], environment: dict[str, str] | None = None) -> subprocess.Popen:
-        """Starts a process with a pipe as its input. What it prints is in the folder."""
+        """Starts Python, with a pipe as its input. What it prints is in the folder."""
         output = open(self.folder / f"output.{len(self.processes)}", "wb")
         self.processes.append(
             subprocess.Popen(
@@ -74,6 +76,14 @@ class Job:
         )
         output.close()
         return self.processes[-1]
+
+    def fork(self, module: str, function: Callable, *arguments: object) -> int:
+        """Starts a process that calls the function, in which `module` has been imported already; returns its pid."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([module])
+        self.forked.append(context.Process(target=function, args=arguments, daemon=True))
+        self.forked[-1].start()
+        return self.forked[-1].pid
 
     def output(self) -> str:
         """The last lines that the processes have printed."""
@@ -112,9 +122,10 @@ class Job:
             if self.read(POLL_S):
                 last = time.monotonic()
                 continue
-            failed = [p for p in self.processes if p.poll() not in (None, 0, -signal.SIGKILL)]
+            statuses = [p.poll() for p in self.processes] + [p.exitcode for p in self.forked]
+            failed = [status for status in statuses if status not in (None, 0, -signal.SIGKILL)]
             if failed or time.monotonic() - last > self.hang_s:
-                why = f"a process ended with {failed[0].returncode}" if failed else f"silence for {self.hang_s:g} s"
+                why = f"a process ended with {failed[0]}" if failed else f"silence for {self.hang_s:g} s"
                 raise JobError(f"{why}, waiting for {what}\n{self.output()}")
 
     def kill_one(self, within_s: float) -> tuple[int, float]:
@@ -131,6 +142,9 @@ class Job:
 
     def end(self) -> None:
         """Kills all processes that belong to the job."""
+        for forked in self.forked:
+            forked.kill()
+            forked.join()
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()
