@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+BENCH = str(Path(__file__).resolve().parents[1])
 POLL_S = 0.2
 """Seconds between two looks whether a process has ended by itself."""
 
@@ -80,6 +81,8 @@ class Job:
     def fork(self, module: str, function: Callable, *arguments: object) -> int:
         """Starts a process that calls the function, in which `module` has been imported already; returns its pid."""
         context = multiprocessing.get_context("forkserver")
+        # The server imports with the path that a new Python has, whatever has been added to it here.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [BENCH, os.environ.get("PYTHONPATH")]))
         context.set_forkserver_preload([module])
         self.forked.append(context.Process(target=function, args=arguments, daemon=True))
         self.forked[-1].start()
