@@ -1,0 +1,311 @@
+"""What do ranks that come and go cost, how fast is a loss over, and what does it do to the training's loss?
+
+    python bench/members.py                       # all parts
+    python bench/members.py --parts kill --torchft FOLDER
+
+Real processes of this machine, over gloo. Parts:
+
+    cost  nobody is lost: steps of a reducer with Members and of two without, whose sum is the same, in turn, in the
+          same processes. A step is a backward pass that computes next to nothing, and the optimizer. The second reducer
+          without members tells what differs by chance. "kept" is what is kept between steps: codes and means
+    kill  a rank that trains is killed by SIGKILL, any one, at a random moment. From then to the end of the first step
+          of the smaller group on the last survivor; and the backward passes of survivors that were thrown away. The
+          ways: Members; fusedcomm.horovod.elastic under `fusedcomm run --elastic`, with a commit in each step, and in
+          every tenth; torchft, if it is installed, or is in the folder --torchft (pip install --target FOLDER torchft
+          opentelemetry-sdk opentelemetry-exporter-otlp-proto-http): a replica group for each rank
+    loss  the transformer of bench/accuracy.py with Members(microbatches=8): four ranks are lost in a run, another
+          joins for each, beside runs of four and of three ranks from which nobody is lost. All have the same data
+
+Parameters are compared, in all bits, between ranks after every step of `kill` and `loss`.
+
+Needs half a GiB of memory for each rank; scikit-learn for `loss`; a quarter of an hour, two minutes with --quick.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import _members_cost
+from lib.common import Report, Row, run_command
+from lib.job import Job, JobError
+
+from fusedcomm.tools import local_ranks
+
+PARTS = ("cost", "kill", "loss")
+WIRES = ("fp32", "int8", "bf16")
+MEMBERS, HOROVOD, HOROVOD_10, TORCHFT = "members", "horovod elastic", "horovod elastic, commits 1 in 10", "torchft"
+KILL_WAYS = {MEMBERS: ("members", 1), HOROVOD: ("horovod", 1), HOROVOD_10: ("horovod", 10), TORCHFT: ("torchft", 1)}
+"""By name: the way of _members_rank.py, and steps from one commit to the next."""
+MICROBATCHES = 8
+WARM_STEPS = 5
+"""Steps that every rank has told before one is killed."""
+JOIN_AFTER = 5
+"""Steps from a loss to the next join."""
+LOSS_RANK = "_members_loss"
+BENCH = Path(__file__).resolve().parent
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks at the beginning, 3 or more (4)")
+    parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="of cost (all)")
+    parser.add_argument("--mib", type=float, default=25, help="fp32 gradients of cost (25)")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each way of cost (40)")
+    parser.add_argument("--ways", nargs="+", choices=KILL_WAYS, default=list(KILL_WAYS), help="of kill (all)")
+    parser.add_argument("--kills", type=int, default=4, help="of each way (4)")
+    parser.add_argument("--kill-params", type=float, default=1e6, help="elements of the model of kill (1e6)")
+    parser.add_argument("--compute-ms", type=float, default=50, help="that a step of kill sleeps (50)")
+    parser.add_argument("--torchft", metavar="FOLDER", default="", help="where it is installed")
+    parser.add_argument("--wire", default="int8", help="of loss (int8)")
+    parser.add_argument("--steps", type=int, default=300, help="of a run of loss (300)")
+    parser.add_argument("--losses", type=int, default=4, help="ranks that a run of loss loses (4)")
+    parser.add_argument("--seeds", type=int, default=3, help="of loss (3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow (0)")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds of silence that are an error (120)")
+    parser.add_argument("--quick", action="store_true", help="few rounds, kills and steps: the figures mean little")
+    parser.add_argument("--json", metavar="PATH", help="write results there as soon as they are known")
+    if parser.parse_args().quick:
+        parser.set_defaults(mib=1, rounds=4, wires=["int8"], ways=[MEMBERS], kills=1, steps=40, losses=1, seeds=1)
+    arguments = parser.parse_args()
+    for name, least in (("ranks", 3), ("rounds", 1), ("kills", 1), ("steps", 40), ("losses", 1), ("seeds", 1)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    return arguments
+
+
+# ---- cost
+
+
+def cost(arguments: argparse.Namespace, report: Report) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.found = str(Path(folder) / "rows.json")
+        status = local_ranks.run("members.py", arguments.ranks, _members_cost.measure, arguments)
+        rows = json.loads(Path(arguments.found).read_text())["rows"]
+    del arguments.found
+    report.add([Row(**row) for row in rows])
+    for row in rows:
+        figures = row["figures"]
+        print(
+            f"{row['case']} {row['impl']:14}: step {row['median_s'] * 1e3:6.1f} ms, x {figures['step_ratio']:.3f} "
+            f"(pairs {figures['paired_ratio']:.3f}), cores {figures['cores_s'] * 1e3:6.1f} ms, sent "
+            f"{figures['sent_nbytes'] / 1e6:.3f} MB (sockets {figures['socket_nbytes'] / 1e6:.3f}), kept "
+            f"{figures['kept_nbytes'] / 2**20:.1f} MiB",
+            flush=True,
+        )
+    if status:
+        report.missing("cost", "the rest", f"the ranks ended with exit status {status}")
+
+
+# ---- kill
+
+
+def start_ranks(job: Job, way: str, options: dict, torchft: str) -> None:
+    rank, environment = str(BENCH / "_members_rank.py"), {}
+    if way == "torchft":
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [torchft, os.environ.get("PYTHONPATH")]))
+        job.start([rank, "lighthouse", job.pipe, json.dumps(options)], environment)
+        job.wait_for("the lighthouse", lambda: bool(job.told))
+        options["lighthouse"] = job.told[0]["lighthouse"]
+    if way == "horovod":
+        command = [sys.executable, rank, way, job.pipe, json.dumps(options)]
+        job.start(["-m", "fusedcomm", "run", "-np", str(options["ranks"]), "--elastic", *command])
+    else:
+        for place in range(options["ranks"]):
+            job.start([rank, way, job.pipe, json.dumps({**options, "place": place})], environment)
+
+
+def kill(job: Job, step_s: float) -> dict:
+    """Kills a rank, and waits until the others have ended a step without it: what that took and cost."""
+    size = len(job.alive)
+    victim, killed = job.kill_one(within_s=10 * step_s)
+    before = {pid: job.steps[pid][-1] for pid in job.alive}
+    job.forget_digests()
+
+    def told_since(pid: int) -> list[dict]:
+        return [told for told in job.steps[pid] if told["at"] > killed and told["size"] == size - 1]
+
+    job.wait_for("the survivors", lambda: all(map(told_since, job.alive)))
+    first = {pid: told_since(pid)[0] for pid in job.alive}
+    thrown = [
+        (first[pid]["passes"] - before[pid]["passes"]) - (first[pid]["step"] - before[pid]["step"]) for pid in first
+    ]
+    return {
+        "ranks": size,
+        "to_next_step_s": max(told["at"] for told in first.values()) - killed,
+        "pause_s": max(told.get("pause_s", 0.0) for told in first.values()),
+        "step_s": step_s,
+        "passes_thrown_away": sum(thrown),
+        "load": os.getloadavg()[0],
+    }
+
+
+def one_job(arguments: argparse.Namespace, name: str, seed: int, num_kills: int) -> list[dict]:
+    """A job from which one rank after the other is killed, while two are left."""
+    way, commit_every = KILL_WAYS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), arguments.timeout, random.Random(seed))
+        options = {"ranks": arguments.ranks, "folder": folder, "commit_every": commit_every, "place": 0}
+        options |= {"kill_params": arguments.kill_params, "compute_ms": arguments.compute_ms}
+        found: list[dict] = []
+        try:
+            start_ranks(job, way, options, arguments.torchft)
+            while len(found) < min(num_kills, arguments.ranks - 2):
+                size = arguments.ranks - len(found)
+                least = {pid: len(job.steps[pid]) for pid in job.alive}
+
+                def is_warm(size: int = size, least: dict = least) -> bool:
+                    recent = [job.steps[pid][least.get(pid, 0) :] for pid in job.alive]
+                    warm = [len(of_rank) >= WARM_STEPS and of_rank[-WARM_STEPS]["size"] == size for of_rank in recent]
+                    return len(warm) == size and all(warm)
+
+                job.wait_for("the first steps", is_warm)
+                found.append(kill(job, step_s_of(job)))
+        finally:
+            job.end()
+    return found
+
+
+def step_s_of(job: Job) -> float:
+    """The median time of the last steps."""
+    times = [[told["at"] for told in job.steps[pid][-WARM_STEPS:]] for pid in job.alive]
+    return statistics.median(b - a for of_rank in times for a, b in zip(of_rank, of_rank[1:], strict=False))
+
+
+def kills(arguments: argparse.Namespace, report: Report) -> None:
+    found: dict[str, list[dict]] = {name: [] for name in arguments.ways}
+    if TORCHFT in found and not arguments.torchft and importlib.util.find_spec("torchft") is None:
+        report.missing("kill", TORCHFT, "it is not installed: see --torchft", failed=False)
+        del found[TORCHFT]
+    report.extra["kills"] = found
+    turn = 0
+    while pending := [name for name in found if len(found[name]) < arguments.kills]:
+        turn += 1
+        for name in pending:  # the ways take turns
+            try:
+                found[name] += one_job(arguments, name, turn, arguments.kills - len(found[name]))
+            except JobError as error:
+                report.missing("kill", name, error)
+                print(error)
+                del found[name]
+                continue
+            for each in found[name][-(arguments.ranks - 2) :]:
+                print(f"kill {name}: {json.dumps({key: round(value, 3) for key, value in each.items()})}", flush=True)
+            report.write()
+    for name, each in found.items():
+        times = [one["to_next_step_s"] for one in each]
+        thrown = [one["passes_thrown_away"] for one in each]
+        figures = {
+            "worst_s": max(times),
+            "step_s": statistics.median(one["step_s"] for one in each),
+            "pause_s": statistics.median(one["pause_s"] for one in each),
+            "passes_thrown_away": statistics.fmean(thrown),
+            "kills": len(each),
+        }
+        median = statistics.median(times)
+        case = f"kill/{arguments.ranks} ranks"
+        report.add([Row(case, name, int(arguments.kill_params), 0, median, min(times), True, figures=figures)])
+        print(
+            f"{case} {name}: next step after {median:.2f} s (worst {max(times):.2f}), a step takes "
+            f"{figures['step_s']:.2f} s, passes thrown away: {thrown}",
+            flush=True,
+        )
+
+
+# ---- loss
+
+
+def lose_and_join(job: Job, options: dict, train_rank: Callable, lost: int) -> None:
+    """The `lost`-th loss, and a join some steps later."""
+
+    def last_step() -> int:
+        return max(told[-1]["step"] for told in job.steps.values())
+
+    at = options["steps"] * (lost + 1) // (options["losses"] + 1)
+    job.wait_for(f"step {at}", lambda: len(job.alive) == options["ranks"] and last_step() >= at)
+    job.kill_one(within_s=0.1)
+    job.wait_for("the survivors", lambda: all(job.steps[pid][-1]["size"] < options["ranks"] for pid in job.alive))
+    gone_on = last_step() + JOIN_AFTER
+    job.wait_for(f"step {gone_on}", lambda: last_step() >= gone_on)
+    address = job.steps[min(job.alive)][-1]["address"]
+    joiner = job.fork(LOSS_RANK, train_rank, job.pipe, argparse.Namespace(**options, place=-1), address)
+    job.wait_for("the joiner", lambda: joiner in job.steps)
+
+
+def train(arguments: argparse.Namespace, seed: int, ranks: int, num_losses: int) -> dict:
+    """A run; see the file's docstring."""
+    import _members_loss  # needs scikit-learn
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), arguments.timeout, random.Random(seed))
+        options = {"ranks": ranks, "folder": folder, "seed": seed, "steps": arguments.steps, "wire": arguments.wire}
+        options |= {"microbatches": MICROBATCHES, "losses": num_losses}
+        try:
+            for place in range(ranks):
+                founder = argparse.Namespace(**options, place=place)
+                job.fork(LOSS_RANK, _members_loss.train, job.pipe, founder, None)
+            for lost in range(num_losses):
+                lose_and_join(job, options, _members_loss.train, lost)
+            job.wait_for("the end", lambda: sum("ended" in told for told in job.told) == ranks)
+        finally:
+            job.end()
+    ended = [told for told in job.told if "ended" in told]
+    of_step: dict[int, list[float]] = {}
+    for told in (told for of_rank in job.steps.values() for told in of_rank):
+        of_step.setdefault(told["step"], []).extend(told["losses"])
+    last = [loss for step in range(arguments.steps * 5 // 6, arguments.steps) for loss in of_step[step + 1]]
+    return {
+        "seed": seed,
+        "ranks": ranks,
+        "losses": num_losses,
+        "loss": ended[0]["loss"],
+        "training_loss_of_last_sixth": statistics.fmean(last),
+        "checked": len({told["loss"] for told in ended}) == 1,
+        "seconds": round(time.monotonic() - began),
+        "load": os.getloadavg()[0],
+    }
+
+
+def loss(arguments: argparse.Namespace, report: Report) -> None:
+    runs = report.extra["loss_runs"] = []
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    of_seed = ((arguments.ranks, 0), (arguments.ranks, arguments.losses))
+    wanted = [*itertools.product(seeds, of_seed), *((seed, (arguments.ranks - 1, 0)) for seed in seeds)]
+    for seed, (ranks, num_losses) in wanted:
+        try:
+            runs.append(train(arguments, seed, ranks, num_losses))
+        except JobError as error:
+            report.missing("loss", f"seed {seed}, {ranks} ranks, {num_losses} losses", error)
+            print(error)
+            continue
+        if not runs[-1]["checked"]:
+            report.wrong.append(f"loss, seed {seed}")
+        report.write()
+        print(f"loss {json.dumps(runs[-1])}", flush=True)
+
+
+def main() -> None:
+    arguments = parse()
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "torchft")}
+    report = Report(arguments.json, settings=settings, load_at_begin=os.getloadavg())
+    report.env.update(threads=1, ranks=arguments.ranks)
+    for name, part in (("cost", cost), ("kill", kills), ("loss", loss)):
+        if name in arguments.parts:
+            part(arguments, report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    run_command(main)
