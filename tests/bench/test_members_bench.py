@@ -63,6 +63,7 @@ def run(tmp_path: Path, *options: str) -> dict:
     return found
 
 
+@pytest.mark.full
 def test_the_cost_of_members_is_measured_beside_reducers_without(tmp_path):
     found = run(tmp_path, "--parts", "cost", "--ranks", "3")
     without, again, members = (row["figures"] for row in found["rows"])
