@@ -68,7 +68,7 @@ def attach(
             DDP's own all-reduce.
         quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
             printed if that has no handler (fusedcomm/log.py).
-        members: refused: DDP's own reducer and FSDP2's shards do not outlive a rank. See docs/members.md.
+        members: refused: DDP's own reducer and FSDP2's shards do not outlive a rank.
 
     Returns:
         A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()``, ``state_dict()``,

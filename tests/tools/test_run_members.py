@@ -29,6 +29,20 @@ def test_founders_get_their_places_and_one_file(capfd, monkeypatch):
     assert first[5] == second[5] and not Path(first[5]).exists()
 
 
+def test_founders_on_other_hosts_get_the_same_store_and_their_places(capfd, monkeypatch, tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done; exec sh -c "$last"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("FUSEDCOMM_MEMBERS", str(tmp_path / "members"))
+    program = PRINTED.format(names=(*NAMES, "FUSEDCOMM_MEMBERS", "MASTER_ADDR", "MASTER_PORT"))
+    command = ["run", "--members", "-np", "2", "-H", "localhost,elsewhere", sys.executable, "-c", program]
+    assert cli.main(command) == 0
+    first, second = sorted(line.split() for line in capfd.readouterr().out.splitlines())
+    assert first[:5] == ["0", "2", "0", "1", "0"] and second[:5] == ["1", "2", "0", "1", "0"]
+    assert first[5:] == second[5:] and first[5] == str(tmp_path / "members") and Path(first[5]).exists()
+
+
 def test_ranks_that_join_get_the_addresses_and_no_store(capfd, tmp_path):
     program = "import os; print(open(os.environ['FUSEDCOMM_MEMBERS']).read(), os.environ.get('MASTER_ADDR'))"
     command = ["-np", "1", sys.executable, "-c", program]
