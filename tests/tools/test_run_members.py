@@ -154,6 +154,7 @@ def jobs(tmp_path):
         launcher.wait()
 
 
+@pytest.mark.full
 def test_a_killed_worker_is_started_again_and_joins(jobs):
     """Rank 0 is killed, on whose store the others do not depend."""
     jobs.start("run", "--members", "-np", "2", "--max-restarts", "1")
