@@ -75,7 +75,7 @@ def test_a_joiner_is_refused_with_the_members_reason(tmp_path):
         crew.wait_steps(["m0", "m1"], 2)
         crew.join("j0", by="m1", check={"refuse": "another model"})
         error = crew.wait_error("j0")
-        assert (error["kind"], error["text"]) == ("JoinRefusedError", "another model")
+        assert error["kind"] == "JoinRefusedError" and error["text"].endswith(": another model")
         crew.wait_steps(["m0", "m1"], 2)
 
 

@@ -181,7 +181,7 @@ class Untrusting:
 
     def __init__(self, real: Any, missing: list[int]) -> None:
         self.real, self._missing = real, missing
-        self.synchronizer = self
+        self.synchronizer, self.weights, self.rank = self, real.weights, real.rank
 
     def missing_means(self) -> list[int]:
         return self._missing
