@@ -15,8 +15,6 @@ KEYS = {"version", "rank", "world_size", "step", "nonfinite", "error_feedback", 
 
 def state_dict(session: Session, consolidated: bool) -> dict:
     """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
-    if consolidated and session.uses_engine:
-        session.synchronizer.compare_digests()  # what is saved is what every rank has
     # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
     with torch.inference_mode(False), torch.no_grad():
         residuals = session.synchronizer.residuals()

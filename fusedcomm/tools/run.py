@@ -37,10 +37,14 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="where; other hosts need ssh (this machine)")
     parser.add_argument("--elastic", action="store_true", help="when a rank is lost, the others go on (all end)")
     parser.add_argument(
-        "--members", action="store_true", help="ranks of fusedcomm.Members: a lost one is started again, and joins"
+        "--members",
+        action="store_true",
+        help="ranks of fusedcomm.Members: a lost one starts again, and joins (Horovod's)",
     )
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help="with --members: these ranks join a member, or one of those in a file"
+        "--join",
+        metavar="HOST:PORT",
+        help="with --members: these ranks join a member, or one of those in a file (they begin)",
     )
     parser.add_argument(
         "--address",

@@ -53,7 +53,7 @@ def test_a_text_names_the_whole_configuration(config):
 
 def test_a_configuration_without_options_is_named_by_its_wire():
     assert [text_of(Config(wire)) for wire in WIRES] == list(WIRES)
-    feedback = {"format": "fp32", "unsharded": False}
+    feedback = {"format": "fp32", "unsharded": False, "decay": 1.0}
     assert json.loads(text_of(Config("int8", feedback=Feedback()))) == {"wire": "int8", "feedback": feedback}
 
 
