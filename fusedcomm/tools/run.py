@@ -72,9 +72,9 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or that of the first rank that failed for good. Raises UsageError."""
     slots = places(args.hosts, args.num_proc)
+    _refuse(args)
     if not args.program:
         raise UsageError("no command: fusedcomm run -np 4 python train.py")
-    _refuse(args)
     job = MembersJob(args, slots) if args.members else Job(args, slots)
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -94,8 +94,9 @@ def _refuse(args: argparse.Namespace) -> None:
     """Raises UsageError for options that do not fit together."""
     if args.members and args.elastic:
         raise UsageError("--members and --elastic exclude each other: --elastic is for scripts of fusedcomm.horovod")
-    if not args.members and (args.join or args.address):
-        raise UsageError("--join and --address need --members")
+    for option, value in (("--join", args.join), ("--address", args.address)):
+        if value and not args.members:
+            raise UsageError(f"{option} {value} needs --members")
     if args.members and args.min_np:
         raise UsageError("--min-np is for --elastic: the script's fusedcomm.Members(min_ranks=…) says it for --members")
     if not args.elastic and (args.min_np or args.reset_limit is not None):

@@ -112,6 +112,8 @@ WRONG: dict[str, dict[str, Rows]] = {
             ("one:none", ("-np", "2"), "'one:none' is not possible: use host:slots"),
             ("one:1", ("-np", "2"), "has 1 slots, too few for -np 2"),
         ],
+        "--join": [("one:1", ("-np", "2"), "--join one:1 needs --members")],
+        "--address": [("one", ("-np", "2"), "--address one needs --members")],
         "--min-np": [("0", ("-np", "2"), WHOLE)],
         "--max-restarts": [("-1", ("-np", "2"), "use a whole number of at least 0")],
         "--reset-limit": [("-1", ("-np", "2"), "use a whole number of at least 0")],

@@ -81,7 +81,7 @@ def test_a_founder_lost_before_all_have_met_ends_the_others(capfd):
         (["--members", "--elastic"], "exclude each other"),
         (["--members", "--min-np", "1"], "Members(min_ranks=…)"),
         (["--members", "--reset-limit", "1"], "need --elastic"),
-        (["--join", "10.0.0.7:1"], "--join and --address need --members"),
+        (["--join", "10.0.0.7:1"], "--join 10.0.0.7:1 needs --members"),
         (["--members", "--join", "10.0.0.7"], "use host:port"),
         (["--members", "--join", "10.0.0.7:1", "--address", "192.0.2.1"], "cannot listen at 192.0.2.1"),
         (["--members", "--join", "10.0.0.7:1", "-H", "elsewhere:2"], "start `fusedcomm run` there"),
