@@ -226,7 +226,7 @@ class LocalSteps:
             own=own,
             mean=own.clone(),
             future=None,
-            control=torch.empty(0),
+            control=torch.empty(0, dtype=torch.float32),
             checksum=fragment.checksum(),
         )
         if weight is None:

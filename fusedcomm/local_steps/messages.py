@@ -132,4 +132,4 @@ class Messages:
 
 
 def _bits(checksum: int) -> torch.Tensor:
-    return torch.tensor([float(checksum >> bit & 1) for bit in range(_BITS)])
+    return torch.tensor([float(checksum >> bit & 1) for bit in range(_BITS)], dtype=torch.float32)

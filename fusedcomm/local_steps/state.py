@@ -83,7 +83,7 @@ def load(of: "LocalSteps", state: dict) -> None:
             own=saved["own"].to(device, copy=True),
             mean=saved["mean"].to(device, copy=True),
             future=None,
-            control=torch.empty(0),
+            control=torch.empty(0, dtype=torch.float32),
             checksum=saved["checksum"],
         )
         for saved in state["under_way"]
