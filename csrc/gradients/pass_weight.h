@@ -1,6 +1,6 @@
 // Weights of the ranks in the mean: instead of Σ gᵣ / p a gradient becomes Σ wᵣ·gᵣ / Σ wᵣ.
 //
-//   message   Σ wᵣ: one all-reduce of 32 bytes, which the engine gets just before the pass's first bucket
+//   message   Σ wᵣ: 32 bytes of each rank, which the engine gets just before the pass's first bucket
 //   pack      multiplies by wᵣ / unit, in fp32, before it rounds. It waits for no message
 //   unpack    multiplies by unit·p / Σ wᵣ. The message's job is ahead of the bucket's on the unpack lane; with
 //             error feedback also on the reduce lane

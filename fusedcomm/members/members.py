@@ -95,7 +95,7 @@ class Members:
             )
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
         self.timeout: datetime.timedelta = dist.default_pg_timeout
-        near = addresses.split(join.split(",")[0]) if join is not None else _store_address()
+        near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
         own_host = host or _host_towards(near)
         self._store = dist.TCPStore(
             own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
@@ -304,11 +304,6 @@ def _init_process_group() -> None:
             "to a member's address to join"
         )
     dist.init_process_group("gloo")
-
-
-def _store_address() -> tuple[str, int] | None:
-    """Where the job's store is; None if it is no TCPStore."""
-    return groups.store_address(dist.group.WORLD)
 
 
 def _host_towards(near: tuple[str, int] | None) -> str:

@@ -87,8 +87,7 @@ class Training(Runs):
         self._native: _C.GradReducer | None = None
         self._pending: Decision | None = None
         self._changes: list[Change] = []
-        self._lock = threading.Lock()  # guards session and _frozen against the control thread
-        self._frozen = False
+        self._lock = threading.Lock()  # guards session, _kept and step against other threads
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._missing: set[str] = set()  # what the others carry and this rank has not received
         self._why_not_built = RuntimeError("fusedcomm: the members have changed before the first step")
@@ -156,7 +155,6 @@ class Training(Runs):
     def freeze(self) -> None:
         """Stops the engine: no step finishes until the members have another view."""
         with self._lock:
-            self._frozen = True
             session = self.session
         if session is not None:
             session.synchronizer.stop(_CHANGING)
@@ -228,11 +226,11 @@ class Training(Runs):
             self._hand_over()
             self._tell()
 
-    def _install_one(self, decision: Decision, began: float) -> Decision:
-        """Installs that decision's view, or a later one; returns the decision."""
+    def _install_one(self, decision: Decision, began: float) -> None:
+        """Installs that decision's view, or a later one."""
         for _ in range(MAX_FAILURES):
             if self._install(decision, began):
-                return decision
+                return
             decision = self.members.plane.recover()
         raise self._why_not_built
 
@@ -284,7 +282,7 @@ class Training(Runs):
         If only the means differ between ranks, those that most ranks have are right, and a rank with others leaves.
         """
         found = self.session.synchronizer.last_digests()
-        if found is None or not (found.outvoted or found.links):
+        if found is None or found.agrees:
             return
         if found.outvoted and len(found.outvoted) < len(found.means):
             if self.session.rank not in found.outvoted:
@@ -367,7 +365,7 @@ class Training(Runs):
         if session is None:
             return False
         with self._lock:
-            old, self.session, self._frozen = self.session, session, False
+            old, self.session = self.session, session
         if plane.is_superseded(decision.view):  # freeze() may have stopped the session before this one
             session.synchronizer.stop(_CHANGING)
         self.members.enter(decision.view)

@@ -147,9 +147,10 @@ class DataParallel(DistributedDataParallel):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        self.process_group = None if members else group_of(process_group, device_mesh)
         self._joins = members is not None and members.joins is not None
-        if members is not None:
+        if members is None:
+            self.process_group = group_of(process_group, device_mesh)
+        else:
             refuse_beside_members(module, process_group, device_mesh, broadcast_buffers or bool(forward_sync_buffers))
             self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:

@@ -115,7 +115,7 @@ class Trainee:
         finish, fetch = training.finish, training._fetch
 
         def late_finish() -> bool:
-            while training.step == step and not training._frozen:
+            while training.step == step and not self.members.plane.is_superseded(self.members.current):
                 time.sleep(0.001)
             return finish()
 

@@ -44,6 +44,15 @@ void GradReducer::agree_on_order() {
                " on, the buckets are cut for the new order. Further changes are not reported"));
 }
 
+void GradReducer::send_flags() {
+  flags_of_all_ = nullptr;
+  if (world_size_ == 1) return;
+  std::vector<int64_t> numbers = {wants_new_order_};
+  numbers.insert(numbers.end(), trained_.words().begin(), trained_.words().end());
+  wants_new_order_ = false;
+  flags_of_all_ = gather(numbers, "the list of trained parameters");
+}
+
 void GradReducer::check_flags() {
   if (!flags_of_all_) return;
   const at::Tensor of_all = wait_for_numbers(flags_of_all_);
@@ -63,6 +72,30 @@ void GradReducer::check_flags() {
                      "and make a new GradReducer"));
   }
   must_agree_on_order_ = must_agree_on_order_ || of_all[0][0].item<int64_t>() != 0;
+}
+
+void GradReducer::wait_for_pass() {
+  FuturePtr used_of_all;
+  if (options_.find_unused && world_size_ > 1) {
+    const Flags used = is_shadow_ ? Flags(parameters_.size()) : used_;
+    used_of_all = gather(used.words(), "the list of used parameters");
+  }
+  if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
+  for (const UnderWay& bucket : under_way_) wait(bucket.future);
+  if (used_of_all && needs_used_of_all()) {
+    const at::Tensor words = wait_for_numbers(used_of_all);
+    for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
+  }
+}
+
+bool GradReducer::needs_used_of_all() const {
+  if (is_shadow_) return false;
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
+      if (under_way_[bucket].gradients[i].is_copy && !used_[buckets_[bucket][i]]) return true;
+    }
+  }
+  return false;
 }
 
 void GradReducer::wait(const FuturePtr& future) {

@@ -233,15 +233,6 @@ void GradReducer::begin_pass() {
   send_flags();
 }
 
-void GradReducer::send_flags() {
-  flags_of_all_ = nullptr;
-  if (world_size_ == 1) return;
-  std::vector<int64_t> numbers = {wants_new_order_};
-  numbers.insert(numbers.end(), trained_.words().begin(), trained_.words().end());
-  wants_new_order_ = false;
-  flags_of_all_ = gather(numbers, "the list of trained parameters");
-}
-
 Flags GradReducer::trained_now() const {
   Flags trained(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -376,20 +367,6 @@ void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   if (std::exchange(is_on_once_, false)) is_on_ = false;
 }
 
-void GradReducer::wait_for_pass() {
-  used_of_all_ = nullptr;
-  if (options_.find_unused && world_size_ > 1) {
-    const Flags used = is_shadow_ ? Flags(parameters_.size()) : used_;
-    used_of_all_ = gather(used.words(), "the list of used parameters");
-  }
-  if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
-  for (const UnderWay& bucket : under_way_) wait(bucket.future);
-  if (used_of_all_ && needs_used_of_all()) {
-    const at::Tensor words = wait_for_numbers(used_of_all_);
-    for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
-  }
-}
-
 void GradReducer::multiply_means() {
   if (mean_factor_ == 1) return;
   const at::NoGradGuard no_grad;
@@ -401,16 +378,6 @@ void GradReducer::multiply_means() {
     }
     for (const BucketGradient& gradient : bucket.gradients) gradient.tensor.mul_(mean_factor_);
   }
-}
-
-bool GradReducer::needs_used_of_all() const {
-  if (is_shadow_) return false;
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
-      if (under_way_[bucket].gradients[i].is_copy && !used_[buckets_[bucket][i]]) return true;
-    }
-  }
-  return false;
 }
 
 void GradReducer::write_back_all() {

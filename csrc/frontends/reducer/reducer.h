@@ -248,7 +248,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<size_t> num_missing_;  // by bucket
   std::vector<UnderWay> under_way_;  // the buckets that have been handed over
   FuturePtr flags_of_all_;           // null if there is one rank, or if they have been checked
-  FuturePtr used_of_all_;            // null if the ranks do not tell which parameters they have used
   std::vector<int> tasks_;           // of autograd's engine, which have brought gradients
 
   // The passes that only add up.
