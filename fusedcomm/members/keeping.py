@@ -1,4 +1,4 @@
-"""Sessions whose buckets keep what is needed to sum them again."""
+"""Sessions whose buckets keep what is needed to sum them again, and what they and their members refuse."""
 
 import dataclasses
 from typing import Any
@@ -49,3 +49,23 @@ def with_codes_kept(config: Config, members: Members, device: torch.device) -> C
             "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"
         )
     return dataclasses.replace(config, sum="two-shot", hosts=None)
+
+
+def why_not(joiner: dict, own: dict[str, object], members: Members) -> str:
+    """Why a process may not join; empty if it may.
+
+    joiner, own: what it and a member say of themselves, by field.
+    """
+    for field, value in own.items():
+        theirs = joiner.get(field)
+        if theirs != value:
+            return (
+                f"it has {field} {theirs!r:.200}, and the members have {value!r:.200}: start it with the model, the "
+                "configuration and the versions of torch and fusedcomm that the members have"
+            )
+    if members.microbatches is not None and members.size + 1 > members.microbatches:
+        return (
+            f"{members.microbatches} microbatches of a step are too few for {members.size + 1} ranks: start all with a "
+            "larger Members(microbatches=…)"
+        )
+    return ""

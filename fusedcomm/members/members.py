@@ -93,6 +93,10 @@ class Members:
                 "fusedcomm.Members needs ranks: call torch.distributed.init_process_group first, or give join="
                 "'host:port', the address of a member of running training"
             )
+        if join is None and min_ranks > dist.get_world_size():
+            raise ValueError(
+                f"fusedcomm: min_ranks={min_ranks} is not possible with {dist.get_world_size()} ranks: start more"
+            )
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
         self.timeout: datetime.timedelta = dist.default_pg_timeout
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
@@ -279,8 +283,6 @@ class Members:
 
     def _found(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        if self.min_ranks > size:
-            raise ValueError(f"fusedcomm: min_ranks={self.min_ranks} is not possible with {size} ranks: start more")
         self._start.set(str(rank), json.dumps(self.plane.member.to_json()))
         told = [json.loads(self._start.get(str(other))) for other in range(size)]
         store = groups.innermost_store(dist.group.WORLD)

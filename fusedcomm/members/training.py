@@ -19,7 +19,7 @@ import torch
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.members import state
 from fusedcomm.members.errors import DamagedError, MemberLostError
-from fusedcomm.members.keeping import KeepingSession, with_codes_kept
+from fusedcomm.members.keeping import KeepingSession, why_not, with_codes_kept
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.native import _C
@@ -83,6 +83,7 @@ class Training(Runs):
             **also_agree,
         }
         self.step = 0
+        self._has_tried = False  # whether the first session was made, or could not be
         self.session: Any = None  # set below, and by each change
         self._native: _C.GradReducer | None = None
         self._pending: Decision | None = None
@@ -100,13 +101,15 @@ class Training(Runs):
         plane = members.plane
         plane.on_freeze = self.freeze
         plane.handlers[_MEANS] = self._serve_means
-        plane.handlers[PROGRESS] = lambda header: ({"finished": self.step - 1}, [])
+        plane.handlers[PROGRESS] = lambda header: ({"finished": self.step - 1 if self._has_tried else -2}, [])
         plane.handlers[state.KIND] = state.serve(self._find_state)
-        plane.check_join = self._why_not
+        plane.check_join = lambda joiner: why_not(joiner, self._record(), members)
         members.training = self
         if members.joins is None:
             plane.start(members.current)
             self.session = self._build(members.current, problem)
+            if problem is not None:  # the members have changed before they had compared anything
+                raise problem
             while self.session is None:  # a rank was lost before the first step
                 self._install(plane.recover(), time.monotonic())
             self._begin_step()
@@ -159,26 +162,9 @@ class Training(Runs):
         if session is not None:
             session.synchronizer.stop(_CHANGING)
 
-    def _why_not(self, joiner: dict) -> str:
-        """Why a process may not join; empty if it may."""
-        for field, value in {**self._check, "trained": self._trained()}.items():
-            theirs = joiner.get(field)
-            if theirs != value:
-                return (
-                    f"it has {field} {theirs!r:.200}, and the members have {value!r:.200}: start it with the model, "
-                    "the configuration and the versions of torch and fusedcomm that the members have"
-                )
-        microbatches = self.members.microbatches
-        if microbatches is not None and self.members.size + 1 > microbatches:
-            return (
-                f"{microbatches} microbatches of a step are too few for {self.members.size + 1} ranks: start all with "
-                "a larger Members(microbatches=…)"
-            )
-        return ""
-
-    def _trained(self) -> list[str]:
-        """The parameters that require gradients now."""
-        return [parameter.name for parameter in self._arguments[0] if parameter.tensor.requires_grad]
+    def _record(self) -> dict[str, object]:
+        """What this process and one that joins must have in common."""
+        return {**self._check, "trained": [p.name for p in self._arguments[0] if p.tensor.requires_grad]}
 
     def _serve_means(self, header: dict) -> tuple[dict, list[memoryview]]:
         step, bucket = int(header["step"]), int(header["bucket"])
@@ -397,21 +383,30 @@ class Training(Runs):
         while not errand.has_ended_within(_POLL_S):
             if self.members.plane.is_superseded(view):
                 return None
+        self._has_tried = True
         try:
             return errand.result()
-        except RuntimeError as error:  # perhaps a rank is lost, and the members have not noticed yet
+        except Exception as error:
+            if error is problem or isinstance(error, agreement.DisagreementError):
+                # To the others, a rank that leaves before they have the verdict is only a lost one.
+                self.members.wait_for_others(_NOTICED_S)
+                raise
+            if problem is not None:
+                raise problem from error
+            if not isinstance(error, RuntimeError):
+                raise
             self._why_not_built = error
-            until = time.monotonic() + _NOTICED_S
-            while self.session is None and not self.members.plane.is_superseded(view):
-                if time.monotonic() > until:  # the ranks do not agree, or cannot connect
-                    raise
-                time.sleep(_POLL_S)
-            return None
+        until = time.monotonic() + _NOTICED_S  # perhaps a rank is lost, and the members have not noticed yet
+        while self.session is None and not self.members.plane.is_superseded(view):
+            if time.monotonic() > until:
+                raise self._why_not_built
+            time.sleep(_POLL_S)
+        return None
 
     def _join(self, address: str) -> None:
         plane = self.members.plane
         began = time.monotonic()
-        decision = plane.join(address, {**self._check, "trained": self._trained()})
+        decision = plane.join(address, self._record())
         own, joined = plane.member.uid, list(decision.joined)
         while not self._install(decision, began):
             decision = plane.recover()

@@ -29,6 +29,10 @@ _MAX_SHOWN = 300  # characters of a value in an error
 _MARGIN = datetime.timedelta(seconds=15)
 
 
+class DisagreementError(RuntimeError):
+    """The ranks cannot attach, by a verdict that all of them get; none is lost."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The result of rank 0's comparison, the same on every rank."""
@@ -41,9 +45,9 @@ class Verdict:
     """The earliest problem of a rank, as that rank published it; None if no rank has one."""
 
     def raise_problem(self) -> None:
-        """Raises PeerLostError if a rank is lost, RuntimeError for another problem, and nothing without one."""
+        """Raises PeerLostError if a rank is lost, DisagreementError for another problem, and nothing without one."""
         if self.text:
-            raise (PeerLostError if self.is_loss else RuntimeError)(self.text)
+            raise (PeerLostError if self.is_loss else DisagreementError)(self.text)
 
 
 def versions() -> dict[str, object]:
@@ -98,7 +102,8 @@ def agree_to_attach(peers: Peers, store: BoundedStore, record: dict, problem: Ex
 
     Raises:
         Exception: this rank's `problem`, unless that is a GivenUpError, which only follows another rank's.
-        RuntimeError, PeerLostError: another rank's problem, a difference of records, or as :func:`agree`.
+        DisagreementError: another rank's problem, or a difference of records.
+        RuntimeError, PeerLostError: as :func:`agree`.
     """
     if problem is not None:
         record = {PROBLEM: str(problem), AT: math.inf if isinstance(problem, GivenUpError) else time.time()}

@@ -48,14 +48,19 @@ def refusals(rank, world_size):
     found["hook"] = in_backward(members, "hook")
     other = fusedcomm.Members()
     found["apply"] = in_backward(other, "apply")
-    for each in (members, other):
+    left = fusedcomm.Members()
+    if rank == 0:
+        left.leave()
+    torch.distributed.barrier()
+    found["of a rank whose peers have left"] = in_backward(left, "apply") if rank == 1 else found["apply"]
+    for each in (members, other, left):
         each.leave()
     return found
 
 
 def test_what_cannot_lose_a_rank_is_refused_with_the_line_to_write(ranks):
     for found in ranks.run(refusals, world_size=2):
-        assert all(text.startswith("fusedcomm") for text in found.values()), found
+        assert [text for text in found.values() if not text.startswith("fusedcomm")] == []
         assert "min_ranks=3 is not possible with 2 ranks: start more" in found["few"]
         assert INSTEAD in found["ddp"] and "in place of DistributedDataParallel" in found["ddp"]
         for name in ("fsdp", "hsdp"):
@@ -63,7 +68,8 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_line_to_write(ranks):
                 assert "lost rank's shard could not be summed again" in found[f"{way} {name}"]
                 assert INSTEAD in found[f"{way} {name}"]
         assert "SGD.step() was called within a backward pass" in found["hook"]
-        assert "_apply_optimizer_in_backward" in found["apply"] and "after backward()" in found["apply"]
+        for name in ("apply", "of a rank whose peers have left"):
+            assert "_apply_optimizer_in_backward" in found[name] and "after backward()" in found[name]
 
 
 def join(address: str, shapes=SHAPES, **options) -> None:
