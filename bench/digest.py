@@ -1,15 +1,17 @@
 """What do the ranks' digests cost in a step?
 
 DDP with parameters of 25 and 100 MiB on local ranks over gloo. A backward pass is dot products, real autograd and
-cheap, so that the share of the digests is the largest that it can be. Two attachments take turns, one with
+cheap, so that the share of the digests is the largest that it can be; in other cases products of matrices come before
+it, as a step computes something. Two attachments take turns, one with
 Checks(digest=True) and one with False. The time of a step is the slowest rank's. The CPU time of a step is that of
 all threads of a rank, the mean over ranks: it is less noisy where ranks share cores. Before anything is timed, both
 attachments' means are compared: they must be equal, bit for bit.
 
-Needs 2 GiB of memory for all ranks; five minutes, half a minute with --quick.
+Needs 2 GiB of memory for all ranks; a quarter of an hour, half a minute with --quick.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -28,6 +30,7 @@ from fusedcomm.tools import local_ranks
 
 WAYS = {"without": False, "with digests": True}
 TENSOR_NUMEL = 1 << 20
+MATRIX = 512
 WARMUP = 3
 
 
@@ -45,10 +48,11 @@ class Model(nn.Module):
         return torch.stack([torch.dot(w.flatten(), v) for w, v in zip(self.weights, self._values, strict=True)]).sum()
 
 
-def measure(wire: str, mib: int, rounds: int, path: str) -> int:
+def measure(wire: str, mib: int, products: int, rounds: int, path: str) -> int:
     """Rank 0 writes {way: {"seconds": [of each round], "cpu_s": mean of a step and rank}}."""
     torch.set_num_threads(1)
     keep_memory()
+    matrix = torch.randn(MATRIX, MATRIX)
     models, cpu_s = {}, dict.fromkeys(WAYS, 0.0)
     for way, digest in WAYS.items():
         models[way] = DistributedDataParallel(Model(mib), gradient_as_bucket_view=True)
@@ -58,6 +62,8 @@ def measure(wire: str, mib: int, rounds: int, path: str) -> int:
     def step(way: str, round_index: int) -> None:
         dist.barrier()
         began = time.process_time()
+        for _ in range(products):
+            torch.mm(matrix, matrix)
         models[way]().backward()
         cpu_s[way] += time.process_time() - began
 
@@ -84,14 +90,14 @@ def measure(wire: str, mib: int, rounds: int, path: str) -> int:
     return 0
 
 
-def rows_of(wire: str, mib: int, num_ranks: int, rounds: int) -> list[Row]:
+def rows_of(wire: str, mib: int, num_ranks: int, products: int, rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        status = local_ranks.run("digest.py", num_ranks, measure, wire, mib, rounds, str(path))
+        status = local_ranks.run("digest.py", num_ranks, measure, wire, mib, products, rounds, str(path))
         if status:
             raise SystemExit(status)
         found = json.loads(path.read_text())
-    case, numel, rows = f"{wire}, {num_ranks} ranks, {mib} MiB", mib * (1 << 18), []
+    case, numel, rows = f"{wire}, {num_ranks} ranks, {mib} MiB, {products} products", mib * (1 << 18), []
     for way, of_way in found.items():
         row = make_row(case, way, numel, 4 * numel, of_way["seconds"], checked=True)
         row.figures["cpu_s"] = of_way["cpu_s"]
@@ -110,13 +116,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--wires", nargs="+", default=["int8", "bf16"], help="(int8 bf16)")
     parser.add_argument("--mib", nargs="+", type=int, default=[25, 100], help="sizes of the gradients (25 100)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
+    parser.add_argument(
+        "--products", nargs="+", type=int, default=[0, 40], help=f"of {MATRIX} × {MATRIX} matrices (0 40)"
+    )
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each way (60)")
     parser.add_argument(
         "--quick", action="store_true", help="int8, 25 MiB, two ranks, 10 rounds, where not given otherwise"
     )
     parser.add_argument("--json", metavar="PATH", help="file for the results")
     if parser.parse_args().quick:
-        parser.set_defaults(wires=["int8"], mib=[25], ranks=[2], rounds=10)
+        parser.set_defaults(wires=["int8"], mib=[25], ranks=[2], products=[0], rounds=10)
     return parser.parse_args()
 
 
@@ -124,13 +133,12 @@ def main() -> None:
     arguments = parse()
     report = Report(arguments.json, settings={k: v for k, v in vars(arguments).items() if k != "json"})
     for mib in arguments.mib:
-        for num_ranks in arguments.ranks:
-            for wire in arguments.wires:
-                rows = with_ratios(rows_of(wire, mib, num_ranks, arguments.rounds), ["without"])
-                report.add(rows)
-                print_table(rows)
-                more = rows[-1].figures
-                print(f"with digests: {more['more_time']:+.1%} time, {more['more_cpu']:+.1%} CPU time", flush=True)
+        for num_ranks, products, wire in itertools.product(arguments.ranks, arguments.products, arguments.wires):
+            rows = with_ratios(rows_of(wire, mib, num_ranks, products, arguments.rounds), ["without"])
+            report.add(rows)
+            print_table(rows)
+            more = rows[-1].figures
+            print(f"with digests: {more['more_time']:+.1%} time, {more['more_cpu']:+.1%} CPU time", flush=True)
     report.finish()
 
 

@@ -13,6 +13,9 @@ Real processes of this machine, over gloo. Parts:
           ways: Members; fusedcomm.horovod.elastic under `fusedcomm run --elastic`, with a commit in each step, and in
           every tenth; torchft, if it is installed, or is in the folder --torchft (pip install --target FOLDER torchft
           opentelemetry-sdk opentelemetry-exporter-otlp-proto-http): a replica group for each rank
+    join  three hosts train, and a fourth one joins, over links that are limited to some rates (needs root and `ip`, see
+          bench/hosts.py). How fast it gets parameters and AdamW's state, as a share of the line (.95 is possible, the
+          rest is headers), and the longest step of the others, which wait for it
     loss  the transformer of bench/accuracy.py with Members(microbatches=8): four ranks are lost in a run, another
           joins for each, beside runs of four and of three ranks from which nobody is lost. All have the same data
 
@@ -35,12 +38,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import _members_cost
+import _members_join
 from lib.common import Report, Row, run_command
 from lib.job import Job, JobError
 
 from fusedcomm.tools import local_ranks
 
-PARTS = ("cost", "kill", "loss")
+PARTS = ("cost", "kill", "join", "loss")
 WIRES = ("fp32", "int8", "bf16")
 MEMBERS, HOROVOD, HOROVOD_10, TORCHFT = "members", "horovod elastic", "horovod elastic, commits 1 in 10", "torchft"
 KILL_WAYS = {MEMBERS: ("members", 1), HOROVOD: ("horovod", 1), HOROVOD_10: ("horovod", 10), TORCHFT: ("torchft", 1)}
@@ -68,6 +72,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kill-params", type=float, default=1e6, help="elements of the model of kill (1e6)")
     parser.add_argument("--compute-ms", type=float, default=50, help="that a step of kill sleeps (50)")
     parser.add_argument("--torchft", metavar="FOLDER", default="", help="where it is installed")
+    parser.add_argument("--mbit", nargs="+", type=int, default=[200, 1000], help="Mbit/s of join (200 1000)")
+    parser.add_argument("--join-params", type=float, default=8e6, help="elements of the model of join (8e6)")
     parser.add_argument("--wire", default="int8", help="of loss (int8)")
     parser.add_argument("--steps", type=int, default=300, help="of a run of loss (300)")
     parser.add_argument("--losses", type=int, default=4, help="ranks that a run of loss loses (4)")
@@ -77,7 +83,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few rounds, kills and steps: the figures mean little")
     parser.add_argument("--json", metavar="PATH", help="write results there as soon as they are known")
     if parser.parse_args().quick:
-        parser.set_defaults(mib=1, rounds=4, wires=["int8"], ways=[MEMBERS], kills=1, steps=40, losses=1, seeds=1)
+        parser.set_defaults(
+            mib=1,
+            mbit=[200],
+            join_params=1e6,
+            rounds=4,
+            wires=["int8"],
+            ways=[MEMBERS],
+            kills=1,
+            steps=40,
+            losses=1,
+            seeds=1,
+        )
     arguments = parser.parse_args()
     for name, least in (("ranks", 3), ("rounds", 1), ("kills", 1), ("steps", 40), ("losses", 1), ("seeds", 1)):
         if getattr(arguments, name) < least:
@@ -301,7 +318,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "torchft")}
     report = Report(arguments.json, settings=settings, load_at_begin=os.getloadavg())
     report.env.update(threads=1, ranks=arguments.ranks)
-    for name, part in (("cost", cost), ("kill", kills), ("loss", loss)):
+    for name, part in (("cost", cost), ("kill", kills), ("join", _members_join.join), ("loss", loss)):
         if name in arguments.parts:
             part(arguments, report)
     report.finish()

@@ -72,6 +72,17 @@ def test_the_cost_of_members_is_measured_beside_reducers_without(tmp_path):
 
 
 @pytest.mark.full
+def test_a_host_that_joins_gets_the_state_at_the_speed_of_its_line(tmp_path, bench_modules):
+    from lib import namespaces
+
+    if problem := namespaces.problem():
+        pytest.skip(problem)
+    (row,) = run(tmp_path, "--parts", "join")["rows"]
+    assert row["checked"] and 0.3 < row["figures"]["share_of_line"] < 1
+    assert row["figures"]["nbytes"] > 3 * 4 * 1e6  # parameters, and two moments of each
+
+
+@pytest.mark.full
 def test_losses_are_timed_and_training_goes_on(tmp_path):
     ways = ["--ways", "members", "horovod elastic"]
     found = run(tmp_path, "--parts", "kill", "loss", *ways, "--kills", "2")
