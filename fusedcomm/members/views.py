@@ -1,0 +1,216 @@
+"""The sessions of what trains on ranks that come and go: one for each view, and what leads from one to the next.
+
+What a view is, and who is in it, is agreement.py's; here a process connects with the others of a view, and one that
+joins gets their state. Training and LocalSteps say what happens to what was under way.
+"""
+
+import abc
+import threading
+import time
+from typing import Any
+
+from fusedcomm.members import state
+from fusedcomm.members.keeping import why_not
+from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
+from fusedcomm.members.view import Decision, Member, View
+from fusedcomm.ranks import agreement
+from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.session.stats import Change
+
+CHANGING = "the ranks are changing"
+"""Why an engine stops that goes on in another view."""
+_POLL_S = 0.02
+"""Seconds between two looks whether a view that is being connected is still the members' choice."""
+_NOTICED_S = 5.0
+"""Seconds within which the members notice that a rank is lost, before the first step."""
+ENDING_S = 60.0
+"""Seconds that a member which has finished a step may take to say so."""
+MAX_FAILURES = 5
+"""Changes of views in one step, without a rank that is lost or joins, after which the step fails."""
+
+
+class Views(abc.ABC):
+    """The sessions, one for each view.
+
+    Attributes:
+        session: of the present view; None before the first.
+        step: steps that have ended. What a step is, the subclass says; the members agree on it.
+    """
+
+    session: Any
+
+    def __init__(self, members: Members) -> None:
+        if members.training is not None:
+            raise ValueError(
+                "fusedcomm: these members belong to another reducer, or another LocalSteps, already: one Members is "
+                "for one of them"
+            )
+        self.members, self.step = members, 0
+        self.session = None
+        self._has_tried = False  # whether the first session was made, or could not be
+        self._changes: list[Change] = []
+        self._lock = threading.Lock()  # guards session, and what the subclass says, against other threads
+        self._missing: set[str] = set()  # what the others carry and this rank has not received
+        self._why_not_built: Exception = RuntimeError("fusedcomm: the members have changed before the first step")
+        self._admitted: set[str] = set()  # the ranks that have joined since the last step
+        self._to_tell: list[Decision] = []
+        self._sources: list[Member] = []  # from which a rank that joins gets the state
+        plane = members.plane
+        plane.on_freeze = self.freeze
+        plane.handlers[PROGRESS] = lambda header: ({"finished": self.step - 1 if self._has_tried else -2}, [])
+        plane.handlers[state.KIND] = state.serve(self._find_state)
+        plane.check_join = lambda joiner: why_not(joiner, self._record(), members)
+        members.training = self
+
+    # ---- what a subclass says
+
+    @abc.abstractmethod
+    def _record(self) -> dict[str, object]:
+        """What this process and one that joins must have in common."""
+
+    @abc.abstractmethod
+    def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
+        """The session of a view's group. It is made on another thread."""
+
+    @abc.abstractmethod
+    def _state(self, name: str) -> tuple[dict[str, object], Any]:
+        """What a rank that joins is told, and the object of this name. Raises LookupError if there is none."""
+
+    def _is_common(self, name: str) -> bool:
+        """Whether the object has the same bits on all members."""
+        return False
+
+    def _is_needed(self, session: Any) -> bool:
+        """Whether messages of a session that has ended are needed still."""
+        return False
+
+    # ---- called by the control thread
+
+    def freeze(self) -> None:
+        """Stops the engine: no step finishes until the members have another view."""
+        with self._lock:
+            session = self.session
+        if session is not None:
+            session.synchronizer.stop(CHANGING)
+
+    def _find_state(self, header: dict) -> tuple[dict[str, object], Any]:
+        name, step = str(header["name"]), int(header["step"])
+        if step != self.step:
+            raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
+        said, value = self._state(name)
+        return {"carries": sorted(self.members.carried), **said}, value
+
+    # ---- called on the main thread
+
+    def _begin(self, problem: Exception | None) -> None:
+        """Makes the founders' session. problem: what keeps this rank from taking part; the others are told."""
+        plane = self.members.plane
+        plane.start(self.members.current)
+        self.session = self._build(self.members.current, problem)
+        if problem is not None:  # the members have changed before they had compared anything
+            raise problem
+        while self.session is None:  # a rank was lost before the first step
+            self._install(plane.recover(), time.monotonic())
+
+    def _join(self, address: str) -> list[str]:
+        """Becomes a member. Returns the uids of those that join with this view, which have no state to give."""
+        plane, began = self.members.plane, time.monotonic()
+        decision = plane.join(address, self._record())
+        own, joined = plane.member.uid, list(decision.joined)
+        while not self._install(decision, began):
+            decision = plane.recover()
+            if own in [member.uid for member in decision.joined]:  # else it has joined with the view before
+                joined = list(decision.joined)
+        self.step = decision.view.step
+        uids = [member.uid for member in joined]
+        self._sources = [member for member in decision.view.members if member.uid not in uids]
+        return uids
+
+    def receive(self, name: str, carried: Any) -> None:
+        """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
+        if self.members.joins is None:
+            return
+        if name not in self._missing:
+            raise RuntimeError(f"fusedcomm: the members carry {sorted(self._missing)}, and not {name!r}")
+        carried.load_state_dict(self._received(name)[1])
+        self._missing.discard(name)
+
+    def _received(self, name: str) -> tuple[dict, Any]:
+        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step})
+        said, skeleton = transfer.skeleton()
+        value, tensors = state.unpack(skeleton)
+        state.fill(tensors, transfer.content(said["nbytes"], len(self._sources) if self._is_common(name) else 1))
+        return said, value
+
+    # ---- from one view to the next
+
+    def _install_one(self, decision: Decision, began: float) -> None:
+        """Installs that decision's view, or a later one."""
+        for _ in range(MAX_FAILURES):
+            if self._install(decision, began):
+                return
+            decision = self.members.plane.recover()
+        raise self._why_not_built
+
+    def _tell(self) -> None:
+        """Tells the user of the changes since the last call."""
+        decisions, self._to_tell = self._to_tell, []
+        for decision in decisions:
+            self.members.tell(decision)
+
+    def _old_members(self, decision: Decision) -> list[Member]:
+        own = self.members.plane.member.uid
+        return [member for member in (*decision.view.members, *decision.lost) if member.uid != own]
+
+    def _install(self, decision: Decision, began: float) -> bool:
+        """Makes the session of the decision's view. False if the members have agreed on another one meanwhile."""
+        plane = self.members.plane
+        if not plane.install(decision.view, INSTALL_TIMEOUT_S):
+            return False
+        self._admitted |= {member.uid for member in decision.joined}
+        session: Any = self._build(decision.view)
+        if session is None:
+            return False
+        with self._lock:
+            old, self.session = self.session, session
+        if plane.is_superseded(decision.view):  # freeze() may have stopped the session before this one
+            session.synchronizer.stop(CHANGING)
+        self.members.enter(decision.view)
+        plane.installed(decision.view)
+        if old is not None:
+            old.synchronizer.leave(CHANGING)
+            if not self._is_needed(old):
+                old.synchronizer.engine.free_workspaces()
+            lost, joined = (tuple(m.address for m in some) for some in (decision.lost, decision.joined))
+            pause_s = time.monotonic() - began
+            size = len(decision.view.members)
+            self._changes.append(Change(decision.view.number, self.step, size, lost, joined, pause_s))
+            self._to_tell.append(decision)
+        return True
+
+    def _build(self, view: View, problem: Exception | None = None) -> Any:
+        """The session of a view; None if the members have agreed on another one meanwhile."""
+        errand = Errand(lambda: self._make_session(self.members.group(view), problem))
+        while not errand.has_ended_within(_POLL_S):
+            if self.members.plane.is_superseded(view):
+                return None
+        self._has_tried = True
+        try:
+            return errand.result()
+        except Exception as error:
+            if error is problem or isinstance(error, agreement.DisagreementError):
+                # To the others, a rank that leaves before they have the verdict is only a lost one.
+                self.members.wait_for_others(_NOTICED_S)
+                raise
+            if problem is not None:
+                raise problem from error
+            if not isinstance(error, RuntimeError):
+                raise
+            self._why_not_built = error
+        until = time.monotonic() + _NOTICED_S  # perhaps a rank is lost, and the members have not noticed yet
+        while self.session is None and not self.members.plane.is_superseded(view):
+            if time.monotonic() > until:
+                raise self._why_not_built
+            time.sleep(_POLL_S)
+        return None
