@@ -154,14 +154,6 @@ def configuration(config: "Config | Wire", groups: int) -> Config:
     return found
 
 
-def refuse_later(members: object) -> None:
-    """Raises ValueError for what a later version may take."""
-    if members is not None:
-        raise ValueError(
-            f"members={members!r} is not possible yet: LocalSteps merges over a fixed process group. Leave it out"
-        )
-
-
 def targets(
     model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor] | None
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

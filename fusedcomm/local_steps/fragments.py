@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
@@ -165,3 +166,33 @@ def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config,
         Fragment(index, [each for each, of in zip(merged, numbers, strict=True) if of == index], groups, seed)
         for index in range(fragments)
     ]
+
+
+def refuse_changed(
+    fragment: Fragment, fragments: Sequence[Fragment], model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
+) -> None:
+    """Raises RuntimeError if a parameter of `fragment` cannot be merged any more, or the model has another one now."""
+    named = dict(model.named_parameters())
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    cure = ": detach() this LocalSteps on every rank, and make another. No merge has been applied in part"
+    for each in fragment.merged:
+        found = named.get(each.name)
+        what = (
+            "is no longer in the model"
+            if found is None
+            else "has been replaced"
+            if found is not each.parameter
+            else "has been frozen"
+            if not found.requires_grad
+            else f"has become {each.target.dtype}"
+            if each.target.dtype not in _C.GRAD_DTYPES
+            else "is no longer in the optimizer"
+            if id(each.target) not in held
+            else ""
+        )
+        if what:
+            raise RuntimeError(f"fusedcomm: rank {rank}: {each.name} {what}" + cure)
+    known = {id(each.parameter) for other in fragments for each in other.merged}
+    for name, parameter in named.items():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise RuntimeError(f"fusedcomm: rank {rank}: {name} has been added or thawed, and no merge has it" + cure)

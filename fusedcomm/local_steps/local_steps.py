@@ -1,10 +1,8 @@
 """LocalSteps: trains locally, and merges the ranks' parameters every few steps while training goes on."""
 
-import collections
 import contextlib
 import os
-import statistics
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,16 +14,24 @@ from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.literals import Merge, MergedState, MergeWeights
 from fusedcomm.local_steps import arguments, state
-from fusedcomm.local_steps.fragments import Fragment, cut
+from fusedcomm.local_steps.fragments import Fragment, cut, refuse_changed
+from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
 from fusedcomm.local_steps.messages import Messages, Pending
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
-from fusedcomm.local_steps.rules import Outer, OuterMaker, average_state, merged, move
-from fusedcomm.local_steps.stats import Drift, LocalStats
+from fusedcomm.local_steps.presence import StandIn, alone, check_quorum
+from fusedcomm.local_steps.rules import (
+    Outer,
+    OuterMaker,
+    average_gradients,
+    average_state,
+    merged,
+    move,
+    move_state,
+)
+from fusedcomm.local_steps.stats import Drift, LocalStats, StepTimer, collect
 from fusedcomm.local_steps.weights import Weights
-from fusedcomm.native import _C
+from fusedcomm.members.members import Members
 from fusedcomm.session.session import Session
-
-_KEPT_STEPS = 64
 
 
 class LocalSteps:
@@ -71,7 +77,11 @@ class LocalSteps:
         moves: names of optimizer state that lies where the parameters lie, ("z",) of a schedule-free optimizer: a merge
             moves it as it moves the parameter.
         process_group: the ranks that merge; None: all.
-        members: for later versions; must be None.
+        members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
+            A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
+            state; ``members.carry(optimizer=optimizer)`` gives it the optimizer's state of one member, too.
+        quorum, timeout: a merge waits for all ranks, or, so many seconds after `quorum` ranks have come to it, for no
+            more: what a late rank has done since its last merge is in its next one. None: it waits for all.
         quiet: whether rank 0 does not report the plan.
 
     Raises:
@@ -99,40 +109,61 @@ class LocalSteps:
         masters: Mapping[str, torch.Tensor] | None = None,
         moves: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
-        members: object = None,
+        members: Members | None = None,
+        quorum: int | None = None,
+        timeout: float | None = None,
         quiet: bool = False,
     ) -> None:
-        arguments.refuse_later(members)
         self.schedule = arguments.schedule(every, delay, merge, fragments, alpha, sparse, seed, weights, state, warmup)
         cfg = arguments.configuration(config, self.schedule.groups)
+        if members is not None:
+            cfg = fitting(members, cfg, self.schedule, model, process_group)
         group = dist.group.WORLD if process_group is None else process_group
+        # The outer learning rate must not depend on how many members there are when this rank joins.
+        num_ranks = group.size() if members is None else SOME_RANKS
+        check_quorum(quorum, timeout, num_ranks, is_possible=state == "local" and members is None)
         if outer is not None and merge != "nesterov":
             raise ValueError(f"outer=… is for merge='nesterov', not for merge={merge!r}: leave it out")
         problem: Exception | None = None
         self.outer: Outer | None = None
         self.fragments: list[Fragment] = []
-        self._model, self._optimizer, self._moves = model, optimizer, tuple(moves)
+        self.model, self._optimizer, self._moves = model, optimizer, tuple(moves)
         try:
-            arguments.refuse_same_ranks(model, group.size())
+            arguments.refuse_same_ranks(model, num_ranks)
             found = arguments.targets(model, optimizer, masters)
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
             self.fragments = cut(found, cfg, self.schedule)
             if merge == "nesterov":
-                self.outer = Outer(self.fragments, outer, every, group.size())
+                self.outer = Outer(self.fragments, outer, every, num_ranks)
         except (ValueError, TypeError) as error:
             problem = error  # the other ranks are told
         device = self.fragments[0].anchor.device if self.fragments else torch.device("cpu")
-        self.session = Session(cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem)
-        self._messages = Messages(self.session, {k: v for each in self.fragments for k, v in each.wires().items()})
-        self.weights = Weights(weights, every, fragments)
-        self.steps = self.turns = 0
+        self.lock = threading.RLock()
+        self.steps = self.turns = self.num_messages = self.num_missed = 0
         self.merges = [0] * fragments
         self.under_way: list[Pending] = []
-        self._drift = Drift(self.session.rank)
-        self._intervals: collections.deque[float] = collections.deque(maxlen=_KEPT_STEPS)
-        self._last_step_at: float | None = None
-        self._begin_equal()
+        self.rest: list[int] = []
+        """The fragments of the last messages of finish() that are still to be sent."""
+        self.merging: Merging | None = None
+        self._stand_in: StandIn | None = None
+        if members is None:
+            self.session = Session(cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem)
+        else:
+            self.merging = Merging(self, members, cfg, device, self._record(), problem)
+            self.session = self.merging.session
+        wires = {name: wire for fragment in self.fragments for name, wire in fragment.wires().items()}
+        self.messages = Messages(self.session, wires, keeps=members is not None and cfg.feedback is not None)
+        # A rank that joins, or is late, does not know what the others' first weights were.
+        self.weights = Weights(weights, every, fragments, None if members is None and quorum is None else 1.0)
+        self.drift = Drift(self.session.rank)
+        self.timer = StepTimer()
+        if members is not None and members.joins is not None:
+            self._take_state()
+        else:
+            self._begin_equal(group)
         self._hooks = self._hook()
+        if quorum is not None and timeout is not None:
+            self._stand_in = StandIn(self, self.session.store("messages"), quorum, timeout)
         log.report(self.plan, quiet)
 
     def _record(self) -> dict[str, object]:
@@ -147,13 +178,23 @@ class LocalSteps:
             ],
         }
 
-    @torch.no_grad()
-    def _begin_equal(self) -> None:
+    @alone
+    def _begin_equal(self, group: dist.ProcessGroup) -> None:
         """Gives every rank the first rank's parameters, which are the first merged state."""
         for fragment in self.fragments:
-            if self.session.world_size > 1:
-                dist.broadcast(fragment.anchor, group=self.session.process_group, group_src=0)
+            if group.size() > 1:
+                dist.broadcast(fragment.anchor, group=group, group_src=0)
             fragment.write(fragment.anchor)
+
+    @alone
+    def _take_state(self) -> None:
+        assert self.merging is not None
+        self.merging.take_state()
+
+    def use(self, session: Session) -> None:
+        """Goes on over this session, of other ranks."""
+        self.session = session
+        self.messages.use(session)
 
     def _hook(self) -> list[Any]:
         # The optimizer keeps this object alive, which need not be assigned to anything.
@@ -164,25 +205,15 @@ class LocalSteps:
 
     # ---- steps
 
-    @torch.no_grad()
+    @alone
     def _before_step(self) -> None:
-        if self.steps >= self.schedule.warmup:
-            return
-        for fragment in self.fragments:
-            flat = torch.zeros_like(fragment.anchor)
-            for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
-                if each.target.grad is not None:
-                    view.copy_(each.target.grad)
-            self._messages.mean_of({f"gradients of fragment {fragment.index}": flat})
-            for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
-                if each.target.grad is None:
-                    each.target.grad = view.to(each.target.dtype)
-                else:
-                    each.target.grad.copy_(view)
+        if self.steps < self.schedule.warmup:
+            for fragment in self.fragments:
+                average_gradients(fragment, self.messages)
 
-    @torch.no_grad()
+    @alone
     def _after_step(self) -> None:
-        waited_s = self._messages.waited_s
+        waited_s = self.messages.waited_s
         self.steps += 1
         after = self.steps - self.schedule.warmup
         if after <= 0:
@@ -191,21 +222,25 @@ class LocalSteps:
                     fragment.anchor.copy_(fragment.read())
             return
         self.weights.step()
+        if self.merging is not None:
+            self.merging.look()
         self._end_due()
-        fragment, turn = self.schedule.turn(self.turns)
-        if turn <= after:
-            self._begin(self.fragments[fragment])
-            self._end_due()
-        self._time(waited_s)
+        if self.schedule.turn(self.turns)[1] <= after:
+            self._take_turn()
+        self.timer.step(self.messages.waited_s - waited_s)
 
-    def _time(self, waited_s: float) -> None:
-        now = time.perf_counter()
-        if self._last_step_at is not None:
-            self._intervals.append(now - self._last_step_at)
-        # What was waited for in this step belongs to no interval.
-        self._last_step_at = now
-        if self._intervals:
-            self._intervals[-1] -= self._messages.waited_s - waited_s
+    def _take_turn(self, weight: float | None = None) -> None:
+        self._begin(self.fragments[self.schedule.turn(self.turns)[0]], weight=weight)
+        self.turns += 1
+        self._end_due()
+
+    @alone
+    def take_first_turn(self) -> None:
+        """Takes part in what the others are doing, on a rank that has joined and has done nothing yet."""
+        if self.rest:
+            self._merge_rest(0.0)
+        else:
+            self._take_turn(weight=0.0)
 
     def _end_due(self) -> None:
         while self.under_way and self.under_way[0].due <= self.steps:
@@ -213,28 +248,58 @@ class LocalSteps:
 
     def _begin(self, fragment: Fragment, *, weight: float | None = None, is_finishing: bool = False) -> None:
         """Takes a fragment's snapshot, and hands its message to the engine. weight: None: as `weights` has it."""
-        self._refuse_changed(fragment)
+        refuse_changed(fragment, self.fragments, self.model, self._optimizer, self.session.rank)
+        if self.merging is not None:
+            self.merging.before(self.num_messages)
+        if self._stand_in is not None:
+            self._stand_in.come(self.num_messages)
+        if weight is None:
+            weight = self.weights.take(fragment.index, self.session)
+        self._send(fragment, fragment.read().sub_(fragment.anchor), weight, is_finishing=is_finishing)
+
+    def _send(
+        self,
+        fragment: Fragment,
+        flat: torch.Tensor,
+        weight: float,
+        *,
+        is_there: bool = True,
+        is_finishing: bool = False,
+    ) -> None:
+        """Sends a message with this difference from the merged state. is_there: whether this rank is at its turn."""
         number = self.merges[fragment.index]
         group = fragment.next_group(number, self.schedule.seed)
-        own = fragment.gather(fragment.read().sub_(fragment.anchor), group)
+        own = fragment.gather(flat, group)
         pending = Pending(
             fragment=fragment,
             group=group,
             number=number,
-            began=self.steps,
-            due=self.steps + self.schedule.delay,
+            began=self.steps if is_there else -1,
+            due=self.steps + (self.schedule.delay if is_there else 0),
             own=own,
-            mean=own.clone(),
-            future=None,
-            control=torch.empty(0, dtype=torch.float32),
+            mean=own,
             checksum=fragment.checksum(),
+            message=self.num_messages,
+            weight=weight,
+            is_finishing=is_finishing,
         )
-        if weight is None:
-            weight = self.weights.take(fragment.index, self.session)
-        self._messages.send(pending, weight, is_finishing)
+        self.messages.send(pending)
         self.merges[fragment.index] += 1
-        self.turns += 1
+        self.num_messages += 1
         self.under_way.append(pending)
+
+    @alone
+    def stand_in(self, message: int) -> None:
+        """Sends a message without a difference and without weight, if this rank has not sent it. Any thread's."""
+        if message != self.num_messages or not self._hooks:
+            return
+        fragment = self.fragments[self.schedule.turn(self.turns)[0]]
+        for pending in self.under_way:
+            if pending.fragment is fragment:
+                self._settle(pending)
+        self._send(fragment, torch.zeros_like(fragment.anchor), 0.0, is_there=False)
+        self.turns += 1
+        self.num_missed += 1
 
     def _end(self, pending: Pending, is_final: bool = False) -> bool:
         """Waits for a message, and merges. Returns whether all ranks were in finish() when they sent theirs.
@@ -242,10 +307,9 @@ class LocalSteps:
         is_final: the parameters become the merged state, whatever the rule.
         """
         fragment, group = pending.fragment, pending.group
-        self._refuse_changed(fragment)
-        self._arrive(pending)
+        refuse_changed(fragment, self.fragments, self.model, self._optimizer, self.session.rank)
+        now, moved = self._settle(pending)
         self.under_way.remove(pending)
-        now, moved = move(fragment, group, pending.mean, self.outer)
         alpha = self.schedule.alpha if self.schedule.merge == "blend" else None
         flat = fragment.read()
         before = flat.clone() if self._moves else None
@@ -255,61 +319,26 @@ class LocalSteps:
         fragment.scatter(now, flat, group)
         fragment.write(flat)
         if before is not None:
-            self._move_state(fragment, flat - before)
+            move_state(self._optimizer, self._moves, fragment, flat - before)
         if self.schedule.state == "average":
-            self._average_state(fragment)
+            average_state(self._optimizer, fragment, self.messages)
         return pending.all_finish
 
+    def _settle(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor]:
+        """Moves the merged state by a message's mean; the parameters follow in _end(). Returns what move() does."""
+        if pending.settled is None:
+            self._arrive(pending)
+            pending.settled = move(pending.fragment, pending.group, pending.mean, self.outer)
+        return pending.settled
+
     def _arrive(self, pending: Pending) -> None:
-        spread = self._messages.arrive(pending)
-        if spread is not None:
-            self._drift.add(pending.fragment.index, spread)
-
-    def _move_state(self, fragment: Fragment, by: torch.Tensor) -> None:
-        for each, view in zip(fragment.merged, fragment.views(by), strict=True):
-            for key in self._moves:
-                value = self._optimizer.state.get(each.target, {}).get(key)
-                if not torch.is_tensor(value) or value.shape != view.shape:
-                    raise ValueError(
-                        f"fusedcomm: moves={self._moves!r}, and the optimizer's state of {each.name} has no {key!r} of "
-                        f"its shape: it has {sorted(self._optimizer.state.get(each.target, {}))}"
-                    )
-                value.add_(view)
-
-    def _average_state(self, fragment: Fragment) -> None:
-        found = dict(average_state(self._optimizer, fragment))
-        copies = {name: value.to(torch.float32, copy=True).contiguous() for name, value in found.items()}
-        self._messages.mean_of(copies)
-        for name, value in found.items():
-            value.copy_(copies[name])
-
-    def _refuse_changed(self, fragment: Fragment) -> None:
-        named = dict(self._model.named_parameters())
-        held = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
-        cure = ": detach() this LocalSteps on every rank, and make another. No merge has been applied in part"
-        for each in fragment.merged:
-            found = named.get(each.name)
-            what = (
-                "is no longer in the model"
-                if found is None
-                else "has been replaced"
-                if found is not each.parameter
-                else "has been frozen"
-                if not found.requires_grad
-                else f"has become {each.target.dtype}"
-                if each.target.dtype not in _C.GRAD_DTYPES
-                else "is no longer in the optimizer"
-                if id(each.target) not in held
-                else ""
-            )
-            if what:
-                raise RuntimeError(f"fusedcomm: rank {self.session.rank}: {each.name} {what}" + cure)
-        known = {id(each.parameter) for other in self.fragments for each in other.merged}
-        for name, parameter in named.items():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise RuntimeError(
-                    f"fusedcomm: rank {self.session.rank}: {name} has been added or thawed, and no merge has it" + cure
-                )
+        if pending.is_read:
+            return
+        if self.merging is None:
+            self.messages.wait(pending)
+        else:
+            self.merging.arrive(pending)
+        self.drift.add(pending.fragment.index, self.messages.read(pending))
 
     # ---- what the user calls
 
@@ -317,7 +346,7 @@ class LocalSteps:
         """Counts what this rank has done, tokens for example. For weights="given", before each step."""
         self.weights.add(amount)
 
-    @torch.no_grad()
+    @alone
     def finish(self) -> None:
         """Ends all merges and makes a last one of all parameters: then they are equal on every rank. A collective call.
 
@@ -327,24 +356,32 @@ class LocalSteps:
         self._refuse_detached()
         if self.steps < self.schedule.warmup:
             return
-        self._drain()
+        self.drain()
         all_finish = False
         while not all_finish:  # a message tells every rank alike, so all leave after the same one
             self._begin(self.fragments[self.schedule.turn(self.turns)[0]], is_finishing=True)
+            self.turns += 1
             all_finish = self._end(self.under_way[-1])
-        turns = self.turns
-        for fragment in self.fragments:
-            weight = self.weights.take(fragment.index, self.session)
-            for _ in range(fragment.num_groups):
-                self._begin(fragment, weight=weight)
-                self._end(self.under_way[-1], is_final=True)
-        self.turns = turns
+        self.rest = [fragment.index for fragment in self.fragments for _ in range(fragment.num_groups)]
+        self._merge_rest()
 
-    def _drain(self) -> None:
+    def _merge_rest(self, weight: float | None = None) -> None:
+        """The last messages of finish(). weight: None: as `weights` has it."""
+        taken: dict[int, float] = {}
+        while self.rest:
+            fragment = self.fragments[self.rest[0]]
+            if weight is None and fragment.index not in taken:
+                taken[fragment.index] = self.weights.take(fragment.index, self.session)
+            self._begin(fragment, weight=taken.get(fragment.index, weight))
+            self._end(self.under_way[-1], is_final=True)
+            del self.rest[0]
+
+    def drain(self) -> None:
+        """Ends all merges under way."""
         while self.under_way:
             self._end(self.under_way[0])
 
-    @torch.no_grad()
+    @alone
     def state_dict(self) -> dict:
         """The state of this rank for a checkpoint, beside the model's, the optimizer's and the sampler's.
 
@@ -353,11 +390,13 @@ class LocalSteps:
         :meth:`finish` first: each rank may then load any rank's.
         """
         self._refuse_detached()
-        for pending in self.under_way:
+        for pending in list(self.under_way):
             self._arrive(pending)
+            if pending.settled is not None:  # the merged state has moved, and the parameters have not
+                self._end(pending)
         return state.save(self)
 
-    @torch.no_grad()
+    @alone
     def load_state_dict(self, saved: dict) -> None:
         """Restores what :meth:`state_dict` returned. Load the model and the optimizer before it, and after LocalSteps
         was made, which gives every rank the first rank's parameters.
@@ -367,7 +406,7 @@ class LocalSteps:
         """
         self._refuse_detached()
         for pending in self.under_way:
-            self._messages.arrive(pending)
+            self._arrive(pending)
         state.load(self, saved)
 
     def plan(self, bits_s: float | None = None, step_s: float | None = None) -> LocalPlan:
@@ -377,39 +416,29 @@ class LocalSteps:
             bits_s: of the line, in bits a second. None: as timed when this object was made.
             step_s: seconds of a step. None: as measured, if there were two.
         """
-        if step_s is None and self._intervals:
-            step_s = statistics.median(self._intervals)
+        step_s = self.timer.step_s if step_s is None else step_s
         outer_nbytes = 0 if self.outer is None else self.outer.nbytes
         return make_plan(self.session, self.schedule, self.fragments, outer_nbytes, bits_s, step_s)
 
     def stats(self) -> LocalStats:
         """Counts and times of this rank."""
-        counts, last = self.session.stats(), self._drift.last
-        return LocalStats(
-            steps=self.steps,
-            merges=sum(self.merges) - len(self.under_way),
-            under_way=len(self.under_way),
-            sent_nbytes=counts.sent_nbytes,
-            sent_between_hosts_nbytes=counts.sent_between_hosts_nbytes,
-            waited_ms=1e3 * self._messages.waited_s,
-            step_ms=1e3 * statistics.median(self._intervals) if self._intervals else None,
-            drift=None if last is None else last.drift,
-            agreement=None if last is None else last.agreement,
-            nonfinite=counts.nonfinite,
-        )
+        return collect(self)
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records the model's passes and the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
         self._refuse_detached()
-        return self.session.recorder.record(path, all_ranks, self._model)
+        return self.session.recorder.record(path, all_ranks, self.model)
 
+    @alone
     def detach(self) -> None:
         """Stops merging; what is under way is dropped. Call :meth:`finish` before. Idempotent."""
+        if self._stand_in is not None:
+            self._stand_in.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self.under_way.clear()
-        self.session.stop("LocalSteps was detached")
+        (self.session if self.merging is None else self.merging).stop("LocalSteps was detached")
 
     def _refuse_detached(self) -> None:
         if not self._hooks:

@@ -35,12 +35,23 @@ class Pending:
     """fp32: this rank's difference from the merged state, a message's elements."""
     mean: torch.Tensor
     """fp32: the ranks' mean difference, once the message has arrived."""
-    future: object | None
-    """Of the message; None once it has arrived."""
-    control: torch.Tensor
     checksum: int
+    message: int = 0
+    """Counts the messages of all fragments."""
+    weight: float = 1.0
+    """This rank's, in the unit that all ranks share."""
+    is_finishing: bool = False
+    """Whether this rank has ended its training."""
+    future: object | None = None
+    """Of the message; None once it has arrived."""
+    control: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    residuals: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """This rank's as they were before the message, where it may have to be sent again."""
+    is_read: bool = False
+    settled: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What rules.move() has returned, once the merged state has moved."""
     all_finish: bool = False
-    """Whether all ranks had ended their training, once the message has arrived."""
+    """Whether all ranks had ended their training, once the message is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,57 +68,68 @@ class Spread:
 class Messages:
     """Sums the fragments' differences over the ranks."""
 
-    def __init__(self, session: Session, wires: Mapping[str, int]) -> None:
-        self._session = session
-        known = dict(wires)
-        assert session.synchronizer is not None  # a session that has none raises where it is made
-        session.synchronizer.choose_wires(lambda name, num_dims: known.get(name, _C.EXACT_WIRE))
-        self._sum = _C.FusedSum(session.synchronizer)
+    def __init__(self, session: Session, wires: Mapping[str, int], keeps: bool = False) -> None:
+        self._wires, self._keeps = dict(wires), keeps
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages."""
+        self.use(session)
 
-    def send(self, pending: Pending, weight: float, is_finishing: bool) -> None:
-        """Hands a message to the engine, which sends it while training goes on.
+    def use(self, session: Session) -> None:
+        """Sends over this session from now on."""
+        self._session = session
+        assert session.synchronizer is not None  # a session that has none raises where it is made
+        self._synchronizer = session.synchronizer
+        self._synchronizer.choose_wires(lambda name, num_dims: self._wires.get(name, _C.EXACT_WIRE))
+        self._sum = _C.FusedSum(self._synchronizer)
 
-        Args:
-            weight: this rank's, in the unit that all ranks share.
-            is_finishing: whether this rank has ended its training.
-        """
-        fragment, mean = pending.fragment, pending.mean
+    def send(self, pending: Pending) -> None:
+        """Hands a message to the engine, which sends it while training goes on."""
+        if self._keeps:
+            names = set(pending.fragment.tensors(pending.own, pending.group))
+            pending.residuals = self._synchronizer.residuals(names)
+        pending.mean = pending.own.clone() if pending.weight == 1 else pending.own * pending.weight
         control = torch.zeros(CONTROL_NUMEL, dtype=torch.float32)
-        control[0] = weight
+        control[0] = pending.weight
         control[1] = float(torch.linalg.vector_norm(pending.own, dtype=torch.float64)) ** 2
-        control[2] = is_finishing
+        control[2] = pending.is_finishing
         control[_FIRST_BIT:] = _bits(pending.checksum)
-        pending.control = control.to(mean.device)
-        if weight != 1:
-            mean.mul_(weight)
-        tensors = fragment.tensors(mean, pending.group)
+        pending.control = control.to(pending.mean.device)
+        tensors = pending.fragment.tensors(pending.mean, pending.group)
         pending.future = self._sum.run(
             names=[*tensors, CONTROL], tensors=[*tensors.values(), pending.control], ends_step=True
         )
+
+    def send_again(self, pending: Pending) -> None:
+        """Sends a message of an earlier session over this one: with the residuals that it had, so with the same codes
+        where the ranks' parts are the same."""
+        names = set(pending.fragment.tensors(pending.own, pending.group))
+        self._synchronizer.restore_residuals(pending.residuals, names)
+        self.send(pending)
+
+    def fill(self, pending: Pending, content: memoryview) -> None:
+        """Takes what another rank has received: the numbers' and the mean's bytes, before read()."""
+        received = torch.frombuffer(bytearray(content), dtype=torch.float32)
+        pending.control, pending.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
+        pending.future = None
 
     def mean_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces fp32 tensors by their means over the ranks, exactly. Waits."""
         if tensors:
             self._wait(self._sum.run(names=list(tensors), tensors=list(tensors.values()), ends_step=True))
 
-    def arrive(self, pending: Pending) -> Spread | None:
-        """Waits for a message, and checks it. None if it had arrived before.
+    def wait(self, pending: Pending) -> None:
+        """Waits for a message. Raises RuntimeError if the sum has failed."""
+        if pending.future is not None:
+            self._wait(pending.future)
 
-        Raises RuntimeError if the ranks' merged states differ, or if the sum has failed.
-        """
-        if pending.future is None:
-            return None
-        self._wait(pending.future)
-        pending.future = None
+    def read(self, pending: Pending) -> Spread:
+        """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
+        pending.future, pending.is_read, pending.residuals = None, True, {}
         weight, squares, finishing, *bits = pending.control.tolist()
         self._compare(pending, bits)
         pending.all_finish = finishing > 1 - 0.5 / self._session.world_size
-        if weight == 0:
-            pending.mean.zero_()
-        elif weight != 1:
-            pending.mean.div_(weight)
+        if weight != 1:  # the mean as it has arrived may be kept for other ranks
+            pending.mean = pending.mean / weight if weight else torch.zeros_like(pending.mean)
         of_mean = float(torch.linalg.vector_norm(pending.mean, dtype=torch.float64)) ** 2
         size = float(torch.linalg.vector_norm(pending.fragment.anchor, dtype=torch.float64))
         apart = math.sqrt(max(squares - of_mean, 0.0))

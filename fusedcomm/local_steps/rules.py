@@ -1,12 +1,13 @@
 """How a merge changes the merged state and the parameters."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
 from fusedcomm.local_steps.fragments import Fragment
+from fusedcomm.local_steps.messages import Messages
 
 OuterMaker: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an outer optimizer of the merged state's tensors, which are fp32."""
@@ -118,9 +119,42 @@ def merged(
     return alpha * now + (1 - alpha) * merged_state
 
 
-def average_state(optimizer: torch.optim.Optimizer, fragment: Fragment) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the optimizer's state of a fragment's parameters: what has the parameter's shape."""
-    for each in fragment.merged:
-        for key, value in sorted(optimizer.state.get(each.target, {}).items()):
-            if torch.is_tensor(value) and value.is_floating_point() and value.shape == each.target.shape:
-                yield f"{key} of {each.name}", value
+def average_state(optimizer: torch.optim.Optimizer, fragment: Fragment, messages: Messages) -> None:
+    """Replaces the optimizer's state of a fragment, what has its parameters' shapes, by means over the ranks; waits."""
+    found = {
+        f"{key} of {each.name}": value
+        for each in fragment.merged
+        for key, value in sorted(optimizer.state.get(each.target, {}).items())
+        if torch.is_tensor(value) and value.is_floating_point() and value.shape == each.target.shape
+    }
+    copies = {name: value.to(torch.float32, copy=True).contiguous() for name, value in found.items()}
+    messages.mean_of(copies)
+    for name, value in found.items():
+        value.copy_(copies[name])
+
+
+def move_state(optimizer: torch.optim.Optimizer, moves: Sequence[str], fragment: Fragment, by: torch.Tensor) -> None:
+    """Moves optimizer state that lies where the parameters lie, by fp32 [numel]. Raises ValueError if there is none."""
+    for each, view in zip(fragment.merged, fragment.views(by), strict=True):
+        for key in moves:
+            value = optimizer.state.get(each.target, {}).get(key)
+            if not torch.is_tensor(value) or value.shape != view.shape:
+                raise ValueError(
+                    f"fusedcomm: moves={tuple(moves)!r}, and the optimizer's state of {each.name} has no {key!r} of "
+                    f"its shape: it has {sorted(optimizer.state.get(each.target, {}))}"
+                )
+            value.add_(view)
+
+
+def average_gradients(fragment: Fragment, messages: Messages) -> None:
+    """Replaces the gradients of a fragment by their means over the ranks, exactly; waits."""
+    flat = torch.zeros_like(fragment.anchor)
+    for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
+        if each.target.grad is not None:
+            view.copy_(each.target.grad)
+    messages.mean_of({f"gradients of fragment {fragment.index}": flat})
+    for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
+        if each.target.grad is None:
+            each.target.grad = view.to(each.target.dtype)
+        else:
+            each.target.grad.copy_(view)

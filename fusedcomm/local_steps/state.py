@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fusedcomm.local_steps.messages import Pending
 from fusedcomm.session import state_dict as engine_state
 
@@ -82,9 +80,8 @@ def load(of: "LocalSteps", state: dict) -> None:
             due=saved["due"],
             own=saved["own"].to(device, copy=True),
             mean=saved["mean"].to(device, copy=True),
-            future=None,
-            control=torch.empty(0, dtype=torch.float32),
             checksum=saved["checksum"],
+            is_read=True,
         )
         for saved in state["under_way"]
     ]

@@ -11,13 +11,14 @@ class Weights:
     Args:
         kind: "steps", "given", or None: every rank counts alike.
         every: the unit of steps.
+        unit: of given weights; None: that of the largest of the first ones.
     """
 
-    def __init__(self, kind: MergeWeights | None, every: int, num_fragments: int) -> None:
+    def __init__(self, kind: MergeWeights | None, every: int, num_fragments: int, unit: float | None = None) -> None:
         self._kind = kind
         self._done = 0.0
         self._before = [0.0] * num_fragments
-        self._unit = float(every) if kind == "steps" else 0.0
+        self._unit = float(every) if kind == "steps" else unit or 0.0
 
     def add(self, amount: object) -> None:
         """Counts what was done. Raises ValueError or TypeError if it is no number of at least 0."""

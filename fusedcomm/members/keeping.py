@@ -11,19 +11,22 @@ from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
 
-class KeepingSession(Session):
-    """A session whose buckets keep their codes and means. Stalls are reported, but a failure is not explained: the
-    members agree at once."""
-
-    @property
-    def native_config(self) -> "_C.WireConfig":
-        config = self.effective_config
-        return config.native(config.chunks, keeps_messages=True)
+class UnexplainedSession(Session):
+    """A session that reports stalls, but explains no failure: the members agree at once."""
 
     def watch(self) -> None:
         super().watch()
         synchronizer: Any = self.synchronizer
         synchronizer.leave_failures_unexplained()
+
+
+class KeepingSession(UnexplainedSession):
+    """A session whose buckets keep their codes and means."""
+
+    @property
+    def native_config(self) -> "_C.WireConfig":
+        config = self.effective_config
+        return config.native(config.chunks, keeps_messages=True)
 
 
 def with_codes_kept(config: Config, members: Members, device: torch.device) -> Config:

@@ -31,8 +31,6 @@ from fusedcomm.session.stats import Stats
 
 _MEANS = "means"
 _MODEL, _BUFFERS = "model", "buffers"
-_POLL_S = 0.02
-"""Seconds between two requests to a member that has not ended a step yet."""
 
 
 class Training(Views, Runs):
@@ -97,7 +95,7 @@ class Training(Views, Runs):
         return None if self.session.weights is None else self
 
     def stats(self) -> Stats:
-        return dataclasses.replace(self.session.stats(), changes=tuple(self._changes))
+        return dataclasses.replace(self.session.stats(), changes=self.changes)
 
     def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
         found = self.session.plan(bucket_nbytes_caps)
@@ -165,11 +163,7 @@ class Training(Views, Runs):
 
     def before_pass(self) -> None:
         """Installs the view that begins with this step, if one does."""
-        if self._missing:
-            raise RuntimeError(
-                f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the "
-                "same objects with members.carry() before the first backward pass"
-            )
+        self._refuse_missing()
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
             self._pending = None
@@ -259,7 +253,7 @@ class Training(Views, Runs):
         for bucket in synchronizer.missing_means():
             for member in ahead:
                 with contextlib.suppress(MemberLostError):
-                    said, content = self._ask_for_means(member, bucket)
+                    said, content = self._ask(member, _MEANS, {"step": self.step, "bucket": bucket})
                     if self.session.weights is not None:
                         self.session.weights.finish_last(said["weights"])
                     means = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -268,17 +262,6 @@ class Training(Views, Runs):
             else:
                 return False
         return True
-
-    def _ask_for_means(self, member: Member, bucket: int) -> tuple[dict, memoryview]:
-        """Asks again while the member is still ending the step. Raises MemberLostError, and LookupError at last."""
-        until = time.monotonic() + ENDING_S
-        while True:
-            try:
-                return self.members.plane.request(member, _MEANS, {"step": self.step, "bucket": bucket})
-            except LookupError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(_POLL_S)
 
     def _take_state(self, joined: list[str]) -> None:
         """Takes the others' state, in a rank that joins with the processes of these uids."""

@@ -58,10 +58,15 @@ class Views(abc.ABC):
         self._sources: list[Member] = []  # from which a rank that joins gets the state
         plane = members.plane
         plane.on_freeze = self.freeze
-        plane.handlers[PROGRESS] = lambda header: ({"finished": self.step - 1 if self._has_tried else -2}, [])
+        plane.handlers[PROGRESS] = lambda header: ({"finished": self._progress()}, [])
         plane.handlers[state.KIND] = state.serve(self._find_state)
         plane.check_join = lambda joiner: why_not(joiner, self._record(), members)
         members.training = self
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Of this rank's views, oldest first."""
+        return tuple(self._changes)
 
     # ---- what a subclass says
 
@@ -86,6 +91,10 @@ class Views(abc.ABC):
         return False
 
     # ---- called by the control thread
+
+    def _progress(self) -> int:
+        """The last step that has ended; -2 before this rank could begin one."""
+        return self.step - 1 if self._has_tried and not self._missing else -2
 
     def freeze(self) -> None:
         """Stops the engine: no step finishes until the members have another view."""
@@ -116,6 +125,7 @@ class Views(abc.ABC):
     def _join(self, address: str) -> list[str]:
         """Becomes a member. Returns the uids of those that join with this view, which have no state to give."""
         plane, began = self.members.plane, time.monotonic()
+        self._missing = {"the state"}  # until the subclass knows what the others carry
         decision = plane.join(address, self._record())
         own, joined = plane.member.uid, list(decision.joined)
         while not self._install(decision, began):
@@ -142,6 +152,13 @@ class Views(abc.ABC):
         value, tensors = state.unpack(skeleton)
         state.fill(tensors, transfer.content(said["nbytes"], len(self._sources) if self._is_common(name) else 1))
         return said, value
+
+    def _refuse_missing(self) -> None:
+        if self._missing:
+            raise RuntimeError(
+                f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the "
+                "same objects with members.carry() before the first step"
+            )
 
     # ---- from one view to the next
 
@@ -214,3 +231,14 @@ class Views(abc.ABC):
                 raise self._why_not_built
             time.sleep(_POLL_S)
         return None
+
+    def _ask(self, member: Member, kind: str, header: dict) -> tuple[dict, memoryview]:
+        """Asks again while the member is still ending the step. Raises MemberLostError, and LookupError at last."""
+        until = time.monotonic() + ENDING_S
+        while True:
+            try:
+                return self.members.plane.request(member, kind, header)
+            except LookupError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_POLL_S)

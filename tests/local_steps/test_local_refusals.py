@@ -30,7 +30,7 @@ WRONG = [
     ({"every": 5, "seed": 3}, ["seed=3", "sparse=…"]),
     ({"every": 5, "weights": "tokens"}, ["weights='tokens'", "'steps', 'given'"]),
     ({"every": 5, "warmup": -1}, ["warmup=-1"]),
-    ({"every": 5, "members": "auto"}, ["members='auto'", "fixed process group"]),
+    ({"every": 5, "members": "auto"}, ["members='auto'", "no fusedcomm.Members"]),
     ({"every": 5, "config": "auto"}, ["config='auto'", "too seldom"]),
     ({"every": 5, "config": "off"}, ["config='off'", "merge nothing"]),
     ({"every": 5, "config": fusedcomm.Config(weighted="mean")}, ["weighted='mean'", "LocalSteps(weights='steps')"]),

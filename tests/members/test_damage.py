@@ -33,7 +33,9 @@ class Programs(Team):
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
         if name == "2":
             environment |= {"LD_PRELOAD": str(library), "FLIP": str(self.folder / "flip")}
-        code = "import sys, trainees; trainees.main(trainees.Script.of(sys.argv[1]), sys.argv[2], None)"
+        code = (
+            "import sys, trainees; trainees.main(trainees.Trainee, trainees.Script.of(sys.argv[1]), sys.argv[2], None)"
+        )
         return Program([sys.executable, "-c", code, self.script.text(), name], env=environment)
 
     def end_of(self, name):

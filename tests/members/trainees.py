@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fusedcomm import members as _package  # noqa: F401  (imported before proces
 from fusedcomm.members import state
 from fusedcomm.members.training import Training
 
-PRELOADED = ["trainees", "fusedcomm.reducer.reducer"]
+PRELOADED = ["trainees", "fusedcomm.reducer.reducer", "fusedcomm.local_steps.local_steps"]
 SHAPES = ((40, 33), (64, 32), (17, 128))
 """Of the parameters; each has a bucket of its own."""
 
@@ -190,10 +191,10 @@ class Untrusting:
         self.real.synchronizer.complete_bucket(bucket, means)
 
 
-def main(script: Script, name: str, address: str | None) -> None:
+def main(kind: Callable[..., Any], script: Script, name: str, address: str | None) -> None:
     """The process of a rank."""
     try:
-        trainee = Trainee(script, name, address)
+        trainee = kind(script, name, address)
         trainee.run()
         wait_for(Path(script.folder) / "leave")
         trainee.members.leave()
@@ -216,16 +217,16 @@ def wait_for(path: Path) -> None:
 
 
 class Team:
-    """The processes of a test."""
+    """The processes of a test. kind: of the ranks; what `Trainee` has."""
 
-    def __init__(self, script: Script) -> None:
-        self.script, self.folder = script, Path(script.folder)
+    def __init__(self, script: Script, kind: Callable[..., Any] = Trainee) -> None:
+        self.script, self.folder, self._kind = script, Path(script.folder), kind
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self.processes = {str(rank): self._start(str(rank), None) for rank in range(script.num_founders)}
 
     def _start(self, name: str, address: str | None) -> Any:
-        process = self._context.Process(target=main, args=(self.script, name, address), daemon=True)
+        process = self._context.Process(target=main, args=(self._kind, self.script, name, address), daemon=True)
         process.start()
         return process
 

@@ -1,0 +1,272 @@
+"""LocalSteps on ranks that come and go.
+
+a rank is lost    messages under way end with an error; each is taken from a rank that has its mean, or is sent again
+a rank joins      before a message: the merges under way are ended first, and it gets the merged state and a member's
+                  buffers and optimizer; it takes part in that message with no weight
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.config import Config, LocalOptions
+from fusedcomm.local_steps.arguments import Schedule
+from fusedcomm.local_steps.messages import Pending
+from fusedcomm.members.errors import MemberLostError
+from fusedcomm.members.keeping import UnexplainedSession
+from fusedcomm.members.members import Members
+from fusedcomm.members.view import Decision
+from fusedcomm.members.views import ENDING_S, MAX_FAILURES, Views
+from fusedcomm.ranks import agreement
+from fusedcomm.ranks.own_group import OwnGroup
+
+if TYPE_CHECKING:
+    from fusedcomm.local_steps.local_steps import LocalSteps
+
+SOME_RANKS = 4
+"""Stands for the number of ranks where it may change."""
+_MEAN = "mean of a merge"
+_MERGED, _BUFFERS = "merged state", "buffers"
+
+
+def fitting(members: Members, config: Config, schedule: Schedule, model: nn.Module, group: object) -> Config:
+    """`config` for ranks that come and go. Raises ValueError where something needs the same ranks all the time."""
+    if not isinstance(members, Members):
+        raise ValueError(f"members={members!r} is no fusedcomm.Members: make one, or leave it out")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "DistributedDataParallel cannot lose a rank, so LocalSteps has no members= around it: give it the plain "
+            "module, or leave out members="
+        )
+    if group is not None:
+        raise ValueError("LocalSteps takes process_group= or members=, not both: members bring their own group")
+    for name, value in (("warmup", schedule.warmup), ("state", schedule.state)):
+        if value not in (0, "local"):
+            raise ValueError(
+                f"{name}={value!r} waits for sums that cannot be made again when a rank is lost: leave it out, or "
+                "leave out members="
+            )
+    if next(model.parameters()).device.type != "cpu":
+        raise ValueError(
+            f"the parameters are on {next(model.parameters()).device}, and ranks come and go only where they are on "
+            "cpu: leave out members="
+        )
+    if config.hosts not in (None, "auto"):
+        raise ValueError(
+            f"hosts={config.hosts!r}: sums on two levels need the same ranks on every host, and members come and go: "
+            "leave out hosts="
+        )
+    return dataclasses.replace(config, hosts=None)
+
+
+class Merging(Views):
+    """The sessions of a LocalSteps. A step is a message; it has ended on a rank that has its mean.
+
+    Args:
+        problem: what keeps this rank from taking part.
+    """
+
+    def __init__(
+        self,
+        of: "LocalSteps",
+        members: Members,
+        config: Config,
+        device: torch.device,
+        record: dict[str, object],
+        problem: Exception | None,
+    ) -> None:
+        super().__init__(members)
+        self._of, self._config, self._device = of, config, device
+        self._also_agree = {**record, "members": {"min_ranks": members.min_ranks}}
+        self._is_frozen = False
+        # As many as another rank may lack: it has sent all of them.
+        most = 2 + of.schedule.delay * of.schedule.fragments // of.schedule.every
+        self._kept: collections.deque[tuple[int, tuple[torch.Tensor, ...]]] = collections.deque(maxlen=most)
+        members.plane.handlers[_MEAN] = self._serve_mean
+        if members.joins is None:
+            self._begin(problem)
+        elif problem is not None:
+            raise problem
+        else:
+            self._join(members.joins)
+
+    # ---- Views
+
+    def _record(self) -> dict[str, object]:
+        return {**agreement.versions(), "config": self._config.record(), **self._also_agree}
+
+    def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
+        agreed = self._also_agree
+        return UnexplainedSession(
+            self._config, group, None, LocalOptions(), self._device, also_agree=agreed, problem=problem
+        )
+
+    def _state(self, name: str) -> tuple[dict[str, object], Any]:
+        of = self._of
+        said: dict[str, object] = {
+            "steps": of.steps,
+            "turns": of.turns,
+            "merges": list(of.merges),
+            "rest": list(of.rest),
+            "noise step": self.session.synchronizer.step,
+        }
+        if name == _MERGED:
+            outer = None if of.outer is None else of.outer.optimizer.state_dict()
+            return said, {"anchors": [fragment.anchor for fragment in of.fragments], "outer": outer}
+        if name == _BUFFERS:
+            return said, dict(of.model.named_buffers())
+        if name not in self.members.carried:
+            raise LookupError(f"the members carry no {name!r}, but {sorted(self.members.carried)}")
+        return said, self.members.carried[name].state_dict()
+
+    def _is_common(self, name: str) -> bool:
+        return name == _MERGED
+
+    def _install(self, decision: Decision, began: float) -> bool:
+        old = self.session
+        if not super()._install(decision, began):
+            return False
+        with self._lock:
+            self._is_frozen = self.members.plane.is_superseded(decision.view)
+        if old is not None:
+            self.session.synchronizer.take_over(old.synchronizer)
+            self._of.use(self.session)
+        return True
+
+    def freeze(self) -> None:
+        with self._lock:
+            self._is_frozen = True
+        super().freeze()
+
+    def receive(self, name: str, carried: Any) -> None:
+        super().receive(name, carried)
+        if self.members.joins is not None and not self._missing:
+            self._of.take_first_turn()
+
+    # ---- called by the control thread
+
+    def _serve_mean(self, header: dict) -> tuple[dict, list[memoryview]]:
+        number = int(header["number"])
+        with self._lock:
+            found = next((tensors for kept, tensors in self._kept if kept == number), None)
+        if found is None:
+            raise LookupError(f"the mean of message {number} is not kept: this member is at message {self.step}")
+        return {}, [memoryview(tensor.numpy()).cast("B") for tensor in found]
+
+    # ---- called on the main thread
+
+    def take_state(self) -> None:
+        """Takes the merged state, in a rank that joins; its parameters begin as this state."""
+        of = self._of
+        said, value = self._received(_MERGED)
+        for fragment, anchor in zip(of.fragments, value["anchors"], strict=True):
+            fragment.anchor.copy_(anchor)
+            fragment.write(anchor)
+        if of.outer is not None:
+            of.outer.optimizer.load_state_dict(value["outer"])
+        buffers = self._received(_BUFFERS)[1]
+        for name, buffer in of.model.named_buffers():
+            buffer.copy_(buffers[name])
+        of.steps, of.turns, of.merges, of.rest = said["steps"], said["turns"], said["merges"], said["rest"]
+        self.session.synchronizer.step = said["noise step"]
+        self._missing = set(said["carries"])
+        if not self._missing:
+            of.take_first_turn()
+
+    def look(self) -> None:
+        """Goes over to the next view if the members have left this one. Call it after each step of the optimizer."""
+        self._refuse_missing()
+        if self._is_frozen:
+            self.recover("")
+
+    def before(self, number: int) -> None:
+        """Installs the view that begins with this message, if one does."""
+        self._refuse_missing()
+        while (decision := self.members.plane.boundary(number)) is not None:
+            if self._is_frozen:
+                self._recover(self._decisions(decision), "")
+                continue
+            began = time.monotonic()
+            self._of.drain()  # which may lead to a later view
+            if decision.view.number > self.members.view:
+                self._install_one(decision, began)
+                self.members.wait_for_others(ENDING_S)  # the state that joiners take must not change
+            self._tell()
+
+    def arrive(self, pending: Pending) -> None:
+        """Waits for the mean of a message, whatever happens to the ranks."""
+        for _ in range(MAX_FAILURES):
+            if pending.future is None:
+                return
+            failure = ""
+            try:
+                self._of.messages.wait(pending)
+            except RuntimeError as error:
+                failure = str(error)
+            if not failure and self.members.plane.finish_step(pending.message):
+                pending.future = None
+                self._end_step(pending)
+                return
+            self.recover(failure)
+        raise RuntimeError(f"fusedcomm: message {pending.message} failed {MAX_FAILURES} times, last with: {failure}")
+
+    def recover(self, failure: str) -> None:
+        """Goes over to the next view, with the messages under way."""
+        self._recover(self._decisions(), failure)
+
+    def stop(self, reason: str) -> None:
+        """Leaves the members."""
+        self.session.stop(reason)
+        self.members.plane.leave(reason)
+
+    def _decisions(self, first: Decision | None = None) -> Iterator[Decision]:
+        for attempt in range(MAX_FAILURES):
+            yield self.members.plane.recover() if first is None or attempt else first
+
+    def _recover(self, decisions: Iterator[Decision], failure: str) -> None:
+        began = time.monotonic()
+        try:
+            for decision in decisions:
+                if self._fetch(decision) and self._install(decision, began):
+                    for pending in self._of.under_way:
+                        if pending.future is not None:
+                            self._of.messages.send_again(pending)
+                    return self._tell()
+            raise RuntimeError(f"fusedcomm: {MAX_FAILURES} changes of ranks failed one after another: {failure}")
+        except BaseException as error:
+            self.members.plane.leave(f"it cannot go on: {error}")
+            raise
+
+    def _fetch(self, decision: Decision) -> bool:
+        """Takes the means that others have from them. False if they are lost."""
+        newest = max(decision.finished.values(), default=-1)
+        for pending in self._of.under_way:
+            if pending.future is None or pending.message > newest:
+                continue
+            for member in self._old_members(decision):
+                if decision.finished.get(member.uid, -1) < pending.message:
+                    continue
+                try:
+                    content = self._ask(member, _MEAN, {"number": pending.message})[1]
+                except MemberLostError:
+                    continue
+                self._of.messages.fill(pending, content)
+                break
+            else:
+                return False
+            if not self.members.plane.has_finished(pending.message, decision.view):
+                return False
+            self._end_step(pending)
+        return True
+
+    def _end_step(self, pending: Pending) -> None:
+        with self._lock:
+            self._kept.append((pending.message, (pending.control, pending.mean)))
+            self.step = pending.message + 1
+        self._admitted = set()

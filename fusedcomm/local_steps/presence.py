@@ -1,0 +1,91 @@
+"""Which ranks have come to a merge, and who stands in for one that is late."""
+
+import datetime
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.config import check
+
+if TYPE_CHECKING:
+    from fusedcomm.local_steps.local_steps import LocalSteps
+
+_POLL_S = 0.02
+_KEPT = 64
+"""Messages whose count of ranks stays in the store."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def alone(method: Method) -> Method:
+    """A method of LocalSteps that does not run at the same time as another one, and without autograd."""
+
+    @functools.wraps(method)
+    def run(self: "LocalSteps", *args: Any, **kwargs: Any) -> Any:
+        with self.lock, torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def check_quorum(quorum: int | None, timeout: float | None, world_size: int, is_possible: bool) -> None:
+    """Raises ValueError or TypeError for what cannot be. is_possible: whether the other arguments allow a quorum."""
+    if quorum is None and timeout is None:
+        return
+    if quorum is None or timeout is None:
+        raise ValueError(
+            f"quorum={quorum!r} and timeout={timeout!r} belong together: how many ranks must have come to a merge, and "
+            "how many seconds later the others are not waited for"
+        )
+    check.whole("quorum", quorum, 1, max(world_size - 1, 1), "a number of ranks, from 1 to all but one")
+    check.positive("timeout", timeout, "a number of seconds greater than 0")
+    if not is_possible:
+        raise ValueError(
+            "quorum=… stands in for a rank that is late in sums of differences only: leave out state='average' and "
+            "members=, or the quorum"
+        )
+
+
+class StandIn:
+    """A thread that sends a message without weight for this rank, when enough others wait for it.
+
+    What the rank has done stays its own, and is in its next message.
+
+    Args:
+        store: a store that only this object's ranks use for this.
+        quorum, timeout_s: `timeout_s` seconds after `quorum` ranks have sent a message, this rank sends its own.
+    """
+
+    def __init__(self, of: "LocalSteps", store: dist.Store, quorum: int, timeout_s: float) -> None:
+        self._of, self._store, self._quorum = of, store, quorum
+        self._timeout_s = timeout_s
+        self._ended = threading.Event()
+        store.set_timeout(datetime.timedelta(seconds=60))
+        threading.Thread(target=self._run, name="fc-local-steps", daemon=True).start()
+
+    def come(self, message: int) -> None:
+        """This rank sends the message of that number."""
+        if self._store.add(str(message), 1) == 1 and message >= _KEPT:
+            self._store.delete_key(str(message - _KEPT))
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        message, since = -1, None
+        while not self._ended.wait(_POLL_S):
+            if self._of.num_messages != message:
+                message, since = self._of.num_messages, None
+            try:
+                has_quorum = self._store.add(str(message), 0) >= self._quorum
+            except RuntimeError:
+                return  # the store has gone, and the job with it
+            if has_quorum:
+                since = since or time.monotonic()
+                if time.monotonic() - since >= self._timeout_s:
+                    self._of.stand_in(message)

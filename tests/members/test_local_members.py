@@ -1,0 +1,121 @@
+"""LocalSteps with members: lost ranks, and ranks that join, against a plain simulation."""
+
+import os
+import signal
+
+import pytest
+import torch
+from mergers import Merger, MergeScript, simulated
+from trainees import Team
+
+EXACT = {"wire": "fp32"}
+
+
+def run(script, joins=None):
+    """What each rank that is left has written: {name: ({step: …}, end)}. joins: (name, of which other)."""
+    team = Team(script, Merger)
+    try:
+        if joins is not None:
+            team.join(*joins)
+            team.read(joins[0], "ready")
+            (team.folder / "go").touch()
+        found = {}
+        for name in team.processes:
+            if name in script.die:
+                continue
+            ended = team.read(name, "end")
+            first = team.read(name, "ready")["steps"] + 1
+            steps = {step: team.read(name, f"step.{step}") for step in range(first, script.num_steps + 1)}
+            found[name] = (steps, ended)
+        return found
+    finally:
+        team.close()
+
+
+def fits(script, found, takes_part, joined=None) -> bool:
+    expected = simulated(script, takes_part, joined or {})
+    for name, (steps, _) in found.items():
+        for step, told in steps.items():
+            for ours, plain in (
+                (told["params"], expected.params[name, step]),
+                (told["anchors"], expected.anchors[step]),
+            ):
+                if (ours - plain).abs().max() > 1e-5 * plain.abs().max():
+                    return False
+    return True
+
+
+def same_on_all(found) -> None:
+    (first, ended), *others = found.values()
+    for steps, end in others:
+        assert torch.equal(end["params"], ended["params"])
+        for step, told in steps.items():
+            assert torch.equal(told["anchors"], first[step]["anchors"]), step
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("victim", ["0", "2"])
+@pytest.mark.parametrize(("step", "moment"), [(6, "before"), (8, "handed"), (8, "before"), (9, "before")])
+def test_the_others_go_on_without_a_rank_that_is_killed(tmp_path, victim, step, moment, delay):
+    script = MergeScript(str(tmp_path), config=EXACT, num_steps=18, die={victim: (step, moment)}, delay=delay)
+    found = run(script)
+    same_on_all(found)
+    assert all(end["size"] == 2 and len(end["changes"]) == 1 for _, end in found.values())
+    # The messages of steps 4 and 8 are 0 and 1. Whoever dies with one under way is in it if a survivor has its mean.
+    possible = {(6, "before"): [0, 1], (8, "before"): [1], (8, "handed"): [1, 2], (9, "before"): [1, 2]}[step, moment]
+    assert any(
+        fits(script, found, lambda name, message, last=last: name != victim or message < last) for last in possible
+    )
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (3, 2)])
+def test_a_rank_that_joins_has_the_merged_state_and_no_weight_in_its_first_merge(tmp_path, delay, fragments):
+    script = MergeScript(
+        str(tmp_path),
+        config=EXACT,
+        num_founders=2,
+        num_steps=16,
+        hold={"0": 4, "1": 4},
+        delay=delay,
+        fragments=fragments,
+    )
+    found = run(script, joins=("j", "1"))
+    same_on_all(found)
+    steps, end = found["j"]
+    assert end["size"] == 3 and len(found["0"][1]["changes"]) == 1
+    if fragments == 1:
+        first = (min(steps) - 1) // script.every - 1  # the message that it took part in first
+        assert fits(script, found, lambda name, message: name != "j" or message > first, {"j": first})
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("merge", ["nesterov", "blend"])
+def test_lossy_merges_stay_the_same_on_all_when_a_rank_is_lost(tmp_path, merge, fragments):
+    script = MergeScript(
+        str(tmp_path),
+        config={"wire": "int8", "feedback": True},
+        num_steps=14,
+        die={"1": (8, "handed")},
+        merge=merge,
+        fragments=fragments,
+        delay=3,
+    )
+    same_on_all(run(script))
+
+
+def test_a_rank_that_stands_still_is_left_behind_and_told_so(tmp_path):
+    script = MergeScript(str(tmp_path), config=EXACT, num_steps=12, hold={"2": 5}, min_ranks=1)
+    team = Team(script, Merger)
+    try:
+        team.read("2", "step.4")
+        os.kill(team.processes["2"].pid, signal.SIGSTOP)
+        for name in "01":
+            assert team.read(name, "end")["size"] == 2
+        os.kill(team.processes["2"].pid, signal.SIGCONT)
+        (tmp_path / "go").touch()
+        assert team.failure("2").startswith("ExpelledError")
+    finally:
+        team.close()
