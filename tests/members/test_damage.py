@@ -102,6 +102,6 @@ def test_a_bit_that_changes_is_noticed_in_the_next_step(tmp_path, number):
     if failed and len(failed) < 3:
         assert list(failed) == ["2"] and failed["2"].startswith("DamagedError"), ends
         wrong = [step for step, is_right in enumerate(right["2"]) if is_right is False]
-        assert wrong == [right["2"].index(None) - 1]
+        assert wrong in ([], [right["2"].index(None) - 1])  # none: a bit that no value is made of
     if not failed:  # the header was noticed at once, or its bit meant nothing
         assert all(all(steps) for steps in right.values()), right
