@@ -121,7 +121,7 @@ class LocalSteps:
         group = dist.group.WORLD if process_group is None else process_group
         # The outer learning rate must not depend on how many members there are when this rank joins.
         num_ranks = group.size() if members is None else SOME_RANKS
-        check_quorum(quorum, timeout, num_ranks, is_possible=state == "local" and members is None)
+        check_quorum(quorum, timeout, num_ranks, self.schedule, members, model)
         if outer is not None and merge != "nesterov":
             raise ValueError(f"outer=… is for merge='nesterov', not for merge={merge!r}: leave it out")
         problem: Exception | None = None

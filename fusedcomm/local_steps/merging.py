@@ -214,7 +214,9 @@ class Merging(Views):
                 self._end_step(pending)
                 return
             self.recover(failure)
-        raise RuntimeError(f"fusedcomm: message {pending.message} failed {MAX_FAILURES} times, last with: {failure}")
+        text = f"fusedcomm: message {pending.message} failed {MAX_FAILURES} times, last with: {failure}"
+        self.members.plane.leave(text)
+        raise RuntimeError(text)
 
     def recover(self, failure: str) -> None:
         """Goes over to the next view, with the messages under way."""

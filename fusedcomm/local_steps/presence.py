@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import check
+from fusedcomm.local_steps.arguments import Schedule
 
 if TYPE_CHECKING:
     from fusedcomm.local_steps.local_steps import LocalSteps
@@ -33,8 +36,10 @@ def alone(method: Method) -> Method:
     return run  # type: ignore[return-value]
 
 
-def check_quorum(quorum: int | None, timeout: float | None, world_size: int, is_possible: bool) -> None:
-    """Raises ValueError or TypeError for what cannot be. is_possible: whether the other arguments allow a quorum."""
+def check_quorum(
+    quorum: int | None, timeout: float | None, num_ranks: int, schedule: Schedule, members: object, model: nn.Module
+) -> None:
+    """Raises ValueError or TypeError for a quorum that cannot be."""
     if quorum is None and timeout is None:
         return
     if quorum is None or timeout is None:
@@ -42,12 +47,17 @@ def check_quorum(quorum: int | None, timeout: float | None, world_size: int, is_
             f"quorum={quorum!r} and timeout={timeout!r} belong together: how many ranks must have come to a merge, and "
             "how many seconds later the others are not waited for"
         )
-    check.whole("quorum", quorum, 1, max(world_size - 1, 1), "a number of ranks, from 1 to all but one")
+    check.whole("quorum", quorum, 1, max(num_ranks - 1, 1), "a number of ranks, from 1 to all but one")
     check.positive("timeout", timeout, "a number of seconds greater than 0")
-    if not is_possible:
+    if members is not None or schedule.state == "average":
         raise ValueError(
             "quorum=… stands in for a rank that is late in sums of differences only: leave out state='average' and "
             "members=, or the quorum"
+        )
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "quorum=… may leave one rank of a host out of a merge, and DistributedDataParallel needs equal parameters "
+            "on all of them: give LocalSteps the plain module, or leave out the quorum"
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from models import error_of
 from patience import HANG_S
 from plain_simulation import Net
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
@@ -90,11 +91,13 @@ def refused(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrong = [{"quorum": 2}, {"timeout": 1.0}, {"quorum": 9, "timeout": 1.0}, {"quorum": 1, "timeout": 0.0}]
     wrong.append({"quorum": 1, "timeout": 1.0, "state": "average", "delay": 0})
-    return [error_of(ValueError, fusedcomm.LocalSteps, model, optimizer, 4, **each) for each in wrong]
+    texts = [error_of(ValueError, fusedcomm.LocalSteps, model, optimizer, 4, **each) for each in wrong]
+    ddp = DistributedDataParallel(model, process_group=torch.distributed.new_subgroups(1)[0])
+    return [*texts, error_of(ValueError, fusedcomm.LocalSteps, ddp, optimizer, 4, quorum=1, timeout=1.0)]
 
 
 def test_half_a_quorum_and_one_that_cannot_be_are_refused(ranks):
     for texts in ranks.run(refused, world_size=2):
         assert "belong together" in texts[0] and "belong together" in texts[1]
         assert "quorum=9" in texts[2] and "timeout=0.0" in texts[3]
-        assert "state='average'" in texts[4]
+        assert "state='average'" in texts[4] and "one rank of a host" in texts[5]

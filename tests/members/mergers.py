@@ -3,6 +3,7 @@ must have, by a plain simulation."""
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ class MergeScript(Script):
     delay: int = 1
     fragments: int = 1
     merge: str = "corrected"
+    meets: int = 0  # the step before which the founders wait until a process is about to join
 
 
 class Net(torch.nn.Module):
@@ -90,6 +92,9 @@ class Merger:
             step = self.comm.steps + 1
             if step == self.script.hold.get(self.name):
                 wait_for(self.folder / "go")
+            plane = self.members.plane
+            while step == self.script.meets and plane._gate._hold is None and plane.view.number == 0:
+                threading.Event().wait(0.005)
             if self.dies(step, "before"):
                 self.die()
             for index, parameter in enumerate(self.model.parameters()):
@@ -132,7 +137,7 @@ def simulated(script: MergeScript, takes_part: Callable[[str, int], bool], joine
         if step % script.every == 0:
             for name in [each for each, first in joined.items() if first == message]:
                 names.append(name)
-                now[name], momentum[name] = anchor.clone(), momentum["1"].clone()  # of the oldest member that is left
+                now[name], momentum[name] = anchor.clone(), momentum["0"].clone()  # of the first member
             snapshots = {name: now[name].clone() for name in names}
             message, due = message + 1, step + script.delay
             if script.delay == 0:

@@ -17,8 +17,6 @@ def run(script, joins=None):
     try:
         if joins is not None:
             team.join(*joins)
-            team.read(joins[0], "ready")
-            (team.folder / "go").touch()
         found = {}
         for name in team.processes:
             if name in script.die:
@@ -72,15 +70,8 @@ def test_the_others_go_on_without_a_rank_that_is_killed(tmp_path, victim, step, 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (3, 2)])
 def test_a_rank_that_joins_has_the_merged_state_and_no_weight_in_its_first_merge(tmp_path, delay, fragments):
-    script = MergeScript(
-        str(tmp_path),
-        config=EXACT,
-        num_founders=2,
-        num_steps=16,
-        hold={"0": 4, "1": 4},
-        delay=delay,
-        fragments=fragments,
-    )
+    options = {"num_founders": 2, "num_steps": 20, "meets": 3, "delay": delay, "fragments": fragments}
+    script = MergeScript(str(tmp_path), config=EXACT, **options)
     found = run(script, joins=("j", "1"))
     same_on_all(found)
     steps, end = found["j"]
@@ -117,5 +108,19 @@ def test_a_rank_that_stands_still_is_left_behind_and_told_so(tmp_path):
         os.kill(team.processes["2"].pid, signal.SIGCONT)
         (tmp_path / "go").touch()
         assert team.failure("2").startswith("ExpelledError")
+    finally:
+        team.close()
+
+
+def test_a_process_with_another_schedule_is_sent_away(tmp_path):
+    script = MergeScript(str(tmp_path), config=EXACT, num_founders=2, num_steps=4, hold={"0": 2, "1": 2})
+    team = Team(script, Merger)
+    try:
+        team.read("1", "ready")
+        script.every = 5
+        team.join("j", of="1")
+        assert "JoinRefusedError" in (told := team.failure("j")) and "it has every 5, and the members have 4" in told
+        (tmp_path / "go").touch()
+        assert team.read("0", "end")["size"] == 2
     finally:
         team.close()
