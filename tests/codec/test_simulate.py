@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Gradients, synchronize
+from models import Gradients, feedback_of, synchronize
 from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +53,9 @@ def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
             mask = torch.rand(numel, generator=torch.Generator().manual_seed(9)) < 0.3
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
                 mean = fusedcomm.simulate(
-                    grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)), exempt_mask=exempt
+                    grads,
+                    Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire)),
+                    exempt_mask=exempt,
                 )
                 assert mean.dtype == dtype
                 assert torch.equal(mean, expected(grads, wire, rotate, exempt)), (world_size, numel, exempt is mask)
@@ -66,7 +68,9 @@ def test_one_shot_gives_the_bits_of_the_reference(wire, rotate):
         mask = torch.rand(5003, generator=torch.Generator().manual_seed(9)) < 0.3
         for exempt in (None, mask):
             mean = fusedcomm.simulate(
-                grads, Config(wire, sum="one-shot", blocks=Blocks(rotate=rotate)), exempt_mask=exempt
+                grads,
+                Config(wire, sum="one-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire)),
+                exempt_mask=exempt,
             )
             assert torch.equal(mean, expected(grads, wire, rotate, exempt, sum="one-shot")), world_size
 
