@@ -114,7 +114,7 @@ def test_pack_reduce_and_unpack_give_the_bytes_of_the_oracle(codec, wire, dtype,
 
 @pytest.mark.sampled
 def test_unpack_of_several_messages_sums_them_as_the_oracle(codec, wire, dtype):
-    layout = bucket_layout(wire, 64, 1, 333, 9001, 4096)
+    layout = bucket_layout(wire, 64, 1, 333, 9001, 2048)
     assert layout.num_chunks > 1
     for num_messages, numels, offset in ((2, ([9001], [333]), 0), (3, ([1, 40, 5000, 3960], [33, 300]), 3)):
         sent = [

@@ -558,8 +558,8 @@ def test_other_sums_have_no_reference():
         reference.all_reduce_mean([torch.ones(1)] * 4, "bf16", sum="one-shot", ranks_per_host=2)
     with pytest.raises(ValueError, match="sum='direct' has no reference"):
         reference.all_reduce_mean([torch.ones(1)], "bf16", sum="direct")
-    with pytest.raises(ValueError, match="wire='int2' is not possible"):
-        reference.all_reduce_mean([torch.ones(1)], "int2")
+    with pytest.raises(ValueError, match="wire='int3' is not possible"):
+        reference.all_reduce_mean([torch.ones(1)], "int3")
 
 
 def test_elements_of_another_length_are_refused():

@@ -174,7 +174,7 @@ def test_a_block_must_be_a_power_of_two_within_limits(block):
         _C.part_layout("int8", block, 0, 1000)
 
 
-@pytest.mark.parametrize("wire", ["int2", "", "BF16"])
+@pytest.mark.parametrize("wire", ["int3", "", "BF16"])
 def test_an_unknown_wire_is_named_with_the_choices(wire):
     with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, int4, int2"):
         _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
