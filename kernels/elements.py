@@ -53,7 +53,7 @@ def has_bf16_scales(wire):
 @triton.constexpr_function
 def per_code(wire):
     """Elements that share one integer of a codes section, the first in its lowest bits: 2 (int4), 4 (int2) or 1."""
-    return PER_BYTE.get(wire, 1)
+    return PER_BYTE[wire] if wire in PER_BYTE else 1
 
 
 @triton.constexpr_function

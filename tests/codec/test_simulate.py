@@ -93,7 +93,9 @@ def test_predivide_is_the_codecs():
 def test_what_is_not_finite_ends_as_in_the_reference(wire, rotate):
     grads = gradients(3, (2000,))
     grads[1][100], grads[1][700], grads[2][1500] = torch.inf, -torch.inf, torch.nan
-    mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
+    mean = fusedcomm.simulate(
+        grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire))
+    )
     assert not mean.isfinite().all()
     assert torch.equal(mean.view(torch.int32), expected(grads, wire, rotate).view(torch.int32))
 
@@ -115,7 +117,9 @@ def test_the_cut_into_pieces_does_not_show(monkeypatch):
 def test_thousands_of_ranks():
     grads = list(torch.randn(3000, 40, generator=torch.Generator().manual_seed(0)))
     for wire, rotate in WAYS:
-        mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
+        mean = fusedcomm.simulate(
+            grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire))
+        )
         assert torch.equal(mean, expected(grads, wire, rotate)), wire
 
 
@@ -162,7 +166,7 @@ def test_auto_decides_as_the_engine():
 
 def real_means(rank, world_size, shape, wire, kwargs):
     ddp = DistributedDataParallel(Gradients(shape))
-    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, feedback=feedback_of(wire), **kwargs), quiet=True)
     return synchronize(ddp, [gradients(world_size, shape)[rank]])[0]
 
 
@@ -182,7 +186,7 @@ REAL = [
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world_size", "shape", "wire", "kwargs"), REAL, ids=str)
 def test_it_gives_the_bits_of_real_ranks(ranks, world_size, shape, wire, kwargs):
-    mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, **kwargs))
+    mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, feedback=feedback_of(wire), **kwargs))
     for of_rank in ranks.run(real_means, shape, wire, kwargs, world_size=world_size):
         assert torch.equal(of_rank, mean)
 

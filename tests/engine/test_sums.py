@@ -185,7 +185,7 @@ BITS = {
     "int2": 2 + 16 / 32,
 }
 """By wire dtype: bits of an element, including its share of its block's scale."""
-NUMEL = 4 * 12 * 1024
+NUMEL = 8 * 12 * 1024
 """Elements of a bucket. In 4 chunks for 1, 2, 3, 4, 6 or 12 ranks, every part has whole blocks: nothing is padded."""
 SUMS_OF_WIRES = [("exact", "fp32"), ("direct", "bf16"), ("direct", "fp16")]
 SUMS_OF_WIRES += [(sum, wire) for sum in ("two-shot", "one-shot") for wire in BITS]
@@ -399,7 +399,7 @@ def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
     num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
     nbytes_of = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
     configs = [
-        Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(nbytes), hosts=hosts)
+        _config("two-shot", wire, Chunks(nbytes), hosts)
         for wire, nbytes in nbytes_of.items()
     ]
     for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=4):

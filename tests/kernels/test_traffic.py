@@ -39,7 +39,7 @@ NUM_RANKS = 4
 PROGRAMS = 4
 CAPABILITY = 90
 MOST = 1.1
-MOST_OF_SEVERAL = 1.15
+MOST_OF_SEVERAL = 1.17
 """Of unpack of several messages in wires with scales. A warp's scales fill half of a sector of 32 bytes; the other half
 is counted again when the next warp reads it, from the cache. So are a tile's words of the tables, for each warp."""
 
