@@ -103,14 +103,12 @@ def test_what_is_not_finite_ends_as_in_the_reference(wire, rotate):
 def test_the_cut_into_pieces_does_not_show(monkeypatch):
     grads = gradients(3, (20011,))
     mask = torch.arange(20011) % 7 == 0
-    ways = [(wire, "two-shot", mask, rotate) for wire, rotate in WAYS] + [("bf16", "direct", None, False)]
-    whole = [fusedcomm.simulate(grads, Config(w, sum=s, blocks=Blocks(rotate=r)), exempt_mask=m) for w, s, m, r in ways]
+    ways = [(Config(w, "two-shot", blocks=Blocks(rotate=r), feedback=feedback_of(w)), mask) for w, r in WAYS]
+    ways.append((Config("bf16", "direct"), None))
+    whole = [fusedcomm.simulate(grads, config, exempt_mask=exempt) for config, exempt in ways]
     monkeypatch.setattr(simulation, "_PIECES_NBYTES", 4 * 3 * 1024)
-    for (w, s, m, r), mean in zip(ways, whole, strict=True):
-        assert torch.equal(fusedcomm.simulate(grads, Config(w, sum=s, blocks=Blocks(rotate=r)), exempt_mask=m), mean), (
-            w,
-            s,
-        )
+    for (config, exempt), mean in zip(ways, whole, strict=True):
+        assert torch.equal(fusedcomm.simulate(grads, config, exempt_mask=exempt), mean), config
 
 
 @pytest.mark.full

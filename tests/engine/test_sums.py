@@ -201,8 +201,7 @@ def message_nbytes(wire: str) -> int:
 
 def _config(sum: str, wire: str, chunks: Chunks | None = None, hosts: TwoLevels | str = "auto") -> Config:
     """The same wire for all parameters, with the feedback that int2 needs and that sends nothing."""
-    of_wire = {"wires": {"1d": wire}, "feedback": feedback_of(wire)}
-    return Config(wire, sum, **of_wire, chunks=chunks or Chunks(), hosts=hosts)
+    return Config(wire, sum, wires={"1d": wire}, feedback=feedback_of(wire), chunks=chunks or Chunks(), hosts=hosts)
 
 
 def wires_beside(local_wire: str) -> list[str]:
@@ -249,8 +248,7 @@ def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
 def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, local_wire, num_chunks):
     for wire in wires_beside(local_wire):
         chunk_nbytes = max(map(message_nbytes, (wire, local_wire))) // num_chunks
-        hosts = TwoLevels("auto", local_wire)
-        config = _config("two-shot", wire, Chunks(chunk_nbytes), hosts)
+        config = _config("two-shot", wire, Chunks(chunk_nbytes), TwoLevels("auto", local_wire))
         native = chunks.native(config, world_size, ranks_per_host=per_host)
         plan = _C.plan_bucket(native, world_size, FP32, [(NUMEL, 0)])
         sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
@@ -398,10 +396,7 @@ def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
 def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
     num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
     nbytes_of = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
-    configs = [
-        _config("two-shot", wire, Chunks(nbytes), hosts)
-        for wire, nbytes in nbytes_of.items()
-    ]
+    configs = [_config("two-shot", wire, Chunks(nbytes), hosts) for wire, nbytes in nbytes_of.items()]
     for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=4):
         for wire, seen in zip(nbytes_of, of_rank, strict=True):
             sent, between = formula("two-shot", wire, 4, 2, local_wire)
