@@ -218,7 +218,6 @@ WIRES = {
     "int8": Config("int8", "two-shot", wires={"1d": "int8"}),
     "int8_one_shot": Config("int8", "one-shot"),
     "int4": Config("int4", "two-shot"),
-    "int2": Config("int2", "two-shot", feedback=fusedcomm.Feedback()),
 }
 # Multiples of a vector: there are no holes, neither in DDP's buffer nor between tensors, and blocks are the same.
 LARGE = [(120, 64), (300,), (64, 90), (64, 64), (5000,), (32, 65)]
