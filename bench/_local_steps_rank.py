@@ -41,6 +41,7 @@ def ways(every: int) -> dict[str, dict | None]:
         f"H={every} corrected int4": local("int4", merge="corrected", delay=late),
         f"H={every} corrected int4 no feedback": local(Config("int4"), merge="corrected", delay=late),
         f"H={every} corrected int4 quarter": local("int4", merge="corrected", delay=late, sparse=0.25),
+        f"H={every} corrected int2": local("int2", merge="corrected", delay=late),
         f"H={every} corrected int4 4 fragments": local("int4", merge="corrected", delay=late, fragments=4),
     }
 

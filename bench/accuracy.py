@@ -77,7 +77,8 @@ class Way:
         )
 
 
-TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES]
+# int2 is refused without feedback.
+TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES if wire != "int2"]
 ROTATED = [Way(f"{way.wire} rotated", way.wire, way.sum, rotate=True) for way in TWO_SHOT if _C.has_scales(way.wire)]
 OTHERS = [
     Way("fp32 exact", "fp32", "exact"),

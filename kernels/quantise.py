@@ -90,7 +90,7 @@ def with_fp8_sign(v, bits, code, subnormal):
 def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
     """(codes, scales, decoded) of `y` (fp32 [TILE]), rounded stochastically if `noise` (uint32 [TILE]) is not None.
 
-    codes: int8 [TILE]; in the int4 wire [TILE // 2]. scales: fp32 [TILE // BLOCK]; in the int4 wire bf16 as int16.
+    codes: int8 [TILE // per_code(WIRE)]. scales: fp32 [TILE // BLOCK]; in int4 and int2 bf16 as int16.
     decoded: fp32 [TILE]. Where `y` is not finite it may be wrong, as long as y - decoded is not finite there either.
     """
     TILE: tl.constexpr = y.shape[0]
@@ -107,7 +107,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     absmax = tl.where(normal, greatest.to(tl.float32, bitcast=True), GREATEST)
     of_greatest = tl.full(absmax.shape, GREATEST, tl.float32)
     if has_bf16_scales(WIRE):
-        bits = bf16_scale(tops, absmax, noise is not None)
+        bits = bf16_scale(tops, absmax, noise is not None, WIRE)
         inverse = tl.div_rn(tl.full(absmax.shape, 1.0, tl.float32), from_bf16_bits(bits))
         scales = tl.where(normal, bits, tl.where(finite, 0, INF_BITS >> 16).to(tl.int16))
         factors = from_bf16_bits(scales)
@@ -154,7 +154,12 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     else:
         values = whole - ROUND_TO_INTEGER
     decoded = tl.reshape(values * spread(factors, PER_BLOCK), (TILE,))
-    if per_code(WIRE) == 2:
+    if per_code(WIRE) == 4:
+        even, odd = tl.split(tl.reshape(codes & 3, (TILE // 4, 2, 2)))
+        pairs = even | (odd << 2)
+        low, high = tl.split(pairs)
+        return (low | (high << 4)).to(tl.int8), scales, decoded
+    elif per_code(WIRE) == 2:
         low, high = tl.split(tl.reshape(codes, (TILE // 2, 2)))
         return ((low & 0xF) | (high << 4)).to(tl.int8), scales, decoded
     else:
@@ -178,16 +183,17 @@ def turned_bits(y):
 
 
 @triton.jit
-def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr):
-    """bf16 as int16: the scales of int4 blocks by greatest turned_bits. absmax: fp32; level(7) if not normal."""
+def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr, WIRE: tl.constexpr):
+    """bf16 as int16: the scales of blocks by greatest turned_bits. absmax: fp32; the greatest value if not normal."""
     bits = tl.minimum(absmax.to(tl.int32, bitcast=True), BF16_GREATEST_BITS)
     absmax = bits.to(tl.float32, bitcast=True)
     if STOCHASTIC:
-        scales = tl.div_rn(absmax, tl.full(absmax.shape, greatest_value(INT4), tl.float32))
+        scales = tl.div_rn(absmax, tl.full(absmax.shape, greatest_value(WIRE), tl.float32))
         return ((scales.to(tl.int32, bitcast=True) + 0xFFFF) >> 16).to(tl.int16)
     else:
-        # The element of greatest magnitude gets the code -8.
-        return bf16_bits(absmax * tl.where((tops & 1) == 1, 0.125, -0.125))
+        # The element of greatest magnitude gets the least code.
+        STEP: tl.constexpr = -1.0 / least_value(WIRE)
+        return bf16_bits(absmax * tl.where((tops & 1) == 1, STEP, -STEP))
 
 
 @triton.jit

@@ -17,8 +17,8 @@ def sections(layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int) -> Sec
     """The sections of the layout's piece of the first part in `parts`. Each view reaches to the end of `parts`.
 
     parts: uint8 [nbytes], contiguous, 16-byte aligned: one or more parts of a message. The exact section is int32.
-    Scales are fp32; int4's are bf16 as int16. Codes are integers of their width. Raises ValueError if `parts` is not
-    as described.
+    Scales are fp32; those of int4 and int2 are bf16 as int16. Codes are integers of their width. Raises ValueError if
+    `parts` is not as described.
     """
     if parts.dtype != torch.uint8 or tuple(parts.shape) != (nbytes,) or not parts.is_contiguous():
         raise ValueError(f"parts must be contiguous uint8 [{nbytes}], not {parts.dtype} {list(parts.shape)}")

@@ -8,7 +8,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches, Gradients, by_kind, constant, integers, no_sync_of, reducer_of, synchronize, synchronized
+from models import (
+    Branches,
+    Gradients,
+    by_kind,
+    constant,
+    feedback_of,
+    integers,
+    no_sync_of,
+    reducer_of,
+    synchronize,
+    synchronized,
+)
 from sampling import few
 from scripts import ROOT
 from torch.distributed.fsdp import fully_shard
@@ -242,7 +253,8 @@ def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, kind, consolidat
 
 def accumulated(rank, world_size, wire, front_end):
     model = Gradients((5000,))
-    forward, comm = synchronized(front_end, model, Config(wire, wires={"1d": wire}))
+    config = Config(wire, wires={"1d": wire}, feedback=feedback_of(wire))
+    forward, comm = synchronized(front_end, model, config)
     no_sync, gradient = no_sync_of(forward, comm), [torch.full((5000,), float(rank + 1))]
     synchronize(forward, gradient, steps=2)
     forward.zero_grad(set_to_none="views" not in front_end)

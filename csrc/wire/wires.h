@@ -12,7 +12,7 @@
 namespace fusedcomm {
 
 // kFp8 is e4m3. The value 5 was e5m2 and is not used again.
-enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
+enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6, kInt2 = 7 };
 
 // Elements of a block. Each block has one scale.
 inline constexpr int64_t kDefaultBlockNumel = 128;
@@ -26,19 +26,24 @@ struct WireRow {
   // Orders the wire dtypes: a greater value means a smaller loss. For two pairs the order depends on the gradients;
   // there fp16 is above bf16, and int8 above fp8.
   int exactness;
-  // Bits of one element. With 4 bits, byte k has element 2k in its low half.
+  // Bits of one element. With fewer than 8, the first element of a byte is in its lowest bits: with 4 bits, byte k has
+  // element 2k in its low half.
   int64_t code_nbits;
-  // Bytes of one scale: 4 for fp32, 2 for bf16, 0 for wire dtypes that do not quantize. Scales of int4 are bf16,
-  // because fp32 scales would be a fifth of its payload.
+  // Bytes of one scale: 4 for fp32, 2 for bf16, 0 for wire dtypes that do not quantize. Scales of int4 and int2 are
+  // bf16, because fp32 scales would be a fifth or a third of the payload.
   int64_t scale_nbytes;
   int64_t default_block_numel;
 };
 
 // Every wire dtype, in the order in which texts list them.
 inline constexpr WireRow kWires[] = {
-    {Wire::kFp32, "fp32", 5, 32, 0, kDefaultBlockNumel}, {Wire::kBf16, "bf16", 3, 16, 0, kDefaultBlockNumel},
-    {Wire::kFp16, "fp16", 4, 16, 0, kDefaultBlockNumel}, {Wire::kInt8, "int8", 2, 8, 4, kDefaultBlockNumel},
-    {Wire::kFp8, "fp8", 1, 8, 4, kDefaultBlockNumel},    {Wire::kInt4, "int4", 0, 4, 2, 32},
+    {Wire::kFp32, "fp32", 6, 32, 0, kDefaultBlockNumel},
+    {Wire::kBf16, "bf16", 4, 16, 0, kDefaultBlockNumel},
+    {Wire::kFp16, "fp16", 5, 16, 0, kDefaultBlockNumel},
+    {Wire::kInt8, "int8", 3, 8, 4, kDefaultBlockNumel},
+    {Wire::kFp8, "fp8", 2, 8, 4, kDefaultBlockNumel},
+    {Wire::kInt4, "int4", 1, 4, 2, 32},
+    {Wire::kInt2, "int2", 0, 2, 2, 32},
 };
 
 // Throws std::invalid_argument if `wire` is none of kWires.
@@ -74,7 +79,7 @@ inline constexpr int64_t code_nbits(Wire wire) { return row_of(wire).code_nbits;
 inline constexpr int64_t scale_nbytes(Wire wire) { return row_of(wire).scale_nbytes; }
 inline constexpr int64_t default_block_numel(Wire wire) { return row_of(wire).default_block_numel; }
 
-// Bytes of the codes of `numel` elements, an even number if two share a byte.
+// Bytes of the codes of `numel` elements, which fill whole bytes.
 inline constexpr int64_t codes_nbytes(Wire wire, int64_t numel) { return numel * code_nbits(wire) / 8; }
 inline constexpr int64_t scales_nbytes(Wire wire, int64_t num_blocks) { return num_blocks * scale_nbytes(wire); }
 

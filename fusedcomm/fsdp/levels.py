@@ -40,9 +40,9 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
     of_rows = of_sums if feedback is not None and feedback.unsharded else None
     # Sums are verified by verify.py.
     unchecked = dataclasses.replace(config, checks=Checks(digest=config.checks.digest))
-    rows = dataclasses.replace(unchecked, sum="two-shot", hosts=None, feedback=of_rows) if has_rows else None
     between = dataclasses.replace(unchecked, feedback=of_sums) if has_replicas else None
     if config.hosts in (hosts.AUTO, None) or not has_rows:
+        rows = dataclasses.replace(unchecked, sum="two-shot", hosts=None, feedback=of_rows) if has_rows else None
         return Sums(rows, between, config.wire_number)
     if not has_replicas:
         raise ValueError(

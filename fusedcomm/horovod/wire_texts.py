@@ -22,8 +22,9 @@ def text_of(config: Config) -> str:
             "pass whose errors could be checked. Leave checks out, or use fusedcomm.GradReducer"
         )
     config.refuse_unsharded()
-    defaults = dataclasses.asdict(Config(config.wire))
+    defaults = dataclasses.asdict(Config())
     fields = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    fields.pop("wire", None)
     # The order of patterns matters: the first that matches counts.
     return json.dumps({"wire": config.wire, **fields}) if fields else config.wire
 

@@ -124,14 +124,14 @@ def configuration(config: "Config | Wire", groups: int) -> Config:
 
     Raises ValueError or TypeError if merges cannot be sent so.
     """
+    if isinstance(config, str) and config in WITH_SCALES:
+        config = Config(config, feedback=Feedback(decay=DECAY))
     found = chosen(
         config,
         no_search="config='auto' searches with gradients, and merges are too seldom for that: name the wire",
         no_off="config='off' would merge nothing: name the wire of the merges",
     )
     assert isinstance(found, Config)  # neither a search nor "off"
-    if isinstance(config, str) and config in WITH_SCALES:
-        found = dataclasses.replace(found, feedback=Feedback(decay=DECAY))
     if found.weighted is not None:
         raise ValueError(
             f"Config(weighted={found.weighted!r}) weighs backward passes, and here are none: use "

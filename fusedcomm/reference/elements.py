@@ -19,13 +19,15 @@ y is the fp32 value that is encoded, and L the greatest value of a code: GREATES
                magnitude has the code -8, and one with the other sign 7; absmax counts as at most the greatest bf16
                number; the scale is rounded to bf16; inverse = 1 / scale; codes beyond 7 become 7
                rounded stochastically: scale = absmax / level(7) rounded up to bf16, so that no value has to be cut off
+    int2     codes are c = -2 … 1, and level(c) = c; c = v to nearest even, v = y · inverse; a code of 2 becomes 1
+               scales as those of int4, with -2 in place of -8 and 1 in place of 7
     decode   the code's value as fp32; with blocks that · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
                (in int8 and fp8 L · scale may overflow to Inf where absmax is near the greatest float)
 
 Stochastic rounding replaces "to nearest even" as follows. u in [0, 1) comes from `noise`. Scales and values that are
 not finite are rounded as above.
 
-    int8             floor(y · inverse + u)
+    int8, int2       floor(y · inverse + u)
     int4             from the level at or below v up to the next one if v − level ≥ (1 − u)·(next − level)
     floats           add u·2^(bits dropped) to the bits of the magnitude, then truncate; below the least normal number,
                      where the step is constant, floor(magnitude / step + u) steps
@@ -42,18 +44,19 @@ WIRE_DTYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
+    "int2": torch.uint8,
 }
-"""Dtype of each wire's codes. int4 has two codes in a byte, the even element's in the low half."""
+"""Dtype of each wire's codes. int4 has two codes in a byte and int2 four, the first element's in the lowest bits."""
 
 LEVELS = tuple(n * (832 + 3 * n * n) / 1024 for n in range(-8, 8))
 """The values of int4's codes, in order: of -8 first. Exact in fp32."""
 
 # The greatest and the least value of a code in each wire that has scales.
-GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": LEVELS[-1]}
-LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": LEVELS[0]}
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": LEVELS[-1], "int2": 1.0}
+LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": LEVELS[0], "int2": -2.0}
 
-# Wires of 4 bits: two codes in a byte, and bf16 scales.
-_NIBBLES = ("int4",)
+# Bits of the wires in which several codes share a byte. Their scales are bf16.
+_NBITS = {"int4": 4, "int2": 2}
 
 _LEAST_ABSMAX = 2.0**-100
 """Blocks with a smaller absmax become zeros, so that scale and inverse are never near overflow or denormal."""
@@ -64,12 +67,12 @@ _BF16_GREATEST = 2.0**128 - 2.0**120
 
 def scale_dtype(wire: str) -> torch.dtype:
     """Dtype of a wire's scales, fp32 also for wires that have none."""
-    return torch.bfloat16 if wire in _NIBBLES else torch.float32
+    return torch.bfloat16 if wire in _NBITS else torch.float32
 
 
 def codes_nbytes(wire: str, numel: int) -> int:
-    """Bytes of the codes of `numel` elements, an even number if two codes share a byte."""
-    return numel // 2 if wire in _NIBBLES else numel * WIRE_DTYPES[wire].itemsize
+    """Bytes of the codes of `numel` elements, which fill whole bytes."""
+    return numel * _NBITS[wire] // 8 if wire in _NBITS else numel * WIRE_DTYPES[wire].itemsize
 
 
 def canonical(x: torch.Tensor) -> torch.Tensor:
@@ -103,8 +106,9 @@ def encode(
     """Wire codes of `y` (fp32 [numel]) and the scales of its blocks of `block` elements.
 
     Rounds stochastically if `u` (fp32 [numel], in [0, 1)) is given, else to nearest even. Returns (codes, scales):
-    codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)]; scales [ceil(numel / block)] in fp32, for int4 in
-    bf16, and empty if the wire has no scales. Elements missing from the last block count as zeros.
+    codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)], for int2 [ceil(numel / 4)]; scales
+    [ceil(numel / block)] in fp32, for int4 and int2 in bf16, and empty if the wire has no scales. Elements missing from
+    the last block count as zeros.
     """
     if wire not in GREATEST_CODE:
         if u is not None and wire != "fp32":
@@ -119,9 +123,9 @@ def encode(
     # L is a tensor because torch may divide by a Python number by multiplying by its reciprocal.
     greatest = torch.full_like(absmax, GREATEST_CODE[wire])
     absmax = torch.where(normal, absmax, greatest)
-    if wire in _NIBBLES:
+    if wire in _NBITS:
         is_negative = (blocks == -absmax[:, None]).any(dim=1)
-        scales = _nibble_scales(absmax, is_negative if u is None else None)
+        scales = _signed_scales(wire, absmax, is_negative if u is None else None)
         inverse = torch.ones_like(scales) / scales
     else:
         scales = absmax / greatest
@@ -139,23 +143,24 @@ def encode(
     return _stored(codes.view(-1)[: y.numel()], wire), scales
 
 
-def _nibble_scales(absmax: torch.Tensor, is_negative: torch.Tensor | None) -> torch.Tensor:
+def _signed_scales(wire: str, absmax: torch.Tensor, is_negative: torch.Tensor | None) -> torch.Tensor:
     """fp32 [num_blocks], each a bf16 number: the scales of blocks by their absmax (fp32 [num_blocks]).
 
     With `is_negative` (bool [num_blocks]: whether an element is -absmax) the element of greatest magnitude gets the
-    code -8, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding, values
-    stay within the levels of ±7 and scales are rounded up.
+    least code, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding,
+    values stay within the greatest code's and scales are rounded up.
     """
     absmax = absmax.clamp(max=_BF16_GREATEST)
     if is_negative is None:
-        bits = (absmax / torch.full_like(absmax, GREATEST_CODE["int4"])).view(torch.int32)
+        bits = (absmax / torch.full_like(absmax, GREATEST_CODE[wire])).view(torch.int32)
         return (bits + 0xFFFF >> 16 << 16).view(torch.float32)
-    return round_to(torch.where(is_negative, absmax, -absmax) / 8, torch.bfloat16).float()
+    return round_to(torch.where(is_negative, absmax, -absmax) / -LEAST_CODE[wire], torch.bfloat16).float()
 
 
-def _levels(like: torch.Tensor) -> torch.Tensor:
-    """fp32 [16]: what the codes of int4 stand for, from -8 on."""
-    return torch.tensor(LEVELS, dtype=torch.float32, device=like.device)
+def _levels(like: torch.Tensor, wire: str = "int4") -> torch.Tensor:
+    """fp32 [16] or [4]: what the codes of int4 or int2 stand for, from the least on."""
+    levels = LEVELS if wire == "int4" else (-2.0, -1.0, 0.0, 1.0)
+    return torch.tensor(levels, dtype=torch.float32, device=like.device)
 
 
 def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
@@ -165,7 +170,7 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
         # Hardly ever another level than the nearest; NaNs get any.
         code = (v * (9856 / 8192 - v * v * (29 / 8192))).round().clamp(-8, 7).nan_to_num()
         return _levels(v)[(code + 8).long()]
-    if wire == "int8":
+    if wire in ("int8", "int2"):
         return v.round().clamp(least, greatest)
     return v.clamp(least, greatest).to(WIRE_DTYPES[wire]).float()
 
@@ -178,7 +183,7 @@ def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tenso
         below = (torch.bucketize(v, levels, right=True) - 1).clamp(0, 14)
         low, high = levels[below], levels[below + 1]
         return torch.where(v - low >= (1 - u) * (high - low), high, low)
-    rounded = (v + u).floor() if wire == "int8" else _stochastic_float(v, u, WIRE_DTYPES[wire])
+    rounded = (v + u).floor() if wire in ("int8", "int2") else _stochastic_float(v, u, WIRE_DTYPES[wire])
     return rounded.clamp(LEAST_CODE[wire], GREATEST_CODE[wire])
 
 
@@ -201,23 +206,30 @@ def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> t
 
 def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
     """The codes in the wire's dtype, of `codes` (fp32 [numel]), each of which has an exact code."""
-    if wire not in _NIBBLES:
+    if wire not in _NBITS:
         return codes.to(WIRE_DTYPES[wire])
-    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
-    nibbles = (torch.bucketize(codes, _levels(codes)) - 8).to(torch.uint8) & 0xF
-    return nibbles[0::2] | nibbles[1::2] << 4
+    nbits = _NBITS[wire]
+    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % (8 // nbits)))
+    levels = _levels(codes, wire)
+    # Two's complement of the code's own width: the upper half of the levels has the codes from 0 on.
+    numbers = (torch.bucketize(codes, levels) - len(levels) // 2) % len(levels)
+    places = torch.arange(0, 8, nbits, device=codes.device)
+    return (numbers.view(-1, 8 // nbits) << places).sum(dim=1).to(torch.uint8)
 
 
 def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
-    """fp32: the values of stored codes, without scales. For int4 there are two values in each byte of `codes`."""
-    if wire not in _NIBBLES:
+    """fp32: the values of stored codes, without scales. Each byte of `codes` has two values in int4, four in int2."""
+    if wire not in _NBITS:
         return codes.float()
-    nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).long()
-    return _levels(codes)[(nibbles + 8) % 16]
+    nbits = _NBITS[wire]
+    levels = _levels(codes, wire)
+    places = torch.arange(0, 8, nbits, device=codes.device)
+    numbers = (codes.long()[:, None] >> places & (1 << nbits) - 1).view(-1)
+    return levels[(numbers + len(levels) // 2) % len(levels)]
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
-    """fp32 [numel]: the values of codes and scales from `encode`. For int4, numel is rounded up to an even number."""
+    """fp32 [numel]: the values of codes and scales from `encode`. numel is rounded up to what fills whole bytes."""
     values = values_of_codes(codes, wire)
     if wire in GREATEST_CODE:
         values = values * scales.float().repeat_interleave(block)[: values.numel()]

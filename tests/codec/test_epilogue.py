@@ -10,7 +10,7 @@ from values import signed as signed_by_seed
 
 from fusedcomm.native import _C
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int8 rotated", "int4 rotated")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2", "int8 rotated", "int4 rotated")
 UNSCALES = (1.0, 2.0**-16, 1 / 3)
 LOSSY, EXACT = [3000, 1, 5, 4097, 36_000, 31], [17, 34_000]
 

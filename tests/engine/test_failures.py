@@ -230,7 +230,7 @@ def test_what_prevents_one_rank_prevents_all_by_name(ranks, when, own):
     first, second, last = ranks.run(prevented, when, world_size=3)
     assert last == (own, 1.0)
     assert first == second
-    assert first == (f"RuntimeError: fusedcomm: rank 2 cannot attach: {own.split(': ', 1)[1]}", 1.0)
+    assert first == (f"DisagreementError: fusedcomm: rank 2 cannot attach: {own.split(': ', 1)[1]}", 1.0)
 
 
 def prevented_from_connecting(rank, world_size):
@@ -260,7 +260,7 @@ def prevented_from_connecting(rank, world_size):
 def test_what_keeps_one_rank_from_connecting_is_the_reason_that_all_are_told(ranks):
     first, second, last = ranks.run(prevented_from_connecting, world_size=3)
     assert last == ("MemoryError: no memory for channels", "None", [])
-    assert first == second == ("RuntimeError: fusedcomm: rank 2 cannot attach: no memory for channels", "None", [])
+    assert first == second == ("DisagreementError: fusedcomm: rank 2 cannot attach: no memory for channels", "None", [])
 
 
 def with_problems_of_their_own(rank, world_size, problems):

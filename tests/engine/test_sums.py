@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, synchronize
+from models import Gradients, feedback_of, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -175,9 +175,17 @@ def test_the_bytes_between_hosts_on_one_level_are_those_that_its_ranks_send_to_o
 
 # --- the formulae ---------------------------------------------------------------------------------------------------
 
-BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8 + 32 / 128, "int8": 8 + 32 / 128, "int4": 4 + 16 / 32}
+BITS = {
+    "fp32": 32,
+    "bf16": 16,
+    "fp16": 16,
+    "fp8": 8 + 32 / 128,
+    "int8": 8 + 32 / 128,
+    "int4": 4 + 16 / 32,
+    "int2": 2 + 16 / 32,
+}
 """By wire dtype: bits of an element, including its share of its block's scale."""
-NUMEL = 4 * 12 * 1024
+NUMEL = 8 * 12 * 1024
 """Elements of a bucket. In 4 chunks for 1, 2, 3, 4, 6 or 12 ranks, every part has whole blocks: nothing is padded."""
 SUMS_OF_WIRES = [("exact", "fp32"), ("direct", "bf16"), ("direct", "fp16")]
 SUMS_OF_WIRES += [(sum, wire) for sum in ("two-shot", "one-shot") for wire in BITS]
@@ -189,6 +197,11 @@ def test_the_formulae_know_every_sum_and_wire():
 
 def message_nbytes(wire: str) -> int:
     return int(NUMEL * BITS[wire] / 8)
+
+
+def _config(sum: str, wire: str, chunks: Chunks | None = None, hosts: TwoLevels | str = "auto") -> Config:
+    """The same wire for all parameters, with the feedback that int2 needs and that sends nothing."""
+    return Config(wire, sum, wires={"1d": wire}, feedback=feedback_of(wire), chunks=chunks or Chunks(), hosts=hosts)
 
 
 def wires_beside(local_wire: str) -> list[str]:
@@ -219,7 +232,7 @@ def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
     for sum, wire in SUMS_OF_WIRES:
-        config = Config(wire=wire, sum=sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // num_chunks))
+        config = _config(sum, wire, Chunks(message_nbytes(wire) // num_chunks))
         plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, [(NUMEL, 0)])
         sent, _ = formula(sum, wire, world_size)
         assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
@@ -235,8 +248,7 @@ def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
 def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, local_wire, num_chunks):
     for wire in wires_beside(local_wire):
         chunk_nbytes = max(map(message_nbytes, (wire, local_wire))) // num_chunks
-        hosts = TwoLevels("auto", local_wire)
-        config = Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(chunk_nbytes), hosts=hosts)
+        config = _config("two-shot", wire, Chunks(chunk_nbytes), TwoLevels("auto", local_wire))
         native = chunks.native(config, world_size, ranks_per_host=per_host)
         plan = _C.plan_bucket(native, world_size, FP32, [(NUMEL, 0)])
         sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
@@ -264,7 +276,7 @@ def test_bytes_of_padded_messages_are_those_of_the_formula():
 
 def test_a_bucket_without_elements_sends_nothing():
     for sum, wire in SUMS_OF_WIRES:
-        plan = _C.plan_bucket(chunks.native(Config(wire, sum, wires={"1d": wire}), 4), 4, FP32, [(0, 0)])
+        plan = _C.plan_bucket(chunks.native(_config(sum, wire), 4), 4, FP32, [(0, 0)])
         assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1)) == (0, 0, 0), (sum, wire)
 
 
@@ -370,9 +382,7 @@ def counted_by_engines(rank, world_size, num_steps, configs):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
     num_steps = 3
-    configs = [
-        Config(wire, sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // 4)) for sum, wire in SUMS_OF_WIRES
-    ]
+    configs = [_config(sum, wire, Chunks(message_nbytes(wire) // 4)) for sum, wire in SUMS_OF_WIRES]
     for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=world_size):
         for (sum, wire), seen in zip(SUMS_OF_WIRES, of_rank, strict=True):
             sent = num_steps * formula(sum, wire, world_size)[0]
@@ -386,10 +396,7 @@ def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
 def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
     num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
     nbytes_of = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
-    configs = [
-        Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(nbytes), hosts=hosts)
-        for wire, nbytes in nbytes_of.items()
-    ]
+    configs = [_config("two-shot", wire, Chunks(nbytes), hosts) for wire, nbytes in nbytes_of.items()]
     for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=4):
         for wire, seen in zip(nbytes_of, of_rank, strict=True):
             sent, between = formula("two-shot", wire, 4, 2, local_wire)

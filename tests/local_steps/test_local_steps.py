@@ -74,7 +74,7 @@ LOSSY = [Run("corrected", every=5, delay=2, fragments=2), Run("nesterov", every=
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("wire", ["int4", "bf16"])
+@pytest.mark.parametrize("wire", ["int4", "int2", "bf16"])
 def test_the_merged_state_has_the_same_bits_on_every_rank(ranks, world_size, wire):
     outcomes = ranks.run(trained, LOSSY, wire, world_size=world_size)
     for index in range(len(LOSSY)):

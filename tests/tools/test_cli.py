@@ -13,6 +13,7 @@ import pytest
 from patience import HANG_S
 
 import fusedcomm
+from fusedcomm.tools.arguments import WIRES
 from fusedcomm.tools.cli import main
 
 
@@ -127,9 +128,9 @@ def demo_packages():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wires", [("fp32", "bf16"), pytest.param(fusedcomm.WIRES, marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize("wires", [("fp32", "bf16"), pytest.param(WIRES, marks=pytest.mark.full)], ids=len)
 def test_demo(tmp_path, demo_packages, wires):
-    some = ("--wires", *wires) if len(wires) < len(fusedcomm.WIRES) else ()
+    some = ("--wires", *wires) if len(wires) < len(WIRES) else ()
     done = run("-m", "fusedcomm", "demo", "--steps", "12", "--seeds", "2", *some, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -171,7 +172,7 @@ def test_the_demos_picture_has_a_color_for_each_way_and_nothing_is_cut_off(tmp_p
 
     made = [
         results.RunResult(spec, 0.98, 0.008 + 1e-4 * index, 1e6, np.ones(1), np.ones(1), [2.3] * 10 + [0.01] * 10, True)
-        for index, spec in enumerate(training.run_specs(2, fusedcomm.WIRES))
+        for index, spec in enumerate(training.run_specs(2, WIRES))
     ]
     figures = []
     monkeypatch.setattr(picture.plt, "close", figures.append)

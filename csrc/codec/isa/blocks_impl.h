@@ -11,11 +11,6 @@ namespace {
 // or denormal.
 constexpr uint32_t kLeastAbsmaxBits = (127u - 100u) << 23;
 
-template <class Code>
-constexpr int64_t code_nbytes(int64_t numel) {
-  return numel * Code::kNbits / 8;
-}
-
 // How codes are rounded and stored: to nearest even through the caches (kStore), to nearest even past the caches
 // (kStream), or stochastically through the caches (kStochastic).
 enum class Put { kStore, kStream, kStochastic };
@@ -133,13 +128,13 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
 }
 
 // No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
-// L(1 + 2^-24)², less than half a step beyond L. For int4, rounding to bf16 may have lowered the scale by 2^-9 of it,
-// so |y·inverse| < 8.04, the code is at least -8, and what exceeds 7 is clamped.
+// L(1 + 2^-24)², less than half a step beyond L. With a bf16 scale, rounding may have lowered the scale by 2^-9 of it:
+// in int4 |y·inverse| < 8.04, in int2 < 2.01. The code is at least kLeast, and one beyond L becomes L.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {
-  if constexpr (V::kLanes == 1 && Code::kNbits == 4) {
-    // Compilers vectorize these loops, but none that stores two codes as one byte.
+  if constexpr (V::kLanes == 1 && Code::kNbits < 8) {
+    // Compilers vectorize these loops, but none that stores several codes as one byte.
     for (int64_t i = 0; i < numel; i += kRun) {
       uint32_t run[kRun];
       for (int k = 0; k < kRun; ++k) {
@@ -150,14 +145,14 @@ inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict
           run[k] = V::code(Code(), value);
         }
       }
-      for (int k = 0; k < kRun; k += 2) V::pack_codes(Code(), codes + code_nbytes<Code>(i + k), run[k], run[k + 1]);
+      pack<Code>(codes + code_nbytes<Code>(i), run, kRun);
     }
-    return;
-  }
-  for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
-    const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
-    const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
-    put_codes<kPut, V, Code>(codes, noise, i, first, second);
+  } else {
+    for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
+      const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
+      const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
+      put_codes<kPut, V, Code>(codes, noise, i, first, second);
+    }
   }
 }
 
@@ -280,7 +275,7 @@ inline void dequantize_block(typename V::F scale, const uint8_t* __restrict code
   for (int64_t i = 0; i < block_numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
     for (int k = 0; k < kRun / V::kLanes; k += 2) {
-      CodesOf<V, Code>::load(codes + code_nbytes<Code>(i + k * V::kLanes), scale, run[k], run[k + 1]);
+      CodesOf<V, Code>::load(codes, i + k * V::kLanes, scale, run[k], run[k + 1]);
     }
     if (kRotated) butterfly<V>(run);
     for (int k = 0; k < kRun / V::kLanes; ++k) {
@@ -337,19 +332,20 @@ void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbyt
       scale[k] = V::broadcast(Scalar::load(source + block));
     }
     for (int64_t i = 0; i < block_numel; i += 2 * V::kLanes) {
-      const auto* code = reinterpret_cast<const uint8_t*>(codes + code_nbytes<Code>(i));
+      const auto* code = reinterpret_cast<const uint8_t*>(codes);
       typename V::F sum_first, sum_second;
-      CodesOf<V, Code>::load(code, scale[0], sum_first, sum_second);
+      CodesOf<V, Code>::load(code, i, scale[0], sum_first, sum_second);
       if (!kFirst) {
         sum_first = V::add(V::load(acc + i), sum_first);
         sum_second = V::add(V::load(acc + i + V::kLanes), sum_second);
       }
       for (int k = 1; k < kCount; ++k) {
         if constexpr (kAddsScaled<V, Code>) {
-          V::add_scaled_codes(Code(), code + k * stride_nbytes, scale[k], sum_first, sum_second);
+          const uint8_t* const p = code + k * stride_nbytes + code_nbytes<Code>(i);
+          V::add_scaled_codes(Code(), p, scale[k], sum_first, sum_second);
         } else {
           typename V::F first, second;
-          CodesOf<V, Code>::load(code + k * stride_nbytes, scale[k], first, second);
+          CodesOf<V, Code>::load(code + k * stride_nbytes, i, scale[k], first, second);
           sum_first = V::add(sum_first, first);
           sum_second = V::add(sum_second, second);
         }

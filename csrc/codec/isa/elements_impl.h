@@ -20,9 +20,9 @@
 //   load_scaled_codes(Code, const uint8_t*, F, F&, F&)  instead of load_codes: the values times a scale
 //   add_scaled_codes(Code, const uint8_t*, F, F&, F&)   besides, if it is faster: adds these
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step,
-//                                                    in int4 below 8.04; the code 8 becomes 7
-//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; fp8 and int4 magnitudes exceed kGreatest by
-//                                                    at most 8 ulps
+//                                                    in int4 below 8.04, in int2 below 2.01; 8 and 2 become 7 and 1
+//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; magnitudes of fp8, int4 and int2
+//                                                    exceed kGreatest by at most 8 ulps
 // For rotations:
 //   mix<distance>(F)       (a, b) ← (a + b, a - b) for all pairs of elements that far apart; distance < kLanes
 // For noise, where W holds a 32-bit word for each of kCounters counters:

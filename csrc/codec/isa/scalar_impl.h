@@ -67,11 +67,47 @@ struct Int4 {
   static constexpr float kInverseLinear = 9856.0f / 8192.0f, kInverseCubic = 29.0f / 8192.0f;
 };
 
+// Code c, from -2 to 1, is c times the scale, whose sign is chosen as int4's: the element of greatest magnitude has the
+// code -2. Small elements are zeros until their residuals have grown.
+struct Int2 {
+  static constexpr Wire kWire = Wire::kInt2;
+  using Scale = Bf16;
+  static constexpr int kNbits = 2;
+  static constexpr bool kSignedScale = true;
+  static constexpr float kLeast = -2.0f, kGreatest = 1.0f;
+  static constexpr uint32_t kGreatestCode = 0x1, kLeastCode = 0x2;
+};
+
 template <class... Code>
 struct CodeList {};
 
 // The code of every wire with scales, in the order of their BlockKernels.
-using AllCodes = CodeList<Int8, E4m3, Int4>;
+using AllCodes = CodeList<Int8, E4m3, Int4, Int2>;
+
+// Bytes of the codes of `numel` elements; for an element that is not the first of its byte, the byte's index.
+template <class Code>
+constexpr int64_t code_nbytes(int64_t numel) {
+  return numel * Code::kNbits / 8;
+}
+
+// The code of element i. The bits above it are zeros.
+template <class Code>
+inline uint32_t code_at(const uint8_t* codes, int64_t i) {
+  return codes[code_nbytes<Code>(i)] >> (i * Code::kNbits % 8) & ((1u << Code::kNbits) - 1u);
+}
+
+// Stores the lowest bits of `count` codes, which fill whole bytes: the first element of a byte in its lowest bits.
+template <class Code>
+inline void pack(uint8_t* p, const uint32_t* codes, int count) {
+  constexpr int kPerByte = 8 / Code::kNbits;
+  for (int first = 0; first < count; first += kPerByte) {
+    uint32_t byte = 0;
+    for (int k = 0; k < kPerByte; ++k) {
+      byte |= (codes[first + k] & ((1u << Code::kNbits) - 1u)) << (k * Code::kNbits);
+    }
+    *p++ = static_cast<uint8_t>(byte);
+  }
+}
 
 // Constants that turn the bits of an fp32 magnitude into an fp8 code. To nearest even:
 //   normal     (bits + kRound + the lowest bit kept) >> kDropped, if bits ≥ kLeastNormalBits
@@ -132,7 +168,7 @@ struct Scalar {
   using F = float;
   using N = uint32_t;
   using M = uint32_t;
-  using Codes = AllCodes;
+  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 1;
   static constexpr int kStreamNbytes = 0;
 
@@ -231,9 +267,12 @@ struct Scalar {
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
-  static uint32_t code(Int4, F value) {
-    const auto code = static_cast<int32_t>(whole(compressed(value)));
-    return static_cast<uint32_t>(code + ((7 - code) >> 31));  // 8 becomes 7, without a branch
+  static uint32_t code(Int4, F value) { return without_opposite<7>(whole(compressed(value))); }
+  static uint32_t code(Int2, F value) { return without_opposite<1>(whole(value)); }
+  // One more than the greatest code becomes the greatest, without a branch.
+  template <int32_t kGreatest>
+  static uint32_t without_opposite(uint32_t code) {
+    return code + static_cast<uint32_t>((kGreatest - static_cast<int32_t>(code)) >> 31);
   }
   static F compressed(F value) { return value * (Int4::kInverseLinear - value * value * Int4::kInverseCubic); }
   static constexpr F level(F code) { return code * (Int4::kLinear + code * code * Int4::kCubic); }
@@ -246,6 +285,7 @@ struct Scalar {
     return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
+  static uint32_t code(Int2, F value, uint32_t noise) { return floor_code<Int2>(value + noise_value(noise)); }
   // The code is c or c + 1, with level(c) ≤ value < level(c + 1): c if value - level(c) < down·step. With the levels'
   // inverse, exact between levels, it would be floor(inverse(value) + 1 - down). `compressed` is within 0.05 of that
   // inverse, so rounding compressed(value) - down guesses the code or the one below it, and the comparison, of the
@@ -272,23 +312,15 @@ struct Scalar {
   }
   static F noise_value(uint32_t noise) { return static_cast<float>(static_cast<int32_t>(noise)) * kNoiseUnit; }
 
-  // A pair of codes, in two bytes or in the low and the high half of one.
-  template <class Code>
-  static void pack_codes(Code, uint8_t* p, uint32_t first, uint32_t second) {
-    if constexpr (Code::kNbits == 4) {
-      *p = static_cast<uint8_t>((first & 0xFu) | second << 4);
-    } else {
-      p[0] = static_cast<uint8_t>(first);
-      p[1] = static_cast<uint8_t>(second);
-    }
-  }
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
-    pack_codes(Code(), p, code(Code(), first), code(Code(), second));
+    const uint32_t codes[] = {code(Code(), first), code(Code(), second)};
+    pack<Code>(p, codes, 2);
   }
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
-    pack_codes(Code(), p, code(Code(), first, noise[0]), code(Code(), second, noise[1]));
+    const uint32_t codes[] = {code(Code(), first, noise[0]), code(Code(), second, noise[1])};
+    pack<Code>(p, codes, 2);
   }
   template <class Code>
   static void stream_codes(Code, uint8_t* p, F first, F second) {
@@ -300,15 +332,11 @@ struct Scalar {
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
   static F value(Int4, uint32_t code) { return level(number(code)); }
   static F number(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
+  static F value(Int2, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 6) >> 6); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
-    if constexpr (Code::kNbits == 4) {
-      first = value(Code(), *p & 0xFu);
-      second = value(Code(), *p >> 4);
-    } else {
-      first = value(Code(), p[0]);
-      second = value(Code(), p[1]);
-    }
+    first = value(Code(), code_at<Code>(p, 0));
+    second = value(Code(), code_at<Code>(p, 1));
   }
 
   // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it stays exact.
@@ -365,11 +393,12 @@ constexpr bool kAddsScaled<
                                              std::declval<typename V::F&>()))>> = true;
 
 // How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
-// Code, else by Scalar's, one pair of elements after the other.
+// Code, else by Scalar's, one element after the other. They are read from element i on.
 template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
 struct CodesOf {
   using F = typename V::F;
-  static void load(const uint8_t* p, F scale, F& first, F& second) {
+  static void load(const uint8_t* codes, int64_t i, F scale, F& first, F& second) {
+    const uint8_t* const p = codes + code_nbytes<Code>(i);
     if constexpr (kLoadsScaled<V, Code>) {
       V::load_scaled_codes(Code(), p, scale, first, second);
     } else {
@@ -388,34 +417,30 @@ struct CodesOf {
 template <class V, class Code>
 struct CodesOf<V, Code, false> {
   using F = typename V::F;
-  static constexpr int kPairNbytes = 2 * Code::kNbits / 8;
 
-  static void load(const uint8_t* p, F scale, F& first, F& second) {
+  static void load(const uint8_t* codes, int64_t i, F scale, F& first, F& second) {
     alignas(64) float values[2 * V::kLanes];
-    for (int i = 0; i < V::kLanes; ++i) {
-      Scalar::load_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1]);
-    }
+    for (int k = 0; k < 2 * V::kLanes; ++k) values[k] = Scalar::value(Code(), code_at<Code>(codes, i + k));
     first = V::mul(V::load(values), scale);
     second = V::mul(V::load(values + V::kLanes), scale);
   }
   static void store(uint8_t* p, F first, F second) {
-    for_pairs(first, second,
-              [p](int i, float even, float odd) { Scalar::store_codes(Code(), p + i * kPairNbytes, even, odd); });
+    put(p, first, second, [](int, float value) { return Scalar::code(Code(), value); });
   }
   static void stream(uint8_t* p, F first, F second) { store(p, first, second); }
   static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
-    for_pairs(first, second, [p, noise](int i, float even, float odd) {
-      Scalar::store_codes(Code(), p + i * kPairNbytes, even, odd, noise + 2 * i);
-    });
+    put(p, first, second, [noise](int k, float value) { return Scalar::code(Code(), value, noise[k]); });
   }
 
  private:
   template <class Function>
-  static void for_pairs(F first, F second, Function function) {
+  static void put(uint8_t* p, F first, F second, Function code) {
     alignas(64) float values[2 * V::kLanes];
+    uint32_t codes[2 * V::kLanes];
     V::store(values, first);
     V::store(values + V::kLanes, second);
-    for (int i = 0; i < V::kLanes; ++i) function(i, values[2 * i], values[2 * i + 1]);
+    for (int k = 0; k < 2 * V::kLanes; ++k) codes[k] = code(k, values[k]);
+    pack<Code>(p, codes, 2 * V::kLanes);
   }
 };
 

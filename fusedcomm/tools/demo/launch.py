@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import fusedcomm
 from fusedcomm import env
 from fusedcomm.ranks import groups
 from fusedcomm.tools import local_ranks
+from fusedcomm.tools.arguments import WIRES
 from fusedcomm.tools.demo import MAX_RANKS
 from fusedcomm.tools.errors import UsageError
 
@@ -35,7 +35,7 @@ def launch(options: Options) -> int:
         ImportError: a package is not installed.
     """
     _check_packages()
-    options = dataclasses.replace(options, wires=options.wires or fusedcomm.WIRES)
+    options = dataclasses.replace(options, wires=options.wires or WIRES)
     world_size = env.launched_world_size()
     if world_size is None:
         return local_ranks.run("demo", options.ranks or _DEFAULT_RANKS, _train_and_report, options)
