@@ -15,7 +15,7 @@ from torch import nn
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.literals import Merge, MergedState, MergeWeights
-from fusedcomm.local_steps import arguments, state
+from fusedcomm.local_steps import arguments, shards, state
 from fusedcomm.local_steps.fragments import Fragment, cut
 from fusedcomm.local_steps.messages import Messages, Pending
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
@@ -43,7 +43,8 @@ class LocalSteps:
     ranks share, is sent. Training goes on for `delay` steps to z; then the ranks' mean m̄ becomes the merged state.
 
     Args:
-        model: the module, or a DistributedDataParallel over the ranks of a host. What requires gradients now is merged.
+        model: the module; or, with ranks of a host that average gradients, a DistributedDataParallel or a module of
+            FSDP2's over them. What requires gradients now is merged; of a DTensor the rank's own shard.
         optimizer: any torch optimizer that holds these parameters. It is not wrapped; its steps are followed by a hook.
         every: steps from one merge of a parameter to the next.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge. None: 5, or less where
@@ -70,7 +71,7 @@ class LocalSteps:
             parameters are refreshed.
         moves: names of optimizer state that lies where the parameters lie, ("z",) of a schedule-free optimizer: a merge
             moves it as it moves the parameter.
-        process_group: the ranks that merge; None: all.
+        process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: for later versions; must be None.
         quiet: whether rank 0 does not report the plan.
 
@@ -113,8 +114,9 @@ class LocalSteps:
         self.fragments: list[Fragment] = []
         self._model, self._optimizer, self._moves = model, optimizer, tuple(moves)
         try:
-            arguments.refuse_same_ranks(model, group.size())
+            arguments.refuse_same_ranks(model, group)
             found = arguments.targets(model, optimizer, masters)
+            shards.refuse_group([(name, target) for name, _, target in found], group)
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
             self.fragments = cut(found, cfg, self.schedule)
             if merge == "nesterov":
@@ -133,15 +135,17 @@ class LocalSteps:
         self._last_step_at: float | None = None
         self._begin_equal()
         self._hooks = self._hook()
-        log.report(self.plan, quiet)
+        if self.session.rank == 0:
+            log.report(self.plan, quiet)
 
     def _record(self) -> dict[str, object]:
         return {
             **self.schedule.record(),
             "outer": None if self.outer is None else self.outer.record(),
             "moves": list(self._moves),
+            "shards": {each.name: shards.place(each.target) for fragment in self.fragments for each in fragment.merged},
             "parameters": [
-                [each.name, list(each.target.shape), str(each.target.dtype), each.wire, fragment.index]
+                [each.name, list(each.local.shape), str(each.target.dtype), each.wire, fragment.index]
                 for fragment in self.fragments
                 for each in fragment.merged
             ],
@@ -172,13 +176,10 @@ class LocalSteps:
             flat = torch.zeros_like(fragment.anchor)
             for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
                 if each.target.grad is not None:
-                    view.copy_(each.target.grad)
+                    view.copy_(shards.local(each.target.grad))
             self._messages.mean_of({f"gradients of fragment {fragment.index}": flat})
             for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
-                if each.target.grad is None:
-                    each.target.grad = view.to(each.target.dtype)
-                else:
-                    each.target.grad.copy_(view)
+                shards.set_gradient(each.target, view)
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -269,7 +270,8 @@ class LocalSteps:
         for each, view in zip(fragment.merged, fragment.views(by), strict=True):
             for key in self._moves:
                 value = self._optimizer.state.get(each.target, {}).get(key)
-                if not torch.is_tensor(value) or value.shape != view.shape:
+                value = shards.local(value) if torch.is_tensor(value) else None
+                if value is None or value.shape != view.shape:
                     raise ValueError(
                         f"fusedcomm: moves={self._moves!r}, and the optimizer's state of {each.name} has no {key!r} of "
                         f"its shape: it has {sorted(self._optimizer.state.get(each.target, {}))}"
@@ -284,6 +286,7 @@ class LocalSteps:
             value.copy_(copies[name])
 
     def _refuse_changed(self, fragment: Fragment) -> None:
+        shards.reshard(self._model)
         named = dict(self._model.named_parameters())
         held = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         cure = ": detach() this LocalSteps on every rank, and make another. No merge has been applied in part"

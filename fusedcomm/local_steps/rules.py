@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 
 from fusedcomm.local_steps.fragments import Fragment
+from fusedcomm.local_steps.shards import local
 
 OuterMaker: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an outer optimizer of the merged state's tensors, which are fp32."""
@@ -119,8 +120,9 @@ def merged(
 
 
 def average_state(optimizer: torch.optim.Optimizer, fragment: Fragment) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the optimizer's state of a fragment's parameters: what has the parameter's shape."""
+    """(name, tensor) of the optimizer's state of a fragment's parameters: what has the parameter's shape. Of a DTensor
+    what this rank holds."""
     for each in fragment.merged:
         for key, value in sorted(optimizer.state.get(each.target, {}).items()):
-            if torch.is_tensor(value) and value.is_floating_point() and value.shape == each.target.shape:
-                yield f"{key} of {each.name}", value
+            if torch.is_tensor(value) and value.is_floating_point() and local(value).shape == each.local.shape:
+                yield f"{key} of {each.name}", local(value)
