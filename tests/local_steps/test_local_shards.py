@@ -115,11 +115,11 @@ def beside_ddp(rank, world_size, cases):
 
 
 CASES = [
-    (Run("corrected", every=5, delay=1, fragments=5, steps=9), "fsdp", momentum, {}),
-    (Run("average", every=3, delay=0, steps=7), "fsdp", adamw, {"state": "average"}),
-    (Run("corrected", every=2, delay=1, steps=7), "fsdp", shadowed, {"moves": ("z",)}),
-    (Run("nesterov", every=3, delay=1, fragments=2, steps=8), "fsdp", adamw, {"warmup": 2, "weights": "steps"}),
-    (Run("corrected", every=3, delay=2, steps=8), "hsdp", adamw, {}),
+    (Run("corrected", every=5, delay=1, fragments=5, steps=8), "fsdp", momentum, {}),
+    (Run("average", every=2, delay=0, steps=4), "fsdp", adamw, {"state": "average"}),
+    (Run("corrected", every=2, delay=1, steps=5), "fsdp", shadowed, {"moves": ("z",)}),
+    (Run("nesterov", every=2, delay=1, fragments=2, steps=6), "fsdp", adamw, {"warmup": 2, "weights": "steps"}),
+    (Run("corrected", every=2, delay=1, steps=4), "hsdp", adamw, {}),
 ]
 
 
@@ -154,7 +154,7 @@ def test_hosts_end_with_equal_parameters_after_merges_in_four_bits(ranks, kwargs
 
 def interrupted(rank, world_size):
     """Whether a run that was saved with a merge under way ends with the bits of one that was not."""
-    run = Run("nesterov", every=4, delay=3, fragments=2, steps=11)
+    run = Run("nesterov", every=4, delay=3, fragments=2, steps=9)
     ends = []
     for saved_at in (None, 7):
         model, between = sharded("fsdp")
@@ -178,6 +178,39 @@ def interrupted(rank, world_size):
 
 def test_a_sharded_run_resumes_with_its_bits(ranks):
     assert ranks.run(interrupted) == [True] * 4
+
+
+def part_of_a_job(rank, world_size, files, first, last):
+    """Trains samples [first, last) on hosts of two ranks from the checkpoint of any rank with the same shard, and
+    returns this rank's checkpoint, its parameters and its host's samples."""
+    run = Run("nesterov", every=4, delay=1, fragments=2)
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("hosts", "shards"))
+    model = fully_shard(Narrow(), mesh=mesh["shards"])
+    parameters = [parameter.to_local().detach() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    comm = local_steps(run, model, optimizer, "int8", process_group=mesh.get_group("hosts"))
+    if files:
+        saved, state = files[rank % len(files)]
+        torch._foreach_copy_(parameters, read(saved))
+        comm.load_state_dict(read(state))
+    samples = list(range(first + rank // 2, last, world_size // 2))
+    for sample in samples:
+        run.step(model, optimizer, rank % 2, sample)
+    comm.finish()
+    file = file_of([parameter.clone() for parameter in parameters]), file_of(comm.state_dict())
+    comm.detach()
+    return file, torch.cat([parameter.flatten() for parameter in parameters]), samples if rank % 2 == 0 else []
+
+
+def test_two_hosts_go_on_as_one_and_as_two_again(ranks):
+    files, samples = None, []
+    for world_size, first, last in ((4, 0, 8), (2, 8, 12), (4, 12, 20)):
+        outcomes = ranks.run(part_of_a_job, files, first, last, world_size=world_size)
+        for rank, (_, parameters, of_host) in enumerate(outcomes):
+            assert torch.equal(parameters, outcomes[rank % 2][1])
+            samples += of_host
+        files = [file for file, _, _ in outcomes]
+    assert sorted(samples) == list(range(20))
 
 
 # ---- what is refused
