@@ -135,7 +135,7 @@ class LocalSteps:
         self._last_step_at: float | None = None
         self._begin_equal()
         self._hooks = self._hook()
-        if self.session.rank == 0:
+        if self.session.rank == 0 and shards.is_first(target for _, _, target in found):
             log.report(self.plan, quiet)
 
     def _record(self) -> dict[str, object]:

@@ -56,6 +56,11 @@ def place(tensor: torch.Tensor) -> str:
     return " in ".join(parts) or "whole"
 
 
+def is_first(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether this rank is the first of its host as far as DTensors tell: it says what others would repeat."""
+    return not any(is_sharded(each) and any(_mesh(each).get_coordinate() or ()) for each in tensors)
+
+
 def refuse_group(named: Iterable[tuple[str, torch.Tensor]], process_group: Any) -> None:
     """Raises ValueError for a DTensor that the ranks of `process_group` cannot merge: they hold other shards of it, or
     have equal gradients in every step."""
@@ -118,6 +123,10 @@ def _beside(mesh: Any, dims: list[int]) -> set[int]:
     """The ranks of a mesh whose coordinates are this rank's, except in `dims`."""
     here = enumerate(mesh.get_coordinate())
     return set(mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in here)].flatten().tolist())
+
+
+def _mesh(tensor: Any) -> Any:
+    return tensor.device_mesh
 
 
 def _layout(tensor: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -1,5 +1,7 @@
 """LocalSteps between hosts that train with FSDP2 or HSDP inside: the bits of DDP inside, and what is refused."""
 
+import uuid
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,10 +51,11 @@ def momentum(model):
 
 
 def hosts_of_two(inside):
-    """(mesh of two hosts of two ranks, the dimensions that fully_shard gets); HSDP inside has copies and no shards."""
-    names = ("hosts", "copies", "shards") if inside == "hsdp" else ("hosts", "shards")
+    """(mesh of two hosts of two ranks, the dimensions that fully_shard gets). inside: "hsdp", which has copies and no
+    shards, or the name of the shards' dimension."""
+    names = ("hosts", "copies", "shards") if inside == "hsdp" else ("hosts", inside)
     mesh = init_device_mesh("cpu", (2, 2, 1)[: len(names)], mesh_dim_names=names)
-    return mesh, mesh["copies", "shards"] if inside == "hsdp" else mesh["shards"]
+    return mesh, mesh["copies", "shards"] if inside == "hsdp" else mesh[inside]
 
 
 def sharded(inside):
@@ -131,9 +134,11 @@ def test_fsdp2_and_hsdp_inside_hosts_have_the_bits_of_ddp_inside(ranks):
 
 
 def lossy(rank, world_size, kwargs):
-    """(parameters after finish(), whether the plan and statistics are of this rank's shards alone)."""
+    """(parameters after finish(), whether the plan and statistics are of this rank's shards alone). FSDP2's gradients
+    go through fusedcomm, too."""
     run = Run("corrected", every=4, delay=2, fragments=2, steps=9)
     model, between = sharded("fsdp")
+    inside = fusedcomm.attach(model, "int8", quiet=True)
     optimizer = adamw(model)
     comm = local_steps(run, model, optimizer, "int4", process_group=between, **kwargs)
     for step in range(1, run.steps + 1):
@@ -142,6 +147,7 @@ def lossy(rank, world_size, kwargs):
     own = sum(parameter.to_local().numel() for parameter in model.parameters())
     is_own = sum(row.numel for row in comm.plan().fragments) == own and comm.stats().drift > 0
     comm.detach()
+    inside.detach()
     return all_of(model, optimizer)[:own], is_own
 
 
@@ -150,6 +156,33 @@ def test_hosts_end_with_equal_parameters_after_merges_in_four_bits(ranks, kwargs
     outcomes = ranks.run(lossy, kwargs)
     assert all(is_own for _, is_own in outcomes)
     assert all(torch.equal(outcomes[rank][0], outcomes[rank + 2][0]) for rank in (0, 1))
+
+
+def scaled(rank, world_size, name):
+    """(the steps that this rank's optimizer made of nine, its parameters after finish())."""
+    run = Run("corrected", every=3, delay=1)
+    model, between = sharded(name)
+    optimizer = momentum(model)
+    comm = local_steps(run, model, optimizer, process_group=between)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        scaler.scale(run.loss(model, rank, step)).backward()
+        if (rank, step) == (2, 4):
+            next(model.parameters()).grad.to_local()[0, 0] = torch.inf  # of one shard of the second host
+        scaler.step(optimizer)
+        scaler.update()
+    steps = comm.steps
+    comm.finish()
+    comm.detach()
+    return steps, all_of(model, optimizer)[: sum(parameter.to_local().numel() for parameter in model.parameters())]
+
+
+def test_a_host_whose_grad_scaler_skips_a_step_is_not_set_apart(ranks):
+    # torch keeps what it has found for a mesh, its groups included, for equal meshes of later tests: this one is new.
+    outcomes = ranks.run(scaled, f"shards {uuid.uuid4().hex}")
+    assert [steps for steps, _ in outcomes] == [9, 9, 8, 8]
+    assert all(torch.equal(outcomes[rank][1], outcomes[rank + 2][1]) for rank in (0, 1))
 
 
 def interrupted(rank, world_size):
