@@ -4,12 +4,16 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accuracy import Characters, Transformer, character_loss
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -18,6 +22,8 @@ from fusedcomm.ranks.groups import end_together
 
 FEEDBACK = Feedback(decay=0.95)
 ALONE = "no communication"
+POST_LOCAL = "post-local SGD"
+POWER_SGD_RANK, FIRST_COMPRESSED_STEP = 4, 10
 
 
 def local(config="fp32", **kwargs):
@@ -31,6 +37,8 @@ def ways(every: int) -> dict[str, dict | None]:
         ALONE: None,
         "DDP": None,
         "int4 every step": None,
+        "PowerSGD": None,
+        f"H={every} {POST_LOCAL}": None,
         f"H={every} average": local(merge="average"),
         f"H={every} corrected": local(merge="corrected", delay=late),
         f"H={every} blend": local(merge="blend", delay=late),
@@ -70,15 +78,42 @@ def mean_model(model: nn.Module, settings: dict) -> nn.Module:
     return copy
 
 
+def torchs_own(
+    way: str, every: int, steps: int, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> tuple[torch.optim.Optimizer, Callable[[], int]]:
+    """Registers PowerSGD or post-local SGD. Returns the optimizer to use, and what counts the elements that ranks have
+    summed."""
+    numel = sum(parameter.numel() for parameter in ddp.parameters())
+    if way == "PowerSGD":
+        power = powerSGD_hook.PowerSGDState(None, POWER_SGD_RANK, start_powerSGD_iter=FIRST_COMPRESSED_STEP)
+        ddp.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
+        return optimizer, lambda: FIRST_COMPRESSED_STEP * numel + int(power.compression_stats()[2])
+    first = steps // 10  # averages gradients until then, as its authors advise
+    own, _ = dist.new_subgroups(1)
+    ddp.register_comm_hook(
+        post_localSGD_hook.PostLocalSGDState(None, own, first), post_localSGD_hook.post_localSGD_hook
+    )
+    averager = averagers.PeriodicModelAverager(period=every, warmup_steps=first)
+    merges = len(range(first, steps, every))
+    return PostLocalSGDOptimizer(optimizer, averager), lambda: (first + merges) * numel
+
+
 def train(way: str, given: dict | None, every: int, seed: int, settings: dict, characters: Characters) -> dict:
     torch.manual_seed(seed)
     model: nn.Module = Transformer(settings["width"], settings["depth"])
     inner, comm = model, None
-    if way in ("DDP", "int4 every step"):
+    is_torchs = way == "PowerSGD" or way.endswith(POST_LOCAL)
+    if way in ("DDP", "int4 every step") or is_torchs:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if way == "int4 every step":
         comm = fusedcomm.attach(model, Config("int4", feedback=Feedback()), quiet=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
+
+    def summed() -> int:
+        return sum(p.numel() for p in inner.parameters()) * settings["steps"] * (way == "DDP")
+
+    if is_torchs:
+        optimizer, summed = torchs_own(way, every, settings["steps"], model, optimizer)
     steps = fusedcomm.LocalSteps(inner, optimizer, every, quiet=True, **given) if given is not None else None
     batches = characters.batches(1000 * seed + dist.get_rank(), settings["batch"])
     curve, seconds = [], 0.0
@@ -97,8 +132,8 @@ def train(way: str, given: dict | None, every: int, seed: int, settings: dict, c
         steps.finish()
     seconds += time.perf_counter() - begin
     stats = steps.stats() if steps is not None else comm.stats() if comm is not None else None
-    of_ddp = 2 * 4 * sum(p.numel() for p in inner.parameters()) * (dist.get_world_size() - 1) // dist.get_world_size()
-    sent = stats.sent_nbytes if stats is not None else of_ddp * settings["steps"] * (way == "DDP")
+    others = dist.get_world_size() - 1
+    sent = stats.sent_nbytes if stats is not None else 2 * 4 * summed() * others // dist.get_world_size()
     row = {
         "way": way,
         "seed": seed,
@@ -121,7 +156,7 @@ def main() -> None:
     characters, rows = Characters(), []
     for every in settings["every"]:
         for way, given in ways(every).items():
-            if given is None and every != settings["every"][0]:
+            if given is None and every != settings["every"][0] and not way.endswith(POST_LOCAL):
                 continue
             if settings["ways"] and not any(word in way for word in settings["ways"]):
                 continue

@@ -9,6 +9,8 @@ is for each held-out character, of the mean of all ranks' parameters, after the 
     no communication   each rank for itself: the bound of steps a second
     DDP                gradients averaged in every step, fp32
     int4 every step    the same with fusedcomm's int4 and error feedback
+    PowerSGD           torch's hook, matrix rank 4, from the tenth step on
+    H=… post-local SGD torch's: gradients averaged for a tenth of the steps, then parameters every H steps, blocking
     H=… average        parameters averaged every H steps, blocking
     H=… corrected      LocalSteps' default rule, 5 steps late; fp32 unless a wire is named
     H=… blend          half local, half merged, 5 steps late

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check
 from fusedcomm.literals import Merge, MergedState, MergeWeights
+from fusedcomm.local_steps import shards
 from fusedcomm.native import _C
 
 MERGES: tuple[Merge, ...] = ("corrected", "nesterov", "blend", "average")
@@ -167,6 +169,7 @@ def targets(
             f"fusedcomm: LocalSteps takes a module and a torch.optim.Optimizer, not a {type(model).__name__} and a "
             f"{type(optimizer).__name__}"
         )
+    shards.reshard(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError("fusedcomm: no parameter of the model requires gradients, so there is nothing to merge")
@@ -185,18 +188,14 @@ def targets(
                 "parameters, freeze this one, or name the optimizer's own copies with masters={name: tensor}"
             )
         found.append((name, parameter, target))
-    devices = sorted({str(target.device) for _, _, target in found})
+    devices = sorted({str(shards.local(target).device) for _, _, target in found})
     if len(devices) > 1:
         raise ValueError(f"fusedcomm: the parameters are on several devices, {devices}; one is supported")
     return found
 
 
 def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> None:
-    if hasattr(target, "to_local"):
-        raise ValueError(
-            f"fusedcomm: {name} is a DTensor, as FSDP2 and tensor parallelism make them, and LocalSteps merges whole "
-            "parameters only: use DDP inside a host"
-        )
+    shards.refuse_other_layout(name, parameter, target)
     if target.shape != parameter.shape:
         raise ValueError(f"masters[{name!r}] has shape {tuple(target.shape)}, the parameter {tuple(parameter.shape)}")
     if target.dtype not in _C.GRAD_DTYPES or target.layout != torch.strided:
@@ -206,9 +205,10 @@ def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> N
         )
 
 
-def refuse_same_ranks(model: nn.Module, world_size: int) -> None:
+def refuse_same_ranks(model: nn.Module, process_group: Any) -> None:
     """Raises ValueError if DDP gives the same ranks the same gradients in every step."""
-    if isinstance(model, DistributedDataParallel) and model.process_group.size() >= world_size > 1:
+    ranks = shards.ranks_of(process_group)
+    if len(ranks) > 1 and isinstance(model, DistributedDataParallel) and ranks <= shards.ranks_of(model.process_group):
         raise ValueError(
             f"fusedcomm: this DistributedDataParallel averages the gradients of {model.process_group.size()} ranks in "
             "every step, so their parameters are equal and there is nothing to merge: give LocalSteps the plain "

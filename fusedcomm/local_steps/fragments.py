@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedcomm.config import Config
+from fusedcomm.local_steps.shards import local, reshard
 from fusedcomm.native import _C
 
 BLOCK_NUMEL = 1024
@@ -21,9 +22,14 @@ class Merged:
     parameter: torch.Tensor
     """The model's."""
     target: torch.Tensor
-    """What the optimizer changes: the parameter, or its master copy."""
+    """What the optimizer changes: the parameter, or its master copy. Perhaps a DTensor."""
     wire: int
     """Number of its wire; see csrc/engine/config.h."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds of the target, and merges. Shares its memory. Of a DTensor it may be empty."""
+        return local(self.target)
 
 
 class Fragment:
@@ -42,16 +48,16 @@ class Fragment:
         lossy = [each for each in merged if each.wire != _C.EXACT_WIRE]
         exact = [each for each in merged if each.wire == _C.EXACT_WIRE]
         self.merged = (*lossy, *exact)
-        lossy_numel = sum(each.target.numel() for each in lossy)
+        lossy_numel = sum(each.local.numel() for each in lossy)
         self._lossy_numel = -(-lossy_numel // BLOCK_NUMEL) * BLOCK_NUMEL if groups > 1 else lossy_numel
         self._begins, begin = [], 0
         for number, each in enumerate(self.merged):
             begin = max(begin, self._lossy_numel) if number == len(lossy) else begin
             self._begins.append(begin)
-            begin += each.target.numel()
+            begin += each.local.numel()
         self._num_lossy = len(lossy)
         self.numel = max(begin, self._lossy_numel)
-        device = merged[0].target.device
+        device = merged[0].local.device
         self.anchor = torch.zeros(self.numel, dtype=torch.float32, device=device)
         """The merged state, fp32 [numel]: equal on every rank."""
         self._groups = _dealt(self._lossy_numel // BLOCK_NUMEL, groups, seed + index, device) if groups > 1 else []
@@ -64,26 +70,24 @@ class Fragment:
         return max(len(self._groups), 1)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' elements of `flat` [numel], each in its parameter's shape, in the order of `merged`."""
+        """The parameters' elements of `flat` [numel], each in its target's local shape, in the order of `merged`."""
         return [
-            flat[begin : begin + each.target.numel()].view(each.target.shape)
+            flat[begin : begin + each.local.numel()].view(each.local.shape)
             for begin, each in zip(self._begins, self.merged, strict=True)
         ]
 
     def read(self) -> torch.Tensor:
         """fp32 [numel]: the parameters as they are on this rank now; padding is 0."""
         flat = torch.zeros_like(self.anchor)
-        torch._foreach_copy_(self.views(flat), [each.target.detach() for each in self.merged])
+        torch._foreach_copy_(self.views(flat), [each.local for each in self.merged])
         return flat
 
     def write(self, flat: torch.Tensor) -> None:
         """Gives the parameters, and the model where the optimizer has copies, the values of `flat` [numel]."""
-        torch._foreach_copy_([each.target.detach() for each in self.merged], self.views(flat))
+        torch._foreach_copy_([each.local for each in self.merged], self.views(flat))
         copied = [each for each in self.merged if each.target is not each.parameter]
         if copied:
-            torch._foreach_copy_(
-                [each.parameter.detach() for each in copied], [each.target.detach() for each in copied]
-            )
+            torch._foreach_copy_([local(each.parameter) for each in copied], [each.local for each in copied])
 
     # ---- what one message has of it
 
@@ -105,14 +109,16 @@ class Fragment:
         flat[self._lossy_numel :] = part[numel:]
 
     def tensors(self, part: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-        """A message's elements by the names that the engine knows them by, as views of `part`."""
+        """A message's elements by the names that the engine knows them by, as views of `part`. None is empty."""
         if not self._groups:
-            return dict(zip((each.name for each in self.merged), self.views(part), strict=True))
+            views = zip(self.merged, self.views(part), strict=True)
+            return {each.name: view for each, view in views if view.numel()}
         numel = self._groups[group].numel() * BLOCK_NUMEL
         found = {self._name(group): part[:numel]} if numel else {}
         for begin, each in list(zip(self._begins, self.merged, strict=True))[self._num_lossy :]:
             begin += numel - self._lossy_numel
-            found[each.name] = part[begin : begin + each.target.numel()].view(each.target.shape)
+            if each.local.numel():
+                found[each.name] = part[begin : begin + each.local.numel()].view(each.local.shape)
         return found
 
     def wires(self) -> dict[str, int]:
@@ -172,6 +178,7 @@ def refuse_changed(
     fragment: Fragment, fragments: Sequence[Fragment], model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
     """Raises RuntimeError if a parameter of `fragment` cannot be merged any more, or the model has another one now."""
+    reshard(model)
     named = dict(model.named_parameters())
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     cure = ": detach() this LocalSteps on every rank, and make another. No merge has been applied in part"

@@ -13,7 +13,7 @@ from torch import nn
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.literals import Merge, MergedState, MergeWeights
-from fusedcomm.local_steps import arguments, state
+from fusedcomm.local_steps import arguments, shards, state
 from fusedcomm.local_steps.fragments import Fragment, cut, refuse_changed
 from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
 from fusedcomm.local_steps.messages import Messages, Pending
@@ -49,7 +49,8 @@ class LocalSteps:
     ranks share, is sent. Training goes on for `delay` steps to z; then the ranks' mean m̄ becomes the merged state.
 
     Args:
-        model: the module, or a DistributedDataParallel over the ranks of a host. What requires gradients now is merged.
+        model: the module; or, with ranks of a host that average gradients, a DistributedDataParallel or a module of
+            FSDP2's over them. What requires gradients now is merged; of a DTensor the rank's own shard.
         optimizer: any torch optimizer that holds these parameters. It is not wrapped; its steps are followed by a hook.
         every: steps from one merge of a parameter to the next.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge. None: 5, or less where
@@ -76,7 +77,7 @@ class LocalSteps:
             parameters are refreshed.
         moves: names of optimizer state that lies where the parameters lie, ("z",) of a schedule-free optimizer: a merge
             moves it as it moves the parameter.
-        process_group: the ranks that merge; None: all.
+        process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
             A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
             state; ``members.carry(optimizer=optimizer)`` gives it the optimizer's state of one member, too.
@@ -129,8 +130,10 @@ class LocalSteps:
         self.fragments: list[Fragment] = []
         self.model, self._optimizer, self._moves = model, optimizer, tuple(moves)
         try:
-            arguments.refuse_same_ranks(model, num_ranks)
             found = arguments.targets(model, optimizer, masters)
+            if members is None:
+                arguments.refuse_same_ranks(model, group)
+                shards.refuse_group([(name, target) for name, _, target in found], group)
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
             self.fragments = cut(found, cfg, self.schedule)
             if merge == "nesterov":
@@ -164,15 +167,17 @@ class LocalSteps:
         self._hooks = self._hook()
         if quorum is not None and timeout is not None:
             self._stand_in = StandIn(self, self.session.store("messages"), quorum, timeout)
-        log.report(self.plan, quiet)
+        if self.session.rank == 0 and shards.is_first(target for _, _, target in found):
+            log.report(self.plan, quiet)
 
     def _record(self) -> dict[str, object]:
         return {
             **self.schedule.record(),
             "outer": None if self.outer is None else self.outer.record(),
             "moves": list(self._moves),
+            "shards": {each.name: shards.place(each.target) for fragment in self.fragments for each in fragment.merged},
             "parameters": [
-                [each.name, list(each.target.shape), str(each.target.dtype), each.wire, fragment.index]
+                [each.name, list(each.local.shape), str(each.target.dtype), each.wire, fragment.index]
                 for fragment in self.fragments
                 for each in fragment.merged
             ],

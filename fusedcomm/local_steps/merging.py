@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.messages import Pending
 from fusedcomm.members.errors import MemberLostError
@@ -39,10 +39,10 @@ def fitting(members: Members, config: Config, schedule: Schedule, model: nn.Modu
     """`config` for ranks that come and go. Raises ValueError where something needs the same ranks all the time."""
     if not isinstance(members, Members):
         raise ValueError(f"members={members!r} is no fusedcomm.Members: make one, or leave it out")
-    if isinstance(model, DistributedDataParallel):
+    if shards.has_mates(model):
         raise ValueError(
-            "DistributedDataParallel cannot lose a rank, so LocalSteps has no members= around it: give it the plain "
-            "module, or leave out members="
+            "DDP and FSDP2 inside a host cannot lose a rank, so LocalSteps has no members= around them: give it the "
+            "plain module, or leave out members="
         )
     if group is not None:
         raise ValueError("LocalSteps takes process_group= or members=, not both: members bring their own group")

@@ -114,8 +114,9 @@ class Messages:
 
     def mean_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces fp32 tensors by their means over the ranks, exactly. Waits."""
-        if tensors:
-            self._wait(self._sum.run(names=list(tensors), tensors=list(tensors.values()), ends_step=True))
+        found = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        if found:
+            self._wait(self._sum.run(names=list(found), tensors=list(found.values()), ends_step=True))
 
     def wait(self, pending: Pending) -> None:
         """Waits for a message. Raises RuntimeError if the sum has failed."""

@@ -123,13 +123,13 @@ def make_plan(
         like = torch.empty(0, dtype=torch.float32)
         plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
         name = fragment.merged[0].name
-        numel = sum(each.target.numel() for each in fragment.merged)
+        numel = sum(each.local.numel() for each in fragment.merged)
         sent = line = plan.sent_nbytes
         if session.hosts is not None and session.ranks_per_host > 1:
             line = plan.sent_between_hosts_nbytes(session.ranks_per_host)
         rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, plan.sum, sent, line))
         if session.config.residual_format is not None:
-            lossy = sum(each.target.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
+            lossy = sum(each.local.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
             second = lossy // session.world_size if plan.sum == "two-shot" else 0
             residual_nbytes += _C.residual_nbytes(session.config.residual_format, lossy + second)
     s_per_byte = 8 / bits_s if bits_s is not None else session.s_per_byte or 0.0

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import check
+from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.arguments import Schedule
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def check_quorum(
             "quorum=… stands in for a rank that is late in sums of differences only: leave out state='average' and "
             "members=, or the quorum"
         )
-    if isinstance(model, DistributedDataParallel):
+    if shards.has_mates(model):
         raise ValueError(
-            "quorum=… may leave one rank of a host out of a merge, and DistributedDataParallel needs equal parameters "
-            "on all of them: give LocalSteps the plain module, or leave out the quorum"
+            "quorum=… may leave one rank of a host out of a merge, and DDP and FSDP2 need merges of all of them: give "
+            "LocalSteps the plain module, or leave out the quorum"
         )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from fusedcomm.local_steps.fragments import Fragment
 from fusedcomm.local_steps.messages import Messages
+from fusedcomm.local_steps.shards import local, set_gradient
 
 OuterMaker: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an outer optimizer of the merged state's tensors, which are fp32."""
@@ -122,10 +123,10 @@ def merged(
 def average_state(optimizer: torch.optim.Optimizer, fragment: Fragment, messages: Messages) -> None:
     """Replaces the optimizer's state of a fragment, what has its parameters' shapes, by means over the ranks; waits."""
     found = {
-        f"{key} of {each.name}": value
+        f"{key} of {each.name}": local(value)
         for each in fragment.merged
         for key, value in sorted(optimizer.state.get(each.target, {}).items())
-        if torch.is_tensor(value) and value.is_floating_point() and value.shape == each.target.shape
+        if torch.is_tensor(value) and value.is_floating_point() and local(value).shape == each.local.shape
     }
     copies = {name: value.to(torch.float32, copy=True).contiguous() for name, value in found.items()}
     messages.mean_of(copies)
@@ -138,7 +139,8 @@ def move_state(optimizer: torch.optim.Optimizer, moves: Sequence[str], fragment:
     for each, view in zip(fragment.merged, fragment.views(by), strict=True):
         for key in moves:
             value = optimizer.state.get(each.target, {}).get(key)
-            if not torch.is_tensor(value) or value.shape != view.shape:
+            value = local(value) if torch.is_tensor(value) else None
+            if value is None or value.shape != view.shape:
                 raise ValueError(
                     f"fusedcomm: moves={tuple(moves)!r}, and the optimizer's state of {each.name} has no {key!r} of "
                     f"its shape: it has {sorted(optimizer.state.get(each.target, {}))}"
@@ -151,10 +153,7 @@ def average_gradients(fragment: Fragment, messages: Messages) -> None:
     flat = torch.zeros_like(fragment.anchor)
     for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
         if each.target.grad is not None:
-            view.copy_(each.target.grad)
+            view.copy_(local(each.target.grad))
     messages.mean_of({f"gradients of fragment {fragment.index}": flat})
     for each, view in zip(fragment.merged, fragment.views(flat), strict=True):
-        if each.target.grad is None:
-            each.target.grad = view.to(each.target.dtype)
-        else:
-            each.target.grad.copy_(view)
+        set_gradient(each.target, view)

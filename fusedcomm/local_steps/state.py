@@ -103,7 +103,7 @@ def check(of: "LocalSteps", state: dict) -> None:
                 "what is under way, and the outer optimizer, belong to it. Use the same, or call finish() before "
                 "saving and make a new LocalSteps without loading its state"
             )
-    shapes = {each.name: tuple(each.target.shape) for fragment in of.fragments for each in fragment.merged}
+    shapes = {each.name: tuple(each.local.shape) for fragment in of.fragments for each in fragment.merged}
     found = {name: tuple(tensor.shape) for name, tensor in state["merged"].items()}
     if shapes != found:
         name = next(name for name in {**shapes, **found} if shapes.get(name) != found.get(name))
