@@ -8,6 +8,8 @@ import torch
 from mergers import Merger, MergeScript, simulated
 from trainees import Team
 
+import fusedcomm
+
 EXACT = {"wire": "fp32"}
 
 
@@ -87,7 +89,7 @@ def test_a_rank_that_joins_has_the_merged_state_and_no_weight_in_its_first_merge
 def test_lossy_merges_stay_the_same_on_all_when_a_rank_is_lost(tmp_path, merge, fragments):
     script = MergeScript(
         str(tmp_path),
-        config={"wire": "int8", "feedback": True},
+        config={"wire": "int8", "feedback": fusedcomm.Feedback(decay=0.95)},
         num_steps=14,
         die={"1": (8, "handed")},
         merge=merge,
