@@ -7,6 +7,9 @@ The ranks train a character transformer by turns without communication and with 
 what else the machine does meets both. LocalSteps' steps are whole windows of H: the messages that begin in them also
 end in them, their waits included. The delay is the least that hides a message, by the plan, if that is below H.
 
+With --device-ms the passes are waits of that length, as if an accelerator computed them: then neither cores that hosts
+share nor other programs change them much. The optimizer's steps and the merges are on the CPU as before.
+
     H, wire    steps from merge to merge, and what a merge sends
     delay      steps that a message may travel
     line       time of a window's bytes on the line, as a part of the time of its H steps without communication: what
@@ -46,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a rank (8)")
     parser.add_argument("--width", type=int, default=128, help="of the transformer (128)")
     parser.add_argument("--depth", type=int, default=4, help="its blocks (4)")
+    parser.add_argument("--device-ms", type=float, default=0, help="of both passes, waited for; 0: computed (0)")
     parser.add_argument("--quick", action="store_true", help="H = 5, two rounds of ten steps")
     parser.add_argument("--json", metavar="PATH", help="write the times there")
     arguments = parser.parse_args()
