@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fusedcomm import env, log
@@ -98,13 +99,20 @@ class Members:
                 f"fusedcomm: min_ranks={min_ranks} is not possible with {dist.get_world_size()} ranks: start more"
             )
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
-        self.timeout: datetime.timedelta = dist.default_pg_timeout
+        timeout = dist.default_pg_timeout
+        if join is None:
+            with contextlib.suppress(RuntimeError):  # it has no backend for cpu
+                timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
         own_host = host or _host_towards(near)
         self._store = dist.TCPStore(
             own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
         )
-        info = {"store": [own_host, self._store.port], "process": groups.describe_own_process()}
+        info = {
+            "store": [own_host, self._store.port],
+            "process": groups.describe_own_process(),
+            "timeout_s": timeout.total_seconds(),
+        }
         job = None if join is not None else self._common_job()
         self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
         self._noted: set[str] = set()
@@ -247,13 +255,14 @@ class Members:
         """Connects the members of `view`: a group whose store is hosted by its first rank. A collective call."""
         own, first = self.plane.member, view.members[0]
         host, port = first.info["store"]
+        own_timeout = datetime.timedelta(seconds=first.info["timeout_s"])  # of sums: the same on all
         is_host = first.uid == own.uid
         timeout = datetime.timedelta(seconds=60)
         store = self._store if is_host else dist.TCPStore(host, port, is_master=False, timeout=timeout)
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
-        gloo = groups.gloo_backend_over(of_view, "members", rank, size, self.timeout)
-        return OwnGroup(of_view, rank, size, self.timeout, {"cpu": gloo})
+        gloo = groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)
+        return OwnGroup(of_view, rank, size, own_timeout, {"cpu": gloo})
 
     def wait_for_others(self, timeout_s: float) -> None:
         """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""

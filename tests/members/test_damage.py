@@ -80,7 +80,9 @@ def case(number):
 @pytest.mark.parametrize("number", few(range(50), 0))
 def test_a_bit_that_changes_is_noticed_in_the_next_step(tmp_path, number):
     config = {"wire": "int8"}
-    team = Programs(Script(str(tmp_path), config=config, num_steps=12, hold={name: ARMED for name in "012"}))
+    team = Programs(
+        Script(str(tmp_path), config=config, num_steps=12, timeout_s=15, hold={name: ARMED for name in "012"})
+    )
     try:
         team.read("2", f"step.{ARMED - 1}")
         (tmp_path / "flip.new").write_text(" ".join(map(str, case(number))))

@@ -4,6 +4,7 @@ A rank's gradients are whole numbers that depend on its name and the step, so a 
 """
 
 import contextlib
+import datetime
 import json
 import multiprocessing as mp
 import os
@@ -45,6 +46,7 @@ class Script:
     hold: dict[str, int] = field(default_factory=dict)  # by name: a step before which it waits for the file "go"
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     silence: float = 10.0
+    timeout_s: float = 1800.0
 
     def text(self) -> str:
         """For of(); `config` must be JSON."""
@@ -79,7 +81,9 @@ class Trainee:
         torch.set_num_threads(1)
         if address is None:
             store = dist.FileStore(str(self.folder / "store"), script.num_founders)
-            dist.init_process_group("gloo", store=store, rank=int(name), world_size=script.num_founders)
+            timeout = datetime.timedelta(seconds=script.timeout_s)
+            place = {"rank": int(name), "world_size": script.num_founders}
+            dist.init_process_group("gloo", store=store, timeout=timeout, **place)
         self.members = fusedcomm.Members(
             join=address, min_ranks=script.min_ranks, microbatches=script.microbatches, silence=script.silence
         )
