@@ -1,5 +1,7 @@
 #include "gradients/kept_pass.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <cstring>
 #include <utility>
 
@@ -22,9 +24,12 @@ void KeptPass::note(KeptBucket bucket) {
   for (const BucketRecord::Kept& kept : bucket.record->kept) {
     if (!kept.residual) continue;
     kept.residual->forget_second();
-    bucket.job->before_reduce = [residual = kept.residual, rest = std::move(bucket.job->before_reduce)] {
+    // On a device the weights by which `rest` multiplies may be those of a message that was aborted.
+    bucket.job->before_reduce = [residual = kept.residual, remembers_first = !device_.is_cpu(),
+                                 rest = std::move(bucket.job->before_reduce)] {
+      if (remembers_first) residual->remember_second();
       if (rest) rest();
-      residual->remember_second();
+      if (!remembers_first) residual->remember_second();
     };
   }
   under_way_.push_back(std::move(bucket));
@@ -33,7 +38,7 @@ void KeptPass::note(KeptBucket bucket) {
 void KeptPass::end() {
   std::lock_guard<std::mutex> lock(mutex_);
   ended_.clear();
-  for (const KeptBucket& bucket : under_way_) ended_.push_back(bucket.record);
+  for (const KeptBucket& bucket : under_way_) ended_.push_back(bucket.job->kept);
   under_way_.clear();
 }
 
@@ -41,7 +46,7 @@ std::vector<size_t> KeptPass::missing() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<size_t> missing;
   for (const KeptBucket& bucket : under_way_) {
-    if (!bucket.is_done()) missing.push_back(bucket.bucket.index);
+    if (!device_.is_cpu() || !bucket.is_done()) missing.push_back(bucket.bucket.index);
   }
   return missing;
 }
@@ -54,6 +59,7 @@ void KeptPass::complete(Engine& engine, size_t index, const at::Tensor& means) {
   TORCH_CHECK_VALUE(means.scalar_type() == at::kByte && means.numel() == kept.nbytes, "fusedcomm: the means of ",
                     bucket.record->label->text, " have ", kept.nbytes, " bytes, not ", means.numel());
   const at::NoGradGuard no_grad;
+  const c10::DeviceGuard on_device(device_);
   as_bytes(kept.means, kept.nbytes, device_).copy_(means.view({-1}));
   engine.unpack_kept(*bucket.job);
 }
@@ -61,12 +67,12 @@ void KeptPass::complete(Engine& engine, size_t index, const at::Tensor& means) {
 at::Tensor KeptPass::means(size_t index) const {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_INDEX(index < ended_.size(), "fusedcomm: the last pass had ", ended_.size(), " buckets, not ", index);
-  const BucketRecord& record = *ended_[index];
-  return as_bytes(record.messages->means, record.messages->nbytes, device_);
+  return as_bytes(ended_[index]->means, ended_[index]->nbytes, device_);
 }
 
 std::vector<Bucket> KeptPass::packed(Engine& engine) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const c10::DeviceGuard on_device(device_);
   std::vector<Bucket> buckets;
   for (const KeptBucket& kept : std::exchange(under_way_, {})) {
     engine.pack_rest(*kept.job);

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fusedcomm import env, log
@@ -17,7 +18,7 @@ from fusedcomm.config import check
 from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import groups
+from fusedcomm.ranks import groups, torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 
 PROGRESS = "progress"
@@ -243,8 +244,9 @@ class Members:
         for callback in self._callbacks:
             callback(decision)
 
-    def group(self, view: View) -> OwnGroup:
-        """Connects the members of `view`: a group whose store is hosted by its first rank. A collective call."""
+    def group(self, view: View, device: torch.device) -> OwnGroup:
+        """Connects the members of `view`: a group whose store is hosted by its first rank, with a new communicator of
+        NCCL's if gradients are on cuda. A collective call."""
         own, first = self.plane.member, view.members[0]
         host, port = first.info["store"]
         is_host = first.uid == own.uid
@@ -252,8 +254,11 @@ class Members:
         store = self._store if is_host else dist.TCPStore(host, port, is_master=False, timeout=timeout)
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
-        gloo = groups.gloo_backend_over(of_view, "members", rank, size, self.timeout)
-        return OwnGroup(of_view, rank, size, self.timeout, {"cpu": gloo})
+        backends = {"cpu": groups.gloo_backend_over(of_view, "members", rank, size, self.timeout)}
+        if device.type == "cuda":
+            nccl = torch_groups.own_nccl(of_view, "members", rank, size, self.timeout, device, is_supervised=False)
+            backends["cuda"] = nccl
+        return OwnGroup(of_view, rank, size, self.timeout, backends)
 
     def wait_for_others(self, timeout_s: float) -> None:
         """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""

@@ -1,6 +1,6 @@
 """The training of a reducer whose ranks come and go: a session for each view, and what leads from one to the next.
 
-a rank is lost      the control thread stops the engine: freeze()
+a rank is lost      the control thread stops the engine, and aborts collectives on a device: freeze()
                     → the pass ends with an error, and the reducer asks recover()
                     → the members agree on a view, and on who has finished the step
   somebody has        its encoded means are fetched; the step is finished here, too
@@ -69,7 +69,7 @@ class Training(Runs):
                 "GradReducer"
             )
         self.members, self._model = members, model
-        self._config = with_codes_kept(config, members, device)
+        self._config = with_codes_kept(config, local, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
@@ -138,11 +138,14 @@ class Training(Runs):
         # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
         ranks = found.world_size
         kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
+        if self.session.device.type != "cpu":  # the means of two passes; see KeptMessages in job.h
+            kept_nbytes = kept_nbytes * 3 // 2
         return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     def stop(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs this rank's means
             self.members.wait_for_others(_ENDING_S)
+        self.session.synchronizer.abort(reason)
         self.session.stop(reason)
         self.members.plane.leave(reason)
 
@@ -156,11 +159,12 @@ class Training(Runs):
     # ---- called by the control thread
 
     def freeze(self) -> None:
-        """Stops the engine: no step finishes until the members have another view."""
+        """Stops the engine: no step finishes until the members have another view. On a device collectives under way end
+        then, and nothing that they have written counts."""
         with self._lock:
             session = self.session
         if session is not None:
-            session.synchronizer.stop(_CHANGING)
+            session.synchronizer.abort(_CHANGING)
 
     def _record(self) -> dict[str, object]:
         """What this process and one that joins must have in common."""
@@ -207,6 +211,7 @@ class Training(Runs):
             if decision is None:
                 return
             began, old = time.monotonic(), self.session.synchronizer
+            old.wait_until_idle(_ENDING_S)  # the optimizer, too: a rank that joins reads its parameters
             self._install_one(decision, began)
             self.session.synchronizer.take_over(old)
             self._hand_over()
@@ -250,6 +255,7 @@ class Training(Runs):
     def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()
         self._refuse_damage(failure)
+        self.session.synchronizer.wait_until_idle(_ENDING_S)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()
             ahead = [m for m in self._old_members(decision) if decision.finished.get(m.uid, -1) >= self.step]
@@ -353,10 +359,11 @@ class Training(Runs):
         with self._lock:
             old, self.session = self.session, session
         if plane.is_superseded(decision.view):  # freeze() may have stopped the session before this one
-            session.synchronizer.stop(_CHANGING)
+            session.synchronizer.abort(_CHANGING)
         self.members.enter(decision.view)
         plane.installed(decision.view)
         if old is not None:
+            old.synchronizer.abort(_CHANGING)
             old.synchronizer.leave(_CHANGING)
             if self._kept is not old.synchronizer:
                 old.synchronizer.engine.free_workspaces()
@@ -371,7 +378,7 @@ class Training(Runs):
         """The session of a view; None if the members have agreed on another one meanwhile."""
 
         def make() -> Any:
-            group = self.members.group(view)
+            group = self.members.group(view, self._arguments[2])
             session: Any = KeepingSession(
                 self._config, group, *self._arguments, also_agree=self._also_agree, problem=problem
             )
