@@ -16,6 +16,13 @@ at::Tensor as_bytes(const std::shared_ptr<std::byte>& data, int64_t nbytes, c10:
   return as_tensor({data.get(), nbytes, data}, at::kByte, device);
 }
 
+// Waits on the host for the calling thread's stream. Otherwise what it reads might be given back to another stream,
+// which would use the memory again.
+void wait_for_caller(Device& device) {
+  const StampPtr now = device.stamp();
+  now->ms_since(*now);
+}
+
 }  // namespace
 
 void KeptPass::note(KeptBucket bucket) {
@@ -82,10 +89,12 @@ std::vector<Bucket> KeptPass::packed(Engine& engine) {
     buckets.push_back(kept.bucket);
     buckets.back().packed = kept.record;
   }
+  wait_for_caller(engine.device());
   return buckets;
 }
 
-void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device device, KeptMessages* to) {
+void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine, c10::Device device,
+                KeptMessages* to) {
   const at::NoGradGuard no_grad;
   const at::Tensor source = as_bytes(from.messages->codes, from.messages->nbytes, device);
   const at::Tensor target = as_bytes(to->codes, to->nbytes, device);
@@ -99,6 +108,7 @@ void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device de
       }
     });
   }
+  wait_for_caller(engine.device());
 }
 
 }  // namespace fusedcomm

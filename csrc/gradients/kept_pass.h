@@ -62,7 +62,7 @@ class KeptPass {
   std::vector<std::shared_ptr<const KeptMessages>> ended_;  // with the means
 };
 
-// Writes the codes of `from` to `to`, in the layout of `plan`.
-void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device device, KeptMessages* to);
+// Writes the codes of `from` to `to`, in the layout of `plan`. engine: of `to`.
+void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine, c10::Device device, KeptMessages* to);
 
 }  // namespace fusedcomm

@@ -119,8 +119,9 @@ void Synchronizer::wait_until_idle(std::chrono::milliseconds timeout) const {
   for (const StampPtr& end : engine_->ends()) {
     while (!end->reached()) {
       TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fusedcomm: rank ", engine_->rank(), " of ",
-                  engine_->world_size(), ": ", device_, " still runs what was enqueued before the ranks changed, after ",
-                  timeout.count(), " ms, although its collectives were aborted. Start this process again, to join");
+                  engine_->world_size(), ": ", device_,
+                  " still runs what was enqueued before the ranks changed, after ", timeout.count(),
+                  " ms, although its collectives were aborted. Start this process again, to join");
       std::this_thread::sleep_for(kDevicePoll);
     }
   }
@@ -190,10 +191,8 @@ void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, con
   if (messages.means_before) std::swap(messages.means, messages.means_before);
   job->kept = std::make_shared<KeptMessages>(messages);
   if (bucket.packed) {
-    move_codes(*bucket.packed, record->plan, device_, job->kept.get());
+    move_codes(*bucket.packed, record->plan, *engine_, device_, job->kept.get());
     job->is_packed = true;
-    // The old codes may be given back to another stream, which would use their memory again.
-    if (const StampPtr moved = engine_->device().stamp(); !device_.is_cpu()) moved->ms_since(*moved);
   }
   kept_.note({bucket, record, job, future});
 }

@@ -48,7 +48,7 @@ struct Setup {
   std::optional<ResidualFormat> feedback;
   int num_steps = 4;
   sim::Loss loss;     // in the first view; its numbers are those of members
-  int lost_in = -1;   // the step
+  int lost_in = -1;   // the step, 0 or 1
   uint32_t seed = 0;  // of the pauses
 };
 
@@ -67,11 +67,12 @@ class Control {
   void use(int member, std::shared_ptr<Synchronizer> synchronizer) {
     std::lock_guard<std::mutex> lock(mutex_);
     sessions_[member] = std::move(synchronizer);
+    changed_.notify_all();
   }
-  // Whether it counts that the member has finished the step.
-  bool finish(int member, int step) {
+  // Whether it counts that the member has finished the step in the view.
+  bool finish(int member, int view, int step) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (is_changing_) return false;
+    if (is_changing_ && view == 0) return false;
     finished_[member] = step;
     changed_.notify_all();
     return true;
@@ -94,6 +95,12 @@ class Control {
     const sim::Loss& loss = setup_.loss;
     while (sim::num_ended(group) < loss.at + (loss.reached >= 0)) std::this_thread::yield();
     std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] {
+      const auto is_in_step = [&](int member) {
+        return sessions_.count(member) != 0 && (setup_.lost_in == 0 || finished_.count(member) != 0);
+      };
+      return std::all_of(setup_.members.begin(), setup_.members.end(), is_in_step);
+    });
     if (last_transfer_) {
       const int reached = setup_.members[static_cast<size_t>(loss.reached)];
       changed_.wait(lock, [&] { return finished_.count(reached) != 0 && finished_[reached] == setup_.lost_in; });
@@ -145,7 +152,7 @@ class Member {
                           "parameter " + std::to_string(number++), wire});
       }
     }
-    session_ = make_session("view 0", setup.members);
+    session_ = make_session(setup.members);
     control.use(member, session_);
   }
 
@@ -153,7 +160,7 @@ class Member {
     for (int step = 0; step < setup_.num_steps; ++step) {
       if (std::exchange(changes_before_pass_, false)) {
         const auto old = session_;
-        session_ = make_session("view 1", survivors());
+        change_view();
         session_->take_over(*old, /*again=*/false);
       }
       begin_pass(step);
@@ -176,14 +183,20 @@ class Member {
     return left;
   }
 
-  std::shared_ptr<Synchronizer> make_session(const std::string& view, const std::vector<int>& members) {
+  void change_view() {
+    REQUIRE(view_++ == 0, "member %d: the view of the survivors has failed", member_);
+    session_ = make_session(survivors());
+  }
+
+  std::shared_ptr<Synchronizer> make_session(const std::vector<int>& members) {
     const int rank = static_cast<int>(std::find(members.begin(), members.end(), member_) - members.begin());
     const int size = static_cast<int>(members.size());
     const auto cuda = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(sim::driver_path()),
                                                    sim::kernels({Wire::kFp32, Wire::kBf16}), device(), "simulated",
                                                    /*num_pack_programs=*/8, /*forced_sync=*/false);
     const auto transport = std::make_shared<StreamTransport>(
-        sim::make_backend(groups_.get(view, size), rank, size, sim::BackendOptions()), device());
+        sim::make_backend(groups_.get("view " + std::to_string(view_), size), rank, size, sim::BackendOptions()),
+        device());
     WireConfig config;
     config.wire = Wire::kBf16;
     config.sum = Sum::kTwoShot;
@@ -239,7 +252,7 @@ class Member {
   }
 
   void end_pass(int step) {
-    while (!(has_means(step) && control_.finish(member_, step))) {
+    while (!(has_means(step) && control_.finish(member_, view_, step))) {
       REQUIRE(setup_.loss.rank >= 0, "member %d: step %d failed, and nobody is lost", member_, step);
       // Others ask another thread for them, at any time.
       std::map<size_t, at::Tensor> means_of_last;
@@ -258,7 +271,7 @@ class Member {
         break;
       }
       const auto old = session_;
-      session_ = make_session("view 1", survivors());
+      change_view();
       std::vector<Bucket> buckets = old->kept().packed(old->engine());
       session_->take_over(*old, /*again=*/true);
       flags_ = gather(*session_, at::full({2}, step, at::kLong), "the flags of this scene");
@@ -291,6 +304,7 @@ class Member {
   const int member_;
   const c10::DeviceGuard on_device_;
   std::mt19937 random_;
+  int view_ = 0;
   std::vector<Parameters::Known> known_;
   std::shared_ptr<Synchronizer> session_;
   bool changes_before_pass_ = false;
