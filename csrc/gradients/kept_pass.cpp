@@ -90,6 +90,11 @@ std::vector<Bucket> KeptPass::packed(Engine& engine) {
     buckets.back().packed = kept.record;
   }
   wait_for_caller(engine.device());
+  for (const Bucket& bucket : buckets) {
+    for (const BucketRecord::Kept& payload : bucket.packed->kept) {
+      if (payload.residual) payload.residual->forget_second();
+    }
+  }
   return buckets;
 }
 
