@@ -162,7 +162,14 @@ void bind_synchronizer(py::module_& m) {
           "leave_failures_unexplained",
           [](Synchronizer& synchronizer) { synchronizer.engine().explain_failures_with(nullptr); }, NoGil())
       .def("stop", &Synchronizer::stop, py::arg("reason"), NoGil())
+      .def("abort", &Synchronizer::abort, py::arg("reason"), NoGil())
       .def("leave", &Synchronizer::leave, py::arg("reason"), NoGil())
+      .def(
+          "wait_until_idle",
+          [](const Synchronizer& synchronizer, double timeout_s) {
+            synchronizer.wait_until_idle(std::chrono::milliseconds(static_cast<int64_t>(1000 * timeout_s)));
+          },
+          py::arg("timeout_s"), NoGil())
       .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
       .def("begin_call", &begin_call, py::arg("what"), NoGil())
       .def("end_call", &end_call, py::arg("call"), py::arg("all_took_part"), NoGil())

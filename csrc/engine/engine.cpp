@@ -57,6 +57,15 @@ void Engine::stop(const std::string& reason) {
   }
 }
 
+std::vector<StampPtr> Engine::ends() {
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  std::vector<StampPtr> ends = {device_->stamp()};
+  for (const auto& lane : lanes_) {
+    if (lane) lane->finally(nullptr, [&](std::exception_ptr) { ends.push_back(device_->stamp()); });
+  }
+  return ends;
+}
+
 void Engine::free_workspaces() {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   slots_.clear();

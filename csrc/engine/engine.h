@@ -69,6 +69,11 @@ class Engine {
   // Fails all jobs under way and to come with `error`, whose text stays as it is.
   void fail(std::exception_ptr error) { failure_->fail_as(std::move(error)); }
   bool has_failed() const { return failure_->has_failed(); }
+  // Whether it takes no more jobs: it was stopped, or a job has failed.
+  bool has_ended() const { return failure_->get() != nullptr; }
+  // Only with lanes that enqueue: the ends of what all of them, and the calling thread's stream, have been given so
+  // far.
+  std::vector<StampPtr> ends();
   // Call it after stop(), for an engine that is kept only for its statistics.
   void free_workspaces();
 

@@ -41,6 +41,10 @@ struct KeptMessages {
   // The encoded means of all parts. Those of the next pass overwrite them: they come from ranks that had the codes of
   // all ranks in that pass, so every rank has finished this one.
   std::shared_ptr<std::byte> means;
+  // Where lanes enqueue: the means of the pass before, whose turn comes in the next one. A transfer that is aborted on
+  // a device is followed by all that was enqueued behind it, so it may write means of a pass that others have not
+  // begun. Else null.
+  std::shared_ptr<std::byte> means_before;
   int64_t nbytes = 0;  // of each
 };
 

@@ -238,11 +238,12 @@ bool lies_as(const BucketRecord& record, const Gradients& gradients) {
       [](const BucketRecord::Member& member, const SlicePlace& place) { return member.offset == place.offset; });
 }
 
-std::shared_ptr<KeptMessages> make_messages(const BucketPlan& plan, Device* device) {
+std::shared_ptr<KeptMessages> make_messages(const BucketPlan& plan, Device* device, bool enqueues) {
   auto messages = std::make_shared<KeptMessages>();
   messages->nbytes = plan.num_chunks() * plan.chunk_nbytes();
   messages->codes = device->allocate(messages->nbytes);
   messages->means = device->allocate(messages->nbytes);
+  if (enqueues) messages->means_before = device->allocate(messages->nbytes);
   return messages;
 }
 
@@ -282,7 +283,9 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
   plan(engine, bucket, record.get());
   prepare(&engine.device(), parameters, gradients, record.get());
   move_residuals(engine, place, unit, record.get(), gradients);
-  if (engine.config().keeps_messages) record->messages = make_messages(record->plan, &engine.device());
+  if (engine.config().keeps_messages) {
+    record->messages = make_messages(record->plan, &engine.device(), /*enqueues=*/!device.is_cpu());
+  }
   return record;
 }
 

@@ -1,5 +1,7 @@
 #include "gradients/kept_pass.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <cstring>
 #include <utility>
 
@@ -14,6 +16,13 @@ at::Tensor as_bytes(const std::shared_ptr<std::byte>& data, int64_t nbytes, c10:
   return as_tensor({data.get(), nbytes, data}, at::kByte, device);
 }
 
+// Waits on the host for the calling thread's stream. Otherwise what it reads might be given back to another stream,
+// which would use the memory again.
+void wait_for_caller(Device& device) {
+  const StampPtr now = device.stamp();
+  now->ms_since(*now);
+}
+
 }  // namespace
 
 void KeptPass::note(KeptBucket bucket) {
@@ -22,9 +31,12 @@ void KeptPass::note(KeptBucket bucket) {
   for (const BucketRecord::Kept& kept : bucket.record->kept) {
     if (!kept.residual) continue;
     kept.residual->forget_second();
-    bucket.job->before_reduce = [residual = kept.residual, rest = std::move(bucket.job->before_reduce)] {
+    // On a device the weights by which `rest` multiplies may be those of a message that was aborted.
+    bucket.job->before_reduce = [residual = kept.residual, remembers_first = !device_.is_cpu(),
+                                 rest = std::move(bucket.job->before_reduce)] {
+      if (remembers_first) residual->remember_second();
       if (rest) rest();
-      residual->remember_second();
+      if (!remembers_first) residual->remember_second();
     };
   }
   under_way_.push_back(std::move(bucket));
@@ -33,7 +45,7 @@ void KeptPass::note(KeptBucket bucket) {
 void KeptPass::end() {
   std::lock_guard<std::mutex> lock(mutex_);
   ended_.clear();
-  for (const KeptBucket& bucket : under_way_) ended_.push_back(bucket.record);
+  for (const KeptBucket& bucket : under_way_) ended_.push_back(bucket.job->kept);
   under_way_.clear();
 }
 
@@ -41,7 +53,7 @@ std::vector<size_t> KeptPass::missing() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<size_t> missing;
   for (const KeptBucket& bucket : under_way_) {
-    if (!bucket.is_done()) missing.push_back(bucket.bucket.index);
+    if (!device_.is_cpu() || !bucket.is_done()) missing.push_back(bucket.bucket.index);
   }
   return missing;
 }
@@ -54,6 +66,7 @@ void KeptPass::complete(Engine& engine, size_t index, const at::Tensor& means) {
   TORCH_CHECK_VALUE(means.scalar_type() == at::kByte && means.numel() == kept.nbytes, "fusedcomm: the means of ",
                     bucket.record->label->text, " have ", kept.nbytes, " bytes, not ", means.numel());
   const at::NoGradGuard no_grad;
+  const c10::DeviceGuard on_device(device_);
   as_bytes(kept.means, kept.nbytes, device_).copy_(means.view({-1}));
   engine.unpack_kept(*bucket.job);
 }
@@ -61,12 +74,12 @@ void KeptPass::complete(Engine& engine, size_t index, const at::Tensor& means) {
 at::Tensor KeptPass::means(size_t index) const {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_INDEX(index < ended_.size(), "fusedcomm: the last pass had ", ended_.size(), " buckets, not ", index);
-  const BucketRecord& record = *ended_[index];
-  return as_bytes(record.messages->means, record.messages->nbytes, device_);
+  return as_bytes(ended_[index]->means, ended_[index]->nbytes, device_);
 }
 
 std::vector<Bucket> KeptPass::packed(Engine& engine) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const c10::DeviceGuard on_device(device_);
   std::vector<Bucket> buckets;
   for (const KeptBucket& kept : std::exchange(under_way_, {})) {
     engine.pack_rest(*kept.job);
@@ -76,10 +89,17 @@ std::vector<Bucket> KeptPass::packed(Engine& engine) {
     buckets.push_back(kept.bucket);
     buckets.back().packed = kept.record;
   }
+  wait_for_caller(engine.device());
+  for (const Bucket& bucket : buckets) {
+    for (const BucketRecord::Kept& payload : bucket.packed->kept) {
+      if (payload.residual) payload.residual->forget_second();
+    }
+  }
   return buckets;
 }
 
-void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device device, KeptMessages* to) {
+void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine, c10::Device device,
+                KeptMessages* to) {
   const at::NoGradGuard no_grad;
   const at::Tensor source = as_bytes(from.messages->codes, from.messages->nbytes, device);
   const at::Tensor target = as_bytes(to->codes, to->nbytes, device);
@@ -93,6 +113,7 @@ void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device de
       }
     });
   }
+  wait_for_caller(engine.device());
 }
 
 }  // namespace fusedcomm

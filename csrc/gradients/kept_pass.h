@@ -4,7 +4,8 @@
 //   a survivor has all means    the others take from it those that they miss: complete()
 //   none has                    the buckets are summed again over the survivors, from the codes: packed()
 //
-// Either way no backward pass is repeated.
+// Either way no backward pass is repeated. On a device all of this is enqueued on the calling thread's stream, which
+// must come after all that the stopped engine has enqueued: see Synchronizer::wait_until_idle().
 #pragma once
 
 #include <ATen/ATen.h>
@@ -40,7 +41,8 @@ class KeptPass {
   // Call it when all buckets of the pass are done: their means stay until those of another pass have ended.
   void end();
 
-  // The buckets of the pass under way whose means this rank lacks. Call it when the engine has stopped.
+  // The buckets of the pass under way whose means this rank lacks; on a device all of them, because it is not known
+  // which ended before collectives were aborted. Call it when the engine has stopped.
   std::vector<size_t> missing() const;
   // Takes the encoded means of a bucket of the pass under way from another rank, and unpacks them. means: uint8
   // [nbytes of KeptMessages]. Call it when the engine has stopped. Throws ValueError for another size.
@@ -57,10 +59,10 @@ class KeptPass {
   const c10::Device device_;
   mutable std::mutex mutex_;  // guards the members below
   std::vector<KeptBucket> under_way_;
-  std::vector<BucketRecordPtr> ended_;  // their messages have the means
+  std::vector<std::shared_ptr<const KeptMessages>> ended_;  // with the means
 };
 
-// Writes the codes of `from` to `to`, in the layout of `plan`.
-void move_codes(const BucketRecord& from, const BucketPlan& plan, c10::Device device, KeptMessages* to);
+// Writes the codes of `from` to `to`, in the layout of `plan`. engine: of `to`.
+void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine, c10::Device device, KeptMessages* to);
 
 }  // namespace fusedcomm

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <new>
+#include <thread>
 #include <tuple>
 
 #include "gradients/decorators.h"
@@ -14,6 +15,12 @@
 #include "wire/names.h"
 
 namespace fusedcomm {
+namespace {
+
+// Between two looks whether the device has reached a point.
+constexpr std::chrono::microseconds kDevicePoll{20};
+
+}  // namespace
 
 Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
                            const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
@@ -91,6 +98,35 @@ void Synchronizer::leave(const std::string& reason) {
   stop(reason);
 }
 
+void Synchronizer::abort(const std::string& reason) {
+  stop(reason);  // first: wait_for_device() tells by it what has ended before
+  transport_->abort();
+}
+
+bool Synchronizer::wait_for_device() const {
+  if (device_.is_cpu()) return true;
+  const StampPtr end = engine_->device().stamp();
+  while (!end->reached()) {
+    if (engine_->has_ended()) return false;
+    std::this_thread::sleep_for(kDevicePoll);
+  }
+  return !engine_->has_ended();
+}
+
+void Synchronizer::wait_until_idle(std::chrono::milliseconds timeout) const {
+  if (device_.is_cpu()) return;
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (const StampPtr& end : engine_->ends()) {
+    while (!end->reached()) {
+      TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fusedcomm: rank ", engine_->rank(), " of ",
+                  engine_->world_size(), ": ", device_,
+                  " still runs what was enqueued before the ranks changed, after ", timeout.count(),
+                  " ms, although its collectives were aborted. Start this process again, to join");
+      std::this_thread::sleep_for(kDevicePoll);
+    }
+  }
+}
+
 void Synchronizer::rethrow_named(const Bucket& bucket, const std::exception& error) {
   // Callers may catch errors on a CPU, and out-of-memory errors, by their type: rethrow these unchanged.
   if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
@@ -151,9 +187,11 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
 
 void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
                         const FuturePtr& future) {
-  job->kept = record->messages;
+  KeptMessages& messages = *record->messages;
+  if (messages.means_before) std::swap(messages.means, messages.means_before);
+  job->kept = std::make_shared<KeptMessages>(messages);
   if (bucket.packed) {
-    move_codes(*bucket.packed, record->plan, device_, job->kept.get());
+    move_codes(*bucket.packed, record->plan, *engine_, device_, job->kept.get());
     job->is_packed = true;
   }
   kept_.note({bucket, record, job, future});

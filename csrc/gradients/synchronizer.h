@@ -6,6 +6,7 @@
 // Collective calls that are not buckets are in collective_calls.h.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -65,6 +66,16 @@ class Synchronizer {
   void stop(const std::string& reason);
   // stop() for a process that is exiting: it does not wait for other ranks.
   void leave(const std::string& reason);
+  // stop(), and then ends the collectives under way on a device: see TensorTransport::abort(). For another thread than
+  // the one that hands buckets over.
+  void abort(const std::string& reason);
+  // On a device, waits on the host until all that the calling thread's stream has been given has ended. Returns whether
+  // that was before the engine was stopped, so that nothing of it comes from a collective that was aborted; does not
+  // wait after that. On a CPU, where the buckets' futures say all this, returns true.
+  bool wait_for_device() const;
+  // On a device, waits until it does nothing more of what a stopped engine and the calling thread's stream have been
+  // given. Throws RuntimeError if that takes longer.
+  void wait_until_idle(std::chrono::milliseconds timeout) const;
   Engine& engine() const { return *engine_; }
   c10::Device grad_device() const { return device_; }
   const std::shared_ptr<TensorTransport>& transport() const { return transport_; }

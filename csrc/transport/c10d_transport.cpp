@@ -223,6 +223,23 @@ StreamTransport::~StreamTransport() {
   });
 }
 
+void StreamTransport::abort() {
+  give_up();
+  std::vector<BackendPtr> backends = own_backends();
+  backends.push_back(this->backends()[static_cast<size_t>(Channel::kScatter)]);
+  // NCCL's may wait for the device while it frees memory.
+  std::thread([backends = std::move(backends)] {
+    for (const BackendPtr& backend : backends) {
+      try {
+        backend->abort();
+      } catch (const std::exception& error) {  // whoever waits for the device then does so in vain, and says so
+        std::fprintf(stderr, "fusedcomm: rank %d of %d cannot abort its collectives: %s\n", backend->getRank(),
+                     backend->getSize(), error.what());
+      }
+    }
+  }).detach();
+}
+
 void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   at::Tensor input = as_tensor(send, at::kByte, device_);
   at::Tensor output = as_tensor(receive, at::kByte, device_);

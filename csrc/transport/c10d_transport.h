@@ -93,6 +93,8 @@ class StreamTransport : public C10dTransport {
   StreamTransport(const StreamTransport&) = default;
   ~StreamTransport() override;
 
+  void abort() override;
+
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override;

@@ -24,6 +24,11 @@ class TensorTransport : public Transport {
   // Call when a collective has failed or the process is exiting. The destructor then does not wait for collectives that
   // the backend can abort.
   virtual void give_up() = 0;
+
+  // Where collectives run on a device: ends those under way, on this rank alone, and all that follow. They end there as
+  // if they had succeeded, with undefined bytes, so the caller must have seen to it that nothing of them counts.
+  // Returns at once. Elsewhere does nothing: give_up() and the engine's end suffice.
+  virtual void abort() {}
 };
 
 }  // namespace fusedcomm

@@ -81,8 +81,8 @@ class Merging(Views):
         record: dict[str, object],
         problem: Exception | None,
     ) -> None:
-        super().__init__(members)
-        self._of, self._config, self._device = of, config, device
+        super().__init__(members, device)
+        self._of, self._config = of, config
         self._also_agree = {**record, "members": {"min_ranks": members.min_ranks}}
         self._is_frozen = False
         # As many as another rank may lack: it has sent all of them.
@@ -104,7 +104,7 @@ class Merging(Views):
     def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
         agreed = self._also_agree
         return UnexplainedSession(
-            self._config, group, None, LocalOptions(), self._device, also_agree=agreed, problem=problem
+            self._config, group, None, LocalOptions(), self.device, also_agree=agreed, problem=problem
         )
 
     def _state(self, name: str) -> tuple[dict[str, object], Any]:

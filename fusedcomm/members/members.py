@@ -18,7 +18,7 @@ from fusedcomm.config import check
 from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import groups
+from fusedcomm.ranks import groups, torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 
 PROGRESS = "progress"
@@ -251,8 +251,9 @@ class Members:
         for callback in self._callbacks:
             callback(decision)
 
-    def group(self, view: View) -> OwnGroup:
-        """Connects the members of `view`: a group whose store is hosted by its first rank. A collective call."""
+    def group(self, view: View, device: torch.device) -> OwnGroup:
+        """Connects the members of `view`: a group whose store is hosted by its first rank, with a new communicator of
+        NCCL's if gradients are on cuda. A collective call."""
         own, first = self.plane.member, view.members[0]
         host, port = first.info["store"]
         own_timeout = datetime.timedelta(seconds=first.info["timeout_s"])  # of sums: the same on all
@@ -261,8 +262,11 @@ class Members:
         store = self._store if is_host else dist.TCPStore(host, port, is_master=False, timeout=timeout)
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
-        gloo = groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)
-        return OwnGroup(of_view, rank, size, own_timeout, {"cpu": gloo})
+        backends = {"cpu": groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)}
+        if device.type == "cuda":
+            nccl = torch_groups.own_nccl(of_view, "members", rank, size, own_timeout, device, is_supervised=False)
+            backends["cuda"] = nccl
+        return OwnGroup(of_view, rank, size, own_timeout, backends)
 
     def wait_for_others(self, timeout_s: float) -> None:
         """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""

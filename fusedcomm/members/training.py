@@ -1,6 +1,6 @@
 """The training of a reducer whose ranks come and go: a session for each view, and what leads from one to the next.
 
-a rank is lost      the control thread stops the engine: freeze()
+a rank is lost      the control thread stops the engine, and aborts collectives on a device: freeze()
                     → the pass ends with an error, and the reducer asks recover()
                     → the members agree on a view, and on who has finished the step
   somebody has        its encoded means are fetched; the step is finished here, too
@@ -52,9 +52,9 @@ class Training(Views, Runs):
         model: dict[str, torch.Tensor],
         problem: Exception | None,
     ) -> None:
-        super().__init__(members)
+        super().__init__(members, device)
         self._model = model
-        self._config = with_codes_kept(config, members, device)
+        self._config = with_codes_kept(config, local, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
@@ -102,11 +102,14 @@ class Training(Views, Runs):
         # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
         ranks = found.world_size
         kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
+        if self.session.device.type != "cpu":  # the means of two passes; see KeptMessages in job.h
+            kept_nbytes = kept_nbytes * 3 // 2
         return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     def stop(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs this rank's means
             self.members.wait_for_others(ENDING_S)
+        self.session.synchronizer.abort(reason)
         self.session.stop(reason)
         self.members.plane.leave(reason)
 
@@ -170,6 +173,7 @@ class Training(Views, Runs):
             if decision is None:
                 return
             began, old = time.monotonic(), self.session.synchronizer
+            old.wait_until_idle(ENDING_S)  # the optimizer, too: a rank that joins reads its parameters
             self._install_one(decision, began)
             self.session.synchronizer.take_over(old)
             self._hand_over()
@@ -199,6 +203,7 @@ class Training(Views, Runs):
     def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()
         self._refuse_damage(failure)
+        self.session.synchronizer.wait_until_idle(ENDING_S)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()
             ahead = [m for m in self._old_members(decision) if decision.finished.get(m.uid, -1) >= self.step]

@@ -9,6 +9,8 @@ import threading
 import time
 from typing import Any
 
+import torch
+
 from fusedcomm.members import state
 from fusedcomm.members.keeping import why_not
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
@@ -34,19 +36,20 @@ class Views(abc.ABC):
     """The sessions, one for each view.
 
     Attributes:
+        device: of the gradients.
         session: of the present view; None before the first.
         step: steps that have ended. What a step is, the subclass says; the members agree on it.
     """
 
     session: Any
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, device: torch.device) -> None:
         if members.training is not None:
             raise ValueError(
                 "fusedcomm: these members belong to another reducer, or another LocalSteps, already: one Members is "
                 "for one of them"
             )
-        self.members, self.step = members, 0
+        self.members, self.device, self.step = members, device, 0
         self.session = None
         self._has_tried = False  # whether the first session was made, or could not be
         self._changes: list[Change] = []
@@ -97,11 +100,12 @@ class Views(abc.ABC):
         return self.step - 1 if self._has_tried and not self._missing else -2
 
     def freeze(self) -> None:
-        """Stops the engine: no step finishes until the members have another view."""
+        """Stops the engine: no step finishes until the members have another view. On a device collectives under way end
+        then, and nothing that they have written counts."""
         with self._lock:
             session = self.session
         if session is not None:
-            session.synchronizer.stop(CHANGING)
+            session.synchronizer.abort(CHANGING)
 
     def _find_state(self, header: dict) -> tuple[dict[str, object], Any]:
         name, step = str(header["name"]), int(header["step"])
@@ -192,10 +196,11 @@ class Views(abc.ABC):
         with self._lock:
             old, self.session = self.session, session
         if plane.is_superseded(decision.view):  # freeze() may have stopped the session before this one
-            session.synchronizer.stop(CHANGING)
+            session.synchronizer.abort(CHANGING)
         self.members.enter(decision.view)
         plane.installed(decision.view)
         if old is not None:
+            old.synchronizer.abort(CHANGING)
             old.synchronizer.leave(CHANGING)
             if not self._is_needed(old):
                 old.synchronizer.engine.free_workspaces()
@@ -208,7 +213,7 @@ class Views(abc.ABC):
 
     def _build(self, view: View, problem: Exception | None = None) -> Any:
         """The session of a view; None if the members have agreed on another one meanwhile."""
-        errand = Errand(lambda: self._make_session(self.members.group(view), problem))
+        errand = Errand(lambda: self._make_session(self.members.group(view, self.device), problem))
         while not errand.has_ended_within(_POLL_S):
             if self.members.plane.is_superseded(view):
                 return None

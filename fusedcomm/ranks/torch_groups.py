@@ -14,15 +14,17 @@ old one.
 - Groups of fusedcomm's own, for sums on two levels and for copy engines, are always the old class: made by its
   constructor, connected by ``eager_connect_single_device``, ended by ``shutdown()``. Each has its own communicator, so
   the user's group may be of the other class.
-- Ends: fusedcomm aborts none of NCCL's collectives; torch's watchdog does, at the group's timeout. It aborts receives
-  of gloo's with ``Work.abort()``.
+- Ends: torch's watchdog aborts NCCL's collectives, at the group's timeout. Where ranks come and go fusedcomm does, with
+  ``Backend.abort()``, and the watchdog is told not to. It aborts receives of gloo's with ``Work.abort()``.
 - Windows, for copy engines only: from 2.13 on a communicator ends well that has some. Before, it ended the process.
 """
 
 import contextlib
 import ctypes
 import datetime
+import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,7 @@ RELIED_ON = (
     ("Backend.hpp", r"virtual c10::intrusive_ptr<Work> allreduce\(", "exact sums"),
     ("Backend.hpp", r"virtual void eagerConnectSingleDevice\(at::Device", "own groups that are connected at attach"),
     ("Backend.hpp", r"virtual void shutdown\(\)", "the end of own groups"),
+    ("Backend.hpp", r"virtual void abort\(\)", "the end of collectives with a lost rank"),
     ("Work.hpp", r"virtual void abort\(\)", "the end of waits for a lost rank"),
     ("ProcessGroupGloo.hpp", r"class TORCH_API RecvWork\b.*? void abort\(\) override", "the same over gloo"),
     ("ProcessGroupGloo.hpp", r"Device>> devices; int threads\b", "gloo's channels"),
@@ -86,6 +89,32 @@ def refuse_unread(backend: dist.Backend) -> None:
     )
 
 
+_UNSUPERVISED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""What the constructor of ProcessGroupNCCL reads: its watchdog neither aborts nor ends the process, nothing watches the
+watchdog, and a failure does not hold the lock that the next collective needs for four times 15 s."""
+_environment_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables for a while."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
 def own_nccl(
     store: dist.Store,
     name: str,
@@ -94,10 +123,13 @@ def own_nccl(
     timeout: datetime.timedelta,
     device: torch.device,
     zero_cta: bool = False,
+    is_supervised: bool = True,
 ) -> dist.Backend:
     """A new, connected NCCL backend over the ranks that call this with the same name. A collective call of these ranks.
 
     zero_cta: whether copy engines do what they can.
+    is_supervised: whether torch's watchdog ends the process, or aborts collectives, when one fails or is late. If not,
+        only ``abort()`` ends those that wait for a lost rank.
     """
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise RuntimeError(
@@ -109,7 +141,8 @@ def own_nccl(
     options._timeout = timeout
     if zero_cta:
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
-    backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+    with contextlib.nullcontext() if is_supervised else _environment(_UNSUPERVISED):
+        backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
     # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
     # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,
     # because DDP's constructor has broadcast the parameters over it.

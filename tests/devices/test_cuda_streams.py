@@ -1,4 +1,5 @@
-"""The CUDA path over simulated streams, without a GPU: tests/native/cuda_stress.cpp, with the build's objects."""
+"""The CUDA path over simulated streams, without a GPU: tests/native/cuda_stress.cpp and members_scenes.cpp, with the
+build's objects."""
 
 from pathlib import Path
 
@@ -26,3 +27,9 @@ def library(made_once) -> Path:
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(library, scene, seed):
     assert f"cuda_stress: {scene}:" in run(*cuda_stress.command(library, scene, seed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scene", ["lost", "lost_with_feedback", "reaching_one"])
+def test_ranks_that_are_lost_in_any_collective(library, scene):
+    assert f"members_scenes: {scene}:" in run(*cuda_stress.command(library, scene, 1, "run_members"))

@@ -1,4 +1,5 @@
-"""Builds tests/native/cuda_stress.cpp, which runs the CUDA path on a simulated accelerator, and runs its scenes."""
+"""Builds tests/native/cuda_stress.cpp and members_scenes.cpp, which run the CUDA path on a simulated accelerator, and
+runs their scenes."""
 
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ LIBRARY = "libcuda_stress.so"
 # The sources that use torch are compiled as one unit, which setup.py writes.
 UNIT = "build/units/0_torch.cpp"
 LINK = ["-pthread", f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-RUN = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encode(), ctypes.c_uint64(int(sys.argv[3])))"
+RUN = """import ctypes, sys, torch
+library, function, scene, seed = sys.argv[1:]
+getattr(ctypes.CDLL(library), function)(scene.encode(), ctypes.c_uint64(int(seed)))"""
 
 
 def product_objects() -> list[Path]:
@@ -43,6 +46,9 @@ def compile_unit(folder: Path, flags: list[str]) -> Path:
     return out
 
 
-def command(folder: Path, scene: str, seed: int = 1) -> list[str | Path]:
-    """The command that runs a scene of the library in the folder, in a process of its own."""
-    return [sys.executable, "-c", RUN, str(folder / LIBRARY), scene, str(seed)]
+def command(folder: Path, scene: str, seed: int = 1, function: str = "run") -> list[str | Path]:
+    """The command that runs a scene of the library in the folder, in a process of its own.
+
+    function: the library's that has the scene: "run" of cuda_stress.cpp, "run_members" of members_scenes.cpp.
+    """
+    return [sys.executable, "-c", RUN, str(folder / LIBRARY), function, scene, str(seed)]

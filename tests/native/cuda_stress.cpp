@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <dlfcn.h>
 
 #include <chrono>
 #include <cmath>
@@ -16,7 +15,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -53,40 +51,18 @@ struct Setup {
   sim::BackendOptions backend;
 };
 
-// The library that this code is in, which has the driver's functions.
-std::string own_path() {
-  Dl_info info;
-  REQUIRE(dladdr(reinterpret_cast<void*>(&own_path), &info) != 0, "dladdr failed");
-  return info.dli_fname;
-}
-
-// The groups of one run, by name. Their ranks are threads.
-class Groups {
- public:
-  std::shared_ptr<sim::Group> get(const std::string& name, int64_t size) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto& group = groups_[name];
-    if (!group) group = sim::make_group(static_cast<int>(size));
-    return group;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::shared_ptr<sim::Group>> groups_;
-};
-
 // ---- one rank's training
 
 class Rank {
  public:
   // Call it on the rank's thread.
-  Rank(const Setup& setup, Groups& groups, int rank)
+  Rank(const Setup& setup, sim::Groups& groups, int rank)
       : setup_(setup), rank_(rank), device_(sim::device(rank)), on_device_(device_) {
     // Attaching may happen on another stream than training.
     const c10::Stream side = c10::impl::VirtualGuardImpl(device_.type()).getNewStream(device_, 0);
     make_parameters();
     const c10::StreamGuard on_side(side);
-    cuda_ = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(own_path()),
+    cuda_ = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(sim::driver_path()),
                                          sim::kernels({Wire::kFp32, Wire::kBf16}), device_, "simulated",
                                          /*num_pack_programs=*/8, /*forced_sync=*/false);
     cuda_->warm_up();
@@ -173,7 +149,7 @@ class Rank {
     }
   }
 
-  std::shared_ptr<C10dTransport> make_transport(Groups& groups) {
+  std::shared_ptr<C10dTransport> make_transport(sim::Groups& groups) {
     const int64_t ranks_per_host = setup_.config.ranks_per_host;
     const auto backend = [&](const std::string& name, int64_t rank, int64_t size) {
       return sim::make_backend(groups.get(name, size), static_cast<int>(rank), static_cast<int>(size), setup_.backend);
@@ -248,7 +224,7 @@ class Rank {
 // Calls body(rank, index) on a thread for each rank. When it returns, all enqueued work has ended, unless the device
 // `is_faulted`.
 void with_ranks(const Setup& setup, const std::function<void(Rank&, int)>& body, bool is_faulted = false) {
-  Groups groups;
+  sim::Groups groups;
   std::vector<std::thread> threads;
   for (int index = 0; index < setup.world_size; ++index) {
     threads.emplace_back([&, index] {

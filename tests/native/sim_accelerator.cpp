@@ -68,7 +68,7 @@ DeviceState& state(int index) {
 
 thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kNumDevices> t_streams = {};
-thread_local bool t_count_calls = false;
+thread_local bool t_count_calls = false, t_count_queries = false;
 
 std::atomic<uint64_t> seed{1};
 std::atomic<int64_t> num_resets{0};
@@ -274,7 +274,10 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     check_fault(static_cast<SimEvent*>(event)->device);
     count(static_cast<SimEvent*>(event)->device, &Calls::asked);
-    return static_cast<SimEvent*>(event)->get()->is_reached();
+    const std::shared_ptr<Recording> recording = static_cast<SimEvent*>(event)->get();
+    if (!recording->is_reached()) return false;
+    if (t_count_queries) merge(&host_clock(static_cast<SimEvent*>(event)->device), recording->clock);
+    return true;
   }
   void synchronizeEvent(void* event) const override {
     count(static_cast<SimEvent*>(event)->device, &Calls::waited_on_host);
@@ -377,6 +380,8 @@ void give_back(const void* data) {
   }
   REQUIRE(false, "%p is not memory of a device", data);
 }
+
+void count_queries(bool count) { t_count_queries = count; }
 
 void set_pause(int index, int stream, int microseconds) {
   DeviceState& sim = state(index);

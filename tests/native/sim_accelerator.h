@@ -59,6 +59,10 @@ void record_use(const void* data, const c10::Stream& stream);
 // on one that was recorded, nor ordered before that stream's next work. It also fails if later work accesses it.
 void give_back(const void* data);
 
+// Whether this thread's later work is ordered after an event that it asks about from now on, if that is reached, as on
+// a GPU. It is not otherwise, because an event that is reached by luck would hide a missing wait.
+void count_queries(bool count);
+
 // Sets the longest pause of a stream before an item of work; not every item has a pause. The streams of a device are
 // numbered in the order in which they were made; 0 is the default stream.
 void set_pause(int index, int stream, int microseconds);

@@ -6,10 +6,12 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,22 +32,57 @@ class Group {
   explicit Group(int size) : size_(static_cast<size_t>(size)) {}
 
   // Called on a stream's thread. The last rank to come moves the bytes of all.
-  void meet(int64_t sequence, int rank, Part part, Move move) {
+  void meet(int64_t sequence, int rank, const Part& part, Move move) {
     std::unique_lock<std::mutex> lock(mutex_);
-    auto& parts = meetings_[sequence];
-    parts.resize(size_);
-    REQUIRE(!parts[static_cast<size_t>(rank)].send.defined(), "rank %d begins collective %ld twice", rank,
-            static_cast<long>(sequence));
-    parts[static_cast<size_t>(rank)] = std::move(part);
-    if (++num_there_[sequence] < size_) {
-      changed_.wait(lock, [&] { return num_ended_ > sequence; });
-      return;
+    if (rank == loss_.rank && (sequence > loss_.at || (sequence == loss_.at && loss_.reached < 0))) return;
+    const auto is_aborted = [&] { return aborted_.count(rank) != 0; };
+    if (!is_aborted()) {
+      auto& parts = meetings_[sequence];
+      parts.resize(size_);
+      REQUIRE(!parts[static_cast<size_t>(rank)].send.defined(), "rank %d begins collective %ld twice", rank,
+              static_cast<long>(sequence));
+      parts[static_cast<size_t>(rank)] = part;
+      if (++num_there_[sequence] == size_) end(sequence, move);
+      changed_.wait(lock, [&] { return has_ended(sequence, rank) || is_aborted(); });
+      if (has_ended(sequence, rank)) return;
+      if (const auto left = meetings_.find(sequence); left != meetings_.end()) {
+        left->second[static_cast<size_t>(rank)] = {};
+        --num_there_[sequence];
+      }
     }
-    for (const Part& other : parts) {
-      REQUIRE(other.send.numel() == parts[0].send.numel() && other.send.dtype() == parts[0].send.dtype(),
-              "collective %ld differs between ranks", static_cast<long>(sequence));
-    }
+    std::memset(part.receive.data_ptr(), 0xFF, part.receive.nbytes());
+  }
+
+  void abort(int rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    aborted_.insert(rank);
+    changed_.notify_all();
+  }
+
+  void lose(const Loss& loss) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    loss_ = loss;
+  }
+
+  int64_t num_ended() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return num_ended_;
+  }
+
+ private:
+  // Call these with mutex_ held.
+  bool reaches(int64_t sequence, int rank) const {
+    return loss_.rank < 0 || sequence != loss_.at || rank == loss_.rank || rank == loss_.reached;
+  }
+  bool has_ended(int64_t sequence, int rank) const { return num_ended_ > sequence && reaches(sequence, rank); }
+  void end(int64_t sequence, Move move) {
+    std::vector<Part>& parts = meetings_[sequence];
     const at::NoGradGuard no_grad;
+    for (size_t rank = 0; rank < size_; ++rank) {
+      REQUIRE(parts[rank].send.numel() == parts[0].send.numel() && parts[rank].send.dtype() == parts[0].send.dtype(),
+              "collective %ld differs between ranks", static_cast<long>(sequence));
+      if (!reaches(sequence, static_cast<int>(rank))) parts[rank].receive = parts[rank].receive.clone();
+    }
     move(parts);
     meetings_.erase(sequence);
     num_there_.erase(sequence);
@@ -53,16 +90,25 @@ class Group {
     changed_.notify_all();
   }
 
- private:
   const size_t size_;
   std::mutex mutex_;
   std::condition_variable changed_;
   int64_t num_ended_ = 0;
+  Loss loss_;
+  std::set<int> aborted_;  // ranks
   std::map<int64_t, std::vector<Part>> meetings_;
   std::map<int64_t, size_t> num_there_;
 };
 
-std::shared_ptr<Group> make_group(int size) { return std::make_shared<Group>(size); }
+std::shared_ptr<Group> Groups::get(const std::string& name, int64_t size) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& group = groups_[name];
+  if (!group) group = std::make_shared<Group>(static_cast<int>(size));
+  return group;
+}
+
+void lose(Group& group, const Loss& loss) { group.lose(loss); }
+int64_t num_ended(Group& group) { return group.num_ended(); }
 
 namespace {
 
@@ -124,6 +170,7 @@ class Backend : public c10d::Backend {
                                                std::vector<int64_t>&, const c10d::AllToAllOptions& options) override {
     return enqueue("all-to-all", input, output, options.asyncOp, &all_to_all);
   }
+  void abort() override { group_->abort(getRank()); }
   // NCCL's aborts what is under way.
   void shutdown() override {
     REQUIRE(*num_under_way_ == 0, "the backend was shut down with %d collectives under way", num_under_way_->load());

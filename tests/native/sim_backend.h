@@ -1,15 +1,41 @@
 // A c10d backend on the simulated accelerator. Ranks are threads. Like NCCL's, a collective runs on the current stream
-// and waits there for the other ranks, unless the caller asks for one that is asynchronous.
+// and waits there for the other ranks, unless the caller asks for one that is asynchronous. After abort() those of its
+// rank end at once, as if they had succeeded, with bytes of ones.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace sim {
 
 // Where the ranks of a group meet.
 class Group;
-std::shared_ptr<Group> make_group(int size);
+
+// The groups of one run, by name.
+class Groups {
+ public:
+  std::shared_ptr<Group> get(const std::string& name, int64_t size);
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Group>> groups_;
+};
+
+// A rank's process that is lost. Collectives of the group are numbered from 0. It takes no part in those after number
+// `at`. That one ends for the rank `reached` alone; -1: for nobody, as the lost rank takes no part in it, either. All
+// other ranks wait until they abort.
+struct Loss {
+  int rank = -1;
+  int64_t at = -1;
+  int reached = -1;
+};
+void lose(Group& group, const Loss& loss);
+// The number of collectives that have ended.
+int64_t num_ended(Group& group);
 
 struct BackendOptions {
   // Every collective runs on a stream of the backend's own and returns a Work.

@@ -1,5 +1,7 @@
 #include "sim_kernels.h"
 
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -256,6 +258,12 @@ int on_launch(int64_t function, unsigned, unsigned, unsigned, void* handle, void
 }
 
 }  // namespace
+
+std::string driver_path() {
+  Dl_info info;
+  REQUIRE(dladdr(reinterpret_cast<void*>(&driver_path), &info) != 0, "dladdr failed");
+  return info.dli_fname;
+}
 
 void fail_kernels(bool fail) { kernels_fail = fail; }
 

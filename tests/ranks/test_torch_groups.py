@@ -150,6 +150,24 @@ def test_a_class_that_was_not_read_is_refused(nccl):
         torch_groups.own_nccl(dist.HashStore(), "local/0", 0, 1, SECONDS, CUDA)
 
 
+def test_torchs_watchdog_leaves_a_communicator_alone_whose_ranks_come_and_go(nccl):
+    made = []
+
+    class Reading(OldStandIn):
+        def __init__(self, *arguments):
+            made.append([os.environ.get(name) for name in torch_groups._UNSUPERVISED])
+            super().__init__(*arguments)
+
+    nccl.setattr(dist, "ProcessGroupNCCL", Reading)
+    nccl.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    nccl.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    before = dict(os.environ)
+    for is_supervised in (True, False):
+        torch_groups.own_nccl(dist.HashStore(), "members", 0, 1, SECONDS, CUDA, is_supervised=is_supervised)
+    assert made == [["3", None, before.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")], ["0", "0", "0"]]
+    assert dict(os.environ) == before
+
+
 class GroupOfSix:
     """A process group with the only parts that channels use: a backend with a timeout and a rank."""
 

@@ -29,6 +29,7 @@ void GradReducer::wait_for_members(std::unique_lock<std::mutex>& lock) try {
     std::string failure;
     try {
       wait_for_pass();
+      if (is_accelerated_) wait_for_device();
     } catch (const Interrupted& interrupted) {
       failure = interrupted.what();
     }
@@ -47,6 +48,13 @@ void GradReducer::wait_for_members(std::unique_lock<std::mutex>& lock) try {
   under_way_.clear();
   failure_ = error_text(error);
   throw;
+}
+
+void GradReducer::wait_for_device() {
+  if (!synchronizer_->wait_for_device()) {
+    throw Interrupted(rank_text() + "the ranks have changed before the device had ended the pass");
+  }
+  check_flags();  // they have arrived, so the host does not wait
 }
 
 void GradReducer::hand_over_again(Synchronizer& from) {

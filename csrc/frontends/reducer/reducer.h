@@ -174,7 +174,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void finish_pass(std::unique_lock<std::mutex>& lock);
   // Waits until this rank has all means of the pass, and knows which parameters any rank has used.
   void wait_for_pass();
-  // The same if ranks may be lost meanwhile. Releases the lock while it waits for the others to agree.
+  // On an accelerator with members, after wait_for_pass(): waits until the device has ended the pass, too. Throws
+  // Interrupted if the engine was stopped before.
+  void wait_for_device();
+  // As wait_for_pass(), if ranks may be lost meanwhile. Releases the lock while it waits for the others to agree.
   void wait_for_members(std::unique_lock<std::mutex>& lock);
   // Hands the pass over again, to synchronizer_.
   void hand_over_again(Synchronizer& from);
