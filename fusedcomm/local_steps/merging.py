@@ -174,6 +174,7 @@ class Merging(Views):
         for name, buffer in of.model.named_buffers():
             buffer.copy_(buffers[name])
         of.steps, of.turns, of.merges, of.rest = said["steps"], said["turns"], said["merges"], said["rest"]
+        of.num_messages = self.step
         self.session.synchronizer.step = said["noise step"]
         self._missing = set(said["carries"])
         if not self._missing:

@@ -84,6 +84,25 @@ def test_a_rank_that_joins_has_the_merged_state_and_no_weight_in_its_first_merge
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("moment", ["before", "handed"])
+@pytest.mark.parametrize("delay", [3, 0])
+def test_a_rank_is_lost_after_another_has_joined(tmp_path, delay, moment):
+    options = {"num_founders": 2, "num_steps": 28, "meets": 3, "delay": delay, "die": {"0": (24, moment)}}
+    script = MergeScript(str(tmp_path), config=EXACT, **options)
+    found = run(script, joins=("j", "1"))
+    same_on_all(found)
+    steps, end = found["j"]
+    assert end["size"] == 2 and [len(change["lost"]) for change in end["changes"]] == [1]
+    first = (min(steps) - 1) // script.every - 1
+
+    def takes_part(name: str, message: int, last: int) -> bool:
+        return message > first if name == "j" else name != "0" or message < last
+
+    # The message of step 24 is number 5.
+    assert any(fits(script, found, lambda *of, last=last: takes_part(*of, last), {"j": first}) for last in (5, 6))
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("merge", ["nesterov", "blend"])
 def test_lossy_merges_stay_the_same_on_all_when_a_rank_is_lost(tmp_path, merge, fragments):
