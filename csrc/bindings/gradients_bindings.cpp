@@ -186,6 +186,8 @@ void bind_synchronizer(py::module_& m) {
           },
           py::arg("index"), py::arg("means"), NoGil())
       .def(
+          "end_kept_pass", [](Synchronizer& synchronizer) { synchronizer.kept().end(); }, NoGil())
+      .def(
           "kept_means", [](Synchronizer& synchronizer, size_t index) { return synchronizer.kept().means(index); },
           py::arg("index"), NoGil())
       .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())

@@ -13,21 +13,13 @@ from torch import nn
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.literals import Merge, MergedState, MergeWeights
-from fusedcomm.local_steps import arguments, shards, state
+from fusedcomm.local_steps import arguments, rules, shards, state
 from fusedcomm.local_steps.fragments import Fragment, cut, refuse_changed
 from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
 from fusedcomm.local_steps.messages import Messages, Pending
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
-from fusedcomm.local_steps.presence import StandIn, alone, check_quorum
-from fusedcomm.local_steps.rules import (
-    Outer,
-    OuterMaker,
-    average_gradients,
-    average_state,
-    merged,
-    move,
-    move_state,
-)
+from fusedcomm.local_steps.presence import MISSED, StandIn, alone, check_quorum
+from fusedcomm.local_steps.rules import Outer, OuterMaker
 from fusedcomm.local_steps.stats import Drift, LocalStats, StepTimer, collect
 from fusedcomm.local_steps.weights import Weights
 from fusedcomm.members.members import Members
@@ -142,7 +134,7 @@ class LocalSteps:
             problem = error  # the other ranks are told
         device = self.fragments[0].anchor.device if self.fragments else torch.device("cpu")
         self.lock = threading.RLock()
-        self.steps = self.turns = self.num_messages = self.num_missed = 0
+        self.steps = self.turns = self.num_messages = self.num_missed = self._finished_at = 0
         self.merges = [0] * fragments
         self.under_way: list[Pending] = []
         self.rest: list[int] = []
@@ -214,10 +206,11 @@ class LocalSteps:
     def _before_step(self) -> None:
         if self.steps < self.schedule.warmup:
             for fragment in self.fragments:
-                average_gradients(fragment, self.messages)
+                rules.average_gradients(fragment, self.messages)
 
     @alone
     def _after_step(self) -> None:
+        self._refuse_ended()
         waited_s = self.messages.waited_s
         self.steps += 1
         after = self.steps - self.schedule.warmup
@@ -279,7 +272,7 @@ class LocalSteps:
             fragment=fragment,
             group=group,
             number=number,
-            began=self.steps if is_there else -1,
+            began=self.steps if is_there else MISSED,
             due=self.steps + (self.schedule.delay if is_there else 0),
             own=own,
             mean=own,
@@ -296,12 +289,14 @@ class LocalSteps:
     @alone
     def stand_in(self, message: int) -> None:
         """Sends a message without a difference and without weight, if this rank has not sent it. Any thread's."""
-        if message != self.num_messages or not self._hooks:
+        is_training = self._hooks and self.steps >= self.schedule.warmup
+        if message != self.num_messages or not is_training or self._stand_in is None:
             return
         fragment = self.fragments[self.schedule.turn(self.turns)[0]]
         for pending in self.under_way:
             if pending.fragment is fragment:
                 self._settle(pending)
+        self._stand_in.fold(self.under_way)
         self._send(fragment, torch.zeros_like(fragment.anchor), 0.0, is_there=False)
         self.turns += 1
         self.num_missed += 1
@@ -320,20 +315,20 @@ class LocalSteps:
         before = flat.clone() if self._moves else None
         if not is_final and (alpha is not None or pending.began != self.steps):
             # With no step since the snapshot, z is y: the corrected rule gives the merged state itself.
-            now = merged(fragment.gather(flat, group), now, moved, pending.own, alpha)
+            now = rules.merged(fragment.gather(flat, group), now, moved, pending.own, alpha)
         fragment.scatter(now, flat, group)
         fragment.write(flat)
         if before is not None:
-            move_state(self._optimizer, self._moves, fragment, flat - before)
+            rules.move_state(self._optimizer, self._moves, fragment, flat - before)
         if self.schedule.state == "average":
-            average_state(self._optimizer, fragment, self.messages)
+            rules.average_state(self._optimizer, fragment, self.messages)
         return pending.all_finish
 
     def _settle(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor]:
-        """Moves the merged state by a message's mean; the parameters follow in _end(). Returns what move() does."""
+        """Moves the merged state by a message's mean; the parameters follow in _end(). As rules.move()."""
         if pending.settled is None:
             self._arrive(pending)
-            pending.settled = move(pending.fragment, pending.group, pending.mean, self.outer)
+            pending.settled = rules.move(pending.fragment, pending.group, pending.mean, self.outer)
         return pending.settled
 
     def _arrive(self, pending: Pending) -> None:
@@ -358,7 +353,7 @@ class LocalSteps:
         Ranks may have made different numbers of steps: those that have ended take part in the merges of the others.
         Training may go on afterwards. Within the warm-up parameters are equal already, and this does nothing.
         """
-        self._refuse_detached()
+        self._refuse_ended()
         if self.steps < self.schedule.warmup:
             return
         self.drain()
@@ -369,6 +364,7 @@ class LocalSteps:
             all_finish = self._end(self.under_way[-1])
         self.rest = [fragment.index for fragment in self.fragments for _ in range(fragment.num_groups)]
         self._merge_rest()
+        self._finished_at = self.num_messages
 
     def _merge_rest(self, weight: float | None = None) -> None:
         """The last messages of finish(). weight: None: as `weights` has it."""
@@ -394,11 +390,11 @@ class LocalSteps:
         interrupted. Every rank saves its own, after the same step. To go on with another number of ranks, call
         :meth:`finish` first: each rank may then load any rank's.
         """
-        self._refuse_detached()
-        for pending in list(self.under_way):
+        self._refuse_ended()
+        if self._stand_in is not None and self.num_messages != self._finished_at:
+            raise RuntimeError("fusedcomm: with a quorum ranks may be at different turns: call finish() before saving")
+        for pending in self.under_way:
             self._arrive(pending)
-            if pending.settled is not None:  # the merged state has moved, and the parameters have not
-                self._end(pending)
         return state.save(self)
 
     @alone
@@ -409,7 +405,7 @@ class LocalSteps:
         Raises ValueError if the state is of another schedule, wire or model, or the model is not the one saved with it.
         Nothing has changed then.
         """
-        self._refuse_detached()
+        self._refuse_ended()
         for pending in self.under_way:
             self._arrive(pending)
         state.load(self, saved)
@@ -431,7 +427,7 @@ class LocalSteps:
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records the model's passes and the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
-        self._refuse_detached()
+        self._refuse_ended()
         return self.session.recorder.record(path, all_ranks, self.model)
 
     @alone
@@ -445,6 +441,8 @@ class LocalSteps:
         self.under_way.clear()
         (self.session if self.merging is None else self.merging).stop("LocalSteps was detached")
 
-    def _refuse_detached(self) -> None:
+    def _refuse_ended(self) -> None:
         if not self._hooks:
             raise RuntimeError("fusedcomm: this LocalSteps is detached: make another one")
+        if self._stand_in is not None and self._stand_in.failure is not None:
+            raise self._stand_in.failure

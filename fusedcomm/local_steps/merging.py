@@ -6,6 +6,7 @@ a rank joins      before a message: the merges under way are ended first, and it
 """
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.messages import Pending
 from fusedcomm.members.errors import MemberLostError
 from fusedcomm.members.keeping import UnexplainedSession
-from fusedcomm.members.members import Members
+from fusedcomm.members.members import INSTALL_TIMEOUT_S, Members
 from fusedcomm.members.view import Decision
 from fusedcomm.members.views import ENDING_S, MAX_FAILURES, Views
 from fusedcomm.ranks import agreement
@@ -46,6 +47,11 @@ def fitting(members: Members, config: Config, schedule: Schedule, model: nn.Modu
         )
     if group is not None:
         raise ValueError("LocalSteps takes process_group= or members=, not both: members bring their own group")
+    if members.microbatches is not None:
+        raise ValueError(
+            f"Members(microbatches={members.microbatches}) shares out a step of all ranks, and LocalSteps has steps of "
+            "each rank's own: leave it out"
+        )
     for name, value in (("warmup", schedule.warmup), ("state", schedule.state)):
         if value not in (0, "local"):
             raise ValueError(
@@ -197,7 +203,7 @@ class Merging(Views):
             self._of.drain()  # which may lead to a later view
             if decision.view.number > self.members.view:
                 self._install_one(decision, began)
-                self.members.wait_for_others(ENDING_S)  # the state that joiners take must not change
+                self.members.wait_for_others(INSTALL_TIMEOUT_S)  # the state that joiners take must not change
             self._tell()
 
     def arrive(self, pending: Pending) -> None:
@@ -224,7 +230,9 @@ class Merging(Views):
         self._recover(self._decisions(), failure)
 
     def stop(self, reason: str) -> None:
-        """Leaves the members."""
+        """Leaves the members, once they have this rank's last message."""
+        with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody waits for it
+            self.members.wait_for_others(ENDING_S)
         self.session.stop(reason)
         self.members.plane.leave(reason)
 
@@ -259,13 +267,13 @@ class Merging(Views):
                     content = self._ask(member, _MEAN, {"number": pending.message})[1]
                 except MemberLostError:
                     continue
+                if not self.members.plane.has_finished(pending.message, decision.view):
+                    return False
                 self._of.messages.fill(pending, content)
+                self._end_step(pending)
                 break
             else:
                 return False
-            if not self.members.plane.has_finished(pending.message, decision.view):
-                return False
-            self._end_step(pending)
         return True
 
     def _end_step(self, pending: Pending) -> None:

@@ -40,6 +40,8 @@ class Pending:
     """Counts the messages of all fragments."""
     weight: float = 1.0
     """This rank's, in the unit that all ranks share."""
+    world_size: int = 0
+    """Ranks that the message was sent to, this one included."""
     is_finishing: bool = False
     """Whether this rank has ended its training."""
     future: object | None = None
@@ -84,6 +86,7 @@ class Messages:
 
     def send(self, pending: Pending) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
+        pending.world_size = self._session.world_size
         if self._keeps:
             names = set(pending.fragment.tensors(pending.own, pending.group))
             pending.residuals = self._synchronizer.residuals(names)
@@ -100,8 +103,7 @@ class Messages:
         )
 
     def send_again(self, pending: Pending) -> None:
-        """Sends a message of an earlier session over this one: with the residuals that it had, so with the same codes
-        where the ranks' parts are the same."""
+        """Sends a message of an earlier session over this one, with the residuals that it had."""
         names = set(pending.fragment.tensors(pending.own, pending.group))
         self._synchronizer.restore_residuals(pending.residuals, names)
         self.send(pending)
@@ -125,12 +127,13 @@ class Messages:
 
     def read(self, pending: Pending) -> Spread:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
-        pending.future, pending.is_read, pending.residuals = None, True, {}
+        pending.future, pending.residuals = None, {}
         weight, squares, finishing, *bits = pending.control.tolist()
         self._compare(pending, bits)
-        pending.all_finish = finishing > 1 - 0.5 / self._session.world_size
+        pending.all_finish = finishing > 1 - 0.5 / pending.world_size
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
             pending.mean = pending.mean / weight if weight else torch.zeros_like(pending.mean)
+        pending.is_read = True
         of_mean = float(torch.linalg.vector_norm(pending.mean, dtype=torch.float64)) ** 2
         size = float(torch.linalg.vector_norm(pending.fragment.anchor, dtype=torch.float64))
         apart = math.sqrt(max(squares - of_mean, 0.0))
@@ -143,7 +146,7 @@ class Messages:
 
     def _compare(self, pending: Pending, means: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
-        tolerance = 0.25 / self._session.world_size
+        tolerance = 0.25 / pending.world_size
         own = _bits(pending.checksum).tolist()
         if all(abs(mean - bit) <= tolerance for mean, bit in zip(means, own, strict=True)):
             return

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from torch import nn
 from fusedcomm.config import check
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.arguments import Schedule
+from fusedcomm.local_steps.messages import Pending
 
 if TYPE_CHECKING:
     from fusedcomm.local_steps.local_steps import LocalSteps
 
+MISSED = -1
+"""The step in which a message began that this rank has missed."""
 _POLL_S = 0.02
 _KEPT = 64
 """Messages whose count of ranks stays in the store."""
@@ -75,6 +79,7 @@ class StandIn:
         self._of, self._store, self._quorum = of, store, quorum
         self._timeout_s = timeout_s
         self._ended = threading.Event()
+        self.failure: Exception | None = None
         store.set_timeout(datetime.timedelta(seconds=60))
         threading.Thread(target=self._run, name="fc-local-steps", daemon=True).start()
 
@@ -84,7 +89,18 @@ class StandIn:
             self._store.delete_key(str(message - _KEPT))
 
     def end(self) -> None:
+        """Ends the thread."""
         self._ended.set()
+
+    def fold(self, under_way: list[Pending]) -> None:
+        """Makes one of the merges that this rank has missed one after another, so that their memory is bounded. Not of
+        blends, which are not sums, and of messages with different blocks."""
+        missed = [each for each in under_way if each.began == MISSED and each.settled is not None]
+        for first, second in itertools.pairwise(missed):
+            if first.fragment is second.fragment and first.group == second.group and not self._of.schedule.alpha:
+                assert first.settled is not None and second.settled is not None
+                second.settled = (second.settled[0], first.settled[1] + second.settled[1])
+                under_way.remove(first)
 
     def _run(self) -> None:
         message, since = -1, None
@@ -98,4 +114,8 @@ class StandIn:
             if has_quorum:
                 since = since or time.monotonic()
                 if time.monotonic() - since >= self._timeout_s:
-                    self._of.stand_in(message)
+                    try:
+                        self._of.stand_in(message)
+                    except Exception as error:  # raised on the main thread, by its next step
+                        self.failure = error
+                        return

@@ -242,6 +242,7 @@ class Training(Views, Runs):
     def _end_step(self) -> None:
         with self._lock:
             self._kept = self.session.synchronizer
+            self._kept.end_kept_pass()
             self.step += 1
         if self.session.weights is not None:
             self._weight_sum = self.session.weights.last[0]

@@ -212,7 +212,10 @@ class Views(abc.ABC):
         return True
 
     def _build(self, view: View, problem: Exception | None = None) -> Any:
-        """The session of a view; None if the members have agreed on another one meanwhile."""
+        """The session of a view; None if the members have agreed on another one meanwhile.
+
+        Raises `problem`, and before the first session what another rank cannot do. Later that is the other rank's end.
+        """
         errand = Errand(lambda: self._make_session(self.members.group(view, self.device), problem))
         while not errand.has_ended_within(_POLL_S):
             if self.members.plane.is_superseded(view):
@@ -221,9 +224,11 @@ class Views(abc.ABC):
         try:
             return errand.result()
         except Exception as error:
-            if error is problem or isinstance(error, agreement.DisagreementError):
-                # To the others, a rank that leaves before they have the verdict is only a lost one.
-                self.members.wait_for_others(_NOTICED_S)
+            is_verdict = isinstance(error, agreement.DisagreementError) and not self.members.plane.is_superseded(view)
+            if error is problem or (is_verdict and self.session is None):
+                if self.members.joins is None:
+                    # To the others, a rank that leaves before they have the verdict is only a lost one.
+                    self.members.wait_for_others(_NOTICED_S)
                 raise
             if problem is not None:
                 raise problem from error

@@ -213,7 +213,7 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
     levels = _levels(codes, wire)
     # Two's complement of the code's own width: the upper half of the levels has the codes from 0 on.
     numbers = (torch.bucketize(codes, levels) - len(levels) // 2) % len(levels)
-    places = torch.arange(0, 8, nbits, device=codes.device)
+    places = torch.arange(0, 8, nbits, dtype=torch.int64, device=codes.device)
     return (numbers.view(-1, 8 // nbits) << places).sum(dim=1).to(torch.uint8)
 
 
@@ -223,7 +223,7 @@ def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
         return codes.float()
     nbits = _NBITS[wire]
     levels = _levels(codes, wire)
-    places = torch.arange(0, 8, nbits, device=codes.device)
+    places = torch.arange(0, 8, nbits, dtype=torch.int64, device=codes.device)
     numbers = (codes.long()[:, None] >> places & (1 << nbits) - 1).view(-1)
     return levels[(numbers + len(levels) // 2) % len(levels)]
 

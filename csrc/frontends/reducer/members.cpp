@@ -38,7 +38,7 @@ void GradReducer::wait_for_members(std::unique_lock<std::mutex>& lock) try {
     const bool counts = failure.empty() && membership_->finish();
     const std::shared_ptr<Synchronizer> next = counts ? nullptr : membership_->recover(failure);
     lock.lock();
-    if (!next) return before->kept().end();
+    if (!next) return;
     synchronizer_ = next;
     hand_over_again(*before);
   }
