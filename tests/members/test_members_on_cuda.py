@@ -36,7 +36,7 @@ def test_a_view_has_a_communicator_of_its_own_that_no_watchdog_ends(members, mon
     assert "cuda" not in members.group(members.current, torch.device("cpu")).backends
     group = members.group(members.current, CUDA)
     assert group.backends["cuda"] == "a communicator" and group.store.get("asked") == b"members"
-    assert asked == [((0, 1, members.timeout, CUDA), False)]
+    assert asked == [((0, 1, group.timeout, CUDA), False)]
 
 
 def test_only_sums_whose_codes_are_kept_are_taken_on_cuda(members):
