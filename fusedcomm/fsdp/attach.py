@@ -122,7 +122,7 @@ def _sums(
 
 def refuse_options(config: Config) -> None:
     """Raises ValueError for an option that has no effect on a reduce-scatter."""
-    default = Config(config.wire)
+    default = Config(config.wire, feedback=config.feedback)
     refused = {
         "sum": "every rank adds what is for it",
         "checks": "of these only Checks(verify_every, digest) is for FSDP2",
