@@ -28,6 +28,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -276,6 +277,19 @@ def run_ranks(arguments: argparse.Namespace, worker: Sequence[str], link: str, *
     ranks = f"--nproc-per-node={arguments.ranks_per_host}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
     return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
+
+
+def rows_of_ranks(arguments: argparse.Namespace, script: str, link: str, settings: dict) -> list[dict]:
+    """Runs `script`, a file of bench/, as every rank; its arguments are a path and `settings` as JSON. Returns the rows
+    that rank 0 wrote to the path, also if the ranks have failed then."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        worker = [str(Path(__file__).with_name(script)), str(results), json.dumps(settings)]
+        status = run_ranks(arguments, worker, link, arguments.subnet, CONGESTION)
+        rows = json.loads(results.read_text()) if results.exists() else []
+    if status:
+        print(f"{link}: the ranks ended with exit status {status}")
+    return rows
 
 
 # ---- the command

@@ -24,14 +24,10 @@ ip, tc and taskset with --hosts. Ten minutes for each link on an idle machine; o
 """
 
 import argparse
-import json
 import statistics
-import tempfile
-from pathlib import Path
 
 import hosts
 from lib.common import env, run_command, write_document
-from lib.namespaces import CONGESTION
 
 
 def parse() -> argparse.Namespace:
@@ -61,15 +57,7 @@ def parse() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, link: str) -> list[dict]:
     bits_s = hosts.parse_link(link) if arguments.hosts else None
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        settings = json.dumps({**vars(arguments), "bits_s": bits_s})
-        worker = [str(Path(__file__).with_name("_local_speed_rank.py")), str(results), settings]
-        status = hosts.run_ranks(arguments, worker, link, arguments.subnet, CONGESTION)
-        rows = json.loads(results.read_text()) if results.exists() else []
-    if status:
-        print(f"{link}: the ranks ended with exit status {status}")
-    return rows
+    return hosts.rows_of_ranks(arguments, "_local_speed_rank.py", link, {**vars(arguments), "bits_s": bits_s})
 
 
 def summary(row: dict) -> dict:

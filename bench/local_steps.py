@@ -29,14 +29,10 @@ link and H; two minutes with --quick.
 """
 
 import argparse
-import json
 import statistics
-import tempfile
-from pathlib import Path
 
 import hosts
 from lib.common import env, run_command, write_document
-from lib.namespaces import CONGESTION
 
 DDP = "DDP"
 
@@ -65,17 +61,6 @@ def parse() -> argparse.Namespace:
         arguments.steps, arguments.seeds, arguments.every = 40, 1, [10]
     arguments.look_every = max(arguments.steps // 10, 1)
     return arguments
-
-
-def measure(arguments: argparse.Namespace, link: str) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        worker = [str(Path(__file__).with_name("_local_steps_rank.py")), str(results), json.dumps(vars(arguments))]
-        status = hosts.run_ranks(arguments, worker, link, arguments.subnet, CONGESTION)
-        rows = json.loads(results.read_text()) if results.exists() else []
-    if status:
-        print(f"{link}: the ranks ended with exit status {status}")
-    return rows
 
 
 def seconds_to(loss: float, curve: list) -> float | None:
@@ -108,7 +93,7 @@ def main() -> None:
     found = {}
     with hosts.measuring("local_steps.py", arguments) as (_, links):
         for link in links:
-            found[link] = measure(arguments, link)
+            found[link] = hosts.rows_of_ranks(arguments, "_local_steps_rank.py", link, vars(arguments))
             if arguments.json:
                 settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
                 write_document(arguments.json, {"env": env(), "settings": settings, "runs": found})

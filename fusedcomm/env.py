@@ -4,7 +4,9 @@ ISA and CODEC_THREADS apply where :class:`fusedcomm.LocalOptions` leaves these o
 argument of ``attach``. MEMBERS and JOIN are what ``Members(join="auto")`` reads. SYNC has no argument.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 ISA = "FUSEDCOMM_ISA"
 """Instruction set of the CPU codec: "auto" (the default), or one that ``fusedcomm doctor`` lists."""
@@ -94,3 +96,18 @@ def launched_world_size() -> int | None:
     them."""
     text = os.environ.get("WORLD_SIZE")
     return int(text) if text and text.isdigit() and "RANK" in os.environ else None
+
+
+@contextlib.contextmanager
+def changed(**variables: str) -> Iterator[None]:
+    """Sets any environment variables for a while. Other threads see them, too."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import importlib
-import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from fusedcomm import env
 from fusedcomm.horovod.reduced_optimizer import split_list
 
 ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
@@ -72,7 +72,7 @@ def _mpi_ops() -> dict[str, Any]:
 def _util() -> dict[str, Any]:
     return {
         "_cache": cache,
-        "env": env,
+        "env": env.changed,
         "extension_available": extension_available,
         "gloo_built": gloo_built,
         "mpi_built": mpi_built,
@@ -94,21 +94,6 @@ def cache(function: Callable[[], Any]) -> Callable[..., Any]:
         return results[0]
 
     return cached
-
-
-@contextlib.contextmanager
-def env(**variables: str) -> Iterator[None]:
-    """Sets environment variables for a while."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -6,10 +6,7 @@ a rank joins      before a message: the merges under way are ended first, and it
 """
 
 import collections
-import contextlib
-import dataclasses
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +17,10 @@ from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.messages import Pending
 from fusedcomm.members.errors import MemberLostError
-from fusedcomm.members.keeping import UnexplainedSession
+from fusedcomm.members.keeping import UnexplainedSession, on_one_level
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, Members
 from fusedcomm.members.view import Decision
-from fusedcomm.members.views import ENDING_S, MAX_FAILURES, Views
+from fusedcomm.members.views import MAX_FAILURES, Views
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.own_group import OwnGroup
 
@@ -63,12 +60,7 @@ def fitting(members: Members, config: Config, schedule: Schedule, model: nn.Modu
             f"the parameters are on {next(model.parameters()).device}, and ranks come and go only where they are on "
             "cpu: leave out members="
         )
-    if config.hosts not in (None, "auto"):
-        raise ValueError(
-            f"hosts={config.hosts!r}: sums on two levels need the same ranks on every host, and members come and go: "
-            "leave out hosts="
-        )
-    return dataclasses.replace(config, hosts=None)
+    return on_one_level(config)
 
 
 class Merging(Views):
@@ -113,23 +105,21 @@ class Merging(Views):
             self._config, group, None, LocalOptions(), self.device, also_agree=agreed, problem=problem
         )
 
-    def _state(self, name: str) -> tuple[dict[str, object], Any]:
+    def _said(self) -> dict[str, object]:
         of = self._of
-        said: dict[str, object] = {
+        return {
             "steps": of.steps,
             "turns": of.turns,
             "merges": list(of.merges),
             "rest": list(of.rest),
             "noise step": self.session.synchronizer.step,
         }
+
+    def _own_state(self, name: str) -> Any:
         if name == _MERGED:
-            outer = None if of.outer is None else of.outer.optimizer.state_dict()
-            return said, {"anchors": [fragment.anchor for fragment in of.fragments], "outer": outer}
-        if name == _BUFFERS:
-            return said, dict(of.model.named_buffers())
-        if name not in self.members.carried:
-            raise LookupError(f"the members carry no {name!r}, but {sorted(self.members.carried)}")
-        return said, self.members.carried[name].state_dict()
+            outer = None if self._of.outer is None else self._of.outer.optimizer.state_dict()
+            return {"anchors": [fragment.anchor for fragment in self._of.fragments], "outer": outer}
+        return dict(self._of.model.named_buffers()) if name == _BUFFERS else None
 
     def _is_common(self, name: str) -> bool:
         return name == _MERGED
@@ -197,7 +187,7 @@ class Merging(Views):
         self._refuse_missing()
         while (decision := self.members.plane.boundary(number)) is not None:
             if self._is_frozen:
-                self._recover(self._decisions(decision), "")
+                self.recover("", decision)
                 continue
             began = time.monotonic()
             self._of.drain()  # which may lead to a later view
@@ -208,9 +198,9 @@ class Merging(Views):
 
     def arrive(self, pending: Pending) -> None:
         """Waits for the mean of a message, whatever happens to the ranks."""
+        if pending.future is None:
+            return
         for _ in range(MAX_FAILURES):
-            if pending.future is None:
-                return
             failure = ""
             try:
                 self._of.messages.wait(pending)
@@ -221,38 +211,25 @@ class Merging(Views):
                 self._end_step(pending)
                 return
             self.recover(failure)
-        text = f"fusedcomm: message {pending.message} failed {MAX_FAILURES} times, last with: {failure}"
-        self.members.plane.leave(text)
-        raise RuntimeError(text)
+            if pending.future is None:  # another rank had the mean
+                return
+        with self._going_on():
+            raise RuntimeError(
+                f"fusedcomm: message {pending.message} failed {MAX_FAILURES} times, last with: {failure}"
+            )
 
-    def recover(self, failure: str) -> None:
-        """Goes over to the next view, with the messages under way."""
-        self._recover(self._decisions(), failure)
-
-    def stop(self, reason: str) -> None:
-        """Leaves the members, once they have this rank's last message."""
-        with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody waits for it
-            self.members.wait_for_others(ENDING_S)
-        self.session.stop(reason)
-        self.members.plane.leave(reason)
-
-    def _decisions(self, first: Decision | None = None) -> Iterator[Decision]:
-        for attempt in range(MAX_FAILURES):
-            yield self.members.plane.recover() if first is None or attempt else first
-
-    def _recover(self, decisions: Iterator[Decision], failure: str) -> None:
+    def recover(self, failure: str, first: Decision | None = None) -> None:
+        """Goes over to the next view, with the messages under way. first: the decision on it, if it is known."""
         began = time.monotonic()
-        try:
-            for decision in decisions:
+        with self._going_on():
+            for _ in range(MAX_FAILURES):
+                decision, first = first or self.members.plane.recover(), None
                 if self._fetch(decision) and self._install(decision, began):
                     for pending in self._of.under_way:
                         if pending.future is not None:
                             self._of.messages.send_again(pending)
                     return self._tell()
             raise RuntimeError(f"fusedcomm: {MAX_FAILURES} changes of ranks failed one after another: {failure}")
-        except BaseException as error:
-            self.members.plane.leave(f"it cannot go on: {error}")
-            raise
 
     def _fetch(self, decision: Decision) -> bool:
         """Takes the means that others have from them. False if they are lost."""
@@ -280,4 +257,3 @@ class Merging(Views):
         with self._lock:
             self._kept.append((pending.message, (pending.control, pending.mean)))
             self.step = pending.message + 1
-        self._admitted = set()

@@ -55,6 +55,11 @@ class Pending:
     all_finish: bool = False
     """Whether all ranks had ended their training, once the message is read."""
 
+    @property
+    def names(self) -> set[str]:
+        """Of the message's tensors, as the engine knows them."""
+        return set(self.fragment.tensors(self.own, self.group))
+
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
@@ -88,8 +93,7 @@ class Messages:
         """Hands a message to the engine, which sends it while training goes on."""
         pending.world_size = self._session.world_size
         if self._keeps:
-            names = set(pending.fragment.tensors(pending.own, pending.group))
-            pending.residuals = self._synchronizer.residuals(names)
+            pending.residuals = self._synchronizer.residuals(pending.names)
         pending.mean = pending.own.clone() if pending.weight == 1 else pending.own * pending.weight
         control = torch.zeros(CONTROL_NUMEL, dtype=torch.float32)
         control[0] = pending.weight
@@ -104,8 +108,7 @@ class Messages:
 
     def send_again(self, pending: Pending) -> None:
         """Sends a message of an earlier session over this one, with the residuals that it had."""
-        names = set(pending.fragment.tensors(pending.own, pending.group))
-        self._synchronizer.restore_residuals(pending.residuals, names)
+        self._synchronizer.restore_residuals(pending.residuals, pending.names)
         self.send(pending)
 
     def fill(self, pending: Pending, content: memoryview) -> None:

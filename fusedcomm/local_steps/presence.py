@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 MISSED = -1
 """The step in which a message began that this rank has missed."""
-_POLL_S = 0.02
+_LOOKS, _MOST_S = 10, 1.0
+"""Looks for the others within the timeout, and the most seconds between two: each asks the store's host."""
 _KEPT = 64
 """Messages whose count of ranks stays in the store."""
 
@@ -77,7 +78,7 @@ class StandIn:
 
     def __init__(self, of: "LocalSteps", store: dist.Store, quorum: int, timeout_s: float) -> None:
         self._of, self._store, self._quorum = of, store, quorum
-        self._timeout_s = timeout_s
+        self._timeout_s, self._look_s = timeout_s, min(timeout_s / _LOOKS, _MOST_S)
         self._ended = threading.Event()
         self.failure: Exception | None = None
         store.set_timeout(datetime.timedelta(seconds=60))
@@ -104,7 +105,7 @@ class StandIn:
 
     def _run(self) -> None:
         message, since = -1, None
-        while not self._ended.wait(_POLL_S):
+        while not self._ended.wait(self._look_s):
             if self._of.num_messages != message:
                 message, since = self._of.num_messages, None
             try:

@@ -52,17 +52,22 @@ def with_codes_kept(config: Config, local: LocalOptions, members: Members, devic
             f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
             "when a rank is lost: with members use sum='auto' or 'two-shot'"
         )
-    if config.hosts not in (None, "auto"):
-        raise ValueError(
-            "fusedcomm: sums on two levels need the same ranks on every host, and members come and go: leave out hosts="
-        )
     if config.checks.verify_every:
         raise ValueError("fusedcomm: verify_every compares with sums that keep no codes: leave it out with members")
     if members.microbatches is not None and config.weighted != "mean":
         raise ValueError(
             "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"
         )
-    return dataclasses.replace(config, sum="two-shot", hosts=None)
+    return dataclasses.replace(on_one_level(config), sum="two-shot")
+
+
+def on_one_level(config: Config) -> Config:
+    """`config` with sums over all ranks at once. Raises ValueError if it names hosts."""
+    if config.hosts not in (None, "auto"):
+        raise ValueError(
+            "fusedcomm: sums on two levels need the same ranks on every host, and members come and go: leave out hosts="
+        )
+    return dataclasses.replace(config, hosts=None)
 
 
 def why_not(joiner: dict, own: dict[str, object], members: Members) -> str:

@@ -106,13 +106,6 @@ class Training(Views, Runs):
             kept_nbytes = kept_nbytes * 3 // 2
         return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
-    def stop(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs this rank's means
-            self.members.wait_for_others(ENDING_S)
-        self.session.synchronizer.abort(reason)
-        self.session.stop(reason)
-        self.members.plane.leave(reason)
-
     # ---- weights, of whichever session runs; see session/weights.py
 
     def __getattr__(self, name: str) -> Any:
@@ -134,19 +127,17 @@ class Training(Views, Runs):
             raise LookupError(f"the means of step {step} are not kept, but those of step {self.step - 1}")
         return {"weights": self._weight_sum}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
 
-    def _state(self, name: str) -> tuple[dict[str, object], Any]:
-        said: dict[str, object] = {
+    def _said(self) -> dict[str, object]:
+        return {
             "microbatches": self.members.num_microbatches,
             "shared out": self._num_shared,
             "noise step": self._noise_step,
         }
-        if name in (_MODEL, _BUFFERS):
-            return said, {
-                key: value for key, value in self._model.items() if key.startswith("buffer ") == (name == _BUFFERS)
-            }
-        if name not in self.members.carried:
-            raise LookupError(f"the members carry no {name!r}, but {sorted(self.members.carried)}")
-        return said, self.members.carried[name].state_dict()
+
+    def _own_state(self, name: str) -> Any:
+        if name not in (_MODEL, _BUFFERS):
+            return None
+        return {key: value for key, value in self._model.items() if key.startswith("buffer ") == (name == _BUFFERS)}
 
     def _is_common(self, name: str) -> bool:
         return name == _MODEL or isinstance(self.members.carried.get(name), torch.optim.Optimizer)
@@ -194,11 +185,8 @@ class Training(Views, Runs):
 
     def recover(self, failure: str) -> "_C.Synchronizer | None":
         """Finishes the step although ranks are lost; see Membership in reducer.h."""
-        try:
+        with self._going_on():
             return self._recovered(failure)
-        except BaseException as error:
-            self.members.plane.leave(f"it cannot go on: {error}")
-            raise
 
     def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()

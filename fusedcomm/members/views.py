@@ -5,8 +5,10 @@ joins gets their state. Training and LocalSteps say what happens to what was und
 """
 
 import abc
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,8 +84,12 @@ class Views(abc.ABC):
         """The session of a view's group. It is made on another thread."""
 
     @abc.abstractmethod
-    def _state(self, name: str) -> tuple[dict[str, object], Any]:
-        """What a rank that joins is told, and the object of this name. Raises LookupError if there is none."""
+    def _said(self) -> dict[str, object]:
+        """What a rank that joins is told with each object."""
+
+    @abc.abstractmethod
+    def _own_state(self, name: str) -> Any:
+        """The object of this name; None if it is none of the subclass's."""
 
     def _is_common(self, name: str) -> bool:
         """Whether the object has the same bits on all members."""
@@ -111,10 +117,31 @@ class Views(abc.ABC):
         name, step = str(header["name"]), int(header["step"])
         if step != self.step:
             raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
-        said, value = self._state(name)
-        return {"carries": sorted(self.members.carried), **said}, value
+        carried, value = self.members.carried, self._own_state(name)
+        if value is None:
+            if name not in carried:
+                raise LookupError(f"the members carry no {name!r}, but {sorted(carried)}")
+            value = carried[name].state_dict()
+        return {"carries": sorted(carried), **self._said()}, value
 
     # ---- called on the main thread
+
+    def stop(self, reason: str) -> None:
+        """Leaves the members, once they have finished this rank's last step."""
+        with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs anything of this rank
+            self.members.wait_for_others(ENDING_S)
+        self.session.synchronizer.abort(reason)
+        self.session.stop(reason)
+        self.members.plane.leave(reason)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Leaves the members if an error ends what is done in it."""
+        try:
+            yield
+        except BaseException as error:
+            self.members.plane.leave(f"it cannot go on: {error}")
+            raise
 
     def _begin(self, problem: Exception | None) -> None:
         """Makes the founders' session. problem: what keeps this rank from taking part; the others are told."""

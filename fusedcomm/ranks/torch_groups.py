@@ -22,7 +22,6 @@ old one.
 import contextlib
 import ctypes
 import datetime
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -30,6 +29,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from fusedcomm import env
 
 RELIED_ON = (
     ("Types.hpp", r"struct AllToAllOptions \{[^}]*bool asyncOp\b", "all-to-alls on the current stream"),
@@ -99,22 +100,6 @@ watchdog, and a failure does not hold the lock that the next collective needs fo
 _environment_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for a while."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-
 def own_nccl(
     store: dist.Store,
     name: str,
@@ -141,7 +126,7 @@ def own_nccl(
     options._timeout = timeout
     if zero_cta:
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
-    with contextlib.nullcontext() if is_supervised else _environment(_UNSUPERVISED):
+    with _environment_lock, env.changed(**({} if is_supervised else _UNSUPERVISED)):
         backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
     # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
     # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,

@@ -1,17 +1,13 @@
 """Ranks that train by local steps with members, follow a script, and write what each step left them; and what they
 must have, by a plain simulation."""
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from trainees import Script, gradient, wait_for
+from trainees import Rank, Script, gradient, wait_for
 
 import fusedcomm
 
@@ -39,17 +35,12 @@ class Net(torch.nn.Module):
         self.of = torch.nn.ModuleList(torch.nn.ParameterList([torch.full(shape, value)]) for shape in SHAPES)
 
 
-class Merger:
+class Merger(Rank):
     """One rank."""
 
     def __init__(self, script: MergeScript, name: str, address: str | None) -> None:
-        self.script, self.name, self.folder = script, name, Path(script.folder)
-        torch.set_num_threads(1)
-        if address is None:
-            store = dist.FileStore(str(self.folder / "store"), script.num_founders)
-            dist.init_process_group("gloo", store=store, rank=int(name), world_size=script.num_founders)
-        self.members = fusedcomm.Members(join=address, min_ranks=script.min_ranks, silence=script.silence)
-        self.model = Net(0.0 if address is None else 7.0)  # whatever a joiner begins with, it gets the others'
+        super().__init__(script, name, address)
+        self.model = Net(7.0 if self.joins else 0.0)  # whatever a joiner begins with, it gets the others'
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.5)
         self.comm = fusedcomm.LocalSteps(
             self.model,
@@ -75,17 +66,6 @@ class Merger:
 
     def flat(self) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
-
-    def write(self, what: str, value: Any) -> None:
-        target = self.folder / f"{self.name}.{what}"
-        torch.save(value, target.with_suffix(".new"))
-        os.rename(target.with_suffix(".new"), target)
-
-    def dies(self, step: int, moment: str) -> bool:
-        return self.script.die.get(self.name) == (step, moment)
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def run(self) -> None:
         while self.comm.steps < self.script.num_steps:

@@ -70,10 +70,8 @@ def means_of(names, step: int, config: dict) -> list[torch.Tensor]:
     return [fusedcomm.simulate(gradients, exact, step=step) for gradients in of_ranks]
 
 
-class Trainee:
-    """One rank. Moments to die: "before" the backward pass, "between" two buckets, "handed" over but without means,
-    "finished" with all means but before it counts, and in step 0: "made" before it has a reducer, "receiving",
-    for a rank that joins, before it has the model."""
+class Rank:
+    """A rank that follows a script."""
 
     def __init__(self, script: Script, name: str, address: str | None) -> None:
         self.script, self.name, self.folder = script, name, Path(script.folder)
@@ -87,6 +85,27 @@ class Trainee:
         self.members = fusedcomm.Members(
             join=address, min_ranks=script.min_ranks, microbatches=script.microbatches, silence=script.silence
         )
+
+    def write(self, what: str, value: Any) -> None:
+        """The file appears whole."""
+        target = self.folder / f"{self.name}.{what}"
+        torch.save(value, target.with_suffix(".new"))
+        os.rename(target.with_suffix(".new"), target)
+
+    def dies(self, step: int, moment: str) -> bool:
+        return self.script.die.get(self.name) == (step, moment)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Trainee(Rank):
+    """One rank. Moments to die: "before" the backward pass, "between" two buckets, "handed" over but without means,
+    "finished" with all means but before it counts, and in step 0: "made" before it has a reducer, "receiving",
+    for a rank that joins, before it has the model."""
+
+    def __init__(self, script: Script, name: str, address: str | None) -> None:
+        super().__init__(script, name, address)
         self.parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in script.shapes]
         if self.joins:  # whatever it begins with, it gets the others'
             for parameter in self.parameters:
@@ -107,12 +126,6 @@ class Trainee:
         self.write("ready", {"address": self.members.address, "step": self.members.step})
         if script.late is not None and script.late[0] == name:
             self.be_late(script.late[1])
-
-    def write(self, what: str, value: Any) -> None:
-        """The file appears whole."""
-        target = self.folder / f"{self.name}.{what}"
-        torch.save(value, target.with_suffix(".new"))
-        os.rename(target.with_suffix(".new"), target)
 
     def be_late(self, step: int) -> None:
         """In that step this rank has means that it does not trust: it must fetch all of them."""
@@ -136,12 +149,6 @@ class Trainee:
 
         training.finish, training._fetch = late_finish, fetch_all
         self.comm.native.use(finish=training.finish, recover=training.recover)
-
-    def dies(self, step: int, moment: str) -> bool:
-        return self.script.die.get(self.name) == (step, moment)
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def backward(self, step: int) -> None:
         """One pass whose gradients are gradient(…)."""
