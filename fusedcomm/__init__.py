@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fusedcomm.local_steps.local_steps import LocalSteps
     from fusedcomm.members.members import Members
     from fusedcomm.members.sampler import MembersSampler
+    from fusedcomm.optimizer.sharded import ShardedOptimizer
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
@@ -65,6 +66,7 @@ __all__ = [
     "MembersSampler",
     "Residuals",
     "Rounding",
+    "ShardedOptimizer",
     "Stats",
     "Sum",
     "Tuning",
@@ -90,6 +92,7 @@ _HOME = {
     "Auto": "autotune.auto",
     "Tuning": "autotune.search",
     "LocalSteps": "local_steps.local_steps",
+    "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",
     "Residuals": "simulation",
     "simulate": "simulation",

@@ -14,7 +14,7 @@ void bind_transport(pybind11::module_& m);
 void bind_gradients(pybind11::module_& m);
 void bind_ddp(pybind11::module_& m);
 void bind_reducer(pybind11::module_& m);
-void bind_fsdp(pybind11::module_& m);
+void bind_rows(pybind11::module_& m);
 void bind_horovod(pybind11::module_& m);
 
 }  // namespace fusedcomm

@@ -11,6 +11,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_gradients(m);
   fusedcomm::bind_ddp(m);
   fusedcomm::bind_reducer(m);
-  fusedcomm::bind_fsdp(m);
+  fusedcomm::bind_rows(m);
   fusedcomm::bind_horovod(m);
 }

@@ -47,7 +47,7 @@ BucketDigest::BucketDigest(int rank, int world_size, int64_t num_chunks, Done do
 
 void BucketDigest::before(const BucketJob& job, const Step& step, int64_t chunk, const std::byte* from) {
   Digest& digest = chunks_[static_cast<size_t>(chunk)];
-  const bool is_rows = !job.plan->packed_rows.empty(), on_one_level = !job.plan->on_two_levels();
+  const bool is_rows = !job.plan->packed_rows.empty() && !job.plan->gathers, on_one_level = !job.plan->on_two_levels();
   // A step that has a message for each rank, or reads parts of one.
   const auto piece = [&](int64_t rank, int64_t nbytes) { return crc32c(from + rank * nbytes, nbytes); };
   if ((step.operation == Operation::kReduce && on_one_level) || (step.operation == Operation::kSum && is_rows)) {
@@ -67,7 +67,7 @@ void BucketDigest::before(const BucketJob& job, const Step& step, int64_t chunk,
 
 void BucketDigest::after(const BucketJob& job, const Step& step, int64_t chunk, const std::byte* to) {
   // Other sums pack what only an all-reduce or a host sees, or a message of which the sum takes the CRC.
-  const bool is_for_ranks = step.to == Buffer::kOutgoing || step.to == Buffer::kKeptCodes;
+  const bool is_for_ranks = (step.to == Buffer::kOutgoing || step.to == Buffer::kKeptCodes) && !job.plan->gathers;
   if (step.operation != Operation::kPack || !is_for_ranks || job.plan->on_two_levels()) return;
   Digest& digest = chunks_[static_cast<size_t>(chunk)];
   const int64_t nbytes = step.nbytes / world_size_;

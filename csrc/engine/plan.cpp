@@ -187,11 +187,25 @@ BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const L
   plan.sum = Sum::kOneShot;  // as there, each rank's codec adds what all encoders have made
   RowLayouts rows = row_layouts(formats, world_size, numels.exact, config.max_chunk_nbytes);
   plan.layouts = std::move(rows.own);
-  plan.packed_rows = std::move(rows.packed);
+  plan.packed_rows = std::move(rows.all);
   const double predivide = config.predivide != 0 ? config.predivide : 1;
   plan.pack_scale = static_cast<float>(1 / predivide);
   plan.unpack_scale = static_cast<float>(predivide * factor);
   std::vector<Step> steps = steps_of_reduce_scatter(world_size, world_size * plan.chunk_nbytes());
+  plan.workspace = workspace_of(steps);
+  plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));
+  return plan;
+}
+
+BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels) {
+  BucketPlan plan;
+  const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
+  plan.sum = Sum::kTwoShot;  // as there, a rank receives a part from each
+  plan.gathers = true;
+  RowLayouts rows = row_layouts(formats, world_size, numels.exact, config.max_chunk_nbytes);
+  plan.layouts = std::move(rows.all);
+  plan.packed_rows = std::move(rows.own);
+  std::vector<Step> steps = steps_of_all_gather(world_size, plan.chunk_nbytes());
   plan.workspace = workspace_of(steps);
   plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));
   return plan;

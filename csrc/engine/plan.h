@@ -27,8 +27,10 @@ struct BucketPlan {
   // Two-shot on two levels: the layouts of the messages within a host, which pack writes and the local reduce reads.
   // Else empty.
   std::vector<BucketLayout> host_layouts;
-  // Reduce-scatter: the layouts of the messages that pack writes; see RowLayouts. Else empty.
+  // Of rows: the layouts of the messages that pack writes, see RowLayouts: of a reduce-scatter all rows, of an
+  // all-gather the own row. Else empty.
   std::vector<BucketLayout> packed_rows;
+  bool gathers = false;  // an all-gather
   // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
   Workspace workspace;     // the buffers that the steps need
@@ -88,6 +90,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
 // Plans a reduce-scatter of rows, one for each rank, whose lists have these elements. Rank r gets the sum of the ranks'
 // rows r × factor, added in fp32 in the order of ranks. Sums on two levels do not apply.
 BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor);
+// Plans an all-gather of rows with these elements: every rank gets the rows of all.
+BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels);
 
 // An upper bound of chunk_nbytes() and host_chunk_nbytes() for any bucket. The module's parameters give no tighter
 // bound, because some may have been frozen, tied or ignored since.

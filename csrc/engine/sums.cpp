@@ -228,6 +228,15 @@ std::vector<Step> steps_of_reduce_scatter(int64_t world_size, int64_t nbytes) {
   };
 }
 
+// As the second half of a two-shot, but each rank packs its own row.
+std::vector<Step> steps_of_all_gather(int64_t world_size, int64_t nbytes) {
+  return {
+      pack(Buffer::kOutgoing, nbytes / world_size),
+      all_gather(Channel::kGather, Buffer::kOutgoing, Buffer::kIncoming, nbytes, world_size),
+      next_leg(unpack(Buffer::kIncoming, nbytes)),
+  };
+}
+
 Workspace workspace_of(const std::vector<Step>& steps) {
   Workspace needed;
   for (const Step& step : steps) {

@@ -118,8 +118,10 @@ struct ChunkShape {
 // The steps of one chunk, the same on every rank. Throws std::invalid_argument for kAuto.
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape);
 
-// The steps of a chunk of a reduce-scatter. nbytes: of a chunk's message, which has a part for each rank.
+// The steps of a chunk of a reduce-scatter, and of an all-gather: the halves of a two-shot. nbytes: of a chunk's
+// message, which has a part for each rank.
 std::vector<Step> steps_of_reduce_scatter(int64_t world_size, int64_t nbytes);
+std::vector<Step> steps_of_all_gather(int64_t world_size, int64_t nbytes);
 
 // Bytes of the two buffers that a chunk needs; 0 for a buffer that no step uses.
 struct Workspace {

@@ -1,5 +1,5 @@
 // A bucket of gradients from any front end: its parameters, where each of their gradients lies in memory, and whether
-// every rank gets the sum (all-reduce) or each rank its row of it (reduce-scatter).
+// every rank gets the sum (all-reduce), each rank its row of it (reduce-scatter), or every rank all rows (all-gather).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -93,17 +93,20 @@ struct Bucket {
   // The result is the mean × factor, of a reduce-scatter the sum × factor; see plan_bucket() and plan_reduce_scatter().
   // Only for a bucket that is alone.
   std::optional<double> factor;
-  // Reduce-scatter: where this rank's sum goes.
+  // This rank's row of a reduce-scatter or an all-gather.
   struct OwnRow {
-    at::Tensor sum;     // contiguous, [elements of a row], of any dtype that gradients may have
+    at::Tensor tensor;  // contiguous, [elements of a row], of any dtype that gradients may have
     uint32_t call = 0;  // the number of the bucket's earlier calls. It selects the noise of stochastic rounding.
+    bool is_sent = false;
   };
-  // If it is set, the gradients are a row for each rank. They are only read: this
-  // rank gets the sum of its rows × factor. Only for a bucket that is alone.
+  // If it is set, the gradients are a row for each rank. Unless it is sent, they are only read, and it gets the sum of
+  // the ranks' rows × factor. If it is sent, it is only read, and the gradients get the rows of all ranks. Only for a
+  // bucket that is alone.
   std::optional<OwnRow> own_row;
+  bool gathers() const { return own_row && own_row->is_sent; }
 
-  // What the bucket's future receives: the run of gradients, of separate tensors the first, or this rank's row.
-  const at::Tensor& result() const { return own_row ? own_row->sum : gradients->front(); }
+  // What the bucket's future receives: the run of gradients, of separate tensors the first, or this rank's sum.
+  const at::Tensor& result() const { return own_row && !gathers() ? own_row->tensor : gradients->front(); }
 };
 
 }  // namespace fusedcomm

@@ -18,7 +18,7 @@ bool is_carried(const Gradients& gradients) { return !gradients.is_sparse() && h
 // Bytes of an element, for the holes of the record's lists. A reduce-scatter has the same holes whatever its dtypes
 // are: its input and its output may have two.
 int64_t hole_nbytes(const BucketRecord& record) {
-  return grad_nbytes(record.scatters ? GradDtype::kBFloat16 : grad_dtype_of(record.dtype));
+  return grad_nbytes(record.has_rows ? GradDtype::kBFloat16 : grad_dtype_of(record.dtype));
 }
 
 void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
@@ -28,8 +28,10 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   for (const BucketRecord::Member& member : record->members) slices.emplace_back(member.numel, member.state->wire);
   const ListNumels numels = list_numels(slices, hole_nbytes(*record), record->in_one_run);
   const int world_size = engine.world_size();
-  record->plan = record->scatters ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
-                                  : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
+  record->plan = record->gathers ? plan_all_gather(config, world_size, numels)
+                 : record->has_rows
+                     ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
+                     : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
   record->kept.resize(record->plan.layouts.size());
   std::vector<bool> begun(record->kept.size(), false);
   for (BucketRecord::Member& member : record->members) {
@@ -51,7 +53,7 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
     member.hole = lists.try_emplace({member.payload, member.exact}, empty).first->second.append(offset, member.numel);
     offset += member.numel;
   }
-  if (!record->scatters) return;
+  if (!record->has_rows) return;
   for (BucketRecord::Kept& kept : record->kept) kept.noise_number = static_cast<uint32_t>(bucket.index);
 }
 
@@ -59,8 +61,7 @@ bool is_in(const BucketRecord::Member& member, size_t payload, bool exact) {
   return member.payload == payload && member.exact == exact;
 }
 
-// A payload's slices in one row, lossy or exact: of an all-reduce, what is packed; of a reduce-scatter, what is
-// unpacked.
+// A payload's slices in one row, lossy or exact.
 SlicePlaces slices_of(const BucketRecord& record, const std::vector<SlicePlace>& places, size_t payload, bool exact) {
   SlicePlaces slices;
   for (size_t i = 0; i < record.members.size(); ++i) {
@@ -72,21 +73,20 @@ SlicePlaces slices_of(const BucketRecord& record, const std::vector<SlicePlace>&
   return slices;
 }
 
-// What a reduce-scatter packs of a payload, lossy or exact: chunk by chunk a segment of every row, filled up with a
-// hole.
+// A payload's slices in all rows, lossy or exact: chunk by chunk a segment of every row, filled up with a hole.
 SlicePlaces row_segments(const BucketRecord& record, size_t payload, bool exact) {
-  const BucketLayout& packed = record.plan.packed_rows[payload];
-  const int64_t segment = exact ? packed.part.exact_numel : packed.part.lossy_numel;
+  const BucketLayout& all = record.layouts_of_rows()[payload];
+  const int64_t segment = exact ? all.part.exact_numel : all.part.lossy_numel;
   SlicePlaces slices;
-  for (int64_t chunk = 0; chunk < packed.num_chunks && segment != 0; ++chunk) {
+  for (int64_t chunk = 0; chunk < all.num_chunks && segment != 0; ++chunk) {
     const Range range{chunk * segment, (chunk + 1) * segment};
-    for (int64_t row = 0; row < packed.num_parts; ++row) {
+    for (int64_t row = 0; row < all.num_parts; ++row) {
       int64_t at = 0, filled_to = range.begin;  // elements of the row's list before the member, and in the segment
       for (const BucketRecord::Member& member : record.members) {
         if (!is_in(member, payload, exact)) continue;
         at += member.hole;
         const int64_t from = std::max(range.begin, at), to = std::min(range.end, at + member.numel);
-        const int64_t offset = row * (record.numel / packed.num_parts) + member.offset + from - at;
+        const int64_t offset = row * (record.numel / all.num_parts) + member.offset + from - at;
         if (from < to) {
           slices.append_hole(from - filled_to);
           slices.append({offset, to - from}, member.state);
@@ -108,17 +108,27 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
     BucketRecord::Kept& kept = record->kept[payload];
     SlicePlaces lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
     SlicePlaces exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
-    if (record->scatters || plan.on_two_levels()) {
-      const int64_t own_nbytes = record->scatters ? grad_nbytes(grad_dtype_of(record->own_dtype)) : nbytes;
-      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes);
+    if (plan.on_two_levels()) {
+      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places, nbytes);
     }
-    if (record->scatters) {
-      kept.own_lossy = std::exchange(lossy, row_segments(*record, payload, /*exact=*/false));
-      kept.own_exact = std::exchange(exact, row_segments(*record, payload, /*exact=*/true));
-      kept.lossy = lossy;
-      kept.exact = exact;
+    int64_t packed_nbytes = nbytes;
+    if (record->has_rows) {
+      const int64_t own_nbytes = grad_nbytes(grad_dtype_of(record->own_dtype));
+      kept.own_lossy = lossy;
+      kept.own_exact = exact;
+      kept.lossy = row_segments(*record, payload, /*exact=*/false);
+      kept.exact = row_segments(*record, payload, /*exact=*/true);
+      kept.unpack_tables = record->gathers
+                               ? device->prepare(plan.layouts[payload], kept.lossy.places, kept.exact.places, nbytes)
+                               : device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes);
+      if (record->gathers) {
+        packed_nbytes = own_nbytes;
+      } else {
+        lossy = kept.lossy;
+        exact = kept.exact;
+      }
     }
-    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places, nbytes);
+    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places, packed_nbytes);
     if (!kept.tables) continue;
     std::vector<ParameterStatePtr> counted;
     for (const SlicePlaces* slices : {&lossy, &exact}) {
@@ -132,12 +142,12 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
 void make_residuals(const Engine& engine, const Place& place, c10::Device device, BucketRecord* record) {
   const WireConfig& config = engine.config();
   const BucketPlan& plan = record->plan;
-  if (!config.feedback || !plan.sums_codes()) return;
+  if (!config.feedback || !plan.sums_codes() || record->gathers) return;
   for (size_t payload = 0; payload < record->kept.size(); ++payload) {
-    const BucketLayout& layout = record->scatters ? plan.packed_rows[payload] : plan.layouts[payload];
+    const BucketLayout& layout = record->has_rows ? plan.packed_rows[payload] : plan.layouts[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->kept[payload].residual;
-    residual = record->scatters ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, device)
+    residual = record->has_rows ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, device)
                                 : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale,
                                                                    plan.reduce_scale, place, device,
                                                                    /*of_first_only=*/!plan.encodes_sums());
@@ -167,7 +177,7 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
     if (!member.exact && residual && left_out.defined()) {
       at::Tensor& all = values[member.payload];
       const BucketPlan& plan = record->plan;
-      const auto& layouts = record->scatters ? plan.packed_rows : plan.layouts;
+      const auto& layouts = record->has_rows ? plan.packed_rows : plan.layouts;
       if (!all.defined()) all = at::zeros({layouts[member.payload].lossy_numel}, left_out.options());
       const at::Tensor range = residual->range_of(all, begins[member.payload], left_out.numel());
       range.copy_(left_out.view(range.sizes()));
@@ -212,8 +222,9 @@ Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
 bool is_of(const BucketRecord& record, const Bucket& bucket) {
   const Gradients& gradients = *bucket.gradients;
   if (record.is_stale || record.factor != bucket.factor || record.dtype != gradients.dtype()) return false;
-  if (record.passthrough == is_carried(gradients) || record.scatters != bucket.own_row.has_value()) return false;
-  if (record.scatters && record.own_dtype != bucket.own_row->sum.scalar_type()) return false;
+  if (record.passthrough == is_carried(gradients) || record.has_rows != bucket.own_row.has_value()) return false;
+  if (record.gathers != bucket.gathers()) return false;
+  if (record.has_rows && record.own_dtype != bucket.own_row->tensor.scalar_type()) return false;
   if (record.in_one_run != gradients.in_one_run() || record.numel != gradients.numel()) return false;
   if (record.parameters.size() != bucket.parameters.size()) return false;
   return std::equal(
@@ -257,8 +268,9 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
   record->factor = bucket.factor;
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
-  record->scatters = bucket.own_row.has_value();
-  if (record->scatters) record->own_dtype = bucket.own_row->sum.scalar_type();
+  record->has_rows = bucket.own_row.has_value();
+  record->gathers = bucket.gathers();
+  if (record->has_rows) record->own_dtype = bucket.own_row->tensor.scalar_type();
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const at::Tensor& parameter = bucket.parameters[i];
     const SlicePlace& place_of_gradient = gradients.places()[i];
@@ -273,7 +285,7 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
     record->members.push_back(std::move(member));
   }
   // A row's plan is printed before its dtype is known.
-  const auto element_nbytes = static_cast<double>(c10::elementSize(record->scatters ? at::kFloat : record->dtype));
+  const auto element_nbytes = static_cast<double>(c10::elementSize(record->has_rows ? at::kFloat : record->dtype));
   record->label =
       make_label(bucket.index, record->parameter_names(), static_cast<double>(record->numel) * element_nbytes);
   if (record->passthrough) return record;
@@ -356,10 +368,10 @@ void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients,
   // Gradients that are summed in place have been scaled already.
   const float scale = job.plan->in_place ? 1.0F : job.pack_scale();
   for (size_t payload = 0; payload < record.kept.size(); ++payload) {
-    const BucketLayout& layout = record.scatters ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
+    const BucketLayout& layout = record.has_rows ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
     for (const bool exact : {false, true}) {
       const BucketRecord::Kept& kept = record.kept[payload];
-      const SlicePlaces slices = !record.scatters ? slices_of(record, gradients.places(), payload, exact)
+      const SlicePlaces slices = !record.has_rows ? slices_of(record, gradients.places(), payload, exact)
                                  : exact          ? kept.exact
                                                   : kept.lossy;
       const Range range = of_chunk(layout, chunk, exact);

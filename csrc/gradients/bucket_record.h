@@ -46,8 +46,8 @@ struct BucketRecord {
     std::shared_ptr<const BucketTables> tables;         // for pack
     std::shared_ptr<const BucketTables> unpack_tables;  // for unpack, if its layout is not pack's; else null
     std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
-    // Reduce-scatter: what pack reads, the segments of all rows, and what unpack writes, counted from the own row. Else
-    // empty, because the gradients may lie elsewhere in every pass.
+    // Of rows: the segments of all rows, and those of the own row, counted from it. A reduce-scatter packs all rows and
+    // unpacks the own, an all-gather the reverse. Else empty, because the gradients may lie elsewhere in every pass.
     SlicePlaces lossy, exact, own_lossy, own_exact;
   };
   std::vector<c10::TensorImpl*> parameters;
@@ -58,14 +58,17 @@ struct BucketRecord {
   bool is_stale = false;         // its residuals have been replaced, so it must be made again
   bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
-  bool scatters = false;                  // a reduce-scatter
-  at::ScalarType own_dtype = at::kFloat;  // reduce-scatter: of this rank's row
+  bool has_rows = false;                  // a reduce-scatter or an all-gather
+  bool gathers = false;                   // an all-gather
+  at::ScalarType own_dtype = at::kFloat;  // of this rank's row
   BucketPlan plan;
   std::vector<Kept> kept;                  // one for each of the plan's layouts
   std::shared_ptr<KeptMessages> messages;  // null unless the configuration keeps them
   std::shared_ptr<const BucketLabel> label;
 
   std::vector<std::string> parameter_names() const;
+  // Of rows: the layouts of all rows.
+  const std::vector<BucketLayout>& layouts_of_rows() const { return gathers ? plan.layouts : plan.packed_rows; }
 };
 
 using BucketRecordPtr = std::shared_ptr<const BucketRecord>;

@@ -27,11 +27,14 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
     payload.slices.origin = origin;
     payload.slices.tables = kept.tables;
     if (!bucket.own_row) continue;
-    const at::Tensor &rows = gradients.front(), &sum = bucket.own_row->sum;
-    payload.slices.lossy = slice_list(kept.lossy.places, rows);
-    payload.slices.exact = slice_list(kept.exact.places, rows);
-    payload.unpacked = BucketSlices{slice_list(kept.own_lossy.places, sum), slice_list(kept.own_exact.places, sum),
-                                    sum.data_ptr(), kept.unpack_tables};
+    const at::Tensor &rows = gradients.front(), &own = bucket.own_row->tensor;
+    BucketSlices of_all{slice_list(kept.lossy.places, rows), slice_list(kept.exact.places, rows), origin};
+    BucketSlices of_own{slice_list(kept.own_lossy.places, own), slice_list(kept.own_exact.places, own), own.data_ptr()};
+    if (record.gathers) std::swap(of_all, of_own);
+    payload.slices = std::move(of_all);
+    payload.slices.tables = kept.tables;
+    payload.unpacked = std::move(of_own);
+    payload.unpacked->tables = kept.unpack_tables;
   }
   if (bucket.own_row) return;
   const GradDtype dtype = grad_dtype_of(record.dtype);
@@ -94,26 +97,30 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   if (record->passthrough) return job;
   job->grad_nbytes = gradients->nbytes();
   job->plan = BucketPlanPtr(record, &record->plan);
-  job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
-    attribute_nonfinite(*record, *gradients, packed, chunk);
-  };
+  if (!record->gathers) {  // what is not finite in a row has been counted as a gradient
+    job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
+      attribute_nonfinite(*record, *gradients, packed, chunk);
+    };
+  }
   job->payloads.resize(record->kept.size());
   add_slices(bucket, *record, job.get());
   add_rounding(*record, engine, place, step, job.get());
   add_decay(record, engine.config().feedback_decay, job.get());
-  std::shared_ptr<Device> device;  // that of a reduce-scatter
+  std::shared_ptr<Device> device;  // that of rows
+  at::Tensor own_row;
   if (bucket.own_row) {
     device = engine.shared_device();
-    job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, bucket.own_row->sum);
+    own_row = bucket.own_row->tensor;
+    job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, bucket.own_row->tensor);
   } else {
     const bool by_wire_only = engine.is_on_wire(*job);
     for (const at::Tensor& tensor : gradients->tensors()) engine.device().will_use(tensor, by_wire_only);
     job->owner = std::const_pointer_cast<Gradients>(gradients);
   }
-  job->on_done = [future, gradients, result = bucket.result(), device](std::exception_ptr error) {
-    // Without an error the caller's stream waits for ours before a reduce-scatter's memory is used for anything else.
+  job->on_done = [future, gradients, result = bucket.result(), device, own_row](std::exception_ptr error) {
+    // Without an error the caller's stream waits for ours before the rows' memory is used for anything else.
     if (error && device) {
-      for (const at::Tensor& tensor : {gradients->front(), result}) device->will_use(tensor);
+      for (const at::Tensor& tensor : {gradients->front(), own_row}) device->will_use(tensor);
     }
     complete(*future, result, std::move(error));
   };

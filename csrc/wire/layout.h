@@ -256,11 +256,11 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
   return of_host;
 }
 
-// A reduce-scatter. Its bucket has a row for each rank, and every row has the same elements. Part r of chunk c has a
-// segment of row r: pack's list is, for each chunk, the segments of all rows, one after another, each filled up with
-// zeros. Rank r receives the segments of its row, and unpacks them with `own`, where they are the whole list.
+// A reduce-scatter or an all-gather. Its bucket has a row for each rank, and every row has the same elements. Part r of
+// chunk c has a segment of row r: the list of all rows is, for each chunk, the segments of all rows, one after another,
+// each filled up with a hole. Of its own row a rank has all segments, and nothing else, in `own`.
 struct RowLayouts {
-  std::vector<BucketLayout> packed;  // one for each format; numels include the zeros
+  std::vector<BucketLayout> all;  // one for each format; numels include the holes
   std::vector<BucketLayout> own;
 };
 
@@ -271,11 +271,11 @@ inline RowLayouts row_layouts(const std::vector<WireFormat>& formats, int64_t nu
   RowLayouts layouts;
   layouts.own = bucket_layouts(formats, 1, exact_numel, std::max<int64_t>(1, max_chunk_nbytes / num_rows));
   for (const BucketLayout& own : layouts.own) {
-    BucketLayout packed = own;
-    packed.num_parts = num_rows;
-    packed.lossy_numel = own.num_chunks * num_rows * own.part.lossy_numel;
-    packed.exact_numel = own.num_chunks * num_rows * own.part.exact_numel;
-    layouts.packed.push_back(packed);
+    BucketLayout all = own;
+    all.num_parts = num_rows;
+    all.lossy_numel = own.num_chunks * num_rows * own.part.lossy_numel;
+    all.exact_numel = own.num_chunks * num_rows * own.part.exact_numel;
+    layouts.all.push_back(all);
   }
   return layouts;
 }

@@ -78,7 +78,7 @@ class FusedReduceScatter:
         self._session, self._index, self._before = session, index, before
         self._replicas = replicas
         self._wire_of = wire_of
-        self._native: _C.ReduceScatter | None = None
+        self._native: _C.Rows | None = None
         self._row: list[int] = []  # the parameters that are trained: freezing one changes the rows
         self._factor = 1.0 if session is None else 1.0 / session.world_size  # of the latest reduce-scatter
         self.num_calls = 0  # reduce-scatters so far, or all-reduces where there are none
@@ -118,7 +118,9 @@ class FusedReduceScatter:
         self._factor = factor_of(op, self._session.world_size)
         call, self.num_calls = self.num_calls, self.num_calls + 1
         is_last = self._is_last
-        future = native.run(output_tensor, input_tensor, self._factor, call, is_last)
+        future = native.reduce_scatter(
+            rows=input_tensor, own=output_tensor, factor=self._factor, call=call, is_last=is_last
+        )
         if is_last:
             self._session.synchronizer.step = self.num_calls
         if self._verifier.is_due(len(self._before), call):
@@ -154,12 +156,12 @@ class FusedReduceScatter:
     def _is_last(self) -> bool:
         return not any(each.is_trained for each in self._before)
 
-    def native(self) -> "_C.ReduceScatter":
+    def native(self) -> "_C.Rows":
         """The reduce-scatter of the parameters that are trained now."""
         row = [i for i, each in enumerate(self.sharded.parameters) if each.is_trained]
         if self._native is None:
             pieces = [(p.name, p.row_numel, self._wire_of(p.name, p.tensor)) for p in self.sharded.parameters]
-            self._native = _C.ReduceScatter(synchronizer=self._session.synchronizer, index=self._index, pieces=pieces)
+            self._native = _C.Rows(synchronizer=self._session.synchronizer, index=self._index, pieces=pieces)
         elif row == self._row:
             return self._native
         else:

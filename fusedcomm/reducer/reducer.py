@@ -27,7 +27,7 @@ from fusedcomm.reducer.parameters import (
 )
 from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
-from fusedcomm.session.norm import GradientNorms
+from fusedcomm.session.norm import GradientNorms, Measured
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
@@ -160,6 +160,8 @@ class GradReducer(GradientNorms):
             self.runs.start(ReducerTarget(self.native, self._size))
         elif isinstance(self.runs, Training):
             self.runs.start(self.native)
+        self.finds_unused, self._sparse = find_unused_parameters, sparse
+        self._end_owner: Callable[[], None] | None = None
         watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
         self._module_of: Callable[[], nn.Module | None] = lambda: None
@@ -205,7 +207,47 @@ class GradReducer(GradientNorms):
         self.refuse_detached("nothing is sent")
         return super().plan()
 
+    # ---- for a ShardedOptimizer
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether a ShardedOptimizer takes the gradients."""
+        return self._end_owner is not None
+
+    @property
+    def bucket_nbytes(self) -> int:
+        """At so many bytes of gradients a bucket is complete, the first one perhaps before."""
+        return self._size.caps()[1]
+
+    def has_sparse_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter's gradient is sparse."""
+        return id(parameter) in self._sparse
+
+    def give_to(
+        self,
+        session: Session,
+        take: Callable[[list[int], list[torch.Tensor]], None],
+        end: Callable[[list[int]], None],
+        detach: Callable[[], None],
+    ) -> None:
+        """Gives gradients to an optimizer, which sums them with `session`; see Taker in reducer.h."""
+        self.native.give_to(take=take, end=end)
+        self.native.set_synchronizer(session.synchronizer)
+        self._runs, self._end_owner = session, detach
+        if self._weight is not None:
+            self.weight = self._weight
+
+    def _measured(self, also: Iterable[torch.Tensor]) -> Measured:
+        if self.has_owner:
+            raise RuntimeError(
+                "fusedcomm: with a ShardedOptimizer gradients are this rank's own, not means: call its grad_norm() or "
+                "clip_grad_norm_()"
+            )
+        return super()._measured(also)
+
     def _let_go(self) -> None:
+        if self._end_owner is not None:
+            self._end_owner()
         # Backward passes leave gradients as they are on each rank from now on.
         ignore_steps(self)
         self.native.detach()

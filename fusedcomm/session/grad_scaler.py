@@ -81,7 +81,14 @@ class GradScaler(torch.amp.GradScaler):
         is_ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
         if is_ready and any(synchronizer.epilogue.unscaled != 1 for synchronizer in self._synchronizers()):
             self.unscale_(optimizer)  # a fused optimizer would unscale once more
-        return super().step(optimizer, *args, **kwargs)
+        result = super().step(optimizer, *args, **kwargs)
+        skip = getattr(optimizer, "skip_step", None)  # of a ShardedOptimizer
+        if self._enabled and skip is not None and any(self._check_inf(optimizer)):
+            skip()
+        return result
+
+    def _check_inf(self, optimizer: torch.optim.Optimizer) -> list[float]:
+        return [flag.item() for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """As torch's, and begins a new step."""
@@ -126,6 +133,10 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
+        unscale = getattr(optimizer, "unscale_sums", None)
+        if unscale is not None:  # a ShardedOptimizer, whose gradients are no means
+            self._is_used = True
+            return unscale(inv_scale)
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         scaled, finite = {id(p): p for p in mine}, True
         unread: list[torch.Tensor] = []

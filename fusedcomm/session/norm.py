@@ -124,8 +124,8 @@ class GradientNorms(CommHandle):
         if synchronizer is not None:
             synchronizer.epilogue.want_squares(in_unpack=self._unpack_writes_all())
 
-    def _measured(self, also: Iterable[torch.Tensor]) -> "_Measured":
-        measured = _Measured(self.synchronizer_now(), [*self.parameters_now(), *also])
+    def _measured(self, also: Iterable[torch.Tensor]) -> "Measured":
+        measured = Measured(self.synchronizer_now(), [*self.parameters_now(), *also])
         self.want_squares()
         if all(p.grad is None for p in measured.parameters):
             raise RuntimeError(
@@ -144,7 +144,7 @@ def refuse_nonfinite(norm: torch.Tensor) -> None:
         )
 
 
-class _Measured:
+class Measured:
     """The parameters of a norm, and what synchronizes most of them."""
 
     def __init__(self, synchronizer: "_C.Synchronizer | None", parameters: list[torch.Tensor]) -> None:
@@ -160,7 +160,7 @@ class _Measured:
 
 
 def _norm(
-    measured: _Measured, norm_type: float, group: dist.ProcessGroup | None, replicated: list[torch.Tensor]
+    measured: Measured, norm_type: float, group: dist.ProcessGroup | None, replicated: list[torch.Tensor]
 ) -> torch.Tensor:
     norm_type = float(norm_type)
     if not norm_type > 0:

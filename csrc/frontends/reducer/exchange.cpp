@@ -81,7 +81,9 @@ void GradReducer::wait_for_pass() {
     used_of_all = gather(used.words(), "the list of used parameters");
   }
   if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
-  for (const UnderWay& bucket : under_way_) wait(bucket.future);
+  for (const UnderWay& bucket : under_way_) {
+    if (bucket.future) wait(bucket.future);
+  }
   if (used_of_all && needs_used_of_all()) {
     const at::Tensor words = wait_for_numbers(used_of_all);
     for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
@@ -90,12 +92,20 @@ void GradReducer::wait_for_pass() {
 
 bool GradReducer::needs_used_of_all() const {
   if (is_shadow_) return false;
+  if (taker_) return true;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
       if (under_way_[bucket].gradients[i].is_copy && !used_[buckets_[bucket][i]]) return true;
     }
   }
   return false;
+}
+
+void GradReducer::check() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(failure_.empty(), failure_);
+  const std::string problem = problem_.read();
+  if (!problem.empty()) give_up(problem);
 }
 
 void GradReducer::wait(const FuturePtr& future) {

@@ -215,6 +215,7 @@ void GradReducer::begin_pass() {
     buckets_.clear();
   }
   if (buckets_.empty() || trained != trained_) {
+    if (taker_ && !buckets_.empty()) refuse_other_parameters(trained);
     trained_ = std::move(trained);
     cut_buckets();
   }
@@ -268,19 +269,19 @@ std::string GradReducer::lost_text() const {
   return "";
 }
 
-Buckets GradReducer::cut_for(const std::vector<size_t>& order) const {
+Buckets GradReducer::cut_for(const std::vector<size_t>& order, const Flags& trained) const {
   std::vector<Piece> pieces;
   for (const Parameter& parameter : parameters_) {
     const at::Tensor& tensor = parameter.tensor;
     pieces.push_back({tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), parameter.is_sparse});
   }
-  std::vector<size_t> trained;
-  std::copy_if(order.begin(), order.end(), std::back_inserter(trained), [this](size_t i) { return trained_[i]; });
-  return cut(pieces, trained, caps_);
+  std::vector<size_t> members;
+  std::copy_if(order.begin(), order.end(), std::back_inserter(members), [&](size_t i) { return trained[i]; });
+  return cut(pieces, members, caps_);
 }
 
 void GradReducer::cut_buckets() {
-  buckets_ = cut_for(order_);
+  buckets_ = cut_for(order_, trained_);
   bucket_of_.assign(parameters_.size(), kNoBucket);
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     for (const size_t index : buckets_[bucket]) bucket_of_[index] = bucket;
@@ -315,6 +316,11 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
     tensors.push_back(under_way.gradients.back().tensor);
   }
   try {
+    if (taker_) {
+      taker_->take(members, tensors);
+      under_way_.push_back(std::move(under_way));
+      return;
+    }
     GradientsPtr gradients;
     if (tensors.front().is_sparse()) {
       const SlicePlace place{0, parameters.front().numel() * (parameters.front().is_complex() ? 2 : 1)};
@@ -354,7 +360,7 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
 
 void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   membership_ ? wait_for_members(lock) : wait_for_pass();
-  if (!is_shadow_) {
+  if (!is_shadow_ && !taker_) {
     multiply_means();
     write_back_all();
     used_.clear();
@@ -362,9 +368,35 @@ void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   }
   if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
+  const std::vector<size_t> used = taker_ ? parameters_used() : std::vector<size_t>();
+  if (taker_) used_.clear();
   under_way_.clear();
   in_pass_ = is_shadow_ = false;
   if (std::exchange(is_on_once_, false)) is_on_ = false;
+  if (!taker_) return;
+  const auto end = taker_->end;
+  lock.unlock();
+  end(used);
+  lock.lock();
+}
+
+std::vector<size_t> GradReducer::parameters_used() const {
+  std::vector<size_t> used;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (options_.find_unused ? used_[i] : trained_[i]) used.push_back(i);
+  }
+  return used;
+}
+
+void GradReducer::refuse_other_parameters(const Flags& trained) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (trained[i] == trained_[i]) continue;
+    fail(c10::str(
+        rank_text(), "requires_grad of ", parameters_[i].name, " has become ", trained[i] ? "True" : "False",
+        " since the ShardedOptimizer was made, whose ranks own parts of the parameters that required gradients "
+        "then. Call detach(), and make the GradReducer and the ShardedOptimizer anew on every rank; "
+        "state_dict() carries the state over"));
+  }
 }
 
 void GradReducer::multiply_means() {
@@ -405,14 +437,14 @@ std::vector<size_t> GradReducer::order_of_arrival() const {
 }
 
 void GradReducer::note_order() {
-  if (membership_) return;
+  if (membership_ || taker_) return;
   if (pass_ == 0) {
     must_agree_on_order_ = true;  // on every rank
     return;
   }
   if (rank_ != 0 || is_shadow_ || buckets_.size() == 1) return;
   wants_new_order_ = arrival_order_.note(arrival_, [this](const std::vector<size_t>&) {
-    Buckets now = buckets_, others = cut_for(order_of_arrival());
+    Buckets now = buckets_, others = cut_for(order_of_arrival(), trained_);
     for (Buckets* buckets : {&now, &others}) {
       for (auto& bucket : *buckets) std::sort(bucket.begin(), bucket.end());
     }

@@ -50,6 +50,15 @@ struct Membership {
   std::function<std::shared_ptr<Synchronizer>(const std::string& failure)> recover;
 };
 
+// Takes gradients in place of the synchronizer, as an optimizer does whose ranks own parts of the parameters.
+struct Taker {
+  // Takes a bucket's gradients, in the order of `indices` into the reducer's parameters. It may read them until it
+  // returns. A gradient that this rank has not got is zero. Called with the reducer's lock.
+  std::function<void(const std::vector<size_t>& indices, const std::vector<at::Tensor>& gradients)> take;
+  // Called at the end of a pass, with the indices of the parameters that any rank has used, without locks.
+  std::function<void(const std::vector<size_t>& used)> end;
+};
+
 class GradReducer : public std::enable_shared_from_this<GradReducer> {
  public:
   struct Parameter {
@@ -103,6 +112,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // joins knows no other. Call it before the first pass.
   void use(Membership membership);
   void set_caps(const BucketCaps& caps);
+  // From now on gradients are not summed here. Buckets keep the order of `parameters`, and the parameters that require
+  // gradients in the next pass are those of all passes. Call it before the first pass.
+  void give_to(Taker taker);
+  // The buckets' parameters, for those that require gradients now.
+  Buckets buckets_now() const;
+  // Throws if this rank has failed or another one has published a problem.
+  void check();
   // Calls `before_pass` before each synchronized pass, without locks, and notes when each ends. An exception fails the
   // pass. `device`: takes the stamps.
   void observe(std::shared_ptr<Device> device, std::function<void()> before_pass);
@@ -162,7 +178,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Flags look_at_parameters();
   // Takes over rank 0's order of arrival. Every rank must call it in the same pass.
   void agree_on_order();
-  Buckets cut_for(const std::vector<size_t>& order) const;
+  Buckets cut_for(const std::vector<size_t>& order, const Flags& trained) const;
   void cut_buckets();
   // Makes the task of the calling thread call `on_end` when it ends, with true, or is given up, with false.
   void follow_task(std::function<void(GradReducer&, bool)> on_end);
@@ -172,6 +188,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void hand_over(size_t bucket, const at::Tensor& added);
   BucketGradient gradient_of(size_t index, const at::Tensor& added);
   void finish_pass(std::unique_lock<std::mutex>& lock);
+  // With a taker: the parameters that any rank has used in the pass.
+  std::vector<size_t> parameters_used() const;
+  // Fails because of the first parameter that is trained now and was not, or the reverse.
+  void refuse_other_parameters(const Flags& trained);
   // Waits until this rank has all means of the pass, and knows which parameters any rank has used.
   void wait_for_pass();
   // On an accelerator with members, after wait_for_pass(): waits until the device has ended the pass, too. Throws
@@ -217,6 +237,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int rank_, world_size_;
   std::shared_ptr<Synchronizer> synchronizer_;
   std::optional<Membership> membership_;      // none: the ranks stay
+  std::optional<Taker> taker_;                // none: the synchronizer sums
   std::shared_ptr<Observation> observation_;  // null if there is none
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;

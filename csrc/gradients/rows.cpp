@@ -1,4 +1,4 @@
-#include "frontends/fsdp/reduce_scatter.h"
+#include "gradients/rows.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace fusedcomm {
 
-ReduceScatter::ReduceScatter(std::shared_ptr<Synchronizer> synchronizer, size_t index, std::vector<Piece> pieces)
+Rows::Rows(std::shared_ptr<Synchronizer> synchronizer, size_t index, std::vector<Piece> pieces)
     : synchronizer_(std::move(synchronizer)), index_(index), pieces_(std::move(pieces)) {
   const int64_t world_size = synchronizer_->engine().world_size();
   for (const Piece& piece : pieces_) {
@@ -17,7 +17,7 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchronizer> synchronizer, size_t 
   }
 }
 
-void ReduceScatter::set_row(std::vector<size_t> row) {
+void Rows::set_row(std::vector<size_t> row) {
   const Engine& engine = synchronizer_->engine();
   std::vector<std::string> names;
   std::vector<std::pair<int64_t, int>> slices;
@@ -37,7 +37,7 @@ void ReduceScatter::set_row(std::vector<size_t> row) {
   plan_ = plan_reduce_scatter(engine.config(), engine.world_size(), numels, /*factor=*/1);
 }
 
-int64_t ReduceScatter::residual_nbytes() const {
+int64_t Rows::residual_nbytes() const {
   const auto& feedback = synchronizer_->engine().config().feedback;
   int64_t nbytes = 0;
   for (const BucketLayout& packed : plan_.packed_rows) {
@@ -46,22 +46,30 @@ int64_t ReduceScatter::residual_nbytes() const {
   return nbytes;
 }
 
-FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call,
-                             bool is_last) {
+FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, uint32_t call,
+                               bool is_last) {
+  return run(rows, {own, call}, factor, is_last);
+}
+
+FuturePtr Rows::all_gather(const at::Tensor& rows, const at::Tensor& own, uint32_t call, bool is_last) {
+  return run(rows, {own, call, /*is_sent=*/true}, 1, is_last);
+}
+
+FuturePtr Rows::run(const at::Tensor& rows, const Bucket::OwnRow& own, double factor, bool is_last) {
   const int64_t num_rows = synchronizer_->engine().world_size(), numel = num_rows * row_numel_;
   const c10::Device device = synchronizer_->grad_device();
-  TORCH_CHECK_VALUE(input.device() == device && output.device() == device, "fusedcomm: ", title_,
-                    ": the reduce-scatter's input is on ", input.device(), ", its output on ", output.device(),
+  TORCH_CHECK_VALUE(rows.device() == device && own.tensor.device() == device, "fusedcomm: ", title_,
+                    ": the rows are on ", rows.device(), ", this rank's on ", own.tensor.device(),
                     ", and fusedcomm was attached for gradients on ", device);
   TORCH_CHECK_VALUE(
-      input.numel() == numel && output.numel() == row_numel_ && input.is_contiguous() && output.is_contiguous(),
-      "fusedcomm: ", title_, ": the reduce-scatter has ", input.numel(), " elements for ", output.numel(),
-      ", and its parameters have ", numel, " for ", row_numel_);
-  for (const at::Tensor& tensor : {input, output}) grad_dtype_of(tensor.scalar_type());  // throws for any other
-  Bucket bucket(index_, is_last, parameters_, std::make_shared<const Gradients>(input.view({-1}), places_, num_rows));
+      rows.numel() == numel && own.tensor.numel() == row_numel_ && rows.is_contiguous() && own.tensor.is_contiguous(),
+      "fusedcomm: ", title_, ": the rows have ", rows.numel(), " elements, this rank's ", own.tensor.numel(),
+      ", and their parameters have ", numel, " and ", row_numel_);
+  for (const at::Tensor& tensor : {rows, own.tensor}) grad_dtype_of(tensor.scalar_type());  // throws for any other
+  Bucket bucket(index_, is_last, parameters_, std::make_shared<const Gradients>(rows.view({-1}), places_, num_rows));
   bucket.is_alone = true;
   bucket.factor = factor;
-  bucket.own_row = Bucket::OwnRow{output, call};
+  bucket.own_row = own;
   return synchronizer_->run(bucket);
 }
 

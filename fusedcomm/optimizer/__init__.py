@@ -1,0 +1,1 @@
+"""The optimizer whose ranks own parts of the parameters."""

@@ -1,0 +1,190 @@
+"""The owner's side of a step: waits for this rank's sums, runs the optimizers on them, sends the updates."""
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusedcomm.optimizer.exchange import Exchange
+from fusedcomm.optimizer.parts import Target
+
+State = dict[str, Any]
+
+_FIRST_POLL_S, _LATER_POLL_S = 1.0, 0.5
+"""Between two looks whether another rank has a problem."""
+
+
+Started = concurrent.futures.Future[torch.futures.Future]
+"""Of a unit's updates: the future of their all-gather, once the owner has stepped."""
+
+
+def _wait(future: torch.futures.Future | Started, check: Callable[[], None]) -> None:
+    """check: called now and then; raises if another rank has a problem."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    poll = _FIRST_POLL_S
+    while not done.wait(poll):
+        check()
+        poll = _LATER_POLL_S
+
+
+def _known(sent: torch.futures.Future) -> Started:
+    started: Started = concurrent.futures.Future()
+    started.set_result(sent)
+    return started
+
+
+class Owner:
+    """Runs torch's optimizers on what this rank owns, unit by unit.
+
+    Args:
+        groups: of the model's parameters, each with "optimizer_class".
+        defaults: arguments of `main`, the class of groups that name none.
+        overlaps: whether units are stepped while the backward pass goes on: on a CPU on a thread, on an accelerator on
+            a stream.
+
+    Attributes:
+        groups: the optimizers' own groups, in the order of the model's.
+        leaves: by target, (exchange's index, piece, leaf) of each piece that this rank owns.
+    """
+
+    def __init__(
+        self,
+        exchanges: Sequence[Exchange],
+        groups: Sequence[dict[str, Any]],
+        targets: Sequence[Target],
+        defaults: dict[str, Any],
+        device: torch.device,
+        overlaps: bool,
+        main: type[torch.optim.Optimizer],
+    ) -> None:
+        self._exchanges, self._overlaps, self._device = exchanges, overlaps, device
+        self.leaves: dict[int, list[tuple[int, Any, torch.Tensor]]] = {}
+        self._sums: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []  # by unit: (target, leaf, its sum)
+        for index, exchange in enumerate(exchanges):
+            self._sums.append([])
+            for piece, leaf, of_leaf in exchange.leaves:
+                self.leaves.setdefault(piece.target, []).append((index, piece, leaf))
+                self._sums[-1].append((piece.target, leaf, of_leaf))
+        index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+        own: list[dict[str, Any]] = []
+        for group in groups:
+            leaves = [leaf for p in group["params"] for _, _, leaf in self.leaves.get(index_of.get(id(p), -1), ())]
+            own.append({**{k: v for k, v in group.items() if k not in ("optimizer_class", "whole")}, "params": leaves})
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.groups: list[dict[str, Any]] = [{} for _ in groups]
+        for kind in dict.fromkeys(group["optimizer_class"] for group in groups):
+            places = [i for i, group in enumerate(groups) if group["optimizer_class"] is kind]
+            optimizer = kind([own[i] for i in places], **(defaults if kind is main else {}))
+            self.optimizers.append(optimizer)
+            for place, group in zip(places, optimizer.param_groups, strict=True):
+                self.groups[place] = group
+        self._of_group = [(self._optimizer_of(g), g) for g in self.groups]
+        self._params = [group["params"] for group in groups]
+        self._call = 0
+        self.hyperparameters: list[dict[str, Any]] = []
+        self._reduced: dict[int, torch.futures.Future] = {}
+        self._started: dict[int, Started] = {}
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
+
+    def _optimizer_of(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        return next(each for each in self.optimizers if any(group is other for other in each.param_groups))
+
+    def outer_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of the model's parameters with the hyperparameters of the optimizers'."""
+        return [{**inner, "params": group["params"]} for inner, group in zip(self.groups, groups, strict=True)]
+
+    def groups_with_optimizers(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
+        """Of each group its optimizer, the optimizer's group, and the model's parameters."""
+        for (optimizer, group), params in zip(self._of_group, self._params, strict=True):
+            yield optimizer, group, params
+
+    def begin(self, call: int, hyperparameters: list[dict[str, Any]]) -> None:
+        """Begins a pass. hyperparameters: of each group, used at once where units overlap."""
+        self._call = call
+        self._reduced, self._started = {}, {}
+        if self._overlaps:
+            self.hyperparameters = [dict(each) for each in hyperparameters]
+            self._set(hyperparameters)
+
+    def reduce(self, index: int) -> None:
+        """Begins the sum of a unit, whose gradients are there; where units overlap, also its step."""
+        self._reduced[index] = self._exchanges[index].reduce(self._call)
+        if not self._overlaps:
+            return
+        if self._stream is not None:
+            # In the order of the hand-overs, which is the same on every rank: collectives of two communicators must be.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                self._reduced[index].wait()
+                self._step_unit(index, None)
+                self._started[index] = _known(self._exchanges[index].send(self._call))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fc-owner", daemon=True)
+            self._thread.start()
+        self._started[index] = concurrent.futures.Future()
+        self._work.put((index, self._reduced[index], self._started[index], self._call))
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            index, reduced, started, call = work
+            try:
+                with torch.no_grad():
+                    reduced.wait()
+                    self._step_unit(index, None)
+                    sent = self._exchanges[index].send(call)
+            except Exception as error:
+                started.set_exception(error)
+            else:
+                started.set_result(sent)
+
+    def wait_for_sums(self, check: Callable[[], None]) -> list[torch.Tensor]:
+        """The fp32 sums of this rank, of each unit, when all are there."""
+        for reduced in self._reduced.values():
+            _wait(reduced, check)
+            reduced.wait()
+        return [exchange.sum for exchange in self._exchanges]
+
+    def step(self, hyperparameters: list[dict[str, Any]], used: set[int] | None, check: Callable[[], None]) -> None:
+        """Ends a pass: steps what has not been stepped, and writes all ranks' updates to the parameters.
+
+        used: the targets that any rank has used.
+        """
+        if not self._overlaps:
+            self._set(hyperparameters)
+            self.wait_for_sums(check)
+            for index, exchange in enumerate(self._exchanges):
+                self._step_unit(index, used)
+                self._started[index] = _known(exchange.send(self._call))
+        for index, exchange in enumerate(self._exchanges):
+            _wait(self._started[index], check)
+            sent = self._started[index].result()
+            _wait(sent, check)
+            sent.wait()  # on an accelerator the current stream waits
+            exchange.apply()
+
+    def _set(self, hyperparameters: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.groups, hyperparameters, strict=True):
+            group.update({key: value for key, value in values.items() if key in group})
+
+    def _step_unit(self, index: int, used: set[int] | None) -> None:
+        self._exchanges[index].refresh()
+        own = [(leaf, of_leaf) for target, leaf, of_leaf in self._sums[index] if used is None or target in used]
+        for leaf, of_leaf in own:
+            leaf.grad = of_leaf
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            for leaf, _ in own:
+                leaf.grad = None
+
+    def stop(self) -> None:
+        """Ends the thread, if there is one."""
+        self._work.put(None)

@@ -1,0 +1,130 @@
+"""The plan of a ShardedOptimizer: who owns what, and what it costs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedcomm.config import Config
+from fusedcomm.optimizer.exchange import Exchange
+from fusedcomm.optimizer.owner import Owner
+from fusedcomm.optimizer.parts import Target
+from fusedcomm.session.session import Session
+
+_MIB = 1 << 20
+_MOST_SHOWN = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedPlan:
+    """``str(plan)`` is what rank 0 prints. Bytes are of one rank; of its state, `master_nbytes` and `buffer_nbytes`
+    included where they are kept.
+
+    `state_nbytes`: of this rank's optimizers; `replicated_nbytes`: where every rank has all. `master_nbytes`: fp32 copies
+    of what it owns. `buffer_nbytes`: rows of gradients and updates. `residual_nbytes`: of gradients.
+    `sent_nbytes`: in a step, both halves. `padding`: the part of the rows' elements that is no parameter's.
+    `owners`: of each parameter, its elements on each rank."""
+
+    optimizers: tuple[str, ...]
+    world_size: int
+    rank: int
+    wire: str
+    update: str
+    overlaps: bool
+    state_nbytes: int
+    replicated_nbytes: int
+    master_nbytes: int
+    buffer_nbytes: int
+    residual_nbytes: int
+    sent_nbytes: int
+    padding: float
+    owners: dict[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        share = self.state_nbytes / self.replicated_nbytes if self.replicated_nbytes else 0.0
+        lines = [
+            f"fusedcomm: {', '.join(self.optimizers)} on the owners of {len(self.owners)} parameters, "
+            f"{self.world_size} ranks, gradients in {self.wire}, updates in {self.update}"
+            + (", while the backward pass goes on" if self.overlaps else ", in step()"),
+            f"  state of rank {self.rank}: {self.state_nbytes / _MIB:.2f} MiB, {share:.3f} of "
+            f"{self.replicated_nbytes / _MIB:.2f} MiB without owners; fp32 copies {self.master_nbytes / _MIB:.2f} MiB, "
+            f"rows {self.buffer_nbytes / _MIB:.2f} MiB, residuals {self.residual_nbytes / _MIB:.2f} MiB",
+            f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step, {self.padding:.1%} of it padding",
+        ]
+        for name, numels in list(self.owners.items())[:_MOST_SHOWN]:
+            of_ranks = ", ".join(f"{numel:,} on rank {rank}" for rank, numel in enumerate(numels) if numel)
+            lines.append(f"  {name}: {of_ranks or 'no elements'}")
+        if len(self.owners) > _MOST_SHOWN:
+            lines.append(f"  … {len(self.owners)} parameters in all: plan().owners")
+        return "\n".join(lines)
+
+
+def make_plan(
+    owner: Owner,
+    exchanges: Sequence[Exchange],
+    targets: Sequence[Target],
+    sums: Session,
+    update: Config,
+    overlaps: bool,
+) -> ShardedPlan:
+    """The plan of this rank."""
+    owners = {target.name: [0] * sums.world_size for target in targets}
+    rows = padding = 0
+    for exchange in exchanges:
+        rows += exchange.unit.row_numel * sums.world_size
+        padding += exchange.unit.padding
+        for piece in exchange.unit.pieces:
+            owners[targets[piece.target].name][piece.owner] += piece.end - piece.begin
+    own_nbytes = replicated_nbytes = 0.0
+    index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+    for optimizer, group, params in owner.groups_with_optimizers():
+        for p in params:
+            if (index := index_of.get(id(p))) is None:
+                continue
+            per_element = _state_nbytes(optimizer, group, targets[index])
+            replicated_nbytes += per_element * p.numel()
+            own_nbytes += per_element * owners[targets[index].name][sums.rank]
+    return ShardedPlan(
+        optimizers=tuple(type(optimizer).__name__ for optimizer in owner.optimizers),
+        world_size=sums.world_size,
+        rank=sums.rank,
+        wire=sums.config.wire,
+        update=update.wire,
+        overlaps=overlaps,
+        state_nbytes=round(own_nbytes),
+        replicated_nbytes=round(replicated_nbytes),
+        master_nbytes=sum(exchange.owned.nbytes for exchange in exchanges),
+        buffer_nbytes=sum(exchange.buffer_nbytes for exchange in exchanges),
+        residual_nbytes=sum(exchange.residual_nbytes for exchange in exchanges),
+        sent_nbytes=sum(exchange.sent_nbytes for exchange in exchanges),
+        padding=padding / rows if rows else 0.0,
+        owners={name: tuple(numels) for name, numels in owners.items()},
+    )
+
+
+def fresh_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Sequence[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """The state of these values before a step: what a step with gradients of zeros makes of copies, all zeros."""
+    copies = [value.detach().clone() for value in values]
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    tried = type(optimizer)([{**{k: v for k, v in group.items() if k != "params"}, "params": copies}])
+    tried.step()
+    states = []
+    for copy in copies:
+        state = {}
+        for key, value in tried.state[copy].items():
+            state[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
+        states.append(state)
+    return states
+
+
+def _state_nbytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], target: Target) -> float:
+    """Bytes of state for each element, found with a small parameter."""
+    shape = (4,) * max(target.tensor.dim(), 1) if target.whole else (16,)
+    small = torch.zeros(shape, device=target.tensor.device)
+    (state,) = fresh_state(optimizer, group, [small])
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == small.shape]
+    return sum(value.nbytes for value in tensors) / small.numel()

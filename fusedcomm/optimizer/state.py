@@ -1,0 +1,180 @@
+"""The state of a ShardedOptimizer in torch's format: of each parameter whole tensors, divided over the ranks as DTensors.
+
+What an owner has lies anywhere in a parameter. A checkpoint has each parameter's state with the parameter's shape, so
+another number of ranks, other buckets and plain optimizers can load it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fusedcomm.optimizer.exchange import Exchange
+from fusedcomm.optimizer.owner import Owner, State
+from fusedcomm.optimizer.parts import Target, in_memory_order, shaped
+from fusedcomm.optimizer.plan import fresh_state
+from fusedcomm.session.session import Session
+
+MASTER = "master"
+"""The key of an owner's fp32 copy."""
+
+
+def state_dict(
+    optimizer: torch.optim.Optimizer,
+    owner: Owner,
+    exchanges: Sequence[Exchange],
+    targets: Sequence[Target],
+    session: Session,
+) -> State:
+    """As torch's optimizers have it: {"state": {number: {key: value}}, "param_groups": […]}. A collective call."""
+    mesh = DeviceMesh.from_group(session.process_group, session.device.type)
+    own = _own_state(owner, exchanges)
+    told: list[Any] = [None] * session.world_size
+    described = {i: {key: _description(value) for key, value in state.items()} for i, (_, state) in own.items()}
+    dist.all_gather_object(told, described, group=session.process_group)
+    known: dict[int, dict[str, Any]] = {}
+    for of_rank in told:
+        for i, keys in of_rank.items():
+            known.setdefault(i, keys)
+    index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    for group in optimizer.param_groups:
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+        for n, p in zip(numbers, group["params"], strict=True):
+            i = index_of.get(id(p), -1)
+            if i in known:
+                state[n] = {
+                    key: _whole(targets[i], own.get(i), key, kind, mesh, session) for key, kind in known[i].items()
+                }
+    return {"state": state, "param_groups": groups}
+
+
+def _description(value: Any) -> Any:  # noqa: ANN401
+    """Of a tensor with an element for each of the piece's its dtype; of anything else the value."""
+    return value[0].dtype if isinstance(value, list) else value
+
+
+def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[list, dict[str, Any]]]:
+    """By target: its pieces on this rank, and by key a list of their tensors [elements of the piece], or a value."""
+    optimizer_of = {
+        id(leaf): (optimizer, group)
+        for optimizer, group, _ in owner.groups_with_optimizers()
+        for leaf in group["params"]
+    }
+    found: dict[int, tuple[list, dict[str, Any]]] = {}
+    for i, leaves in owner.leaves.items():
+        optimizer, group = optimizer_of[id(leaves[0][2])]
+        states = [dict(optimizer.state.get(leaf, {})) for _, _, leaf in leaves]
+        if not all(states):
+            states = fresh_state(optimizer, group, [leaf for _, _, leaf in leaves])
+        merged: dict[str, Any] = {}
+        for key, first in states[0].items():
+            is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
+            merged[key] = (
+                [each[key].reshape(-1) if not _is_shaped(each[key]) else in_memory_order(each[key]) for each in states]
+                if is_of_elements
+                else first
+            )
+        if any(exchanges[at].keeps_master(piece) for at, piece, _ in leaves):
+            merged[MASTER] = [in_memory_order(leaf) for _, _, leaf in leaves]
+        found[i] = [piece for _, piece, _ in leaves], merged
+    return found
+
+
+def _is_shaped(value: torch.Tensor) -> bool:
+    return value.dim() > 1
+
+
+def _whole(
+    target: Target,
+    own: tuple[list, dict[str, Any]] | None,
+    key: str,
+    kind: Any,
+    mesh: DeviceMesh,
+    session: Session,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """A value of the parameter's state on every rank."""
+    if not isinstance(kind, torch.dtype):
+        return kind.clone() if isinstance(kind, torch.Tensor) else kind
+    flat = torch.zeros(target.tensor.numel(), dtype=kind, device=session.device)
+    if own is not None:
+        for piece, values in zip(own[0], own[1][key], strict=True):
+            flat[piece.begin : piece.end].copy_(values)
+    dist.all_reduce(flat, group=session.process_group)  # an element has one owner: the others add zeros
+    whole = shaped(flat, target.tensor).contiguous()
+    if whole.dim() == 0:
+        return whole
+    return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+
+
+def load_state_dict(
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    owner: Owner,
+    exchanges: Sequence[Exchange],
+    targets: Sequence[Target],
+) -> None:
+    """Takes what state_dict() or a plain optimizer's state_dict() has returned. A collective call if it has DTensors."""
+    groups, saved = optimizer.param_groups, given["param_groups"]
+    lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"fusedcomm: the state has groups of {lengths[1]} parameters, and the ShardedOptimizer of {lengths[0]}: "
+            "make it with the groups with which the state was saved"
+        )
+    index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+    whole: dict[int, dict[str, Any]] = {}
+    for group, of_saved in zip(groups, saved, strict=True):
+        for p, number in zip(group["params"], of_saved["params"], strict=True):
+            state = given["state"].get(number)
+            i = index_of.get(id(p))
+            if state is None or i is None:
+                continue
+            whole[i] = {
+                key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()
+            }
+            _check(targets[i], whole[i])
+    for group, of_saved in zip(groups, saved, strict=True):
+        group.update({key: value for key, value in of_saved.items() if key != "params" and key in group})
+    optimizer_of = {id(leaf): each for each, group, _ in owner.groups_with_optimizers() for leaf in group["params"]}
+    for exchange in exchanges:
+        exchange.refresh(everything=True)
+    for i, leaves in owner.leaves.items():
+        for at, piece, leaf in leaves:
+            of_optimizer = optimizer_of[id(leaf)].state
+            of_optimizer.pop(leaf, None)
+            if i in whole:
+                state = {key: _part(targets[i], value, piece, leaf) for key, value in whole[i].items()}
+                master = state.pop(MASTER, None)
+                if master is not None and exchanges[at].keeps_master(piece):
+                    leaf.copy_(master)
+                of_optimizer[leaf] = state
+
+
+def _check(target: Target, state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != target.tensor.shape:
+            raise ValueError(
+                f"fusedcomm: {key} of {target.name} has the shape {list(value.shape)} in the state, and the parameter "
+                f"has {list(target.tensor.shape)}: load the state of the same model and class of optimizer"
+            )
+
+
+def _part(target: Target, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  # noqa: ANN401
+    """What a piece has of a value of the whole parameter's state."""
+    if not isinstance(value, torch.Tensor) or value.shape != target.tensor.shape or value.dim() == 0:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    ordered = torch.empty_like(target.tensor, dtype=value.dtype).copy_(value)
+    flat = in_memory_order(ordered)[piece.begin : piece.end]
+    dtype = leaf.dtype if value.is_floating_point() else value.dtype
+    return (
+        flat.reshape(leaf.shape).to(dtype, copy=True)
+        if not target.whole
+        else shaped(flat, target.tensor).to(dtype, copy=True)
+    )
