@@ -25,6 +25,7 @@ FUSEDCOMM = (
     "attaching",
     "fsdp",
     "ddp",
+    "optimizer",
     "reducer",
     "local_steps",
     "members",
@@ -51,9 +52,9 @@ FUSEDCOMM = (
 
 # The front ends, in csrc/frontends/ and in fusedcomm/. What two of them need lives below them, in csrc/gradients/ and
 # in fusedcomm/session/.
-FRONT_ENDS = ("ddp", "reducer", "fsdp", "horovod")
+FRONT_ENDS = ("ddp", "reducer", "horovod")
 # These, and those that are written in Python alone.
-PYTHON_FRONT_ENDS = (*FRONT_ENDS, "local_steps")
+PYTHON_FRONT_ENDS = (*FRONT_ENDS, "fsdp", "local_steps")
 
 Arrow = tuple[str, str]
 """A file or module, and one that it includes or imports."""
@@ -212,9 +213,9 @@ def test_the_gradients_know_no_certain_transport():
 
 
 def test_a_sister_and_a_certain_transport_are_found():
-    arrows = [("frontends/fsdp/a.h", "frontends/horovod/b.h"), ("frontends/fsdp/a.h", "gradients/bucket.h")]
+    arrows = [("frontends/ddp/a.h", "frontends/horovod/b.h"), ("frontends/ddp/a.h", "gradients/bucket.h")]
     assert among_sisters(arrows, native_front_end) == [
-        "frontends/fsdp/a.h → frontends/horovod/b.h: a front end uses a sister"
+        "frontends/ddp/a.h → frontends/horovod/b.h: a front end uses a sister"
     ]
     arrows = [("fusedcomm.fsdp.comm", "fusedcomm.ddp"), ("fusedcomm.fsdp.comm", "fusedcomm.fsdp.mesh")]
     assert among_sisters(arrows, python_front_end) == ["fusedcomm.fsdp.comm → fusedcomm.ddp: a front end uses a sister"]

@@ -45,8 +45,8 @@ class Exchange:
         size, rank, device = sums.world_size, sums.rank, sums.device
         row = unit.row_numel
         self._rows = torch.zeros(size * row, dtype=unit.dtype, device=device)
-        self.owned = torch.zeros(row, device=device)
-        self.sum = torch.zeros(row, device=device)
+        self.owned = torch.zeros(row, dtype=torch.float32, device=device)
+        self.sum = torch.zeros(row, dtype=torch.float32, device=device)
         self._native_sums = self._native(sums, index, [wire for wire, _, _ in unit.classes])
         self._native_updates = self._native(updates, index, [wire for _, wire, _ in unit.classes])
         self._is_value: list[bool] = []  # by class

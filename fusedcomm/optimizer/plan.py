@@ -123,7 +123,7 @@ def fresh_state(
 def _state_nbytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], target: Target) -> float:
     """Bytes of state for each element, found with a small parameter."""
     shape = (4,) * max(target.tensor.dim(), 1) if target.whole else (16,)
-    small = torch.zeros(shape, device=target.tensor.device)
+    small = torch.zeros(shape, dtype=torch.float32, device=target.tensor.device)
     (state,) = fresh_state(optimizer, group, [small])
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == small.shape]
     return sum(value.nbytes for value in tensors) / small.numel()

@@ -288,7 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Multiplies the means, and says whether one is not finite on any rank; for :class:`fusedcomm.GradScaler`."""
         self._refuse_overlap("GradScaler")
         sums = self._own_sums()
-        found = torch.zeros(1, device=self._sums.device)
+        found = torch.zeros(1, dtype=torch.float32, device=self._sums.device)
         torch._amp_foreach_non_finite_check_and_unscale_(sums, found, inv_scale.to(found.device))
         self._sums.sum_over_ranks([found], "GradScaler.unscale_()")
         return {found.device: found.clamp_(max=1.0)}
