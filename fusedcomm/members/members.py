@@ -268,13 +268,17 @@ class Members:
             backends["cuda"] = nccl
         return OwnGroup(of_view, rank, size, own_timeout, backends)
 
-    def wait_for_others(self, timeout_s: float) -> None:
-        """Waits until the others have finished this rank's last step, too, or are gone; at most so long."""
+    def wait_for_others(self, timeout_s: float, is_enough: Callable[[dict], bool] | None = None) -> None:
+        """Waits until the others are as far as this rank, or are gone; at most so long.
+
+        is_enough: of what a member says of its progress. None: it has finished this rank's last step.
+        """
+        is_enough = is_enough or (lambda told: told["finished"] >= self.step - 1)
         until = time.monotonic() + timeout_s
         for member in self.current.members:
             with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
                 while member.uid != self.plane.member.uid and time.monotonic() < until:
-                    if self.plane.request(member, PROGRESS, {})[0]["finished"] >= self.step - 1:
+                    if is_enough(self.plane.request(member, PROGRESS, {})[0]):
                         break
                     time.sleep(_POLL_S)
 

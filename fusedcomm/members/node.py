@@ -177,6 +177,8 @@ class Node:
     def on_dead(self, uid: str, reason: str) -> None:
         self._lost()
         self.requests.lose(uid)
+        if self._agreement.view is None:  # said by the member that was to propose this process, as it left
+            self.on_joiner_lost(uid, reason)
 
     def on_silence(self) -> None:
         self._lost()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.members.errors import DamagedError, MemberLostError
+from fusedcomm.members.errors import MemberLostError
 from fusedcomm.members.keeping import KeepingSession, with_codes_kept
 from fusedcomm.members.members import Members
 from fusedcomm.members.view import Decision, Member
@@ -203,21 +203,6 @@ class Training(Views, Runs):
             elif self._install(decision, began):
                 return self._hand_over()
         raise RuntimeError(f"fusedcomm: step {self.step} failed {MAX_FAILURES} times, last with: {failure}")
-
-    def _refuse_damage(self, failure: str) -> None:
-        """Raises DamagedError if bits of the step before have changed on the way, on each rank that they have reached.
-
-        If only the means differ between ranks, those that most ranks have are right, and a rank with others leaves.
-        """
-        found = self.session.synchronizer.last_digests()
-        if found is None or found.agrees:
-            return
-        if found.outvoted and len(found.outvoted) < len(found.means):
-            if self.session.rank not in found.outvoted:
-                return  # the others leave
-            self.members.plane.leave("its means of a step were not those of most ranks")
-            failure += ". This rank has left, and the others go on"
-        raise DamagedError(failure)
 
     # ---- steps between views
 

@@ -3,10 +3,16 @@
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from crew import Crew
+from patience import HANG_S
 from sampling import few
+
+from fusedcomm.members.control import ControlPlane
+from fusedcomm.members.errors import JoinRefusedError
+from fusedcomm.members.view import View
 
 
 def test_a_process_that_stood_still_is_expelled(tmp_path):
@@ -97,3 +103,20 @@ def test_a_joiner_dies_before_it_is_taken_in(tmp_path):
         crew.address("j0")
         crew.kill("j0")
         crew.wait_steps(["m0", "m1"], 2, more=4)
+
+
+def test_the_member_leaves_that_was_to_take_a_joiner_in():
+    options = {"min_ranks": 1, "silence_s": 0.5, "host": "127.0.0.1"}
+    member = ControlPlane("member", {}, job="the job", **options)
+    member.start(View(0, (member.member,), 0))
+    joiner = ControlPlane("joiner", {}, job=None, **options)
+    with ThreadPoolExecutor() as pool:
+        joined = pool.submit(joiner.join, member.address, {})
+        try:
+            while not joiner.job_name:  # which it learns as it is welcomed
+                time.sleep(0.01)
+            member.leave("it has ended")  # its main thread is at no boundary between steps, so the joiner still waits
+            with pytest.raises(JoinRefusedError, match="no member could be reached to join"):
+                joined.result(HANG_S)
+        finally:
+            joiner.leave("the test ends")
