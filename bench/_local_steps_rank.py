@@ -1,16 +1,19 @@
 """One rank of bench/local_steps.py: trains the same model in every way, one after another, and writes rows as JSON."""
 
+import itertools
 import json
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 from accuracy import Characters, Transformer, character_loss
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -20,20 +23,37 @@ import fusedcomm
 from fusedcomm import Config, Feedback
 from fusedcomm.ranks.groups import end_together
 
-FEEDBACK = Feedback(decay=0.95)
 ALONE = "no communication"
 POST_LOCAL = "post-local SGD"
 POWER_SGD_RANK, FIRST_COMPRESSED_STEP = 4, 10
+USUAL_DELAY = 5
+"""Steps; not in the names of ways."""
+
+
+class Recurrent(nn.Module):
+    """A GRU with 123,000 parameters."""
+
+    def __init__(self, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        hidden = width * 3 // 2
+        self.codes, self.head = nn.Embedding(128, width), nn.Linear(hidden, 128)
+        self.layers = nn.GRU(width, hidden, depth, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.codes(x))[0])
+
+
+MODELS = {"transformer": Transformer, "recurrent": Recurrent}
 
 
 def local(config="fp32", **kwargs):
     return {"config": config, **kwargs}
 
 
-def ways(every: int) -> dict[str, dict | None]:
-    """What LocalSteps is given for each way; None for those that synchronize every step."""
-    late = min(5, every - 1)
-    return {
+def ways(every: int, delay: int) -> dict[str, dict | None]:
+    """What LocalSteps is given for each way; None for those that synchronize every step, and torch's own."""
+    late = min(delay, every - 1)
+    found = {
         ALONE: None,
         "DDP": None,
         "int4 every step": None,
@@ -52,6 +72,9 @@ def ways(every: int) -> dict[str, dict | None]:
         f"H={every} corrected int2": local("int2", merge="corrected", delay=late),
         f"H={every} corrected int4 4 fragments": local("int4", merge="corrected", delay=late, fragments=4),
     }
+    if delay == USUAL_DELAY:
+        return found
+    return {f"{way}, {late} late" if given and given.get("delay") else way: given for way, given in found.items()}
 
 
 def published(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -69,13 +92,28 @@ def held_out(model: nn.Module, characters: Characters) -> float:
 
 def mean_model(model: nn.Module, settings: dict) -> nn.Module:
     """Of all ranks."""
-    copy = Transformer(settings["width"], settings["depth"])
+    copy = MODELS[settings["model"]](settings["width"], settings["depth"])
     with torch.no_grad():
         for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
             mean = theirs.detach().clone()
             dist.all_reduce(mean)
             ours.copy_(mean / dist.get_world_size())
     return copy
+
+
+def trained_on(model: nn.Module, seed: int, settings: dict, characters: Characters) -> dict[str, float]:
+    """Trains the model, the same on every rank, on English prose: DDP in fp32 for every way, with a third of the
+    learning rate. Returns the held-out losses of the prose, "finetuned", and of what it was trained on before."""
+    texts = [text for topic, text in topics.items() if topic != "debugger"]  # has lines of pdb.py
+    prose = Characters("".join(texts).encode("ascii", "ignore"))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=settings["lr"] / 3)
+    batches = prose.batches(1000 * seed + 500 + dist.get_rank(), settings["batch"])
+    for _ in range(settings["finetune"]):
+        optimizer.zero_grad()
+        character_loss(ddp, next(batches)).backward()
+        optimizer.step()
+    return {"finetuned": held_out(model, prose), "forgot": held_out(model, characters)}
 
 
 def torchs_own(
@@ -100,7 +138,7 @@ def torchs_own(
 
 def train(way: str, given: dict | None, every: int, seed: int, settings: dict, characters: Characters) -> dict:
     torch.manual_seed(seed)
-    model: nn.Module = Transformer(settings["width"], settings["depth"])
+    model: nn.Module = MODELS[settings["model"]](settings["width"], settings["depth"])
     inner, comm = model, None
     is_torchs = way == "PowerSGD" or way.endswith(POST_LOCAL)
     if way in ("DDP", "int4 every step") or is_torchs:
@@ -134,10 +172,11 @@ def train(way: str, given: dict | None, every: int, seed: int, settings: dict, c
     stats = steps.stats() if steps is not None else comm.stats() if comm is not None else None
     others = dist.get_world_size() - 1
     sent = stats.sent_nbytes if stats is not None else 2 * 4 * summed() * others // dist.get_world_size()
+    trained = mean_model(inner, settings)
     row = {
         "way": way,
         "seed": seed,
-        "loss": held_out(mean_model(inner, settings), characters),
+        "loss": held_out(trained, characters),
         "curve": curve,
         "steps_per_s": settings["steps"] / seconds,
         "sent_nbytes": sent,
@@ -145,6 +184,8 @@ def train(way: str, given: dict | None, every: int, seed: int, settings: dict, c
     for each in (steps, comm):
         if each is not None:
             each.detach()
+    if settings["finetune"]:
+        row |= trained_on(trained, seed, settings, characters)
     return row
 
 
@@ -154,17 +195,17 @@ def main() -> None:
     results, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo")
     characters, rows = Characters(), []
-    for every in settings["every"]:
-        for way, given in ways(every).items():
-            if given is None and every != settings["every"][0] and not way.endswith(POST_LOCAL):
-                continue
-            if settings["ways"] and not any(word in way for word in settings["ways"]):
-                continue
-            for seed in range(settings["seeds"]):
-                rows.append(train(way, given, every, seed, settings, characters))
-                if dist.get_rank() == 0:
-                    results.write_text(json.dumps(rows))
-                    print(f"{way:36} seed {seed}  {rows[-1]['loss']:.4f}", flush=True)
+    wanted = {}  # by name, which has H and the delay if the way has them
+    for every, delay in itertools.product(settings["every"], settings["delay"]):
+        wanted |= {way: (given, every) for way, given in ways(every, delay).items()}
+    for way, (given, every) in wanted.items():
+        if settings["ways"] and not any(re.search(pattern, way) for pattern in settings["ways"]):
+            continue
+        for seed in range(settings["seeds"]):
+            rows.append(train(way, given, every, seed, settings, characters))
+            if dist.get_rank() == 0:
+                results.write_text(json.dumps(rows))
+                print(f"{way:36} seed {seed}  {rows[-1]['loss']:.4f}", flush=True)
     end_together()
 
 

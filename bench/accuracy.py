@@ -208,13 +208,15 @@ def _target(kind: str, what: str, figure: float, sign: str, wanted: float) -> di
 
 
 class Characters:
-    """The top-level modules of Python's standard library as ASCII codes: 19 of 20 to train on, the last one to test."""
+    """A text as ASCII codes: 19 of 20 to train on, the last one to test. The text is `data`, or else the top-level
+    modules of Python's standard library."""
 
     CONTEXT = 64
 
-    def __init__(self) -> None:
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        data = b"".join(path.read_bytes() for path in files)
+    def __init__(self, data: bytes | None = None) -> None:
+        if data is None:
+            files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+            data = b"".join(path.read_bytes() for path in files)
         codes = torch.tensor([code for code in data if code < 128], dtype=torch.uint8)
         self.train, self.test = codes[: len(codes) * 19 // 20], codes[len(codes) * 19 // 20 :]
 

@@ -3,8 +3,9 @@
     python bench/local_steps.py --hosts 2 --link 20mbit       # hosts with limited links, needs root (bench/hosts.py)
     python bench/local_steps.py                               # two ranks over loopback
 
-A character transformer is trained from scratch on Python's standard library. Every way takes the same batches; the loss
-is for each held-out character, of the mean of all ranks' parameters, after the last merge.
+A character transformer, or a recurrent network, is trained from scratch on Python's standard library. Every way takes
+the same batches; the loss is for each held-out character, of the mean of all ranks' parameters, after the last merge.
+With --finetune this mean is trained on afterwards, on English prose, by DDP in fp32 for every way.
 
     no communication   each rank for itself: the bound of steps a second
     DDP                gradients averaged in every step, fp32
@@ -23,6 +24,7 @@ is for each held-out character, of the mean of all ranks' parameters, after the 
     steps/s   median of the seeds; without evaluations
     MB        that a rank sends in the whole run
     to loss   seconds until the loss of DDP at two thirds of its steps is reached; mean of the seeds that reach it
+    finetuned, forgot    after --finetune: loss on the prose, and on what the model was trained on before; means
 
 Needs scikit-learn, half a GiB of memory for each rank; root, ip, tc and taskset with --hosts. Half an hour for each
 link and H; two minutes with --quick.
@@ -46,12 +48,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--link", nargs="+", help="speed of a host's link, each way (20mbit)")
     parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
     parser.add_argument("--every", nargs="+", type=int, default=[10, 30], help="steps from merge to merge (10 30)")
-    parser.add_argument("--ways", nargs="+", default=[], help="only ways whose names have one of these words (all)")
+    parser.add_argument("--delay", nargs="+", type=int, default=[5], help="steps that late merges are late (5)")
+    parser.add_argument("--model", choices=("transformer", "recurrent"), default="transformer", help="(transformer)")
+    parser.add_argument("--finetune", type=int, default=0, metavar="STEPS", help="steps on another text afterwards (0)")
+    parser.add_argument("--ways", nargs="+", default=[], help="regular expressions: only ways that match one (all)")
     parser.add_argument("--steps", type=int, default=300, help="(300)")
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a rank (8)")
-    parser.add_argument("--width", type=int, default=64, help="of the transformer (64)")
-    parser.add_argument("--depth", type=int, default=2, help="its blocks (2)")
+    parser.add_argument("--width", type=int, default=64, help="of the model (64)")
+    parser.add_argument("--depth", type=int, default=2, help="its blocks or layers (2)")
     parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW (3e-3)")
     parser.add_argument("--quick", action="store_true", help="40 steps, one seed, H = 10")
     parser.add_argument("--json", metavar="PATH", help="write the curves there")
@@ -70,6 +75,8 @@ def seconds_to(loss: float, curve: list) -> float | None:
 def print_rows(link: str, rows: list[dict]) -> None:
     of_ddp = {row["seed"]: row for row in rows if row["way"] == DDP}
     columns = ("loss", 7), ("less DDP", 9), ("least", 8), ("most", 8), ("steps/s", 8), ("MB", 9), ("to loss", 8)
+    after = [name for name in ("finetuned", "forgot") if name in rows[0]]
+    columns += tuple((name, 9) for name in after)
     print(f"\n{link}\n{'way':<38} " + " ".join(f"{name:>{width}}" for name, width in columns))
     for way in dict.fromkeys(row["way"] for row in rows):
         seeds = [row for row in rows if row["way"] == way]
@@ -85,7 +92,8 @@ def print_rows(link: str, rows: list[dict]) -> None:
         loss = statistics.mean(row["loss"] for row in seeds)
         speed = statistics.median(row["steps_per_s"] for row in seeds)
         sent = seeds[0]["sent_nbytes"] * 1e-6
-        print(f"{way:<38} {loss:7.4f} {spread} {speed:8.2f} {sent:9.2f} {to_loss}")
+        print(f"{way:<38} {loss:7.4f} {spread} {speed:8.2f} {sent:9.2f} {to_loss}", end="")
+        print("".join(f" {statistics.mean(row[name] for row in seeds):9.4f}" for name in after))
 
 
 def main() -> None:

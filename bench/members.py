@@ -17,9 +17,12 @@ Real processes of this machine, over gloo. Parts:
           bench/hosts.py). How fast it gets parameters and AdamW's state, as a share of the line (.95 is possible, the
           rest is headers), and the longest step of the others, which wait for it
     loss  the transformer of bench/accuracy.py with Members(microbatches=8): four ranks are lost in a run, another
-          joins for each, beside runs of four and of three ranks from which nobody is lost. All have the same data
+          joins for each, beside runs of four and of three ranks from which nobody is lost. All have the same data.
+          With --every H it trains by LocalSteps: a rank is killed, or is stopped for three windows, expelled, and joins
+          anew, beside the same runs from which nobody is lost
 
-Parameters are compared, in all bits, between ranks after every step of `kill` and `loss`.
+Parameters are compared, in all bits, between ranks after every step of `kill` and `loss`; with --every only
+the merged models' losses are, at the end.
 
 Needs half a GiB of memory for each rank; scikit-learn for `loss`; a quarter of an hour, two minutes with --quick.
 """
@@ -76,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--join-params", type=float, default=8e6, help="elements of the model of join (8e6)")
     parser.add_argument("--wire", default="int8", help="of loss (int8)")
     parser.add_argument("--steps", type=int, default=300, help="of a run of loss (300)")
+    parser.add_argument("--every", type=int, default=0, help="of loss: LocalSteps' merges; 0: DataParallel (0)")
     parser.add_argument("--losses", type=int, default=4, help="ranks that a run of loss loses (4)")
     parser.add_argument("--seeds", type=int, default=3, help="of loss (3)")
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow (0)")
@@ -99,6 +103,8 @@ def parse() -> argparse.Namespace:
     for name, least in (("ranks", 3), ("rounds", 1), ("kills", 1), ("steps", 40), ("losses", 1), ("seeds", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
+    if arguments.every < 0 or arguments.steps < 10 * arguments.every:
+        parser.error("--every must be at most a tenth of --steps: a rank is away for three windows, and then joins")
     return arguments
 
 
@@ -296,6 +302,10 @@ def train(arguments: argparse.Namespace, seed: int, ranks: int, num_losses: int)
 
 
 def loss(arguments: argparse.Namespace, report: Report) -> None:
+    if arguments.every:
+        import _members_local  # needs scikit-learn
+
+        return _members_local.loss(arguments, report)
     runs = report.extra["loss_runs"] = []
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     of_seed = ((arguments.ranks, 0), (arguments.ranks, arguments.losses))

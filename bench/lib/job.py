@@ -131,14 +131,14 @@ class Job:
                 why = f"a process ended with {failed[0]}" if failed else f"silence for {self.hang_s:g} s"
                 raise JobError(f"{why}, waiting for {what}\n{self.output()}")
 
-    def kill_one(self, within_s: float) -> tuple[int, float]:
-        """Kills a rank, any one, at a random moment of the next `within_s` seconds: (pid, when)."""
+    def kill_one(self, within_s: float, by: signal.Signals = signal.SIGKILL) -> tuple[int, float]:
+        """Kills a rank, any one, at a random moment of the next `within_s` seconds: (pid, when). by: or stops it."""
         time.sleep(self.choose.random() * within_s)
         while self.read(0):
             pass
         victim = self.choose.choice(sorted(self.alive))
         killed = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, by)
         self._killed.add(victim)
         self.alive.discard(victim)
         return victim, killed

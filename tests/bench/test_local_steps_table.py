@@ -33,6 +33,13 @@ def test_losses_are_compared_with_ddp_seed_by_seed(bench, capsys):
     assert late.split() == ["late", "2.2812", "+0.1562", "+0.0625", "+0.2500", "2.00", "1.00", "–"]
 
 
+def test_losses_after_finetuning_have_columns_of_their_own(bench, capsys):
+    rows = [row("DDP", seed, [3, 2]) | {"finetuned": 1.5 + seed, "forgot": 2.5} for seed in range(2)]
+    bench.print_rows("20mbit", rows)
+    *_, columns, ddp = capsys.readouterr().out.splitlines()
+    assert columns.split()[-2:] == ["finetuned", "forgot"] and ddp.split()[-2:] == ["2.0000", "2.5000"]
+
+
 def test_a_loss_that_is_never_reached_has_no_time(bench):
     assert bench.seconds_to(2.0, [(10, 1.0, 2.5), (20, 2.0, 2.0)]) == 2.0
     assert bench.seconds_to(1.0, [(10, 1.0, 2.5)]) is None

@@ -92,3 +92,12 @@ def test_losses_are_timed_and_training_goes_on(tmp_path):
     undisturbed, lost, fewer = found["loss_runs"]
     assert (undisturbed["losses"], lost["losses"], fewer["ranks"]) == (0, 1, 3)
     assert all(run["checked"] for run in found["loss_runs"])
+
+
+@pytest.mark.full
+def test_local_steps_go_on_without_a_rank_that_is_killed_and_take_one_that_was_stopped_back(tmp_path):
+    options = ["--parts", "loss", "--every", "10", "--steps", "100", "--ranks", "3", "--wire", "int4"]
+    runs = run(tmp_path, *options)["local_steps_runs"]
+    assert [each["event"] for each in runs] == ["undisturbed", "killed", "stopped", "undisturbed"]
+    assert [each["steps_with_fewer_ranks"] > 0 for each in runs] == [False, True, True, False]
+    assert all(each["checked"] for each in runs)
