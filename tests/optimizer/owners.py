@@ -139,7 +139,7 @@ def sharded(model: nn.Module, reducer: object, kind: str = "adamw", **kwargs: ob
 
 
 def made(kind: str = "adamw", model: Callable[[], nn.Module] = Net, config: Config = FP32, **kwargs: object) -> tuple:
-    """(model, reducer, ShardedOptimizer). `kwargs`: arguments of the optimizer; `find_unused`, `every`: the reducer's."""
+    """(model, reducer, ShardedOptimizer). `kwargs`: the optimizer's, and `find_unused` and `every` of the reducer."""
     torch.manual_seed(5)
     net = model()
     options = {"find_unused_parameters": kwargs.pop("find_unused", False), "every": kwargs.pop("every", 1)}
