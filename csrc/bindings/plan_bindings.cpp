@@ -40,7 +40,11 @@ void bind_steps(py::module_& m) {
       .def("sent_nbytes", &Step::sent_nbytes, py::arg("num_chunks") = 1);
 
   py::class_<BucketPlan>(m, "BucketPlan")
-      .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })
+      .def_property_readonly("sum",
+                             [](const BucketPlan& plan) {
+                               if (plan.packed_rows.empty()) return sum_name(plan.sum);
+                               return std::string(plan.gathers ? "all-gather" : "reduce-scatter");
+                             })
       .def_readonly("in_place", &BucketPlan::in_place)
       .def_readonly("layouts", &BucketPlan::layouts)
       .def_readonly("host_layouts", &BucketPlan::host_layouts)

@@ -71,6 +71,7 @@ class Exchange:
             (f"rows of unit {index}, class {place}", numel, wire)
             for place, (wire, (_, _, numel)) in enumerate(zip(wires, self.unit.classes, strict=True))
         ]
+        assert session.synchronizer is not None
         native = _C.Rows(synchronizer=session.synchronizer, index=index, pieces=pieces)
         native.set_row(list(range(len(pieces))))
         return native

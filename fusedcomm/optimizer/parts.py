@@ -1,7 +1,7 @@
 """Who owns which elements of the parameters, and how their gradients lie in rows, one for each rank.
 
 A unit is what one reduce-scatter and one all-gather carry. Its rows have classes of elements, those of one wire of the
-gradients and one of the updates, one after another. Memory order counts: a parameter's elements are those of its memory.
+gradients and one of the updates, one after another. A parameter's elements have the order of its memory.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ class Piece:
 
 @dataclasses.dataclass
 class Unit:
-    """What is exchanged together. `classes`: (wire, update's wire, elements in a row). `last`: the bucket of the reducer
-    with which it is complete. `padding`: elements of all rows that are no parameter's."""
+    """What is exchanged together. `classes`: (wire, update's wire, elements in a row). `last`: the bucket of the
+    reducer with which it is complete. `padding`: elements of all rows that are no parameter's."""
 
     dtype: torch.dtype
     last: int

@@ -18,11 +18,10 @@ _MOST_SHOWN = 12
 
 @dataclasses.dataclass(frozen=True)
 class ShardedPlan:
-    """``str(plan)`` is what rank 0 prints. Bytes are of one rank; of its state, `master_nbytes` and `buffer_nbytes`
-    included where they are kept.
+    """``str(plan)`` is what rank 0 prints. Bytes are of one rank.
 
-    `state_nbytes`: of this rank's optimizers; `replicated_nbytes`: where every rank has all. `master_nbytes`: fp32 copies
-    of what it owns. `buffer_nbytes`: rows of gradients and updates. `residual_nbytes`: of gradients.
+    `state_nbytes`: of this rank's optimizers; `replicated_nbytes`: where every rank has all. `master_nbytes`: fp32
+    copies of what it owns. `buffer_nbytes`: rows of gradients and updates. `residual_nbytes`: of gradients.
     `sent_nbytes`: in a step, both halves. `padding`: the part of the rows' elements that is no parameter's.
     `owners`: of each parameter, its elements on each rank."""
 

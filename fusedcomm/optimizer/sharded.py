@@ -1,6 +1,5 @@
 """``fusedcomm.ShardedOptimizer``: each rank steps the part of the parameters that it owns, and sends the update."""
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,20 +10,19 @@ from fusedcomm import log
 from fusedcomm.config import Config
 from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
-from fusedcomm.optimizer import state
+from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State
-from fusedcomm.optimizer.parts import Target, is_whole, refuse, units
+from fusedcomm.optimizer.parts import units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.norm import refuse_nonfinite
 from fusedcomm.session.session import Session
+from fusedcomm.session.stats import Stats, together
 
 _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grads_with_norm_."""
-
-OptimizerClass = type[torch.optim.Optimizer]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -71,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         reducer: GradReducer | DataParallel,
-        optimizer_class: OptimizerClass = torch.optim.AdamW,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
         *,
         update: Wire = "bf16",
@@ -86,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
                 f"{type(found).__name__}"
             )
-        config = _rows_config(found)
+        config = arguments.rows_config(found)
         if update in WITH_FEEDBACK:
             raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
         self._update = Config(update, sum="two-shot", hosts=None)
@@ -96,13 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "is known when the backward pass ends. Leave one of them out"
             )
         self._overlaps = not found.finds_unused if overlap is None else overlap
-        groups = _groups(found, params, optimizer_class)
-        if defaults and all(group["optimizer_class"] is not optimizer_class for group in groups):
-            raise ValueError(
-                f"fusedcomm: {', '.join(defaults)} would do nothing, since every group names its own class: put them "
-                "into the groups"
-            )
-        self._targets = self._find_targets(groups, config, whole)
+        groups = arguments.groups(found, params, optimizer_class, defaults)
+        self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
         old = found.session
         self._updates = Session(
             self._update,
@@ -127,45 +120,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = True
         self._calls = 0
         self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
-        self._pending: dict[int, int] = {}
         self._num_handed = 0
         self._is_ready = False
-        self._used: set[int] | None = None
+        self._used: set[int] = set()
         self._hand_over_to(found)
         if old.rank == 0:
             log.report(self.plan, quiet)
 
     # ---- making it
 
-    def _find_targets(self, groups: list[dict], config: Config, whole: bool | None) -> list[Target]:
-        """In the order of the reducer's native parameters, without frozen ones."""
-        named = list(reversed(self._reducer.session.parameters))
-        kind_of = {id(p): group["optimizer_class"] for group in groups for p in group["params"]}
-        whole_of = {id(p): group.get("whole", whole) for group in groups for p in group["params"]}
-        targets, self._by_reducer = [], {}
-        for index, parameter in enumerate(named):
-            tensor = parameter.tensor
-            if not tensor.requires_grad:
-                continue
-            if id(tensor) not in kind_of:
-                raise ValueError(
-                    f"fusedcomm: {parameter.name} is in no group of the ShardedOptimizer, and would never change: add "
-                    "it, or freeze it before the GradReducer is made"
-                )
-            is_one = is_whole(kind_of[id(tensor)], whole_of[id(tensor)])
-            self._by_reducer[index] = len(targets)
-            update_wire = self._update.wire_number(parameter.name, tensor)
-            targets.append(Target(parameter.name, tensor, parameter.wire, update_wire, is_one))
-        refuse(targets, self._reducer.has_sparse_gradient)
-        return targets
-
     def _record(self, groups: list[dict], update: str, defaults: dict) -> dict:
+        """What must be equal on all ranks."""
         names = {id(target.tensor): target.name for target in self._targets}
         return {
             "update": update,
             "overlap": self._overlaps,
             "groups": [
-                [group["optimizer_class"].__name__, [names[id(p)] for p in group["params"]]] for group in groups
+                [group["optimizer_class"].__name__, [names.get(id(p)) for p in group["params"]]] for group in groups
             ],
             "whole": [target.name for target in self._targets if target.whole],
             "arguments": sorted(defaults),
@@ -214,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "one's: call step() after each, or all backward passes of a step but the last within no_sync()"
             )
         if self._num_handed == 0:
-            self._owner.begin(self._calls, {} if not self._overlaps else self._hyperparameters())
+            self._owner.begin(self._calls, self._hyperparameters())
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
@@ -352,64 +323,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model first. A collective call between steps. Raises ValueError if it does not fit."""
         state.load_state_dict(self, state_dict, self._owner, self.exchanges, self._targets)
 
+    def stats(self) -> Stats:
+        """Counts and times of this rank, of gradients and updates together; times are those of the gradients."""
+        return together([self._sums.stats(), self._updates.stats()])
+
     def plan(self) -> ShardedPlan:
         """Who owns what, bytes of state and on the wire; printable."""
         return make_plan(self._owner, self.exchanges, self._targets, self._sums, self._update, self._overlaps)
-
-
-def _rows_config(reducer: GradReducer) -> Config:
-    """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
-    reducer.refuse_detached("no optimizer can own its parameters")
-    if reducer.runs is not reducer.session:
-        raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
-            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
-        )
-    if reducer.has_owner:
-        raise RuntimeError(
-            "fusedcomm: this GradReducer has a ShardedOptimizer already, and a parameter cannot have two: give one of "
-            "them groups, with classes of their own if need be"
-        )
-    config = reducer.session.config
-    if config.sum not in ("auto", "two-shot"):
-        raise ValueError(
-            f"fusedcomm: sum={config.sum!r} has no second half in which an owner could step: use sum='auto' or "
-            "'two-shot'"
-        )
-    if config.checks.verify_every or config.checks.fallback is not None:
-        raise ValueError(
-            "fusedcomm: Checks(verify_every=…) and Fallback are of sums that every rank has, not of a "
-            "ShardedOptimizer's: leave them out"
-        )
-    return dataclasses.replace(config, sum="two-shot", hosts=None)
-
-
-def _groups(reducer: GradReducer, params: Iterable | None, kind: OptimizerClass) -> list[dict[str, Any]]:
-    """Groups with their optimizer's class, each with a list of parameters. Raises TypeError and ValueError."""
-    if params is None:
-        params = [p.tensor for p in reducer.session.parameters if p.tensor.requires_grad]
-    entries = list(params)
-    groups = [dict(each) if isinstance(each, dict) else each for each in entries]
-    if not any(isinstance(each, dict) for each in groups):
-        groups = [{"params": groups}]
-    ours = {id(p.tensor): p.name for p in reducer.session.parameters}
-    found: set[int] = set()
-    for group in groups:
-        if not isinstance(group, dict) or "params" not in group:
-            raise TypeError("fusedcomm: params= is a list of parameters, or one of groups: dicts with 'params'")
-        group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        group.setdefault("optimizer_class", kind)
-        if not (
-            isinstance(group["optimizer_class"], type) and issubclass(group["optimizer_class"], torch.optim.Optimizer)
-        ):
-            raise TypeError(f"fusedcomm: {group['optimizer_class']!r} is no class of torch optimizers")
-        for p in group["params"]:
-            if id(p) not in ours:
-                raise ValueError(
-                    f"fusedcomm: a parameter of shape {list(p.shape)} is not one of the GradReducer's, so nothing would "
-                    "sum its gradient"
-                )
-            if id(p) in found:
-                raise ValueError(f"fusedcomm: {ours[id(p)]} is in two groups: a parameter has one owner and one step")
-            found.add(id(p))
-    return groups

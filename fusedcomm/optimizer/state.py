@@ -1,4 +1,4 @@
-"""The state of a ShardedOptimizer in torch's format: of each parameter whole tensors, divided over the ranks as DTensors.
+"""The state of a ShardedOptimizer in torch's format: of each parameter whole tensors, divided over the ranks.
 
 What an owner has lies anywhere in a parameter. A checkpoint has each parameter's state with the parameter's shape, so
 another number of ranks, other buckets and plain optimizers can load it.
@@ -76,19 +76,11 @@ def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[l
         merged: dict[str, Any] = {}
         for key, first in states[0].items():
             is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
-            merged[key] = (
-                [each[key].reshape(-1) if not _is_shaped(each[key]) else in_memory_order(each[key]) for each in states]
-                if is_of_elements
-                else first
-            )
+            merged[key] = [in_memory_order(each[key]) for each in states] if is_of_elements else first
         if any(exchanges[at].keeps_master(piece) for at, piece, _ in leaves):
             merged[MASTER] = [in_memory_order(leaf) for _, _, leaf in leaves]
         found[i] = [piece for _, piece, _ in leaves], merged
     return found
-
-
-def _is_shaped(value: torch.Tensor) -> bool:
-    return value.dim() > 1
 
 
 def _whole(
@@ -120,7 +112,7 @@ def load_state_dict(
     exchanges: Sequence[Exchange],
     targets: Sequence[Target],
 ) -> None:
-    """Takes what state_dict() or a plain optimizer's state_dict() has returned. A collective call if it has DTensors."""
+    """Takes what state_dict(), or a plain optimizer's, has returned. A collective call if it has DTensors."""
     groups, saved = optimizer.param_groups, given["param_groups"]
     lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
     if lengths[0] != lengths[1]:
@@ -172,9 +164,5 @@ def _part(target: Target, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  #
         return value.clone() if isinstance(value, torch.Tensor) else value
     ordered = torch.empty_like(target.tensor, dtype=value.dtype).copy_(value)
     flat = in_memory_order(ordered)[piece.begin : piece.end]
-    dtype = leaf.dtype if value.is_floating_point() else value.dtype
-    return (
-        flat.reshape(leaf.shape).to(dtype, copy=True)
-        if not target.whole
-        else shaped(flat, target.tensor).to(dtype, copy=True)
-    )
+    part = shaped(flat, target.tensor) if target.whole else flat
+    return part.to(leaf.dtype if value.is_floating_point() else value.dtype, copy=True)

@@ -217,7 +217,7 @@ class GradReducer(GradientNorms):
     @property
     def bucket_nbytes(self) -> int:
         """At so many bytes of gradients a bucket is complete, the first one perhaps before."""
-        return self._size.caps()[1]
+        return self._size.caps()[-1]
 
     def has_sparse_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradient is sparse."""
@@ -254,8 +254,8 @@ class GradReducer(GradientNorms):
         for module in [module for module, reducer in _of_modules.items() if reducer is self]:
             del _of_modules[module]
 
-    def _caps(self) -> list[int]:
-        return self._size.caps()
+    def _caps(self) -> list[int] | None:
+        return None if self.has_owner else self._size.caps()
 
     def _module(self) -> nn.Module | None:
         return self._module_of()

@@ -86,6 +86,12 @@ void GradReducer::shadow_pass() {
   TORCH_CHECK(failure_.empty(), failure_);
   TORCH_CHECK(accumulators_, "fusedcomm: this reducer is detached, so it takes part in no pass: make a new one");
   TORCH_CHECK(!in_pass_, rank_text(), "a backward pass of this rank has not ended, so it cannot send zeros in another");
+  if (taker_) {
+    fail(
+        rank_text() +
+        "shadow_pass(), which join() calls, is not possible with a ShardedOptimizer: this rank would have to step what "
+        "it owns, too. Give each rank equally many batches");
+  }
   call_before_pass(lock);
   is_shadow_ = true;
   synchronizer_->epilogue().set_unscale(1);  // there is no loss here that a scale could be missing from

@@ -1,0 +1,114 @@
+"""What a ShardedOptimizer is given, checked."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fusedcomm.config import Config
+from fusedcomm.optimizer.parts import Target, is_whole, refuse
+from fusedcomm.reducer.reducer import GradReducer
+from fusedcomm.session.parameters import NamedParameter
+
+OptimizerClass = type[torch.optim.Optimizer]
+
+
+def rows_config(reducer: GradReducer) -> Config:
+    """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
+    reducer.refuse_detached("no optimizer can own its parameters")
+    if reducer.runs is not reducer.session:
+        raise ValueError(
+            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
+            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
+        )
+    if reducer.has_owner:
+        raise RuntimeError(
+            "fusedcomm: this GradReducer has a ShardedOptimizer already, and a parameter cannot have two: give one of "
+            "them groups, with classes of their own if need be"
+        )
+    config = reducer.session.config
+    if config.sum not in ("auto", "two-shot"):
+        raise ValueError(
+            f"fusedcomm: sum={config.sum!r} has no second half in which an owner could step: use sum='auto' or "
+            "'two-shot'"
+        )
+    if config.checks.verify_every or config.checks.fallback is not None:
+        raise ValueError(
+            "fusedcomm: Checks(verify_every=…) and Fallback are of sums that every rank has, not of a "
+            "ShardedOptimizer's: leave them out"
+        )
+    return dataclasses.replace(config, sum="two-shot", hosts=None)
+
+
+def groups(
+    reducer: GradReducer,
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
+    kind: OptimizerClass,
+    defaults: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Groups with their optimizer's class, each with a list of parameters. Raises TypeError and ValueError."""
+    named = _named(reducer)
+    if params is None:
+        params = [p.tensor for p in named if p.tensor.requires_grad]
+    entries: list[Any] = [dict(each) if isinstance(each, dict) else each for each in params]
+    if not any(isinstance(each, dict) for each in entries):
+        entries = [{"params": entries}]
+    ours = {id(p.tensor): p.name for p in named}
+    found: set[int] = set()
+    for group in entries:
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError("fusedcomm: params= is a list of parameters, or one of groups: dicts with 'params'")
+        group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        group.setdefault("optimizer_class", kind)
+        if not (
+            isinstance(group["optimizer_class"], type) and issubclass(group["optimizer_class"], torch.optim.Optimizer)
+        ):
+            raise TypeError(f"fusedcomm: {group['optimizer_class']!r} is no class of torch optimizers")
+        for p in group["params"]:
+            if id(p) not in ours:
+                raise ValueError(
+                    f"fusedcomm: a parameter of shape {list(p.shape)} is not one of the GradReducer's, so nothing "
+                    "would sum its gradient"
+                )
+            if id(p) in found:
+                raise ValueError(f"fusedcomm: {ours[id(p)]} is in two groups: a parameter has one owner and one step")
+            found.add(id(p))
+    if defaults and all(group["optimizer_class"] is not kind for group in entries):
+        raise ValueError(
+            f"fusedcomm: {', '.join(defaults)} would do nothing, since every group names its own class: put them into "
+            "the groups"
+        )
+    return entries
+
+
+def targets(
+    reducer: GradReducer, of_groups: list[dict[str, Any]], update: Config, whole: bool | None
+) -> tuple[list[Target], dict[int, int]]:
+    """The parameters that are stepped, in the order in which their gradients come, and their indices by those that the
+    native reducer has. Raises ValueError."""
+    kind_of = {id(p): group["optimizer_class"] for group in of_groups for p in group["params"]}
+    whole_of = {id(p): group.get("whole", whole) for group in of_groups for p in group["params"]}
+    found: list[Target] = []
+    by_reducer: dict[int, int] = {}
+    for index, parameter in enumerate(reversed(_named(reducer))):
+        tensor = parameter.tensor
+        if not tensor.requires_grad:
+            continue
+        if id(tensor) not in kind_of:
+            raise ValueError(
+                f"fusedcomm: {parameter.name} is in no group of the ShardedOptimizer, and would never change: add it, "
+                "or freeze it before the GradReducer is made"
+            )
+        by_reducer[index] = len(found)
+        update_wire = update.wire_number(parameter.name, tensor)
+        is_one = is_whole(kind_of[id(tensor)], whole_of[id(tensor)])
+        found.append(Target(parameter.name, tensor, parameter.wire, update_wire, is_one))
+    refuse(found, reducer.has_sparse_gradient)
+    return found, by_reducer
+
+
+def _named(reducer: GradReducer) -> list[NamedParameter]:
+    parameters = reducer.session.parameters
+    assert parameters is not None
+    return parameters
