@@ -1,0 +1,223 @@
+"""What the tests of ShardedOptimizer train, with owners and with the same optimizer on every rank."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from models import normal, reducer_of
+from torch import nn
+
+import fusedcomm
+from fusedcomm.config import Config
+
+FP32 = Config("fp32", sum="two-shot")
+# Small enough that every model here has several buckets.
+BUCKET_MIB = 1 / 256
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides; three matrices of one shape."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(7, 33), nn.LayerNorm(33), nn.Linear(45, 5)
+        self.blocks = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))
+        self.wide = nn.Linear(33, 45, bias=False)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.wide(self.norm(x))).float()
+
+
+class Conv(nn.Module):
+    """Parameters whose order in memory is not their logical order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 9, 3), nn.Flatten(), nn.Linear(9 * 4, 5)
+        ).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.to(memory_format=torch.channels_last))
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight.requires_grad_(False)
+        self.norm.bias.requires_grad_(False)
+
+
+class Branches(nn.Module):
+    """No rank uses `never`, `sometimes` is used in every other step, and `parity` by every other rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(7, 33), nn.Linear(33, 5)
+        self.never, self.sometimes, self.parity = nn.Linear(33, 33), nn.Linear(33, 33), nn.Linear(33, 33)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        x = torch.tanh(self.trunk(x))
+        if self.step % 2:
+            x = x + self.sometimes(x)
+        if (dist.get_rank() + self.step) % 2:
+            x = x + self.parity(x)
+        return self.head(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        kind: names one of OPTIMIZERS.
+        front: "reducer" or "parallel".
+        accumulate: backward passes in a step.
+        counts: whether the reducer counts these passes, with `every`; otherwise all but the last are in no_sync().
+        scaled: whether losses are scaled, and two steps have an Inf on the last rank.
+        scheduled: whether learning rates and momenta change in every step.
+    """
+
+    model: Callable[[], nn.Module] = Net
+    kind: str = "adamw"
+    front: str = "reducer"
+    config: Config = FP32
+    update: str = "fp32"
+    accumulate: int = 1
+    counts: bool = False
+    find_unused: bool = False
+    scaled: bool = False
+    scheduled: bool = False
+
+
+def groups_of(model: nn.Module, kind: str) -> list[dict]:
+    """Groups of the model's trained parameters, each with its optimizer_class and all hyperparameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, rest = [p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2]
+    adamw = {"optimizer_class": torch.optim.AdamW, "lr": 0.01, "weight_decay": 0.1}
+    if kind == "adamw":
+        return [{**adamw, "params": trained}]
+    if kind == "two groups":
+        return [{**adamw, "params": matrices}, {**adamw, "params": rest, "lr": 0.003, "weight_decay": 0.0}]
+    if kind == "sgd":
+        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "nesterov": True}
+        return [{**sgd, "params": trained}]
+    if kind == "muon":
+        return [
+            {"optimizer_class": torch.optim.Muon, "params": matrices, "lr": 0.02, "weight_decay": 0.1},
+            {**adamw, "params": rest},
+        ]
+    raise ValueError(kind)
+
+
+def plain_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """torch's optimizers of groups_of(), one for each class."""
+    groups = groups_of(model, kind)
+    made = []
+    for each in dict.fromkeys(group["optimizer_class"] for group in groups):
+        own = [
+            {key: value for key, value in group.items() if key != "optimizer_class"}
+            for group in groups
+            if group["optimizer_class"] is each
+        ]
+        made.append(each(own))
+    return made
+
+
+def sharded(model: nn.Module, reducer: object, kind: str = "adamw", **kwargs: object) -> fusedcomm.ShardedOptimizer:
+    """A quiet ShardedOptimizer of groups_of(). `kwargs`: further arguments."""
+    groups = groups_of(model, kind)
+    return fusedcomm.ShardedOptimizer(reducer, groups[0]["optimizer_class"], groups, quiet=True, **kwargs)
+
+
+def made(kind: str = "adamw", model: Callable[[], nn.Module] = Net, config: Config = FP32, **kwargs: object) -> tuple:
+    """(model, reducer, ShardedOptimizer). `kwargs`: the optimizer's, and `find_unused` and `every` of the reducer."""
+    torch.manual_seed(5)
+    net = model()
+    options = {"find_unused_parameters": kwargs.pop("find_unused", False), "every": kwargs.pop("every", 1)}
+    reducer = reducer_of(net, config, bucket_mib=BUCKET_MIB, **options)
+    return net, reducer, sharded(net, reducer, kind, **kwargs)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    """A copy of all parameters: [numel], in one dtype."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loss_of(forward: nn.Module, rank: int, step: int, part: int = 0, is_image: bool = False) -> torch.Tensor:
+    """Signed, different on every rank, in every step and in every part of a step."""
+    x = normal(rank, 10 * step + part, (4, 3, 6, 6) if is_image else (6, 7))
+    return (forward(x) - normal(0, 10 * step + part + 1, (len(x), 5))).square().mean()
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """zero_grad(), a backward pass and a step."""
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
+
+
+def _spoiled(model: nn.Module) -> torch.Tensor:
+    """A loss whose gradient is Inf in one element of one parameter."""
+    first = next(p for p in model.parameters() if p.requires_grad)
+    return (first * torch.where(torch.arange(first.numel()).view_as(first) == 3, torch.inf, 0.0)).sum()
+
+
+def train(way: Way, rank: int, world_size: int, steps: int, owners: bool, overlap: bool | None = None) -> list:
+    """(parameters, scale of the loss) after each step. owners: whether a ShardedOptimizer steps; otherwise every rank
+    runs torch's optimizers on the means."""
+    torch.manual_seed(5)
+    model = way.model()
+    options = {"find_unused_parameters": way.find_unused, "quiet": True}
+    if way.front == "parallel":
+        forward = fusedcomm.DataParallel(model, config=way.config, bucket_cap_mb=BUCKET_MIB, **options)
+        reducer = forward.comm
+    else:
+        every = way.accumulate if way.counts else 1
+        forward = model
+        reducer = fusedcomm.GradReducer(model, way.config, bucket_mib=BUCKET_MIB, every=every, **options)
+    if owners:
+        given = forward if way.front == "parallel" else reducer
+        optimizers = [sharded(model, given, way.kind, update=way.update, overlap=overlap)]
+    else:
+        optimizers = plain_optimizers(model, way.kind)
+    scaler = fusedcomm.GradScaler(reducer, "cpu", init_scale=2.0**10, growth_interval=3, enabled=way.scaled)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            each, [3 * group["lr"] for group in each.param_groups], total_steps=steps + 1
+        )
+        for each in (optimizers if way.scheduled else [])
+    ]
+    seen = []
+    for step in range(steps):
+        for part in range(way.accumulate):
+            if way.config.weighted is not None:
+                reducer.weight = 1 + (rank + step) % 3
+            held_back = not way.counts and part + 1 < way.accumulate
+            with (
+                forward.no_sync()
+                if held_back and way.front == "parallel"
+                else (reducer.no_sync() if held_back else contextlib.nullcontext())
+            ):
+                loss = loss_of(forward, rank, step, part, is_image=way.model is Conv)
+                if way.scaled and step in (2, 7) and rank == world_size - 1:
+                    loss = loss + _spoiled(model)
+                scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for scheduler in schedulers:
+            scheduler.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        seen.append((flat(model), scaler.get_scale()))
+    reducer.detach()
+    return seen

@@ -1,0 +1,243 @@
+"""Units: which rank owns which elements of the parameters, and where they lie in its row. No ranks run."""
+
+import pytest
+import torch
+
+from fusedcomm.optimizer.parts import ELEMENTWISE, Target, Unit, in_memory_order, is_whole, refuse, shaped, units
+
+CAP = 1 << 20
+
+
+def targets_of(shapes, whole=(), wires=None, dtypes=None):
+    """Target i has shapes[i]; `whole`: indices of those that one rank owns; `wires`, `dtypes`: by index."""
+    return [
+        Target(
+            name=f"p{i}",
+            tensor=torch.zeros(shape, dtype=(dtypes or {}).get(i, torch.float32)),
+            wire=(wires or {}).get(i, 0),
+            update_wire=(wires or {}).get(i, 0),
+            whole=i in whole,
+        )
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def check(found: list[Unit], targets, num_ranks):
+    """Each element of each target has one place in one row of one unit, within its class, and no place two elements."""
+    places = {i: torch.zeros(target.tensor.numel(), dtype=torch.int64) for i, target in enumerate(targets)}
+    for unit in found:
+        taken = torch.zeros(num_ranks, unit.row_numel, dtype=torch.int64)
+        ends = torch.tensor([numel for _, _, numel in unit.classes]).cumsum(0).tolist()
+        for piece in unit.pieces:
+            target = targets[piece.target]
+            assert target.tensor.dtype == unit.dtype and 0 <= piece.owner < num_ranks
+            places[piece.target][piece.begin : piece.end] += 1
+            last = piece.offset + piece.end - piece.begin
+            assert last <= unit.row_numel
+            taken[piece.owner, piece.offset : last] += 1
+            place = next(n for n, end in enumerate(ends) if piece.offset < end)
+            assert unit.classes[place][:2] == target.kind and last <= ends[place]
+        assert taken.max() <= 1
+        assert unit.padding == taken.numel() - taken.sum()
+    assert all((counts == 1).all() for counts in places.values())
+    assert [unit.last for unit in found] == sorted(unit.last for unit in found)
+
+
+def owned_numels(found, num_ranks):
+    numels = [0] * num_ranks
+    for unit in found:
+        for piece in unit.pieces:
+            numels[piece.owner] += piece.end - piece.begin
+    return numels
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+def test_elements_are_owned_once_and_in_equal_numbers(num_ranks):
+    shapes = [(33, 45), (45,), (1,), (5, 7, 3), (), (64, 8), (2,)]
+    targets = targets_of(shapes)
+    found = units([[0, 1], [2, 3, 4], [5, 6]], targets, num_ranks, CAP)
+    check(found, targets, num_ranks)
+    assert len(found) == 3 and [unit.last for unit in found] == [0, 1, 2]
+    for unit in found:
+        assert 0 <= unit.padding < num_ranks
+        numels = owned_numels([unit], num_ranks)
+        assert max(numels) == unit.row_numel
+        # All rows but the last ones are full.
+        assert sum(numel < unit.row_numel for numel in numels) <= max(1, -(-unit.padding // max(1, unit.row_numel)))
+    if num_ranks > 1:  # parameters cross rows
+        assert any(sum(piece.target == 0 for piece in unit.pieces) == num_ranks for unit in found)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_elements_of_each_wire_are_divided_by_themselves(num_ranks):
+    targets = targets_of([(40, 3), (7,), (50,), (9,)], wires={1: -1, 3: -1})
+    found = units([[0, 1, 2, 3]], targets, num_ranks, CAP)
+    check(found, targets, num_ranks)
+    (unit,) = found
+    assert unit.classes == [(0, 0, -(-170 // num_ranks)), (-1, -1, -(-16 // num_ranks))]
+    assert unit.targets == [0, 2, 1, 3]
+
+
+def test_each_row_has_at_most_one_element_more_than_another_when_there_are_few():
+    targets = targets_of([(1,)])
+    check(units([[0]], targets, 4, CAP), targets, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_equal_matrices_are_shared_out_evenly_without_padding(num_ranks):
+    targets = targets_of([(8, 16)] * (2 * num_ranks) + [(12, 12)] * num_ranks, whole=range(3 * num_ranks))
+    found = units([[i] for i in range(3 * num_ranks)], targets, num_ranks, CAP)
+    check(found, targets, num_ranks)
+    assert sum(unit.padding for unit in found) == 0
+    assert owned_numels(found, num_ranks) == [2 * 128 + 144] * num_ranks
+    for unit in found:
+        # A unit leaves when the gradient that comes last is there.
+        assert unit.last == max(unit.targets)
+        for target in unit.targets:
+            assert sum(piece.target == target for piece in unit.pieces) == 1
+
+
+def test_a_unit_of_equal_matrices_ends_at_the_cap():
+    targets = targets_of([(8, 16)] * 12, whole=range(12))  # 512 bytes each
+    found = units([[i] for i in range(12)], targets, 2, cap=2048)
+    check(found, targets, 2)
+    assert [len(unit.targets) for unit in found] == [4, 4, 4]
+    assert [unit.last for unit in found] == [3, 7, 11]
+    found = units([[i] for i in range(12)], targets, 2, cap=1)
+    check(found, targets, 2)
+    assert [len(unit.targets) for unit in found] == [2] * 6
+
+
+def test_matrices_of_other_shapes_are_balanced():
+    shapes = [(30, 10), (10, 30), (20, 10), (10, 10), (10, 9), (5, 2)]
+    targets = targets_of(shapes, whole=range(6))
+    found = units([[0, 1, 2], [3, 4, 5]], targets, 2, CAP)
+    check(found, targets, 2)
+    assert len(found) == 1 and found[0].last == 1
+    numels = owned_numels(found, 2)
+    assert sum(numels) == 1000 and abs(numels[0] - numels[1]) <= 20
+
+
+def test_of_as_many_elements_the_costliest_do_not_meet_on_one_rank():
+    targets = targets_of([(4, 64), (16, 16), (2, 128), (16, 16)], whole=range(4))
+    # The two squares are alike: one for each rank. The others have as many elements.
+    found = units([[0, 1, 2, 3]], targets, 2, CAP)
+    check(found, targets, 2)
+    owner = {piece.target: piece.owner for unit in found for piece in unit.pieces}
+    assert owner[1] != owner[3] and owner[0] != owner[2]
+
+
+def test_whole_and_cut_parameters_of_one_bucket_are_in_units_of_their_own():
+    targets = targets_of([(8, 8), (8,), (8, 8), (3,)], whole={0, 2})
+    found = units([[0, 1], [2, 3]], targets, 2, CAP)
+    check(found, targets, 2)
+    assert sorted(tuple(sorted(unit.targets)) for unit in found) == [(0, 2), (1,), (3,)]
+    assert next(unit for unit in found if 0 in unit.targets).last == 1
+
+
+def test_dtypes_and_wires_of_whole_parameters_stay_apart():
+    dtypes = {i: torch.bfloat16 for i in (1, 3, 4)}
+    targets = targets_of([(8, 8)] * 6 + [(9, 9)], whole=range(7), wires={2: -1, 5: -1}, dtypes=dtypes)
+    found = units([list(range(7))], targets, 2, CAP)
+    check(found, targets, 2)
+    for unit in found:
+        assert len({targets[i].tensor.dtype for i in unit.targets}) == 1
+
+
+# ---- which optimizers own what
+
+
+class Lion(torch.optim.Optimizer):
+    def step(self, closure=None): ...
+
+
+class Soap(torch.optim.Optimizer):
+    def step(self, closure=None): ...
+
+
+class MyLbfgs(torch.optim.LBFGS): ...
+
+
+class NeedsClosure(torch.optim.Optimizer):
+    def step(self, closure): ...
+
+
+class OwnAdam(torch.optim.AdamW): ...
+
+
+def test_the_class_says_whether_whole_parameters_are_owned():
+    for name in ELEMENTWISE:
+        if hasattr(torch.optim, name):
+            assert not is_whole(getattr(torch.optim, name), None)
+    assert not is_whole(Lion, None)
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, Soap):
+        assert is_whole(kind, None)
+    # What a subclass changes is not known.
+    assert is_whole(OwnAdam, None)
+
+
+def test_the_user_may_say_otherwise():
+    assert not is_whole(OwnAdam, False) and is_whole(torch.optim.AdamW, True) and not is_whole(Soap, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (torch.optim.LBFGS, ["LBFGS reads all parameters at once", "closure"]),
+        (MyLbfgs, ["MyLbfgs reads all parameters at once"]),
+        (torch.optim.SparseAdam, ["SparseAdam needs sparse gradients"]),
+        (NeedsClosure, ["NeedsClosure calls a closure"]),
+    ],
+)
+@pytest.mark.parametrize("whole", [None, True, False])
+def test_optimizers_that_no_rank_can_step_by_itself_are_refused_by_name(kind, words, whole):
+    with pytest.raises(ValueError) as error:
+        is_whole(kind, whole)
+    text = str(error.value)
+    assert text.startswith("fusedcomm: ") and all(word in text for word in words)
+    assert "use it without a ShardedOptimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(3, dtype=torch.float64), "p1 is torch.float64"),
+        (torch.zeros(3, dtype=torch.complex64), "p1 is torch.complex64"),
+        (torch.zeros(3, device="meta"), "p1 is on meta and p0 on cpu"),
+        (torch.zeros(4, 4)[:, ::2], "p1 has gaps in memory"),
+        (torch.zeros(1).expand(4), "p1 has gaps in memory"),
+    ],
+)
+def test_parameters_that_no_owner_can_step_are_refused_by_name(tensor, words):
+    (first,) = targets_of([(4, 3)])
+    with pytest.raises(ValueError, match=words):
+        refuse([first, Target("p1", tensor, 0, 0, False)], lambda _: False)
+
+
+def test_sparse_gradients_are_refused_by_name():
+    targets = targets_of([(4, 3), (5,)])
+    with pytest.raises(ValueError, match="p1 has sparse gradients"):
+        refuse(targets, lambda tensor: tensor is targets[1].tensor)
+
+
+def test_dense_parameters_in_any_order_are_taken():
+    tensors = [
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(4, 5).t(),
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.zeros(9)[4:],
+        torch.zeros(1, 6)[:, 2:4],
+    ]
+    refuse([Target(str(i), tensor, 0, 0, False) for i, tensor in enumerate(tensors)], lambda _: False)
+
+
+def test_a_view_in_memory_order_and_back():
+    tensor = torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    flat = in_memory_order(tensor)
+    assert flat.shape == (120,) and flat.data_ptr() == tensor.data_ptr()
+    assert torch.equal(flat, tensor.permute(0, 2, 3, 1).flatten())
+    row = torch.cat([torch.full((3,), -1.0), flat])[3:]
+    assert torch.equal(shaped(row, tensor), tensor)
+    part = torch.arange(20.0)[5:17].view(4, 3).t()
+    assert torch.equal(shaped(in_memory_order(part).clone(), part), part)

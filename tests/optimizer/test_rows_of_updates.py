@@ -1,0 +1,94 @@
+"""The all-gather of rows: every rank has each rank's row as its encoder has rounded it, byte for byte the oracle's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import normal
+from sampling import few
+
+from fusedcomm.config import Chunks, Config, LocalOptions
+from fusedcomm.native import _C
+from fusedcomm.reference.elements import decode, encode
+from fusedcomm.reference.sums import slice_list, taken
+from fusedcomm.session.session import Session
+
+# (elements in a row, whether their wire is exact) of each piece of a row.
+ROWS = {
+    "lossy": [(5000, False)],
+    "exact behind": [(2300, False), (77, True)],
+    "exact between": [(33, False), (45, True), (1030, False), (7, True), (901, False)],
+    "exact alone": [(413, True)],
+    "one element": [(1, False)],
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def own_row(rank, call, pieces, dtype):
+    """Signed, over several binades."""
+    row = normal(rank, call, (sum(numel for numel, _ in pieces),))
+    return (row * torch.arange(len(row)).remainder(7).sub(3).float().exp2()).to(dtype)
+
+
+def gathered(rank, world_size, config, pieces, own_dtype, dtype):
+    """What this rank has of all rows after each of three all-gathers: [world_size, elements in a row]."""
+    cpu = torch.device("cpu")
+    session = Session(config, dist.group.WORLD, None, LocalOptions(), cpu)
+    named = [(f"piece {i}", numel, _C.EXACT_WIRE if exact else 0) for i, (numel, exact) in enumerate(pieces)]
+    rows = _C.Rows(synchronizer=session.synchronizer, index=0, pieces=named)
+    rows.set_row(list(range(len(pieces))))
+    found = []
+    for call in range(3):
+        own = own_row(rank, call, pieces, own_dtype)
+        before = own.clone()
+        all_rows = torch.full((world_size * rows.row_numel,), torch.nan, dtype=dtype)
+        rows.all_gather(rows=all_rows, own=own, call=call, is_last=True).wait()
+        assert torch.equal(own, before)  # it is read only
+        found.append(all_rows.view(world_size, -1))
+    session.stop("the test has ended")
+    return found, rows.sent_nbytes
+
+
+def rounded(row, config, pieces):
+    """The oracle's fp32 values of a row behind its wires."""
+    exact = torch.cat([torch.full((numel,), is_exact) for numel, is_exact in pieces])
+    result = row.float().clone()
+    places = slice_list(~exact, row.element_size())
+    if len(places):
+        values = taken(row, places).float()
+        block = config.formats[0][1]
+        decoded = decode(*encode(values, config.wire, block), config.wire, block)[: len(places)]
+        result[places[places >= 0]] = decoded[places >= 0]
+    return result
+
+
+@pytest.mark.sampled(strength=1)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "fp32")], ids="-".join)
+@pytest.mark.parametrize("chunks", [Chunks(), Chunks(nbytes=4096, in_flight=2)], ids=["one", "several"])
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("wire", few(["fp32", "bf16", "fp16", "int8", "fp8", "int4"], "fp32", "bf16", "int8", "int4"))
+def test_every_rank_has_the_oracles_bytes_of_every_row(ranks, wire, name, chunks, dtypes, world_size):
+    pieces = ROWS[name]
+    if wire == "fp32":
+        pieces = [(numel, True) for numel, _ in pieces]
+    config = Config(wire, sum="two-shot", hosts=None, chunks=chunks)
+    own_dtype, dtype = (DTYPES[each] for each in dtypes)
+    outcomes = ranks.run(gathered, config, pieces, own_dtype, dtype, world_size=world_size)
+    for found, _ in outcomes:
+        for call, of_all in enumerate(found):
+            for rank, row in enumerate(of_all):
+                expected = rounded(own_row(rank, call, pieces, own_dtype), config, pieces).to(dtype)
+                assert torch.equal(row, expected), (call, rank)
+
+
+def test_a_row_costs_the_bytes_of_its_wire(ranks):
+    pieces = [(1 << 14, False)]
+    nbytes = {}
+    for wire in ("bf16", "int8", "int4"):
+        config = Config(wire, sum="two-shot", hosts=None)
+        outcomes = ranks.run(gathered, config, pieces, torch.float32, torch.float32, world_size=3)
+        (nbytes[wire],) = {sent for _, sent in outcomes}
+    # Its row to two others, with the scales.
+    assert nbytes["bf16"] == 2 * 2 * (1 << 14)
+    assert nbytes["int8"] == pytest.approx(2 * 1 * (1 << 14), rel=0.05)
+    assert nbytes["int4"] == pytest.approx(2 * (0.5 + 2 / 32) * (1 << 14), rel=0.01)
