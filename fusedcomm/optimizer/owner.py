@@ -1,8 +1,10 @@
 """The owner's side of a step: waits for this rank's sums, runs the optimizers on them, sends the updates."""
 
 import concurrent.futures
+import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,10 +33,21 @@ def _wait(future: torch.futures.Future | Started, check: Callable[[], None]) -> 
         poll = _LATER_POLL_S
 
 
+def _work_on(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    """The thread, which holds no owner between two units."""
+    while (unit := work.get()) is not None:
+        unit()
+        del unit
+
+
 def _known(sent: torch.futures.Future) -> Started:
     started: Started = concurrent.futures.Future()
     started.set_result(sent)
     return started
+
+
+class StepError(RuntimeError):
+    """An optimizer has failed on what this rank owns; the others do not know it."""
 
 
 class Owner:
@@ -88,8 +101,9 @@ class Owner:
         self.hyperparameters: list[dict[str, Any]] = []
         self._reduced: dict[int, torch.futures.Future] = {}
         self._started: dict[int, Started] = {}
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._has_thread = False
+        weakref.finalize(self, self._work.put, None)
         self._stream = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
 
     def _optimizer_of(self, group: dict[str, Any]) -> torch.optim.Optimizer:
@@ -125,24 +139,20 @@ class Owner:
                 self._step_unit(index, None)
                 self._started[index] = _known(self._exchanges[index].send(self._call))
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fc-owner", daemon=True)
-            self._thread.start()
-        self._started[index] = concurrent.futures.Future()
-        self._work.put((index, self._reduced[index], self._started[index], self._call))
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=_work_on, args=(self._work,), name="fc-owner", daemon=True).start()
+        started = self._started[index] = concurrent.futures.Future()
+        self._work.put(functools.partial(self._step_when_reduced, index, self._reduced[index], started, self._call))
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            index, reduced, started, call = work
-            try:
-                with torch.no_grad():
-                    reduced.wait()
-                    self._step_unit(index, None)
-                    sent = self._exchanges[index].send(call)
-            except Exception as error:
-                started.set_exception(error)
-            else:
-                started.set_result(sent)
+    @torch.no_grad()
+    def _step_when_reduced(self, index: int, reduced: torch.futures.Future, started: Started, call: int) -> None:
+        try:
+            reduced.wait()
+            self._step_unit(index, None)
+            started.set_result(self._exchanges[index].send(call))
+        except Exception as error:
+            started.set_exception(error)
 
     def wait_for_sums(self, check: Callable[[], None]) -> list[torch.Tensor]:
         """The fp32 sums of this rank, of each unit, when all are there."""
@@ -181,6 +191,8 @@ class Owner:
         try:
             for optimizer in self.optimizers:
                 optimizer.step()
+        except Exception as error:
+            raise StepError(f"the step of what this rank owns failed: {type(error).__name__}: {error}") from error
         finally:
             for leaf, _ in own:
                 leaf.grad = None

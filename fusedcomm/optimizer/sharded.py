@@ -12,7 +12,7 @@ from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
-from fusedcomm.optimizer.owner import Owner, State
+from fusedcomm.optimizer.owner import Owner, State, StepError
 from fusedcomm.optimizer.parts import units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
 from fusedcomm.reducer.data_parallel import DataParallel
@@ -118,7 +118,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(self._owner.outer_groups(groups), dict(self._owner.optimizers[0].defaults))
         self._is_made = True
-        self._calls = 0
         self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
         self._num_handed = 0
         self._is_ready = False
@@ -185,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "one's: call step() after each, or all backward passes of a step but the last within no_sync()"
             )
         if self._num_handed == 0:
-            self._owner.begin(self._calls, self._hyperparameters())
+            self._owner.begin(self._sums.synchronizer.step, self._hyperparameters())
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
@@ -233,10 +232,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "hyperparameters of a ShardedOptimizer were changed between backward() and step(), and owners have "
                 "stepped already: change them before backward(), or give it overlap=False"
             )
-        self._owner.step(hyperparameters, self._used, native.check)
+        try:
+            self._owner.step(hyperparameters, self._used, native.check)
+        except StepError as error:
+            native.refuse(str(error))
         for group, given, inner in zip(self.param_groups, hyperparameters, self._owner.groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params" and value is not given[key]})
-        self._calls += 1
+        self._sums.synchronizer.step += 1
         self._is_ready = False
         self._seen.clear()
 
