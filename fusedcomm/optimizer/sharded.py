@@ -106,6 +106,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             also_agree={"sharded": self._record(groups, update, defaults)},
         )
         self._sums = self._replace_session(old, config)
+        assert self._sums.synchronizer is not None
+        self._synchronizer = self._sums.synchronizer
         buckets = [[self._by_reducer[i] for i in bucket] for bucket in found.native.buckets_now()]
         cut = units(buckets, self._targets, old.world_size, found.bucket_nbytes)
         self.exchanges = [
@@ -184,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "one's: call step() after each, or all backward passes of a step but the last within no_sync()"
             )
         if self._num_handed == 0:
-            self._owner.begin(self._sums.synchronizer.step, self._hyperparameters())
+            self._owner.begin(self._synchronizer.step, self._hyperparameters())
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
@@ -238,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             native.refuse(str(error))
         for group, given, inner in zip(self.param_groups, hyperparameters, self._owner.groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params" and value is not given[key]})
-        self._sums.synchronizer.step += 1
+        self._synchronizer.step += 1
         self._is_ready = False
         self._seen.clear()
 
