@@ -135,10 +135,15 @@ class Exchange:
         with torch.no_grad():
             for piece in self._own:
                 tensor = self._targets[piece.target].tensor
-                if everything or not self.keeps_master(piece) or self._seen[piece.target] != tensor._version:
+                seen = self._seen.get(piece.target, tensor._version)
+                if everything or not self.keeps_master(piece) or seen != tensor._version:
                     value = in_memory_order(tensor)[piece.begin : piece.end]
                     self.owned[piece.offset :][: value.numel()].copy_(value)
         self.note_versions()
+
+    def trust_master(self, target: int) -> None:
+        """The next refresh() leaves a loaded master as it is: torch's set_state_dict() loads the model after it."""
+        self._seen.pop(target, None)
 
     def note_versions(self) -> None:
         """From now on own parameters count as changed if their version is another."""

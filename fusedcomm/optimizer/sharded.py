@@ -120,6 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(self._owner.outer_groups(groups), dict(self._owner.optimizers[0].defaults))
         self._is_made = True
+        # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
+        self.state.update({target.tensor: {} for target in self._targets})
         self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
         self._num_handed = 0
         self._is_ready = False

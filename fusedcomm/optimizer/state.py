@@ -146,6 +146,7 @@ def load_state_dict(
                 master = state.pop(MASTER, None)
                 if master is not None and exchanges[at].keeps_master(piece):
                     leaf.copy_(master)
+                    exchanges[at].trust_master(i)
                 of_optimizer[leaf] = state
 
 

@@ -152,9 +152,10 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def loss_of(forward: nn.Module, rank: int, step: int, part: int = 0, is_image: bool = False) -> torch.Tensor:
+def loss_of(forward: nn.Module, rank: int, step: int, part: int = 0) -> torch.Tensor:
     """Signed, different on every rank, in every step and in every part of a step."""
-    x = normal(rank, 10 * step + part, (4, 3, 6, 6) if is_image else (6, 7))
+    takes_images = isinstance(getattr(forward, "module", forward), Conv)
+    x = normal(rank, 10 * step + part, (4, 3, 6, 6) if takes_images else (6, 7))
     return (forward(x) - normal(0, 10 * step + part + 1, (len(x), 5))).square().mean()
 
 
@@ -207,7 +208,7 @@ def train(way: Way, rank: int, world_size: int, steps: int, owners: bool, overla
                 if held_back and way.front == "parallel"
                 else (reducer.no_sync() if held_back else contextlib.nullcontext())
             ):
-                loss = loss_of(forward, rank, step, part, is_image=way.model is Conv)
+                loss = loss_of(forward, rank, step, part)
                 if way.scaled and step in (2, 7) and rank == world_size - 1:
                     loss = loss + _spoiled(model)
                 scaler.scale(loss).backward()

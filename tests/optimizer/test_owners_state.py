@@ -41,8 +41,13 @@ def unequal(a, b):
             if x.shape != y.shape or x.dtype != y.dtype or not torch.equal(x, y):
                 found.append((number, key))
     for mine, other in zip(a["param_groups"], b["param_groups"], strict=True):
-        found += [key for key in mine.keys() & other.keys() if mine[key] != other[key]]
+        found += [key for key in mine.keys() & other.keys() if listed(mine[key]) != listed(other[key])]
     return found
+
+
+def listed(value):
+    """Tuples come back from torch's functions as lists."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 # ---- through torch.distributed.checkpoint
@@ -96,11 +101,10 @@ def test_two_ranks_then_three_then_two_have_the_state_that_was_saved(ranks, tmp_
     first = ranks.run(leg, kind, update, make, None, a, 0, 5, world_size=2)
     second = ranks.run(leg, kind, update, make, a, b, 5, 8, world_size=3)
     third = ranks.run(leg, kind, update, make, b, None, 8, 9, world_size=2)
-    has_masters = update == "int8" or make is bf16_net
     for before, after in ((first, second), (second, third)):
         (saved, parameters), (ended, _) = before[0][1], before[0][1]
         assert unequal(saved, ended) == []
-        assert any("master" in values for values in saved["state"].values()) == has_masters
+        assert any("master" in values for values in saved["state"].values()) == (update != "fp32")
         for (loaded, loaded_parameters), _ in after:
             assert unequal(loaded, saved) == []
             assert torch.equal(loaded_parameters, parameters)
@@ -123,8 +127,8 @@ def test_two_ranks_that_load_go_on_as_if_nothing_had_been_interrupted(ranks, tmp
 
 
 def from_plain_and_back(rank, world_size, kind, make, by_torch):
-    """A plain optimizer's state, of three steps on this rank's means, goes into owners, which train on; then theirs goes
-    into a plain optimizer. (differences of the states, whether parameters are those of a plain run)."""
+    """A plain optimizer's state after three steps goes into owners, which train on; then theirs goes into a plain one.
+    (differences of the states, whether parameters are those of a plain run)."""
     torch.manual_seed(5)
     plain = make()
     reducer = reducer_of(plain, FP32, bucket_mib=BUCKET_MIB)
@@ -326,7 +330,7 @@ def detached(rank, world_size):
     state = whole(optimizer.state_dict())
     reducer.detach()
     reducer = reducer_of(model, FP32, bucket_mib=BUCKET_MIB)
-    other = fusedcomm.ShardedOptimizer(reducer, torch.optim.AdamW, quiet=True, lr=0.01)
+    other = fusedcomm.ShardedOptimizer(reducer, torch.optim.AdamW, update="fp32", quiet=True, lr=0.01)
     other.load_state_dict(state)
     wrong = unequal(whole(other.state_dict()), state)
     one_step(model, other, rank, 2)
