@@ -328,7 +328,9 @@ class LocalSteps:
         """Moves the merged state by a message's mean; the parameters follow in _end(). As rules.move()."""
         if pending.settled is None:
             self._arrive(pending)
-            pending.settled = rules.move(pending.fragment, pending.group, pending.mean, self.outer)
+            # The last merges average: an outer step would go on by momentum alone, and no later merge corrects it.
+            outer = None if pending.all_finish else self.outer
+            pending.settled = rules.move(pending.fragment, pending.group, pending.mean, outer)
         return pending.settled
 
     def _arrive(self, pending: Pending) -> None:
@@ -348,7 +350,7 @@ class LocalSteps:
 
     @alone
     def finish(self) -> None:
-        """Ends all merges and makes a last one of all parameters: then they are equal on every rank. A collective call.
+        """Ends all merges and averages all parameters: then they are equal on every rank. A collective call.
 
         Ranks may have made different numbers of steps: those that have ended take part in the merges of the others.
         Training may go on afterwards. Within the warm-up parameters are equal already, and this does nothing.
@@ -373,7 +375,7 @@ class LocalSteps:
             fragment = self.fragments[self.rest[0]]
             if weight is None and fragment.index not in taken:
                 taken[fragment.index] = self.weights.take(fragment.index, self.session)
-            self._begin(fragment, weight=taken.get(fragment.index, weight))
+            self._begin(fragment, weight=taken.get(fragment.index, weight), is_finishing=True)
             self._end(self.under_way[-1], is_final=True)
             del self.rest[0]
 

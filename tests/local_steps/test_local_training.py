@@ -144,3 +144,23 @@ def averaged(rank, world_size):
 
 def test_an_average_of_weights_is_the_ranks_own_and_no_merge_changes_it(ranks):
     assert ranks.run(averaged, world_size=2) == [(True, True)] * 2
+
+
+def finished(rank, world_size):
+    """(parameters before finish(), and after it) where outer momentum has grown."""
+    run = Run("nesterov", every=3, delay=0, fragments=2, steps=11)
+    model = Net()
+    optimizer = run.optimizer(model)
+    comm = local_steps(run, model, optimizer)
+    for step in range(1, run.steps + 1):
+        run.step(model, optimizer, rank, step)
+    before = flat(model).clone()
+    comm.finish()
+    comm.detach()
+    return before, flat(model).clone()
+
+
+def test_finish_averages_and_no_outer_momentum_moves_the_last_parameters(ranks):
+    (first, after), (second, same) = ranks.run(finished, world_size=2)
+    assert not torch.equal(first, second) and torch.equal(after, same)
+    torch.testing.assert_close(after, (first + second) / 2, rtol=1e-5, atol=1e-6)
