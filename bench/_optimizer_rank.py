@@ -22,6 +22,7 @@ from _optimizer_ways import (
     two_shot,
 )
 from accuracy import Characters, Transformer, character_loss
+from lib.common import drop_memory
 from torch import Tensor, nn
 
 from fusedcomm.ranks.groups import end_together
@@ -101,6 +102,7 @@ def compare(name: str, kind: str, seed: int, settings: dict, characters: Charact
     rows, replicated = [], None
     for way in ways(settings["wires"], settings["updates"]):
         row, parameters = train(way, name, kind, seed, settings, characters)
+        drop_memory()
         if way.front == REPLICATED:
             replicated = parameters
         row["bit_equal"] = torch.equal(parameters, replicated)

@@ -94,14 +94,14 @@ def make(way: Way, kind: str, settings: dict, device_ms: float) -> Trained:
     return Trained(way, model, wanted, dist.new_group())
 
 
-def step(trained: Trained) -> float:
-    """Seconds of this rank."""
+def step(trained: Trained) -> tuple[float, float]:
+    """Seconds that this rank took, and that its threads were on cores."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, on_cores = time.perf_counter(), time.process_time()
     trained.module().backward()
     trained.step()
     trained.zero_grad()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - on_cores
 
 
 def sent_by_hosts() -> Tensor:
@@ -169,16 +169,17 @@ def measure(kind: str, settings: dict, results: Path, rows: list[dict]) -> None:
         trained = make(way, kind, settings, settings["device_ms"])
         check(trained, before, expected, is_exact=False)
         found.append((trained, counted_step(trained)))
-    seconds = torch.empty(len(found), settings["rounds"], dtype=torch.float64)
+    seconds = torch.empty(2, len(found), settings["rounds"], dtype=torch.float64)
     gc.disable()
     for turn in range(settings["rounds"]):
         first = turn % len(found)
         for place in [*range(first, len(found)), *range(first)]:
-            seconds[place, turn] = step(found[place][0])
+            seconds[:, place, turn] = torch.tensor(step(found[place][0]))
     gc.enable()
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(seconds[0], op=dist.ReduceOp.MAX)
+    dist.all_reduce(seconds[1])
     has_hosts = bool(settings["hosts"])
-    for (trained, (tx, away)), of_way in zip(found, seconds.tolist(), strict=True):
+    for (trained, (tx, away)), of_way, on_cores in zip(found, *seconds.tolist(), strict=True):
         refuse_different(trained.model, trained.way.name)
         rows.append(
             {
@@ -186,6 +187,7 @@ def measure(kind: str, settings: dict, results: Path, rows: list[dict]) -> None:
                 "way": trained.way.name,
                 "numel": len(expected),
                 "step_s": [round(each, 5) for each in of_way],
+                "cores_s": [round(each, 5) for each in on_cores],
                 "tx_nbytes": tx if has_hosts else None,
                 "away_nbytes": away if has_hosts else None,
                 "sent_nbytes": trained.sent_nbytes(CHECKED_STEPS + 1 + settings["rounds"]),

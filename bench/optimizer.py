@@ -18,8 +18,9 @@ speed   Time of a step of a list of matrices and biases shaped like a transforme
         over DDP, and over DDP with fusedcomm's hook. First all ranks' parameters are compared in all bits, and their
         changes with the replicated fp32 optimizer's; fp32 updates must have its bits.
         Columns: median ms; the ratio to the replicated optimizer's median; that of the rounds one by one, least and
-        greatest; MB that a rank sends in a step, in all and to other hosts, by the kernel's counters of the hosts'
-        interfaces, headers included; MB by fusedcomm's count; MiB of optimizer state of rank 0.
+        greatest; median ms that threads of all ranks were on cores, which other programs change less; MB that a rank
+        sends in a step, in all and to other hosts, by the kernel's counters of the hosts' interfaces, headers included;
+        MB by fusedcomm's count; MiB of optimizer state of rank 0.
 
 Needs half a GiB of memory for each rank of loss, and scikit-learn; 3 GiB for each rank of speed; root, ip, tc and
 taskset with --hosts. A quarter of an hour for loss on two idle cores, four minutes for each link; two minutes with
@@ -125,16 +126,18 @@ def summary(row: dict, baseline: dict) -> dict:
         "ratio": median_s / statistics.median(baseline["step_s"]),
         "least": min(ratios),
         "most": max(ratios),
+        "cores_s": statistics.median(row["cores_s"]),
     }
 
 
 def print_speed(title: str, rows: list[dict]) -> None:
-    columns = ("ms", 8), ("ratio", 6), ("least", 6), ("most", 6), ("MB", 7), ("away", 7), ("counted", 8), ("MiB", 7)
-    print(f"\n{title}\n{'':<6} {'way':<34} " + " ".join(f"{name:>{width}}" for name, width in columns))
+    columns = ("ms", 8), ("ratio", 6), ("least", 6), ("most", 6), ("cores", 8), ("MB", 7), ("away", 7), ("counted", 8)
+    print(f"\n{title}\n{'':<6} {'way':<34} " + " ".join(f"{name:>{width}}" for name, width in columns) + "     MiB")
     for row in rows:
         baseline = next(each for each in rows if each["optimizer"] == row["optimizer"])
         of = summary(row, baseline)
-        times = f"{1e3 * of['median_s']:8.1f} {of['ratio']:6.3f} {of['least']:6.3f} {of['most']:6.3f}"
+        ratios = " ".join(f"{of[name]:6.3f}" for name in ("ratio", "least", "most"))
+        times = f"{1e3 * of['median_s']:8.1f} {ratios} {1e3 * of['cores_s']:8.1f}"
         widths = {"tx_nbytes": 7, "away_nbytes": 7, "sent_nbytes": 8}
         sent = " ".join(
             f"{'–':>{width}}" if row[name] is None else f"{row[name] * 1e-6:{width}.2f}"

@@ -25,7 +25,14 @@ def trained(way: str, seed: int, loss: float, sent_nbytes: int = 1_000_000) -> d
 
 
 def stepped(way: str, step_s: list[float], **others: object) -> dict:
-    found = {"optimizer": "muon", "way": way, "step_s": step_s, "tx_nbytes": 2_000_000, "away_nbytes": 1_500_000}
+    found = {
+        "optimizer": "muon",
+        "way": way,
+        "step_s": step_s,
+        "cores_s": step_s[:1],
+        "tx_nbytes": 2_000_000,
+        "away_nbytes": 1_500_000,
+    }
     return {**found, "sent_nbytes": None, "state_nbytes": 3 << 20, **others}
 
 
@@ -45,9 +52,9 @@ def test_steps_are_compared_with_the_first_way_of_the_same_optimizer(bench, caps
     bench.print_speed("1gbit", rows)
     _, link, _, first, sharded, other = capsys.readouterr().out.splitlines()
     assert link == "1gbit"
-    assert first.split()[3:] == ["500.0", "1.000", "1.000", "1.000", "2.00", "1.50", "–", "3.00"]
-    assert sharded.split()[2:] == ["250.0", "0.500", "0.333", "1.000", "2.00", "1.50", "0.01", "3.00"]
-    assert other.split()[3:] == ["1000.0", "1.000", "1.000", "1.000", "–", "–", "–", "3.00"]
+    assert first.split()[3:] == ["500.0", "1.000", "1.000", "1.000", "500.0", "2.00", "1.50", "–", "3.00"]
+    assert sharded.split()[2:] == ["250.0", "0.500", "0.333", "1.000", "250.0", "2.00", "1.50", "0.01", "3.00"]
+    assert other.split()[3:] == ["1000.0", "1.000", "1.000", "1.000", "1000.0", "–", "–", "–", "3.00"]
 
 
 def test_other_bytes_than_the_two_shots_are_an_error(bench):
