@@ -117,7 +117,7 @@ def sent_by_hosts() -> Tensor:
 
 
 def counted_step(trained: Trained) -> list[int]:
-    """Bytes that a rank sends in a step, mean of the ranks: in all, and to other hosts."""
+    """Makes a step. Returns bytes that a rank sends in it, mean of the ranks: in all, and to other hosts."""
     dist.barrier()
     sent = -sent_by_hosts()
     dist.barrier()
@@ -128,20 +128,23 @@ def counted_step(trained: Trained) -> list[int]:
     return [int(each) // dist.get_world_size() for each in sent]
 
 
-def check(trained: Trained, before: Tensor, expected: Tensor, is_exact: bool) -> None:
-    """Takes CHECKED_STEPS steps. Raises RuntimeError if the parameters are not what they should be."""
+def check(trained: Trained, before: Tensor, expected: Tensor, is_exact: bool) -> list[int]:
+    """Takes CHECKED_STEPS steps, and returns what counted_step() has of the last one. Raises RuntimeError if the
+    parameters are not what they should be."""
     name = trained.way.name
-    for _ in range(CHECKED_STEPS):
+    for _ in range(CHECKED_STEPS - 1):
         step(trained)
+    sent = counted_step(trained)
     refuse_different(trained.model, name)
     if is_exact:
         refuse_other_bits(flat(trained.model), expected, name)
-        return
+        return sent
     error = float((flat(trained.model) - expected).norm() / (expected - before).norm())
     if not error <= TOLERANCES["fp32" if trained.way.config is None else "int8"]:
         raise RuntimeError(f"{name}: its change differs by {error:.3g} of itself from the replicated fp32 optimizer's")
     if dist.get_rank() == 0:
         print(f"{name:34} error {error:.2e}", flush=True)
+    return sent
 
 
 def expected_after(kind: str, settings: dict) -> tuple[Tensor, Tensor]:
@@ -158,6 +161,8 @@ def expected_after(kind: str, settings: dict) -> tuple[Tensor, Tensor]:
         else:
             check(trained, before, expected, is_exact=True)
         trained.close()
+        del trained
+        drop_memory()
     return before, expected
 
 
@@ -167,8 +172,7 @@ def measure(kind: str, settings: dict, results: Path, rows: list[dict]) -> None:
     found = []
     for way in ways(settings["ranks_per_host"]):
         trained = make(way, kind, settings, settings["device_ms"])
-        check(trained, before, expected, is_exact=False)
-        found.append((trained, counted_step(trained)))
+        found.append((trained, check(trained, before, expected, is_exact=False)))
     seconds = torch.empty(2, len(found), settings["rounds"], dtype=torch.float64)
     gc.disable()
     for turn in range(settings["rounds"]):
@@ -190,7 +194,7 @@ def measure(kind: str, settings: dict, results: Path, rows: list[dict]) -> None:
                 "cores_s": [round(each, 5) for each in on_cores],
                 "tx_nbytes": tx if has_hosts else None,
                 "away_nbytes": away if has_hosts else None,
-                "sent_nbytes": trained.sent_nbytes(CHECKED_STEPS + 1 + settings["rounds"]),
+                "sent_nbytes": trained.sent_nbytes(CHECKED_STEPS + settings["rounds"]),
                 "state_nbytes": trained.state_nbytes,
                 "memory": memory(trained),
                 "load": round(os.getloadavg()[0], 1),

@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128, help="of speed's layers (128)")
     parser.add_argument("--depth", type=int, default=51, help="layers of 12 x width x width elements, of speed (51)")
     parser.add_argument("--device-ms", type=float, default=100, help="of both passes of speed, waited for (100)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way of speed (7)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way of speed (5)")
     parser.add_argument("--quick", action="store_true", help="few steps, seeds and layers: the figures mean little")
     parser.add_argument("--json", metavar="PATH", help="write the results there as soon as they are known")
     if parser.parse_args().quick:
