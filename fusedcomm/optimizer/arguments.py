@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.config import Config
+from fusedcomm.config import AUTO, Config
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.parameters import NamedParameter
@@ -32,6 +32,11 @@ def rows_config(reducer: GradReducer) -> Config:
         raise ValueError(
             f"fusedcomm: sum={config.sum!r} has no second half in which an owner could step: use sum='auto' or "
             "'two-shot'"
+        )
+    if config.hosts not in (None, AUTO):
+        raise ValueError(
+            f"fusedcomm: hosts={config.hosts!r} asks for sums on two levels, and a ShardedOptimizer's have one: leave "
+            "it out"
         )
     if config.checks.verify_every or config.checks.fallback is not None:
         raise ValueError(

@@ -13,7 +13,7 @@ from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State, StepError
-from fusedcomm.optimizer.parts import units
+from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
@@ -66,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     or if gradients were changed since the backward pass.
     """
 
+    _step_supports_amp_scaling = True  # so a GradScaler calls step() in any case, and says what it has found
+
     def __init__(
         self,
         reducer: GradReducer | DataParallel,
@@ -94,9 +96,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "is known when the backward pass ends. Leave one of them out"
             )
         self._overlaps = not found.finds_unused if overlap is None else overlap
-        groups = arguments.groups(found, params, optimizer_class, defaults)
-        self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
-        old = found.session
+        old, problem = found.session, None
+        groups: list[dict[str, Any]] = []
+        self._targets: list[Target] = []
+        self._by_reducer: dict[int, int] = {}
+        try:
+            groups = arguments.groups(found, params, optimizer_class, defaults)
+            self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
+        except (TypeError, ValueError) as error:
+            problem = error  # perhaps of this rank alone: the session tells the others
         self._updates = Session(
             self._update,
             old.process_group,
@@ -104,6 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             old.local,
             old.device,
             also_agree={"sharded": self._record(groups, update, defaults)},
+            problem=problem,
         )
         self._sums = self._replace_session(old, config)
         assert self._sums.synchronizer is not None
@@ -124,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state.update({target.tensor: {} for target in self._targets})
         self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
         self._num_handed = 0
-        self._is_ready = False
+        self._is_ready = self._is_unscaled = False
         self._used: set[int] = set()
         self._hand_over_to(found)
         if old.rank == 0:
@@ -217,6 +226,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         native = self._reducer.native
         native.check()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and not self._is_unscaled:
+            native.refuse(
+                "torch.amp.GradScaler cannot unscale the sums of a ShardedOptimizer, which are not in p.grad: use "
+                "fusedcomm.GradScaler(reducer) in its place"
+            )
+        if found_inf is not None and found_inf.item() != 0:
+            self._end_pass()
+            return
         if not self._is_ready:
             native.refuse(
                 "ShardedOptimizer.step() was called without a backward pass before it that was synchronized, or a "
@@ -243,7 +261,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, given, inner in zip(self.param_groups, hyperparameters, self._owner.groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params" and value is not given[key]})
         self._synchronizer.step += 1
-        self._is_ready = False
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._is_ready = self._is_unscaled = False
         self._seen.clear()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -297,12 +318,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = torch.zeros(1, dtype=torch.float32, device=self._sums.device)
         torch._amp_foreach_non_finite_check_and_unscale_(sums, found, inv_scale.to(found.device))
         self._sums.sum_over_ranks([found], "GradScaler.unscale_()")
+        self._is_unscaled = True
         return {found.device: found.clamp_(max=1.0)}
-
-    def skip_step(self) -> None:
-        """Ends the pass without a step, on every rank; :class:`fusedcomm.GradScaler` calls it."""
-        self._is_ready = False
-        self._seen.clear()
 
     def _own_sums(self) -> list[torch.Tensor]:
         return self._owner.wait_for_sums(self._reducer.native.check)

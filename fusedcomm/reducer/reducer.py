@@ -247,7 +247,8 @@ class GradReducer(GradientNorms):
 
     def _let_go(self) -> None:
         if self._end_owner is not None:
-            self._end_owner()
+            end, self._end_owner = self._end_owner, _nothing  # the optimizer is not kept
+            end()
         # Backward passes leave gradients as they are on each rank from now on.
         ignore_steps(self)
         self.native.detach()
@@ -303,6 +304,10 @@ class GradReducer(GradientNorms):
         """Those of the module as it is now; without a module, those that were given."""
         module = self._module()
         return self.parameters_now() if module is None else list(module.parameters())
+
+
+def _nothing() -> None:
+    pass
 
 
 def release(module: nn.Module) -> None:

@@ -79,16 +79,10 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
         """As torch's. Gradients that unpack has unscaled are not unscaled again."""
         is_ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        if is_ready and any(synchronizer.epilogue.unscaled != 1 for synchronizer in self._synchronizers()):
+        is_owners = hasattr(optimizer, "unscale_sums")
+        if is_ready and (is_owners or any(each.epilogue.unscaled != 1 for each in self._synchronizers())):
             self.unscale_(optimizer)  # a fused optimizer would unscale once more
-        result = super().step(optimizer, *args, **kwargs)
-        skip = getattr(optimizer, "skip_step", None)  # of a ShardedOptimizer
-        if self._enabled and skip is not None and any(self._check_inf(optimizer)):
-            skip()
-        return result
-
-    def _check_inf(self, optimizer: torch.optim.Optimizer) -> list[float]:
-        return [flag.item() for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """As torch's, and begins a new step."""
