@@ -194,7 +194,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_ready:
             raise RuntimeError(
                 "a second backward pass was synchronized before step(), whose sums would take the place of the first "
-                "one's: call step() after each, or all backward passes of a step but the last within no_sync()"
+                "one's: call step() or skip_step() after each, or all backward passes of a step but the last within "
+                "no_sync()"
             )
         if self._num_handed == 0:
             self._owner.begin(self._synchronizer.step, self._hyperparameters())
@@ -320,6 +321,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sums.sum_over_ranks([found], "GradScaler.unscale_()")
         self._is_unscaled = True
         return {found.device: found.clamp_(max=1.0)}
+
+    def skip_step(self) -> None:
+        """Ends a pass without a step, in place of :meth:`step`: after a norm that is not finite, for example. Call it
+        on every rank."""
+        self._refuse_overlap("skip_step()")
+        self._end_pass()
 
     def _own_sums(self) -> list[torch.Tensor]:
         return self._owner.wait_for_sums(self._reducer.native.check)
