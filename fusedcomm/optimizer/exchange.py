@@ -12,6 +12,18 @@ from fusedcomm.session.session import Session
 _SAME = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _is_exact(update: Config, target: Target) -> bool:
+    """Whether the wire of a parameter's updates has its values exactly."""
+    if target.update_wire == _C.EXACT_WIRE:
+        return True
+    wire = update.numbered_wires[target.update_wire]
+    return wire == "fp32" or _SAME.get(wire) == target.tensor.dtype
+
+
+def _in_row(row: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return row[piece.offset :][: piece.end - piece.begin]
+
+
 class Exchange:
     """Sums a unit's gradients into rows, and sends every rank the updates of this rank's row.
 
@@ -49,11 +61,9 @@ class Exchange:
         self.sum = torch.zeros(row, dtype=torch.float32, device=device)
         self._native_sums = self._native(sums, index, [wire for wire, _, _ in unit.classes])
         self._native_updates = self._native(updates, index, [wire for _, wire, _ in unit.classes])
-        self._is_value: list[bool] = []  # by class
-        for _, number, _ in unit.classes:
-            wire = "fp32" if number == _C.EXACT_WIRE else update.numbered_wires[number]
-            self._is_value.append(wire == "fp32" or _SAME.get(wire) == unit.dtype)
-        all_values = all(self._is_value)
+        # Of each piece, whether its new values travel, and not their differences.
+        self._is_value = {piece: _is_exact(update, targets[piece.target]) for piece in unit.pieces}
+        all_values = all(self._is_value.values())
         # The gradients are summed when updates come, so these may take their place.
         self._results = self._rows if all_values or unit.dtype == torch.float32 else self._rows.float()
         self._sent = self.owned if all_values else torch.zeros_like(self.owned)
@@ -61,7 +71,7 @@ class Exchange:
         self.leaves = [(piece, self._view(self.owned, piece), self._view(self.sum, piece)) for piece in self._own]
         self._of_target: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
         for piece in unit.pieces:
-            place = self._rows[piece.owner * row + piece.offset :][: piece.end - piece.begin]
+            place = self._in_rows(self._rows, piece)
             self._of_target.setdefault(piece.target, []).append((piece, place))
         self._seen: dict[int, int] = {}  # versions of own parameters when `owned` had them
         self.refresh(everything=True)
@@ -76,19 +86,18 @@ class Exchange:
         native.set_row(list(range(len(pieces))))
         return native
 
+    def _in_rows(self, rows: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """A piece in the rows of all ranks."""
+        return _in_row(rows[piece.owner * self.unit.row_numel :], piece)
+
+    def _in_parameter(self, piece: Piece) -> torch.Tensor:
+        """A piece in its parameter, wherever that lies now."""
+        return in_memory_order(self._targets[piece.target].tensor)[piece.begin : piece.end]
+
     def _view(self, row: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Of a piece in a row; of a whole parameter with its shape."""
-        flat = row[piece.offset :][: piece.end - piece.begin]
         target = self._targets[piece.target]
-        return shaped(flat, target.tensor) if target.whole else flat
-
-    def _class_of(self, piece: Piece) -> int:
-        end = 0
-        for place, (_, _, numel) in enumerate(self.unit.classes):
-            end += numel
-            if piece.offset < end:
-                return place
-        raise AssertionError(piece)
+        return shaped(_in_row(row, piece), target.tensor) if target.whole else _in_row(row, piece)
 
     @property
     def sent_nbytes(self) -> int:
@@ -110,14 +119,16 @@ class Exchange:
     def keeps_master(self, piece: Piece) -> bool:
         """Whether `owned` has more of a piece than the parameter."""
         is_fp32 = self._targets[piece.target].tensor.dtype == torch.float32
-        return not is_fp32 or not self._is_value[self._class_of(piece)]
+        return not is_fp32 or not self._is_value[piece]
 
     def take(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Copies gradients, by target, to their rows; of those that are not in this unit, nothing."""
         places, values = [], []
         for target, gradient in gradients.items():
+            if target not in self._of_target:
+                continue
             flat = in_memory_order(gradient)
-            for piece, place in self._of_target.get(target, ()):
+            for piece, place in self._of_target[target]:
                 places.append(place)
                 values.append(flat[piece.begin : piece.end])
         if places:
@@ -137,8 +148,7 @@ class Exchange:
                 tensor = self._targets[piece.target].tensor
                 seen = self._seen.get(piece.target, tensor._version)
                 if everything or not self.keeps_master(piece) or seen != tensor._version:
-                    value = in_memory_order(tensor)[piece.begin : piece.end]
-                    self.owned[piece.offset :][: value.numel()].copy_(value)
+                    _in_row(self.owned, piece).copy_(self._in_parameter(piece))
         self.note_versions()
 
     def trust_master(self, target: int) -> None:
@@ -155,22 +165,18 @@ class Exchange:
             with torch.no_grad():
                 self._sent.copy_(self.owned)
                 for piece in self._own:
-                    if not self._is_value[self._class_of(piece)]:
-                        value = in_memory_order(self._targets[piece.target].tensor)[piece.begin : piece.end]
-                        self._sent[piece.offset :][: value.numel()].sub_(value)
+                    if not self._is_value[piece]:
+                        _in_row(self._sent, piece).sub_(self._in_parameter(piece))
         return self._native_updates.all_gather(rows=self._results, own=self._sent, call=call, is_last=self._is_last)
 
     def apply(self) -> None:
         """Writes all ranks' updates to the parameters."""
-        row = self.unit.row_numel
         values: tuple[list, list] = ([], [])
         differences: tuple[list, list] = ([], [])
-        for piece in self.unit.pieces:
-            parameter = in_memory_order(self._targets[piece.target].tensor)[piece.begin : piece.end]
-            result = self._results[piece.owner * row + piece.offset :][: piece.end - piece.begin]
-            lists = values if self._is_value[self._class_of(piece)] else differences
-            lists[0].append(parameter)
-            lists[1].append(result)
+        for piece, is_value in self._is_value.items():
+            lists = values if is_value else differences
+            lists[0].append(self._in_parameter(piece))
+            lists[1].append(self._in_rows(self._results, piece))
         with torch.no_grad():
             if values[0]:
                 torch._foreach_copy_(*values)

@@ -5,13 +5,13 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusedcomm.optimizer.exchange import Exchange
-from fusedcomm.optimizer.parts import Target
+from fusedcomm.optimizer.parts import Target, index_by_id
 
 State = dict[str, Any]
 
@@ -82,21 +82,21 @@ class Owner:
             for piece, leaf, of_leaf in exchange.leaves:
                 self.leaves.setdefault(piece.target, []).append((index, piece, leaf))
                 self._sums[-1].append((piece.target, leaf, of_leaf))
-        index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+        index_of = index_by_id(targets)
         own: list[dict[str, Any]] = []
         for group in groups:
             leaves = [leaf for p in group["params"] for _, _, leaf in self.leaves.get(index_of.get(id(p), -1), ())]
             own.append({**{k: v for k, v in group.items() if k not in ("optimizer_class", "whole")}, "params": leaves})
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.groups: list[dict[str, Any]] = [{} for _ in groups]
+        made: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
         for kind in dict.fromkeys(group["optimizer_class"] for group in groups):
             places = [i for i, group in enumerate(groups) if group["optimizer_class"] is kind]
             optimizer = kind([own[i] for i in places], **(defaults if kind is main else {}))
             self.optimizers.append(optimizer)
-            for place, group in zip(places, optimizer.param_groups, strict=True):
-                self.groups[place] = group
-        self._of_group = [(self._optimizer_of(g), g) for g in self.groups]
-        self._params = [group["params"] for group in groups]
+            made |= {place: (optimizer, group) for place, group in zip(places, optimizer.param_groups, strict=True)}
+        self._made = [(*made[place], group["params"]) for place, group in enumerate(groups)]
+        self.groups = [group for _, group, _ in self._made]
+        self._of_leaf = {id(leaf): (each, group) for each, group, _ in self._made for leaf in group["params"]}
         self._call = 0
         self.hyperparameters: list[dict[str, Any]] = []
         self._reduced: dict[int, torch.futures.Future] = {}
@@ -106,24 +106,24 @@ class Owner:
         weakref.finalize(self, self._work.put, None)
         self._stream = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
 
-    def _optimizer_of(self, group: dict[str, Any]) -> torch.optim.Optimizer:
-        return next(each for each in self.optimizers if any(group is other for other in each.param_groups))
-
-    def outer_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def outer_groups(self) -> list[dict[str, Any]]:
         """Groups of the model's parameters with the hyperparameters of the optimizers'."""
-        return [{**inner, "params": group["params"]} for inner, group in zip(self.groups, groups, strict=True)]
+        return [{**group, "params": params} for _, group, params in self._made]
 
-    def groups_with_optimizers(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
+    def groups_with_optimizers(self) -> Sequence[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
         """Of each group its optimizer, the optimizer's group, and the model's parameters."""
-        for (optimizer, group), params in zip(self._of_group, self._params, strict=True):
-            yield optimizer, group, params
+        return self._made
+
+    def of_leaf(self, leaf: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """The optimizer that steps a leaf, and the leaf's group."""
+        return self._of_leaf[id(leaf)]
 
     def begin(self, call: int, hyperparameters: list[dict[str, Any]]) -> None:
         """Begins a pass. hyperparameters: of each group, used at once where units overlap."""
         self._call = call
         self._reduced, self._started = {}, {}
         if self._overlaps:
-            self.hyperparameters = [dict(each) for each in hyperparameters]
+            self.hyperparameters = hyperparameters
             self._set(hyperparameters)
 
     def reduce(self, index: int) -> None:

@@ -197,6 +197,11 @@ def _of_rows(dtype: torch.dtype, rows: list[list[tuple[int, int]]], targets: Seq
     return Unit(dtype, last, pieces, classes, len(rows) * base - used)
 
 
+def index_by_id(targets: Sequence[Target]) -> dict[int, int]:
+    """The index of each target by the id of its tensor."""
+    return {id(target.tensor): i for i, target in enumerate(targets)}
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """A view [numel] of a dense tensor, in the order of its memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -9,7 +9,7 @@ import torch
 from fusedcomm.config import Config
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner
-from fusedcomm.optimizer.parts import Target
+from fusedcomm.optimizer.parts import Target, index_by_id
 from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
@@ -76,7 +76,7 @@ def make_plan(
         for piece in exchange.unit.pieces:
             owners[targets[piece.target].name][piece.owner] += piece.end - piece.begin
     own_nbytes = replicated_nbytes = 0.0
-    index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+    index_of = index_by_id(targets)
     for optimizer, group, params in owner.groups_with_optimizers():
         for p in params:
             if (index := index_of.get(id(p))) is None:

@@ -123,11 +123,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Exchange(unit, self._targets, self._sums, self._updates, self._update, i, i + 1 == len(cut))
             for i, unit in enumerate(cut)
         ]
+        self._of_bucket = [
+            [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
+            for bucket in buckets
+        ]
         self._owner = Owner(
             self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
         )
         self._is_made = False
-        super().__init__(self._owner.outer_groups(groups), dict(self._owner.optimizers[0].defaults))
+        super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
         self._is_made = True
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
@@ -205,12 +209,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for target in targets:
                 grad = self._targets[target].tensor.grad
                 self._seen[target] = (0, 0) if grad is None else (id(grad), grad._version)
-            for exchange in self.exchanges:
-                exchange.take(of_bucket)
-        bucket, self._num_handed = self._num_handed, self._num_handed + 1
-        for index, exchange in enumerate(self.exchanges):
-            if exchange.unit.last == bucket:
+            for index in self._of_bucket[self._num_handed]:
+                self.exchanges[index].take(of_bucket)
+        for index in self._of_bucket[self._num_handed]:
+            if self.exchanges[index].unit.last == self._num_handed:
                 self._owner.reduce(index)
+        self._num_handed += 1
 
     def _end(self, used: list[int]) -> None:
         """After the last bucket of a pass."""

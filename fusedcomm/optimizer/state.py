@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State
-from fusedcomm.optimizer.parts import Target, in_memory_order, shaped
+from fusedcomm.optimizer.parts import Target, in_memory_order, index_by_id, shaped
 from fusedcomm.optimizer.plan import fresh_state
 from fusedcomm.session.session import Session
 
@@ -39,7 +39,7 @@ def state_dict(
     for of_rank in told:
         for i, keys in of_rank.items():
             known.setdefault(i, keys)
-    index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+    index_of = index_by_id(targets)
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group in optimizer.param_groups:
@@ -62,14 +62,9 @@ def _description(value: Any) -> Any:  # noqa: ANN401
 
 def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[list, dict[str, Any]]]:
     """By target: its pieces on this rank, and by key a list of their tensors [elements of the piece], or a value."""
-    optimizer_of = {
-        id(leaf): (optimizer, group)
-        for optimizer, group, _ in owner.groups_with_optimizers()
-        for leaf in group["params"]
-    }
     found: dict[int, tuple[list, dict[str, Any]]] = {}
     for i, leaves in owner.leaves.items():
-        optimizer, group = optimizer_of[id(leaves[0][2])]
+        optimizer, group = owner.of_leaf(leaves[0][2])
         states = [dict(optimizer.state.get(leaf, {})) for _, _, leaf in leaves]
         if not all(states):
             states = fresh_state(optimizer, group, [leaf for _, _, leaf in leaves])
@@ -120,7 +115,7 @@ def load_state_dict(
             f"fusedcomm: the state has groups of {lengths[1]} parameters, and the ShardedOptimizer of {lengths[0]}: "
             "make it with the groups with which the state was saved"
         )
-    index_of = {id(target.tensor): i for i, target in enumerate(targets)}
+    index_of = index_by_id(targets)
     whole: dict[int, dict[str, Any]] = {}
     for group, of_saved in zip(groups, saved, strict=True):
         for p, number in zip(group["params"], of_saved["params"], strict=True):
@@ -134,12 +129,11 @@ def load_state_dict(
             _check(targets[i], whole[i])
     for group, of_saved in zip(groups, saved, strict=True):
         group.update({key: value for key, value in of_saved.items() if key != "params" and key in group})
-    optimizer_of = {id(leaf): each for each, group, _ in owner.groups_with_optimizers() for leaf in group["params"]}
     for exchange in exchanges:
         exchange.refresh(everything=True)
     for i, leaves in owner.leaves.items():
         for at, piece, leaf in leaves:
-            of_optimizer = optimizer_of[id(leaf)].state
+            of_optimizer = owner.of_leaf(leaf)[0].state
             of_optimizer.pop(leaf, None)
             if i in whole:
                 state = {key: _part(targets[i], value, piece, leaf) for key, value in whole[i].items()}
