@@ -28,7 +28,7 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   for (const BucketRecord::Member& member : record->members) slices.emplace_back(member.numel, member.state->wire);
   const ListNumels numels = list_numels(slices, hole_nbytes(*record), record->in_one_run);
   const int world_size = engine.world_size();
-  record->plan = record->gathers ? plan_all_gather(config, world_size, numels)
+  record->plan = bucket.gathers() ? plan_all_gather(config, world_size, numels)
                  : record->has_rows
                      ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
                      : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
@@ -118,10 +118,10 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
       kept.own_exact = exact;
       kept.lossy = row_segments(*record, payload, /*exact=*/false);
       kept.exact = row_segments(*record, payload, /*exact=*/true);
-      kept.unpack_tables = record->gathers
+      kept.unpack_tables = plan.gathers
                                ? device->prepare(plan.layouts[payload], kept.lossy.places, kept.exact.places, nbytes)
                                : device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes);
-      if (record->gathers) {
+      if (plan.gathers) {
         packed_nbytes = own_nbytes;
       } else {
         lossy = kept.lossy;
@@ -142,7 +142,7 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
 void make_residuals(const Engine& engine, const Place& place, c10::Device device, BucketRecord* record) {
   const WireConfig& config = engine.config();
   const BucketPlan& plan = record->plan;
-  if (!config.feedback || !plan.sums_codes() || record->gathers) return;
+  if (!config.feedback || !plan.sums_codes() || plan.gathers) return;
   for (size_t payload = 0; payload < record->kept.size(); ++payload) {
     const BucketLayout& layout = record->has_rows ? plan.packed_rows[payload] : plan.layouts[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
@@ -223,7 +223,7 @@ bool is_of(const BucketRecord& record, const Bucket& bucket) {
   const Gradients& gradients = *bucket.gradients;
   if (record.is_stale || record.factor != bucket.factor || record.dtype != gradients.dtype()) return false;
   if (record.passthrough == is_carried(gradients) || record.has_rows != bucket.own_row.has_value()) return false;
-  if (record.gathers != bucket.gathers()) return false;
+  if (record.plan.gathers != bucket.gathers()) return false;
   if (record.has_rows && record.own_dtype != bucket.own_row->tensor.scalar_type()) return false;
   if (record.in_one_run != gradients.in_one_run() || record.numel != gradients.numel()) return false;
   if (record.parameters.size() != bucket.parameters.size()) return false;
@@ -269,7 +269,6 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
   record->has_rows = bucket.own_row.has_value();
-  record->gathers = bucket.gathers();
   if (record->has_rows) record->own_dtype = bucket.own_row->tensor.scalar_type();
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const at::Tensor& parameter = bucket.parameters[i];

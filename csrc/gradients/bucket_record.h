@@ -58,8 +58,7 @@ struct BucketRecord {
   bool is_stale = false;         // its residuals have been replaced, so it must be made again
   bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
-  bool has_rows = false;                  // a reduce-scatter or an all-gather
-  bool gathers = false;                   // an all-gather
+  bool has_rows = false;                  // a reduce-scatter or an all-gather, which plan.gathers tells
   at::ScalarType own_dtype = at::kFloat;  // of this rank's row
   BucketPlan plan;
   std::vector<Kept> kept;                  // one for each of the plan's layouts
@@ -68,7 +67,7 @@ struct BucketRecord {
 
   std::vector<std::string> parameter_names() const;
   // Of rows: the layouts of all rows.
-  const std::vector<BucketLayout>& layouts_of_rows() const { return gathers ? plan.layouts : plan.packed_rows; }
+  const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.packed_rows; }
 };
 
 using BucketRecordPtr = std::shared_ptr<const BucketRecord>;

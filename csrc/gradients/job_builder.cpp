@@ -30,7 +30,7 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
     const at::Tensor &rows = gradients.front(), &own = bucket.own_row->tensor;
     BucketSlices of_all{slice_list(kept.lossy.places, rows), slice_list(kept.exact.places, rows), origin};
     BucketSlices of_own{slice_list(kept.own_lossy.places, own), slice_list(kept.own_exact.places, own), own.data_ptr()};
-    if (record.gathers) std::swap(of_all, of_own);
+    if (record.plan.gathers) std::swap(of_all, of_own);
     payload.slices = std::move(of_all);
     payload.slices.tables = kept.tables;
     payload.unpacked = std::move(of_own);
@@ -97,7 +97,7 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   if (record->passthrough) return job;
   job->grad_nbytes = gradients->nbytes();
   job->plan = BucketPlanPtr(record, &record->plan);
-  if (!record->gathers) {  // what is not finite in a row has been counted as a gradient
+  if (!record->plan.gathers) {  // what is not finite in a row has been counted as a gradient
     job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
       attribute_nonfinite(*record, *gradients, packed, chunk);
     };

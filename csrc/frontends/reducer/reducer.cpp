@@ -386,25 +386,6 @@ void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-std::vector<size_t> GradReducer::parameters_used() const {
-  std::vector<size_t> used;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (options_.find_unused ? used_[i] : trained_[i]) used.push_back(i);
-  }
-  return used;
-}
-
-void GradReducer::refuse_other_parameters(const Flags& trained) {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (trained[i] == trained_[i]) continue;
-    fail(c10::str(
-        rank_text(), "requires_grad of ", parameters_[i].name, " has become ", trained[i] ? "True" : "False",
-        " since the ShardedOptimizer was made, whose ranks own parts of the parameters that required gradients "
-        "then. Call detach(), and make the GradReducer and the ShardedOptimizer anew on every rank; "
-        "state_dict() carries the state over"));
-  }
-}
-
 void GradReducer::multiply_means() {
   if (mean_factor_ == 1) return;
   const at::NoGradGuard no_grad;

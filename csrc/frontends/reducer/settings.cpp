@@ -94,18 +94,6 @@ void GradReducer::set_caps(const BucketCaps& caps) {
   buckets_.clear();
 }
 
-void GradReducer::give_to(Taker taker) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(pass_ < 0 && !membership_, rank_text(),
-              "a GradReducer that has begun, or whose ranks come and go, cannot give its gradients to an optimizer");
-  taker_ = std::move(taker);
-}
-
-Buckets GradReducer::buckets_now() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return cut_for(order_, trained_now());
-}
-
 void GradReducer::observe(std::shared_ptr<Device> device, std::function<void()> before_pass) {
   auto observation = std::make_shared<Observation>(Observation{std::move(device), std::move(before_pass), {}});
   std::lock_guard<std::mutex> lock(mutex_);
