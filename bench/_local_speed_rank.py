@@ -1,18 +1,14 @@
 """One rank of bench/local_speed.py: times steps without communication and with LocalSteps by turns, and writes rows as
 JSON."""
 
-import json
-import sys
 import time
-import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accuracy import Characters, Transformer, character_loss
+from lib.characters import Characters, Transformer, character_loss
+from lib.rank import started
 
 import fusedcomm
-from fusedcomm.ranks.groups import end_together
 
 DELAY = 5
 """The least delay that is tried, where H allows it: LocalSteps' own."""
@@ -91,18 +87,12 @@ def measure(every: int, wire: str, settings: dict, characters: Characters) -> di
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    results, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    characters, rows = Characters(), []
-    for every in settings["every"]:
-        for wire in settings["wires"]:
-            rows.append(measure(every, wire, settings, characters))
-            if dist.get_rank() == 0:
-                results.write_text(json.dumps(rows))
-                print(f"H={every} {wire} done", flush=True)
-    end_together()
+    with started() as (settings, hand_over):
+        characters, rows = Characters(), []
+        for every in settings["every"]:
+            for wire in settings["wires"]:
+                rows.append(measure(every, wire, settings, characters))
+                hand_over(rows, f"H={every} {wire} done")
 
 
 if __name__ == "__main__":

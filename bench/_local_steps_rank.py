@@ -1,18 +1,15 @@
 """One rank of bench/local_steps.py: trains the same model in every way, one after another, and writes rows as JSON."""
 
 import itertools
-import json
 import re
-import sys
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from accuracy import Characters, Transformer, character_loss
+from lib.characters import Characters, Transformer, character_loss
+from lib.rank import started
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
@@ -21,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import Config, Feedback
-from fusedcomm.ranks.groups import end_together
 
 ALONE = "no communication"
 POST_LOCAL = "post-local SGD"
@@ -190,23 +186,17 @@ def train(way: str, given: dict | None, every: int, seed: int, settings: dict, c
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    results, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    characters, rows = Characters(), []
-    wanted = {}  # by name, which has H and the delay if the way has them
-    for every, delay in itertools.product(settings["every"], settings["delay"]):
-        wanted |= {way: (given, every) for way, given in ways(every, delay).items()}
-    for way, (given, every) in wanted.items():
-        if settings["ways"] and not any(re.search(pattern, way) for pattern in settings["ways"]):
-            continue
-        for seed in range(settings["seeds"]):
-            rows.append(train(way, given, every, seed, settings, characters))
-            if dist.get_rank() == 0:
-                results.write_text(json.dumps(rows))
-                print(f"{way:36} seed {seed}  {rows[-1]['loss']:.4f}", flush=True)
-    end_together()
+    with started() as (settings, hand_over):
+        characters, rows = Characters(), []
+        wanted = {}  # by name, which has H and the delay if the way has them
+        for every, delay in itertools.product(settings["every"], settings["delay"]):
+            wanted |= {way: (given, every) for way, given in ways(every, delay).items()}
+        for way, (given, every) in wanted.items():
+            if settings["ways"] and not any(re.search(pattern, way) for pattern in settings["ways"]):
+                continue
+            for seed in range(settings["seeds"]):
+                rows.append(train(way, given, every, seed, settings, characters))
+                hand_over(rows, f"{way:36} seed {seed}  {rows[-1]['loss']:.4f}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from accuracy import Characters, Transformer, character_loss
+from _members_loss import begin
+from lib.characters import Transformer, character_loss
 from lib.common import Report
-from lib.job import Job, JobError, Teller
+from lib.job import Job, JobError
 
 import fusedcomm
 from fusedcomm import members as _package  # noqa: F401  (imported before ranks are forked)
@@ -24,7 +24,7 @@ from fusedcomm.local_steps import local_steps as _merges  # noqa: F401
 from fusedcomm.members.errors import ExpelledError
 
 UNDISTURBED, KILLED, STOPPED = "undisturbed", "killed", "stopped"
-BATCH, HELD_OUT = 8, 256
+BATCH = 8
 SLOW_STEP_S = 0.2
 """Added to a step while a stopped rank is missing, so that it is back before the others have ended."""
 STOPPED_WINDOWS = 3
@@ -32,15 +32,7 @@ STOPPED_WINDOWS = 3
 
 def train(pipe: str, options: argparse.Namespace, address: str | None) -> None:
     """The process of a rank. With `address`, a member's, it joins."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    say = Teller(pipe).say
-    torch.manual_seed(options.seed)
-    characters = Characters()
-    test = next(characters.batches(seed=3, batch=HELD_OUT, test=True))
-    if address is None:
-        store = dist.FileStore(str(Path(options.folder) / "store"), options.ranks)
-        dist.init_process_group("gloo", store=store, rank=options.place, world_size=options.ranks)
+    say, characters, test = begin(pipe, options, address is None)
     members = fusedcomm.Members(join=address)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

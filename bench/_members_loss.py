@@ -8,13 +8,14 @@ import argparse
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch._dynamo  # noqa: F401  (imported by the first DataParallel)
 import torch.distributed as dist
 from _members_rank import digest_of
-from accuracy import Characters, Transformer, character_loss
+from lib.characters import Characters, Transformer, character_loss
 from lib.job import Teller
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -44,17 +45,24 @@ class Windows(Dataset):
         return piece[:-1], piece[1:]
 
 
-def train(pipe: str, options: argparse.Namespace, address: str | None) -> None:
-    """The process of a rank. With `address`, a member's, it joins."""
+def begin(pipe: str, options: argparse.Namespace, founds: bool) -> tuple[Callable[..., None], Characters, tuple]:
+    """Begins the process of a rank; founds: with the other first ones. (what tells the job, the text, a held-out
+    batch)."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     say = Teller(pipe).say
     torch.manual_seed(options.seed)
     characters = Characters()
     test = next(characters.batches(seed=3, batch=HELD_OUT, test=True))
-    if address is None:
+    if founds:
         store = dist.FileStore(str(Path(options.folder) / "store"), options.ranks)
         dist.init_process_group("gloo", store=store, rank=options.place, world_size=options.ranks)
+    return say, characters, test
+
+
+def train(pipe: str, options: argparse.Namespace, address: str | None) -> None:
+    """The process of a rank. With `address`, a member's, it joins."""
+    say, characters, test = begin(pipe, options, address is None)
     members = fusedcomm.Members(join=address, microbatches=options.microbatches)
     model = Transformer()
     config = fusedcomm.Config(options.wire, weighted="mean")

@@ -1,11 +1,6 @@
 """One rank of bench/optimizer.py --parts loss: trains the same models in every way, one after another, and writes rows
 as JSON."""
 
-import json
-import sys
-import warnings
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,11 +16,10 @@ from _optimizer_ways import (
     refuse_other_bits,
     two_shot,
 )
-from accuracy import Characters, Transformer, character_loss
+from lib.characters import Characters, Transformer, character_loss
 from lib.common import drop_memory
+from lib.rank import started
 from torch import Tensor, nn
-
-from fusedcomm.ranks.groups import end_together
 
 HELD_OUT = 256
 """Pieces of text."""
@@ -124,20 +118,15 @@ def check_torchs_muon(settings: dict, characters: Characters) -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    results, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    characters, rows = Characters(), []
-    if "muon" in settings["optimizers"]:
-        check_torchs_muon(settings, characters)
-    for seed in range(settings["seeds"]):
-        for kind in settings["optimizers"]:
-            for name in settings["models"]:
-                rows += compare(name, kind, seed, settings, characters)
-                if dist.get_rank() == 0:
-                    results.write_text(json.dumps(rows))
-    end_together()
+    with started() as (settings, hand_over):
+        characters, rows = Characters(), []
+        if "muon" in settings["optimizers"]:
+            check_torchs_muon(settings, characters)
+        for seed in range(settings["seeds"]):
+            for kind in settings["optimizers"]:
+                for name in settings["models"]:
+                    rows += compare(name, kind, seed, settings, characters)
+                    hand_over(rows)
 
 
 if __name__ == "__main__":

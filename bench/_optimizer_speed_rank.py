@@ -2,11 +2,8 @@
 
 import functools
 import gc
-import json
 import os
-import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -26,11 +23,10 @@ from _optimizer_ways import (
     two_shot,
 )
 from lib.common import drop_memory, keep_memory
+from lib.rank import started
 from torch import Tensor, nn
 
-import fusedcomm
 from fusedcomm import Config
-from fusedcomm.ranks.groups import end_together
 from fusedcomm.tools.probe.workload import Layer
 
 CHECKED_STEPS = 3
@@ -166,7 +162,7 @@ def expected_after(kind: str, settings: dict) -> tuple[Tensor, Tensor]:
     return before, expected
 
 
-def measure(kind: str, settings: dict, results: Path, rows: list[dict]) -> None:
+def measure(kind: str, settings: dict, rows: list[dict]) -> None:
     """Adds a row for each way to `rows`."""
     before, expected = expected_after(kind, settings)
     found = []
@@ -201,30 +197,25 @@ def measure(kind: str, settings: dict, results: Path, rows: list[dict]) -> None:
             }
         )
         trained.close()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(rows))
 
 
 def memory(trained: Trained) -> dict[str, int] | None:
     """What a ShardedOptimizer keeps beside the optimizers' state, in bytes."""
     if trained.sharded is None:
         return None
-    plan: fusedcomm.ShardedPlan = trained.sharded.plan()
+    plan = trained.sharded.plan()
     names = ("replicated_nbytes", "master_nbytes", "buffer_nbytes", "residual_nbytes")
     return {name: getattr(plan, name) for name in names}
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     keep_memory()
-    results, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    rows: list[dict] = []
-    for kind in settings["optimizers"]:
-        measure(kind, settings, results, rows)
-        drop_memory()
-    end_together()
+    with started() as (settings, hand_over):
+        rows: list[dict] = []
+        for kind in settings["optimizers"]:
+            measure(kind, settings, rows)
+            hand_over(rows)
+            drop_memory()
 
 
 if __name__ == "__main__":

@@ -31,10 +31,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, which needs root; 0: loopback (0)")
-    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", help="speed of a host's link, each way (1gbit)")
-    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
+    hosts.add_options(parser, "1gbit")
     parser.add_argument("--layers", type=int, default=4, help="blocks, each a group of its own (4)")
     parser.add_argument("--width", type=int, default=384, help="(384)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to compare (all)")

@@ -39,10 +39,7 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
-    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, which needs root; 0: loopback (0)")
-    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", help="speed of a host's link, each way (1gbit)")
-    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
+    hosts.add_options(parser, "1gbit")
     parser.add_argument("--congestion", help=f"TCP's congestion control: cubic, reno, bbr ({CONGESTION})")
     parser.add_argument("--model", choices=MODELS, default="transformer", help="(transformer)")
     parser.add_argument("--params", type=float, default=3e6, help="elements of the model (3e6)")

@@ -235,6 +235,14 @@ def measure_links(links: Sequence[str], seconds: float, subnet: str | None, cong
 # ---- for programs that run a script of their own on hosts or, with --hosts 0, over loopback
 
 
+def add_options(parser: argparse._ActionsContainer, links: str) -> None:
+    """The options that complete() completes. links: the speeds without --link, as the help says them."""
+    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, which needs root; 0: loopback (0)")
+    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
+    parser.add_argument("--link", nargs="+", help=f"speed of a host's link, each way ({links})")
+    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
+
+
 def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **of_hosts: object) -> None:
     """Sets the defaults of options that were not given. `of_hosts` has the defaults of options for hosts only, which
     are refused over loopback. The default of --ranks-per-host is 1 on hosts, else 2."""

@@ -34,10 +34,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, which needs root; 0: loopback (0)")
-    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", help="speed of a host's link, each way (20mbit 100mbit)")
-    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
+    hosts.add_options(parser, "20mbit 100mbit")
     parser.add_argument("--every", nargs="+", type=int, default=[5, 10, 30, 100], help="(5 10 30 100)")
     parser.add_argument("--wires", nargs="+", default=["int4", "fp32"], help="(int4 fp32)")
     parser.add_argument("--steps", type=int, default=30, help="least steps of a turn (30)")

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accuracy import Characters, Transformer, flat_gradient, set_gradient
+from accuracy import flat_gradient, set_gradient
+from lib.characters import Characters, Transformer
 from lib.common import env, run_command, write_document
 from torch import Tensor, nn
 
