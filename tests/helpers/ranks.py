@@ -130,7 +130,8 @@ class Ranks:
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
-            return ("silent", "its process ended")
+            self.processes[rank].join(5)
+            return ("silent", f"its process ended, with exit code {self.processes[rank].exitcode}")
 
     def close(self) -> None:
         for pipe in self._pipes:

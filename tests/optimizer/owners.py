@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from models import normal, reducer_of
+from models import Conv, normal, reducer_of
 from torch import nn
 
 import fusedcomm
@@ -32,19 +32,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return self.head(self.wide(self.norm(x))).float()
-
-
-class Conv(nn.Module):
-    """Parameters whose order in memory is not their logical order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 9, 3), nn.Flatten(), nn.Linear(9 * 4, 5)
-        ).to(memory_format=torch.channels_last)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x.to(memory_format=torch.channels_last))
 
 
 class Frozen(Net):
@@ -155,7 +142,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 def loss_of(forward: nn.Module, rank: int, step: int, part: int = 0) -> torch.Tensor:
     """Signed, different on every rank, in every step and in every part of a step."""
     takes_images = isinstance(getattr(forward, "module", forward), Conv)
-    x = normal(rank, 10 * step + part, (4, 3, 6, 6) if takes_images else (6, 7))
+    x = normal(rank, 10 * step + part, (4, 3, 8, 8) if takes_images else (6, 7))
     return (forward(x) - normal(0, 10 * step + part + 1, (len(x), 5))).square().mean()
 
 

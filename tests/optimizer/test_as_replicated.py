@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from owners import BUCKET_MIB, FP32, Branches, Conv, Frozen, Net, Way, flat, groups_of, loss_of, made, train
+from models import Conv
+from owners import BUCKET_MIB, FP32, Branches, Frozen, Net, Way, flat, groups_of, loss_of, made, train
 from sampling import few
 
 import fusedcomm

@@ -5,8 +5,8 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import reducer_of
-from owners import BUCKET_MIB, FP32, Conv, Net, flat, groups_of, loss_of, made, one_step, plain_optimizers
+from models import Conv, reducer_of
+from owners import BUCKET_MIB, FP32, Net, flat, groups_of, loss_of, made, one_step, plain_optimizers
 from sampling import few
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
