@@ -14,6 +14,7 @@
 #include "bindings/bindings.h"
 #include "frontends/horovod/coordinator.h"
 #include "gradients/parameter_gradient.h"
+#include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
@@ -26,11 +27,7 @@ using horovod::Coordinator;
 // its parent's.
 void end_without_gil(Coordinator* coordinator) {
   if (coordinator->is_in_fork()) return;
-  if (!PyGILState_Check()) {
-    delete coordinator;
-    return;
-  }
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   delete coordinator;
 }
 

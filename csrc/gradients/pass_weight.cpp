@@ -1,6 +1,5 @@
 #include "gradients/pass_weight.h"
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "gradients/bucket_future.h"
+#include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
@@ -20,15 +20,6 @@ constexpr int kMaxMarked = 1000;
 
 double mark_of(int rank) { return std::ldexp(1.0, -std::min(rank, kMaxMarked)); }
 int lowest_rank(double marks) { return std::max(0, -std::ilogb(marks)); }
-
-void wait(const FuturePtr& future) {
-  if (PyGILState_Check()) {
-    const pybind11::gil_scoped_release no_gil;
-    future->waitAndThrow();
-  } else {
-    future->waitAndThrow();
-  }
-}
 
 }  // namespace
 
@@ -207,7 +198,10 @@ void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
   if (!device_.is_cpu()) stages.unpack = [] {};
   engine_->submit_passthrough(std::move(job), std::move(stages));
   if (unit_ != 0) return;
-  wait(future);
+  {
+    const WithoutGil no_gil;
+    future->waitAndThrow();
+  }
   const at::Tensor on_host = values.cpu();
   const auto* const data = on_host.const_data_ptr<double>();
   const double sum = data[0];

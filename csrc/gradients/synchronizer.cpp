@@ -1,7 +1,6 @@
 #include "gradients/synchronizer.h"
 
 #include <ATen/ATen.h>
-#include <pybind11/pybind11.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -12,6 +11,7 @@
 #include "gradients/decorators.h"
 #include "gradients/job_builder.h"
 #include "transport/error_text.h"
+#include "transport/without_gil.h"
 #include "wire/names.h"
 
 namespace fusedcomm {
@@ -37,24 +37,16 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       digests_(options.monitor.digest && device.is_cpu(), engine_.get(), transport_) {}
 
 Synchronizer::~Synchronizer() {
-  // Ending these joins threads. Such a thread may be releasing a tensor that Python refers to, which takes the GIL.
-  const auto end = [this] {
-    if (getpid() != process_) {
-      // A child of fork() does not have the threads that would be joined.
-      new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
-      return;
-    }
-    watch_.reset();
-    if (engine_->has_failed()) transport_->give_up();
-    engine_.reset();
-    transport_.reset();
-  };
-  if (PyGILState_Check()) {
-    pybind11::gil_scoped_release no_gil;
-    end();
-  } else {
-    end();
+  const WithoutGil no_gil;
+  if (getpid() != process_) {
+    // A child of fork() does not have the threads that would be joined.
+    new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
+    return;
   }
+  watch_.reset();
+  if (engine_->has_failed()) transport_->give_up();
+  engine_.reset();
+  transport_.reset();
 }
 
 void Synchronizer::watch(const StorePtr& store, const WatchOptions& options) {

@@ -2,7 +2,6 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <chrono>
@@ -15,6 +14,7 @@
 #include <utility>
 
 #include "transport/wire_tensor.h"
+#include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
@@ -157,9 +157,7 @@ HostTransport::~HostTransport() {
     return;
   }
   const int rank = channels->backends[0]->getRank(), size = channels->backends[0]->getSize();
-  // Those threads may need the GIL, to release a tensor that has a Python object.
-  std::optional<pybind11::gil_scoped_release> no_gil;
-  if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
+  const WithoutGil no_gil;
   const bool ended = end_soon([channels = std::move(channels)] {
     for (auto& exchange : channels->exchanges) exchange.reset();
     for (BackendPtr& backend : channels->backends) backend.reset();
@@ -211,8 +209,10 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 // kernels behind them would read garbage, or a peer would miss its bytes. The wait is bounded, because a communicator's
 // end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
+  const WithoutGil no_gil;
   std::vector<BackendPtr> own = own_backends();
   if (owns_) own.push_back(backends()[static_cast<size_t>(Channel::kScatter)]);
+  const auto all = take_backends();  // they may end here, before the GIL is taken again
   if (own.empty() || given_up()) return;
   end_soon([own, device = device_] {
     try {
