@@ -1,5 +1,5 @@
-"""The CUDA path over simulated streams, without a GPU: tests/native/cuda_stress.cpp and members_scenes.cpp, with the
-build's objects."""
+"""The CUDA path over simulated streams, without a GPU: tests/native/cuda_stress.cpp, members_scenes.cpp and
+rows_scenes.cpp, with the build's objects."""
 
 from pathlib import Path
 
@@ -33,3 +33,7 @@ def test_scene(library, scene, seed):
 @pytest.mark.parametrize("scene", ["lost", "lost_with_feedback", "reaching_one"])
 def test_ranks_that_are_lost_in_any_collective(library, scene):
     assert f"members_scenes: {scene}:" in run(*cuda_stress.command(library, scene, 1, "run_members"))
+
+
+def test_owners_step_on_a_stream_of_their_own(library):
+    assert "rows_scenes: owners:" in run(*cuda_stress.command(library, "owners", 1, "run_rows"))

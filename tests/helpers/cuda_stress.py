@@ -1,5 +1,5 @@
-"""Builds tests/native/cuda_stress.cpp and members_scenes.cpp, which run the CUDA path on a simulated accelerator, and
-runs their scenes."""
+"""Builds tests/native/cuda_stress.cpp, members_scenes.cpp and rows_scenes.cpp, which run the CUDA path on a simulated
+accelerator, and runs their scenes."""
 
 import sys
 from pathlib import Path
@@ -49,6 +49,7 @@ def compile_unit(folder: Path, flags: list[str]) -> Path:
 def command(folder: Path, scene: str, seed: int = 1, function: str = "run") -> list[str | Path]:
     """The command that runs a scene of the library in the folder, in a process of its own.
 
-    function: the library's that has the scene: "run" of cuda_stress.cpp, "run_members" of members_scenes.cpp.
+    function: the library's that has the scene: "run" of cuda_stress.cpp, "run_members" of members_scenes.cpp,
+    "run_rows" of rows_scenes.cpp.
     """
     return [sys.executable, "-c", RUN, str(folder / LIBRARY), function, scene, str(seed)]

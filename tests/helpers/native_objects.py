@@ -24,7 +24,7 @@ OF_STREAMS += ["csrc/devices/stream_lane.cpp", "csrc/devices/stream_device.cpp"]
 
 OF_CUDA = [
     f"tests/native/{name}.cpp"
-    for name in ("cuda_stress", "members_scenes", "sim_backend", "sim_kernels", "sim_torch", "fake_cuda")
+    for name in ("cuda_stress", "members_scenes", "rows_scenes", "sim_backend", "sim_kernels", "sim_torch", "fake_cuda")
 ]
 OF_CUDA += ["tests/native/sim_accelerator.cpp"]
 """Linked into the library cuda_stress."""

@@ -110,7 +110,7 @@ class Ranks:
         world_size = world_size or self.num_ranks
         results, is_complete = [], False
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a watch may still look there
                 store_path = os.path.join(folder, "store")
                 for rank in range(world_size):
                     self._pipes[rank].send((function, rank, world_size, store_path, backend, args))
