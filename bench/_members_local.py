@@ -21,7 +21,6 @@ from lib.job import Job, JobError
 import fusedcomm
 from fusedcomm import members as _package  # noqa: F401  (imported before ranks are forked)
 from fusedcomm.local_steps import local_steps as _merges  # noqa: F401
-from fusedcomm.members.errors import ExpelledError
 
 UNDISTURBED, KILLED, STOPPED = "undisturbed", "killed", "stopped"
 BATCH = 8
@@ -49,7 +48,7 @@ def train(pipe: str, options: argparse.Namespace, address: str | None) -> None:
             # Parameters differ between merges, so no digest of them is told.
             say(step=comm.steps, size=members.size, digest="", address=members.address)
         comm.finish()
-    except ExpelledError:
+    except fusedcomm.ExpelledError:
         say(expelled=True, step=comm.steps)
         os._exit(0)
     with torch.no_grad():

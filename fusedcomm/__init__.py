@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
     from fusedcomm.local_steps.local_steps import LocalSteps
+    from fusedcomm.members.errors import (
+        DamagedError,
+        ExpelledError,
+        JoinRefusedError,
+        MinorityError,
+        TooFewRanksError,
+    )
     from fusedcomm.members.members import Members
     from fusedcomm.members.sampler import MembersSampler
     from fusedcomm.optimizer.sharded import ShardedOptimizer
@@ -54,21 +61,26 @@ __all__ = [
     "Chunks",
     "CommState",
     "Config",
+    "DamagedError",
     "DataParallel",
+    "ExpelledError",
     "Fallback",
     "Feedback",
     "GradReducer",
     "GradScaler",
     "Handle",
+    "JoinRefusedError",
     "LocalOptions",
     "LocalSteps",
     "Members",
     "MembersSampler",
+    "MinorityError",
     "Residuals",
     "Rounding",
     "ShardedOptimizer",
     "Stats",
     "Sum",
+    "TooFewRanksError",
     "Tuning",
     "TwoLevels",
     "Wire",
@@ -86,6 +98,11 @@ _HOME = {
     "GradScaler": "session.grad_scaler",
     "DataParallel": "reducer.data_parallel",
     "Members": "members.members",
+    "DamagedError": "members.errors",
+    "ExpelledError": "members.errors",
+    "JoinRefusedError": "members.errors",
+    "MinorityError": "members.errors",
+    "TooFewRanksError": "members.errors",
     "MembersSampler": "members.sampler",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
