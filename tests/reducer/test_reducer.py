@@ -308,13 +308,17 @@ def peak_of_memory(rank, world_size, kind):
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
+    def synchronized(model):
+        if kind == "ddp":
+            return DistributedDataParallel(model), None
+        # A step in which errors are measured needs memory for that.
+        return model, reducer_of(model, Config(kind, checks=Checks(measure_every=0)))
+
+    small, *kept = synchronized(Gradients((64, 64)))  # loads the code, and starts threads
+    small([torch.ones(64, 64)]).backward()
     model(gradients).backward()
     before = peak_mib()
-    if kind == "ddp":
-        forward = DistributedDataParallel(model)
-    else:
-        # A step in which errors are measured needs memory for that.
-        forward, _ = model, reducer_of(model, Config(kind, checks=Checks(measure_every=0)))
+    forward, *kept = synchronized(model)
     for _ in range(2):
         forward(gradients).backward()
     return peak_mib() - before
@@ -327,7 +331,7 @@ def test_no_copy_of_the_gradients_is_kept():
         grown[kind] = max(fresh.run(peak_of_memory, kind))
         fresh.close()
     assert grown["ddp"] > 48, "DDP keeps its buckets, so the measurement sees nothing"
-    assert grown["bf16"] < 32, grown
+    assert grown["bf16"] < 30, grown
 
 
 # ---- error feedback, and hooks of the user's own
