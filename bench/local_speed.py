@@ -12,9 +12,8 @@ share nor other programs change them much. The optimizer's steps and the merges 
 
     H, wire    steps from merge to merge, and what a merge sends
     delay      steps that a message may travel
-    line       time of a window's bytes on the line, as a part of the time of its H steps without communication: what
-               is above 1 does not fit, and the steps have to wait
-    bound      the most that can be: 1, or 1 / line
+    line       time of a window's bytes on the line, as a part of the time of its H steps without communication
+    bound      the most that can be: 1 if the line carries a message within its delay, else what waiting for it leaves
     speed      steps a second, as a part of those without communication: median of the rounds, least and greatest
     ms         of a step without communication: median
     waited     ms of a step, that it waited for messages: mean
@@ -64,7 +63,7 @@ def summary(row: dict) -> dict:
     line = row["line_s"] / (row["every"] * step_s)
     return {
         "line": line,
-        "bound": 1 / max(1.0, line),
+        "bound": 1 / (1 + max(0.0, line - row["delay"] / row["every"])),
         "speed": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),

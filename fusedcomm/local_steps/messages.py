@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusedcomm.local_steps.fragments import Fragment
+from fusedcomm.local_steps.fragments import Fragment, squares
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
@@ -97,7 +97,7 @@ class Messages:
         pending.mean = pending.own.clone() if pending.weight == 1 else pending.own * pending.weight
         control = torch.zeros(CONTROL_NUMEL, dtype=torch.float32)
         control[0] = pending.weight
-        control[1] = float(torch.linalg.vector_norm(pending.own, dtype=torch.float64)) ** 2
+        control[1] = squares(pending.own)
         control[2] = pending.is_finishing
         control[_FIRST_BIT:] = _bits(pending.checksum)
         pending.control = control.to(pending.mean.device)
@@ -131,16 +131,15 @@ class Messages:
     def read(self, pending: Pending) -> Spread:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
         pending.future, pending.residuals = None, {}
-        weight, squares, finishing, *bits = pending.control.tolist()
+        weight, of_own, finishing, *bits = pending.control.tolist()
         self._compare(pending, bits)
         pending.all_finish = finishing > 1 - 0.5 / pending.world_size
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
             pending.mean = pending.mean / weight if weight else torch.zeros_like(pending.mean)
         pending.is_read = True
-        of_mean = float(torch.linalg.vector_norm(pending.mean, dtype=torch.float64)) ** 2
-        size = float(torch.linalg.vector_norm(pending.fragment.anchor, dtype=torch.float64))
-        apart = math.sqrt(max(squares - of_mean, 0.0))
-        return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / squares if squares else 1.0)
+        of_mean, size = squares(pending.mean), math.sqrt(squares(pending.fragment.anchor))
+        apart = math.sqrt(max(of_own - of_mean, 0.0))
+        return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
 
     def _wait(self, future: object) -> None:
         begin = time.perf_counter()

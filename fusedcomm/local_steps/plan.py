@@ -12,6 +12,8 @@ from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
+_MARGIN = 1.1
+"""What a message takes beside its bytes: headers of packets, and encoding before and decoding after them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +66,11 @@ class LocalPlan:
 
     @property
     def least_every(self) -> int | None:
-        """The smallest `every` within which all bytes fit on the line. None if `step_s` is not known."""
-        return None if self.step_s is None else max(1, math.ceil(self.line_s / self.step_s))
+        """The smallest `every` within which all messages are hidden: bytes fit on the line, and the delay is below it.
+        None if `step_s` is not known."""
+        if self.step_s is None or self.least_delay is None:
+            return None
+        return max(self.least_delay + 1, math.ceil(self.line_s * _MARGIN / self.step_s))
 
     @property
     def least_delay(self) -> int | None:
@@ -73,7 +78,7 @@ class LocalPlan:
         if self.step_s is None:
             return None
         most = max(row.line_nbytes for row in self.fragments) * self.s_per_byte
-        return max(1, math.ceil(most / self.step_s))
+        return max(1, math.ceil(most * _MARGIN / self.step_s))
 
     def __str__(self) -> str:
         of = self.schedule

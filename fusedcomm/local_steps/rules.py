@@ -106,7 +106,7 @@ def move(fragment: Fragment, group: int, mean: torch.Tensor, outer: Outer | None
 def merged(
     now: torch.Tensor, merged_state: torch.Tensor, moved: torch.Tensor, own: torch.Tensor, alpha: float | None
 ) -> torch.Tensor:
-    """The parameters after a merge, for this rank.
+    """The parameters after a merge, for this rank. The corrected rule writes to `now` and `own`.
 
     Args:
         now: the parameters z, which have gone on since the snapshot y.
@@ -116,7 +116,7 @@ def merged(
         alpha: the local parameters' share in a blend; None: corrected.
     """
     if alpha is None:
-        return now + (moved - own)
+        return now.add_(torch.sub(moved, own, out=own))  # new memory takes as long as the sums
     return alpha * now + (1 - alpha) * merged_state
 
 

@@ -244,7 +244,9 @@ def test_statistics_plan_and_trace(ranks, tmp_path):
         assert plan.state_nbytes == plan.outer_nbytes == 4 * sum(row.numel for row in plan.fragments)
         assert plan.sent_nbytes == sum(row.sent_nbytes for row in plan.fragments)
         assert plan.line_s == pytest.approx(8e-6 * plan.sent_nbytes)
-        assert plan.least_every == -(-plan.line_s // 1e-3)
+        of_message = max(row.line_nbytes for row in plan.fragments) * plan.s_per_byte
+        assert (plan.least_delay - 1) * 1e-3 < 1.1 * of_message <= plan.least_delay * 1e-3
+        assert plan.least_every == max(plan.least_delay + 1, -(-1.1 * plan.line_s // 1e-3))
         assert "memory" in text and f"every={plan.least_every} is the least" in text
     names = {event.get("name", "") for event in json.loads((tmp_path / "1.json").read_text())["traceEvents"]}
     assert any("pack" in name or "sum" in name for name in names), names
