@@ -22,4 +22,5 @@ def test_turns_are_compared_one_by_one_and_the_line_bounds_the_speed(bench, caps
     assert link == "20mbit" and columns.split()[:3] == ["H", "wire", "delay"]
     # A step takes half a second, so ten of them five seconds.
     assert fits.split() == ["10", "int4", "5", "0.100", "1.000", "1.000", "0.800", "1.200", "500.0", "10.00"]
-    assert bound.split()[3:5] == ["2.000", "0.500"]
+    # A message takes twenty steps, five of them hidden: ten steps and a wait of fifteen.
+    assert bound.split()[3:5] == ["2.000", "0.400"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_hosts import needs_hosts, printed_by
-from patience import HANG_S, patient
+from patience import HANG_S
 
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups
@@ -191,8 +191,9 @@ def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
     assert error.startswith("between this rank and rank 2: ")
     late = re.findall(r"; between this rank and rank 1: not complete after (\d+\.\d) s$", error)
     assert len(late) == error.count("rank 1") == (not others_have_begun), error
-    # Rank 2 may be killed late on a busy machine: the error must follow within the time that a test waits.
-    assert all(LONG_S <= float(seconds) < killed_s + patient(2) for seconds in late), error
+    # The kill ends the wait, and not the group's timeout, which is minutes. On a busy machine rank 2 may be killed late,
+    # and die seconds after that.
+    assert all(LONG_S <= float(seconds) < killed_s + HANG_S / 10 for seconds in late), error
     assert all(float(seconds) < waited_s + 0.1 for seconds in late), error  # the text has tenths of a second
 
 
