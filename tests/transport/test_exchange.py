@@ -191,8 +191,8 @@ def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
     assert error.startswith("between this rank and rank 2: ")
     late = re.findall(r"; between this rank and rank 1: not complete after (\d+\.\d) s$", error)
     assert len(late) == error.count("rank 1") == (not others_have_begun), error
-    # The kill ends the wait, and not the group's timeout, which is minutes. On a busy machine rank 2 may be killed late,
-    # and die seconds after that.
+    # The kill ends the wait, and not the group's timeout, which is minutes. On a busy machine rank 2 may be killed
+    # late, and die seconds after that.
     assert all(LONG_S <= float(seconds) < killed_s + HANG_S / 10 for seconds in late), error
     assert all(float(seconds) < waited_s + 0.1 for seconds in late), error  # the text has tenths of a second
 
