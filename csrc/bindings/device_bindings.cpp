@@ -13,6 +13,7 @@
 #include "gradients/grad_dtype.h"
 #include "transport/c10d_transport.h"
 #include "transport/link_timer.h"
+#include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
@@ -124,8 +125,7 @@ std::vector<std::string> kernel_params(const std::string& kernel) {
 std::shared_ptr<Exchange> make_exchange(BackendPtr backend, int max_sending) {
   TORCH_CHECK_VALUE(max_sending >= 0, "max_sending must be 0 (any number) or more, not ", max_sending);
   return {new Exchange(std::move(backend), max_sending), [](Exchange* exchange) {
-            std::optional<py::gil_scoped_release> no_gil;
-            if (PyGILState_Check()) no_gil.emplace();
+            const WithoutGil no_gil;
             delete exchange;
           }};
 }

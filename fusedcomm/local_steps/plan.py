@@ -68,17 +68,16 @@ class LocalPlan:
     def least_every(self) -> int | None:
         """The smallest `every` within which all messages are hidden: bytes fit on the line, and the delay is below it.
         None if `step_s` is not known."""
-        if self.step_s is None or self.least_delay is None:
-            return None
-        return max(self.least_delay + 1, math.ceil(self.line_s * _MARGIN / self.step_s))
+        delay, of_line = self.least_delay, self._steps_for(self.line_s)
+        return None if delay is None or of_line is None else max(delay + 1, of_line)
 
     @property
     def least_delay(self) -> int | None:
         """The smallest `delay` that hides the largest message. None if `step_s` is not known."""
-        if self.step_s is None:
-            return None
-        most = max(row.line_nbytes for row in self.fragments) * self.s_per_byte
-        return max(1, math.ceil(most * _MARGIN / self.step_s))
+        return self._steps_for(max(row.line_nbytes for row in self.fragments) * self.s_per_byte)
+
+    def _steps_for(self, line_s: float) -> int | None:
+        return None if self.step_s is None else max(1, math.ceil(line_s * _MARGIN / self.step_s))
 
     def __str__(self) -> str:
         of = self.schedule

@@ -62,9 +62,7 @@ class Rank {
     const c10::Stream side = c10::impl::VirtualGuardImpl(device_.type()).getNewStream(device_, 0);
     make_parameters();
     const c10::StreamGuard on_side(side);
-    cuda_ = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(sim::driver_path()),
-                                         sim::kernels({Wire::kFp32, Wire::kBf16}), device_, "simulated",
-                                         /*num_pack_programs=*/8, /*forced_sync=*/false);
+    cuda_ = sim::cuda_device(device_);
     cuda_->warm_up();
     const auto transport = make_transport(groups);
     hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport, known_,

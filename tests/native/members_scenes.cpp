@@ -21,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "devices/cuda_device.h"
 #include "gradients/collective_calls.h"
 #include "gradients/synchronizer.h"
 #include "require.h"
@@ -191,9 +190,7 @@ class Member {
   std::shared_ptr<Synchronizer> make_session(const std::vector<int>& members) {
     const int rank = static_cast<int>(std::find(members.begin(), members.end(), member_) - members.begin());
     const int size = static_cast<int>(members.size());
-    const auto cuda = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(sim::driver_path()),
-                                                   sim::kernels({Wire::kFp32, Wire::kBf16}), device(), "simulated",
-                                                   /*num_pack_programs=*/8, /*forced_sync=*/false);
+    const auto cuda = sim::cuda_device(device());
     const auto transport = std::make_shared<StreamTransport>(
         sim::make_backend(groups_.get("view " + std::to_string(view_), size), rank, size, sim::BackendOptions()),
         device());

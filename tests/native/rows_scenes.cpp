@@ -17,7 +17,6 @@
 #include <thread>
 #include <vector>
 
-#include "devices/cuda_device.h"
 #include "gradients/rows.h"
 #include "require.h"
 #include "run_scene.h"
@@ -107,9 +106,7 @@ class Rank {
     config.feedback = feedback;
     config.max_chunk_nbytes = 4096;
     config.num_slots = 2;
-    const auto cuda = std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(sim::driver_path()),
-                                                   sim::kernels({Wire::kFp32, Wire::kBf16}), device_, "simulated",
-                                                   /*num_pack_programs=*/8, /*forced_sync=*/false);
+    const auto cuda = sim::cuda_device(device_);
     const auto backend = sim::make_backend(groups.get(name, kWorldSize), rank_, kWorldSize, {setup_.has_own_stream});
     const auto transport = std::make_shared<StreamTransport>(backend, device_);
     return std::make_shared<Synchronizer>(std::make_shared<Engine>(config, cuda, transport), transport,

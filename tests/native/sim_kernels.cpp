@@ -6,7 +6,9 @@
 #include <cstring>
 #include <functional>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "require.h"
 #include "sim_accelerator.h"
@@ -257,16 +259,14 @@ int on_launch(int64_t function, unsigned, unsigned, unsigned, void* handle, void
   return 0;
 }
 
-}  // namespace
-
+// The library with the driver's functions.
 std::string driver_path() {
   Dl_info info;
   REQUIRE(dladdr(reinterpret_cast<void*>(&driver_path), &info) != 0, "dladdr failed");
   return info.dli_fname;
 }
 
-void fail_kernels(bool fail) { kernels_fail = fail; }
-
+// All kernels that a configuration with these wires needs, for fp32 gradients. Wires with scales are not supported.
 CudaKernels kernels(const std::vector<Wire>& wires) {
   fake_on_launch(&on_launch);
   CudaKernels kernels;
@@ -297,6 +297,15 @@ CudaKernels kernels(const std::vector<Wire>& wires) {
     }
   }
   return kernels;
+}
+
+}  // namespace
+
+void fail_kernels(bool fail) { kernels_fail = fail; }
+
+std::shared_ptr<CudaDevice> cuda_device(c10::Device device) {
+  return std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(driver_path()), kernels({Wire::kFp32, Wire::kBf16}),
+                                      device, "simulated", /*num_pack_programs=*/8, /*forced_sync=*/false);
 }
 
 }  // namespace sim

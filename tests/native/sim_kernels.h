@@ -2,18 +2,16 @@
 // streams.
 #pragma once
 
-#include <string>
-#include <vector>
+#include <c10/core/Device.h>
 
-#include "devices/kernel_launch.h"
+#include <memory>
+
+#include "devices/cuda_device.h"
 
 namespace sim {
 
-// All kernels that a configuration with these wires needs, for fp32 gradients. Wires with scales are not supported.
-fusedcomm::CudaKernels kernels(const std::vector<fusedcomm::Wire>& wires);
-
-// The library with the driver's functions.
-std::string driver_path();
+// The product's device over this driver, with all kernels that sums of fp32 gradients over fp32 and bf16 need.
+std::shared_ptr<fusedcomm::CudaDevice> cuda_device(c10::Device device);
 
 // Whether kernels that are launched from now on fail on the device.
 void fail_kernels(bool fail);
