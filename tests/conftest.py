@@ -124,6 +124,24 @@ def torchs_ranks():
 
 
 @pytest.fixture(scope="session")
+def on_streams_library(made_once):
+    """The folder of the library with the simulated accelerator: see tests/helpers/cuda_stress.py."""
+    import cuda_stress
+
+    return made_once("cuda-streams", cuda_stress.build)
+
+
+@pytest.fixture(scope="module")
+def ranks_on_streams(on_streams_library):
+    """Two ranks with a simulated accelerator: see tests/helpers/on_streams.py."""
+    from on_streams import RanksOnStreams
+
+    pool = RanksOnStreams(on_streams_library, 2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def library(made_once):
     """The path of the driver of tests/helpers/fake_cuda.py."""
     import fake_cuda

@@ -73,7 +73,9 @@ class CudaTables : public BucketTables {
         streams_(streams) {
     std::vector<int64_t> words(static_cast<size_t>(num_counts_), 0);
     const std::vector<size_t> lossy_at = append(lossy_table, &words), exact_at = append(exact_table, &words);
-    storage_ = at::from_blob(words.data(), {static_cast<int64_t>(words.size())}, at::kLong).to(device, false, true);
+    const at::Tensor on_host = at::from_blob(words.data(), {static_cast<int64_t>(words.size())}, at::kLong);
+    // The host does not wait for the stream: pageable memory has been read when the copy is enqueued.
+    storage_ = on_host.to(device, /*non_blocking=*/true, /*copy=*/true);
     for (const c10::Stream& stream : streams_) storage_.record_stream(stream);
     auto* data = static_cast<int64_t*>(storage_.data_ptr());
     lossy = args(lossy_table, lossy_at, data, data);

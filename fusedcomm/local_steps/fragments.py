@@ -135,22 +135,22 @@ class Fragment:
         generator = torch.Generator().manual_seed((seed + self.index) * 1_000_003 + number // count)
         return int(torch.randperm(count, generator=generator)[number % count])
 
-    def checksum(self, flat: torch.Tensor | None = None) -> int:
-        """32 bits of the merged state, or of `flat`: those of different states differ, but by chance."""
+    def checksum(self, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """32 bits of the merged state, or of `flat`, as an int64 without dimensions where they lie: those of different
+        states differ, but by chance."""
         flat = self.anchor if flat is None else flat
         even = flat.numel() // 2 * 2
         # Sums of 64 bits, which are many times as fast as those of 32; they wrap around.
-        total = int(flat[:even].view(torch.int64).sum()) + int(flat[even:].view(torch.int32).sum())
+        total = flat[:even].view(torch.int64).sum() + flat[even:].view(torch.int32).sum()
         return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 
-def squares(flat: torch.Tensor) -> float:
-    """‖flat‖² of an fp32 tensor: norms of rows in fp32, and their sum in float64, which is nearly as exact as float64
-    alone and takes a quarter of its time."""
+def squares(flat: torch.Tensor) -> torch.Tensor:
+    """‖flat‖² of an fp32 tensor, as a float64 without dimensions where it lies: norms of rows in fp32, and their sum in
+    float64, which is nearly as exact as float64 alone and takes a quarter of its time."""
     whole = flat.numel() // BLOCK_NUMEL * BLOCK_NUMEL
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK_NUMEL), dim=1)
-    parts = (norms, flat[whole:])
-    return float(sum(part.double().square().sum() for part in parts))
+    return norms.double().square().sum() + flat[whole:].double().square().sum()
 
 
 def _dealt(num_blocks: int, groups: int, seed: int, device: torch.device) -> list[torch.Tensor]:

@@ -35,7 +35,8 @@ class Pending:
     """fp32: this rank's difference from the merged state, a message's elements."""
     mean: torch.Tensor
     """fp32: the ranks' mean difference, once the message has arrived."""
-    checksum: int
+    checksum: torch.Tensor | None = None
+    """Of the merged state before it, as Fragment.checksum() has it; None once the message is read."""
     message: int = 0
     """Counts the messages of all fragments."""
     weight: float = 1.0
@@ -91,16 +92,17 @@ class Messages:
 
     def send(self, pending: Pending) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
+        assert pending.checksum is not None
         pending.world_size = self._session.world_size
         if self._keeps:
             pending.residuals = self._synchronizer.residuals(pending.names)
         pending.mean = pending.own.clone() if pending.weight == 1 else pending.own * pending.weight
-        control = torch.zeros(CONTROL_NUMEL, dtype=torch.float32)
+        # Filled where it is used, so that the host need not wait for an accelerator.
+        control = pending.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=pending.mean.device)
         control[0] = pending.weight
         control[1] = squares(pending.own)
         control[2] = pending.is_finishing
         control[_FIRST_BIT:] = _bits(pending.checksum)
-        pending.control = control.to(pending.mean.device)
         tensors = pending.fragment.tensors(pending.mean, pending.group)
         pending.future = self._sum.run(
             names=[*tensors, CONTROL], tensors=[*tensors.values(), pending.control], ends_step=True
@@ -130,15 +132,19 @@ class Messages:
 
     def read(self, pending: Pending) -> Spread:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
+        assert pending.checksum is not None
         pending.future, pending.residuals = None, {}
-        weight, of_own, finishing, *bits = pending.control.tolist()
-        self._compare(pending, bits)
+        squared = [squares(pending.mean), squares(pending.fragment.anchor)]
+        seen = torch.cat([pending.control.double(), torch.stack(squared), _bits(pending.checksum).double()])
+        weight, of_own, finishing, *bits = seen.tolist()  # all at once: here the host waits for an accelerator
+        of_mean, of_anchor = bits[_BITS : _BITS + 2]
+        self._compare(pending, bits[:_BITS], bits[_BITS + 2 :])
         pending.all_finish = finishing > 1 - 0.5 / pending.world_size
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
             pending.mean = pending.mean / weight if weight else torch.zeros_like(pending.mean)
-        pending.is_read = True
-        of_mean, size = squares(pending.mean), math.sqrt(squares(pending.fragment.anchor))
-        apart = math.sqrt(max(of_own - of_mean, 0.0))
+            of_mean = of_mean / weight**2 if weight else 0.0
+        pending.is_read, pending.checksum = True, None
+        size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
 
     def _wait(self, future: object) -> None:
@@ -146,18 +152,18 @@ class Messages:
         future.wait()  # type: ignore[attr-defined]  # torch's, which lets other threads run
         self.waited_s += time.perf_counter() - begin
 
-    def _compare(self, pending: Pending, means: list[float]) -> None:
+    def _compare(self, pending: Pending, means: list[float], own: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
         tolerance = 0.25 / pending.world_size
-        own = _bits(pending.checksum).tolist()
         if all(abs(mean - bit) <= tolerance for mean, bit in zip(means, own, strict=True)):
             return
+        checksum = sum(1 << bit for bit, is_set in enumerate(own) if is_set)
         raise RuntimeError(
             f"fusedcomm: the merged state of fragment {pending.fragment.index} is not the same on every rank (checksum "
-            f"{pending.checksum:08x} on rank {self._session.rank}, before merge {pending.number}): a rank has changed "
-            "it, has loaded another checkpoint, or computes other bits. Load the same state on every rank"
+            f"{checksum:08x} on rank {self._session.rank}, before merge {pending.number}): a rank has changed it, has "
+            "loaded another checkpoint, or computes other bits. Load the same state on every rank"
         )
 
 
-def _bits(checksum: int) -> torch.Tensor:
-    return torch.tensor([float(checksum >> bit & 1) for bit in range(_BITS)], dtype=torch.float32)
+def _bits(checksum: torch.Tensor) -> torch.Tensor:
+    return (checksum >> torch.arange(_BITS, device=checksum.device) & 1).to(torch.float32)

@@ -39,7 +39,7 @@ def save(of: "LocalSteps") -> dict:
             for fragment in of.fragments
             for each, view in zip(fragment.merged, fragment.views(fragment.anchor), strict=True)
         },
-        "parameters": [fragment.checksum(fragment.read()) for fragment in of.fragments],
+        "parameters": _checksums(of),
         "under_way": [
             {
                 "fragment": pending.fragment.index,
@@ -49,7 +49,6 @@ def save(of: "LocalSteps") -> dict:
                 "due": pending.due,
                 "own": pending.own.clone(),
                 "mean": pending.mean.clone(),
-                "checksum": pending.checksum,
             }
             for pending in of.under_way
         ],
@@ -57,6 +56,11 @@ def save(of: "LocalSteps") -> dict:
         "weights": of.weights.state(),
         "engine": engine_state.state_dict(of.session, consolidated=False),
     }
+
+
+def _checksums(of: "LocalSteps") -> list[int]:
+    """Of the parameters of each fragment, as they are on this rank."""
+    return [int(fragment.checksum(fragment.read())) for fragment in of.fragments]
 
 
 def load(of: "LocalSteps", state: dict) -> None:
@@ -80,7 +84,6 @@ def load(of: "LocalSteps", state: dict) -> None:
             due=saved["due"],
             own=saved["own"].to(device, copy=True),
             mean=saved["mean"].to(device, copy=True),
-            checksum=saved["checksum"],
             is_read=True,
         )
         for saved in state["under_way"]
@@ -111,8 +114,7 @@ def check(of: "LocalSteps", state: dict) -> None:
             f"fusedcomm: {name} has shape {found.get(name)} in the state and {shapes.get(name)} in the model (None: it "
             "is not there): load a state of this model"
         )
-    checksums = [fragment.checksum(fragment.read()) for fragment in of.fragments]
-    if checksums != state["parameters"]:
+    if _checksums(of) != state["parameters"]:
         raise ValueError(
             "fusedcomm: the model's parameters are not those that were saved with this state: make LocalSteps first, "
             "then load the model's and the optimizer's checkpoint of this rank, then this state"

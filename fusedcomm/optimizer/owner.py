@@ -104,7 +104,7 @@ class Owner:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_thread = False
         weakref.finalize(self, self._work.put, None)
-        self._stream = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
+        self._stream = torch.Stream(device) if overlaps and device.type != "cpu" else None
 
     def outer_groups(self) -> list[dict[str, Any]]:
         """Groups of the model's parameters with the hyperparameters of the optimizers'."""
@@ -133,8 +133,8 @@ class Owner:
             return
         if self._stream is not None:
             # In the order of the hand-overs, which is the same on every rank: collectives of two communicators must be.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream), torch.no_grad():
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream, torch.no_grad():
                 self._reduced[index].wait()
                 self._step_unit(index, None)
                 self._started[index] = _known(self._exchanges[index].send(self._call))

@@ -48,7 +48,8 @@ def _refuse_within_backward(optimizer: torch.optim.Optimizer) -> None:
     held = _held(optimizer)
     for reducer in _watched:
         name = next((p.name for p in reducer.session.parameters if id(p.tensor) in held), None)
-        if reducer.native.is_on and name is not None:
+        # Looked at last: what an owner steps while its bucket is handed over may not ask the reducer, which is at work.
+        if name is not None and reducer.native.is_on:
             raise RuntimeError(
                 f"fusedcomm: {type(optimizer).__name__}.step() was called within a backward pass, where the gradient "
                 f"of {name} is not yet the mean over the ranks: call it when backward() has returned. (In no_sync() "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fusedcomm.config import Config
+from fusedcomm.native import _C
 from fusedcomm.patterns import by_tensor
 
 
@@ -62,6 +63,17 @@ def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParamete
 def has_sparse_gradient(module: torch.nn.Module) -> bool:
     """Whether the gradient of the module's `weight` is sparse."""
     return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+
+
+def grad_dtypes(parameters: Sequence[NamedParameter] | None, reduces_rows: bool) -> list[torch.dtype]:
+    """What an accelerator's kernels read and write; all dtypes if the parameters are not known.
+
+    reduces_rows: whether sums are reduce-scatters, which may be fp32 whatever the rows are.
+    """
+    found = {p.tensor.dtype.to_real() for p in trainable(parameters)} & set(_C.GRAD_DTYPES)
+    if not found:
+        return list(_C.GRAD_DTYPES)
+    return sorted(found | {torch.float32} if reduces_rows else found, key=str)
 
 
 def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:

@@ -21,7 +21,7 @@ from fusedcomm.ranks import agreement, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
 from fusedcomm.session import levels, plan, weights
-from fusedcomm.session.parameters import NamedParameter, trainable
+from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
@@ -192,7 +192,7 @@ class Session(Runs):
         )
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
-        if self.device.type == "cpu" or self._kernels() == beside._kernels():
+        if isinstance(beside.native_device, _C.CpuDevice) or self._kernels() == beside._kernels():
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
@@ -289,13 +289,12 @@ class Session(Runs):
         them, because the hosts are not known yet."""
         if self.device.type == "cpu":
             return CpuPath(self.local, self.world_size)
-        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(_C.GRAD_DTYPES), key=str)
         return CudaPath(
             self.config,
             self.local,
             self.process_group,
             self.device,
-            dtypes or list(_C.GRAD_DTYPES),
+            grad_dtypes(self.parameters, self._reduces_rows),
             announce,
             self.config.needs_two_levels if two_levels is None else two_levels,
             self._reduces_rows,
@@ -428,11 +427,11 @@ class Session(Runs):
 
     def _kernels(self) -> dict:
         """Everything that an accelerator's kernels may depend on."""
-        fields = self.config.record()
-        for name in ("sum", "chunks", "hosts"):
-            del fields[name]
-        local_wire = self.config.local_wire if self.ranks_per_host > 1 else None
-        return {**fields, "one_shot": self.config.is_one_shot(self.world_size), "local_wire": local_wire}
+        fields = {key: value for key, value in self.config.record().items() if key not in ("sum", "chunks", "hosts")}
+        fields["dtypes"] = grad_dtypes(self.parameters, self._reduces_rows)
+        fields["one_shot"] = self._reduces_rows or self.config.is_one_shot(self.world_size)
+        fields["local_wire"] = self.config.local_wire if self.ranks_per_host > 1 else None
+        return fields
 
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""

@@ -1,5 +1,5 @@
-"""Builds tests/native/cuda_stress.cpp, members_scenes.cpp and rows_scenes.cpp, which run the CUDA path on a simulated
-accelerator, and runs their scenes."""
+"""Builds the library of tests/native that has the CUDA path on a simulated accelerator, and runs the scenes of
+cuda_stress.cpp and members_scenes.cpp there."""
 
 import sys
 from pathlib import Path
@@ -37,6 +37,11 @@ def link(folder: Path, unit: Path) -> None:
     run(compiler, "-shared", *objects, "-o", folder / LIBRARY, *LINK, f"-Wl,-rpath,{TORCH / 'lib'}")
 
 
+def build(folder: Path) -> None:
+    """As link(), with the build's unit."""
+    link(folder, built(UNIT))
+
+
 def compile_unit(folder: Path, flags: list[str]) -> Path:
     """Compiles the unit, with further flags before all others."""
     product_objects()
@@ -49,7 +54,6 @@ def compile_unit(folder: Path, flags: list[str]) -> Path:
 def command(folder: Path, scene: str, seed: int = 1, function: str = "run") -> list[str | Path]:
     """The command that runs a scene of the library in the folder, in a process of its own.
 
-    function: the library's that has the scene: "run" of cuda_stress.cpp, "run_members" of members_scenes.cpp,
-    "run_rows" of rows_scenes.cpp.
+    function: the library's that has the scene: "run" of cuda_stress.cpp, "run_members" of members_scenes.cpp.
     """
     return [sys.executable, "-c", RUN, str(folder / LIBRARY), function, scene, str(seed)]

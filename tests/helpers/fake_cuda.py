@@ -18,6 +18,7 @@ from fusedcomm.config import Config
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 from fusedcomm.session import session
+from fusedcomm.session.parameters import grad_dtypes
 
 TILE = 1024
 """Elements per program. It is small, so that small buckets have many tiles."""
@@ -137,19 +138,20 @@ class FakeCuda:
             s_per_byte = windows = None
             has_two_levels = True
 
-            def __init__(self, reduces_rows: bool) -> None:
-                self.reduces_rows = reduces_rows
+            def __init__(self, of: session.Session) -> None:
+                self._grad_dtypes = grad_dtypes(of.parameters, of._reduces_rows)
+                self._reduces_rows = of._reduces_rows
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, config, _C.GRAD_DTYPES, self.reduces_rows)
+                native = fake.device(backend, config, self._grad_dtypes, self._reduces_rows)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()
         self.grids.clear()
         self.errors.clear()
         own = session.Session._path
-        session.Session._path = lambda of, announce, two_levels=None: Path(of._reduces_rows)
+        session.Session._path = lambda of, announce, two_levels=None: Path(of)
         try:
             yield self
         finally:

@@ -22,11 +22,8 @@ OF_STREAMS = ["tests/native/stream_stress.cpp", "tests/native/sim_accelerator.cp
 OF_STREAMS += ["csrc/devices/stream_lane.cpp", "csrc/devices/stream_device.cpp"]
 """Linked into the program stream_stress."""
 
-OF_CUDA = [
-    f"tests/native/{name}.cpp"
-    for name in ("cuda_stress", "members_scenes", "rows_scenes", "sim_backend", "sim_kernels", "sim_torch", "fake_cuda")
-]
-OF_CUDA += ["tests/native/sim_accelerator.cpp"]
+OF_CUDA = [f"tests/native/sim_{name}.cpp" for name in ("accelerator", "backend", "kernels", "python", "torch")]
+OF_CUDA += [f"tests/native/{name}.cpp" for name in ("cuda_stress", "members_scenes", "fake_cuda")]
 """Linked into the library cuda_stress."""
 
 

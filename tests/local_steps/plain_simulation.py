@@ -9,12 +9,15 @@ OUTER = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
 
 
 class Net(nn.Module):
-    """Four modules with parameters, so four fragments have one each."""
+    """Four modules with parameters, so four fragments have one each. So few elements are sent exactly in any wire; with
+    a `width` of 100 they are not."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 3)
+        )
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -36,9 +39,9 @@ class Run:
 
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
         """Every rank has its own task, so the ranks drift apart."""
-        dtype = next(model.parameters()).dtype
+        like = next(model.parameters())
         generator = torch.Generator().manual_seed(1000 * rank + step)
-        x = torch.randn(8, 6, generator=generator).to(dtype)
+        x = torch.randn(8, 6, generator=generator).to(like)
         y = torch.sin(x[:, :3] * (rank + 1)) - 0.2 * rank
         return (model(x) - y).square().mean()
 

@@ -1,10 +1,14 @@
 """LocalSteps: each merge rule against a plain simulation, and ranks that stay bit-identical."""
 
+import contextlib
+
+import fake_cuda
 import pytest
 import torch
 from plain_simulation import OUTER, Net, Run, simulated
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config, Feedback
 
 
 def local_steps(run, model, optimizer, config="fp32", **kwargs):
@@ -29,11 +33,11 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def trained(rank, world_size, runs, config="fp32"):
+def trained(rank, world_size, runs, config="fp32", width=8):
     """For each run: (the parameters after each step, the fragments' merged states at the end)."""
     found = []
     for run in runs:
-        model = Net()
+        model = Net(width)
         optimizer = run.optimizer(model)
         comm = local_steps(run, model, optimizer, config)
         seen = []
@@ -76,7 +80,7 @@ LOSSY = [Run("corrected", every=5, delay=2, fragments=2), Run("nesterov", every=
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("wire", ["int4", "int2", "bf16"])
 def test_the_merged_state_has_the_same_bits_on_every_rank(ranks, world_size, wire):
-    outcomes = ranks.run(trained, LOSSY, wire, world_size=world_size)
+    outcomes = ranks.run(trained, LOSSY, wire, 100, world_size=world_size)
     for index in range(len(LOSSY)):
         for _, anchors in (outcome[index] for outcome in outcomes):
             for ours, first in zip(anchors, outcomes[0][index][1], strict=True):
@@ -84,3 +88,23 @@ def test_the_merged_state_has_the_same_bits_on_every_rank(ranks, world_size, wir
     for step in range(2, LOSSY[2].steps, 3):  # after an average the parameters are the merged state
         for outcome in outcomes:
             assert torch.equal(outcome[2][0][step], outcomes[0][2][0][step])
+
+
+def on_the_kernels(rank, world_size, library, wire):
+    """trained() of two merges on the CPU path, or with a `library` on the CUDA path, in one chunk."""
+    config = Config(wire, sum="two-shot", feedback=Feedback(decay=0.95), chunks=Chunks(1 << 20))
+    with fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext() as driver:
+        found = trained(rank, world_size, [Run("corrected", every=3, delay=1, steps=7)], config, width=100)
+        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}
+        return found
+
+
+@pytest.mark.parametrize("wire", ["int4", "int2"])
+def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, library, wire):
+    pytest.importorskip("triton", reason="they are Triton's")
+    if torch.cuda.is_available():
+        pytest.skip("the driver of the test stands in for a GPU")
+    cpu, cuda = (ranks.run(on_the_kernels, driver, wire, world_size=2) for driver in (None, library))
+    for own, other in zip(cpu, cuda, strict=True):
+        for (seen, anchors), (their_seen, their_anchors) in zip(own, other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(seen + anchors, their_seen + their_anchors, strict=True))

@@ -200,6 +200,15 @@ std::shared_ptr<Recording> enqueue_recording(DeviceState& device, c10::StreamId 
   return recording;
 }
 
+std::vector<c10::Stream> streams_of(int index) {
+  std::vector<c10::Stream> streams;
+  std::lock_guard<std::mutex> lock(state(index).mutex);
+  for (const auto& [id, thread] : state(index).threads) {
+    streams.push_back(c10::Stream(c10::Stream::UNSAFE, device(index), id));
+  }
+  return streams;
+}
+
 struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -231,12 +240,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream, /*counts=*/true); }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    std::vector<c10::StreamId> ids;
-    {
-      std::lock_guard<std::mutex> lock(state(index).mutex);
-      for (const auto& [id, thread] : state(index).threads) ids.push_back(id);
-    }
-    for (const c10::StreamId id : ids) synchronizeStream(c10::Stream(c10::Stream::UNSAFE, device(index), id));
+    for (const c10::Stream& stream : streams_of(index)) synchronizeStream(stream);
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return reinterpret_cast<void*>(stream.device_index() * kMaxStreams + stream.id() + 1);  // not null
@@ -311,7 +315,10 @@ void synchronize(const c10::Stream& stream, bool counts) {
     end = enqueue_recording(sim, stream.id());
   }
   end->wait();
-  if (counts) merge(&host_clock(sim), end->clock);
+  if (counts) {
+    count(sim, &Calls::waited_on_host);
+    merge(&host_clock(sim), end->clock);
+  }
   check_fault(sim);
 }
 
@@ -379,6 +386,20 @@ void give_back(const void* data) {
     return;
   }
   REQUIRE(false, "%p is not memory of a device", data);
+}
+
+void free_memory(int index) {
+  for (const c10::Stream& stream : streams_of(index)) synchronize(stream, /*counts=*/false);
+  DeviceState& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  for (auto block = sim.blocks.begin(); block != sim.blocks.end();) {
+    if (!block->second.is_given_back) {
+      ++block;
+      continue;
+    }
+    sim.past.erase({block->first, 0});
+    block = sim.blocks.erase(block);
+  }
 }
 
 void count_queries(bool count) { t_count_queries = count; }

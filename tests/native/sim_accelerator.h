@@ -72,7 +72,8 @@ void set_pause(int index, int stream, int microseconds);
 struct Calls {
   int64_t launched = 0, recorded = 0, waited = 0;
   int64_t created = 0, destroyed = 0;  // events
-  // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one.
+  // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one, or
+  // for a stream.
   int64_t asked = 0, timed = 0, waited_on_host = 0;
   int64_t total() const { return launched + recorded + waited + created + destroyed + asked + timed + waited_on_host; }
 };
@@ -92,6 +93,10 @@ class CountCalls {
 void fail_call(int index, int64_t number);
 int64_t num_calls(int index);  // counted calls that record an event or make a stream wait
 Calls calls(int index);
+
+// Lets all streams of a device finish their work, and frees the memory that has been given back: an access to that is
+// no longer found.
+void free_memory(int index);
 
 // Lets all streams finish their work, removes them, and resets all counts and faults.
 void reset();

@@ -25,14 +25,25 @@ namespace sim {
 struct Part {
   at::Tensor send, receive;
 };
-using Move = void (*)(std::vector<Part>& parts);
+// Moves the bytes of all ranks' parts.
+using Move = std::function<void(std::vector<Part>& parts)>;
 
-class Group {
+// Where ranks meet for a collective, which `sequence` numbers.
+class Meeting {
+ public:
+  virtual ~Meeting() = default;
+  // Called on a stream's thread; returns when this rank's part has received.
+  virtual void meet(int64_t sequence, int rank, const Part& part, const Move& move) = 0;
+  // Lets this rank's collectives end at once.
+  virtual void abort(int rank) = 0;
+};
+
+class Group : public Meeting {
  public:
   explicit Group(int size) : size_(static_cast<size_t>(size)) {}
 
-  // Called on a stream's thread. The last rank to come moves the bytes of all.
-  void meet(int64_t sequence, int rank, const Part& part, Move move) {
+  // The last rank to come moves the bytes of all.
+  void meet(int64_t sequence, int rank, const Part& part, const Move& move) override {
     std::unique_lock<std::mutex> lock(mutex_);
     if (rank == loss_.rank && (sequence > loss_.at || (sequence == loss_.at && loss_.reached < 0))) return;
     const auto is_aborted = [&] { return aborted_.count(rank) != 0; };
@@ -53,7 +64,7 @@ class Group {
     std::memset(part.receive.data_ptr(), 0xFF, part.receive.nbytes());
   }
 
-  void abort(int rank) {
+  void abort(int rank) override {
     std::lock_guard<std::mutex> lock(mutex_);
     aborted_.insert(rank);
     changed_.notify_all();
@@ -75,7 +86,7 @@ class Group {
     return loss_.rank < 0 || sequence != loss_.at || rank == loss_.rank || rank == loss_.reached;
   }
   bool has_ended(int64_t sequence, int rank) const { return num_ended_ > sequence && reaches(sequence, rank); }
-  void end(int64_t sequence, Move move) {
+  void end(int64_t sequence, const Move& move) {
     std::vector<Part>& parts = meetings_[sequence];
     const at::NoGradGuard no_grad;
     for (size_t rank = 0; rank < size_; ++rank) {
@@ -107,6 +118,37 @@ std::shared_ptr<Group> Groups::get(const std::string& name, int64_t size) {
   return group;
 }
 
+// Ranks in processes of their own: each gets all ranks' bytes over gloo, in the order of the collectives, and moves its
+// part.
+class OverGloo : public Meeting {
+ public:
+  explicit OverGloo(c10::intrusive_ptr<c10d::Backend> gloo) : gloo_(std::move(gloo)) {}
+
+  void meet(int64_t sequence, int rank, const Part& part, const Move& move) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return num_ended_ == sequence; });
+    at::Tensor send = part.send.contiguous().view(-1);
+    at::Tensor all = at::empty({gloo_->getSize() * send.numel()}, send.options());
+    gloo_->_allgather_base(all, send)->wait();
+    std::vector<Part> parts;
+    for (const at::Tensor& sent : all.view({gloo_->getSize(), -1}).unbind()) {
+      const bool is_own = static_cast<int>(parts.size()) == rank;
+      parts.push_back({sent.view(part.send.sizes()), is_own ? part.receive : at::empty_like(part.receive)});
+    }
+    move(parts);
+    ++num_ended_;
+    changed_.notify_all();
+  }
+
+  void abort(int) override {}  // a rank that is lost ends gloo's collectives with an error
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int64_t num_ended_ = 0;
+};
+
 void lose(Group& group, const Loss& loss) { group.lose(loss); }
 int64_t num_ended(Group& group) { return group.num_ended(); }
 
@@ -135,6 +177,14 @@ void all_to_all(std::vector<Part>& parts) {
   }
 }
 
+// A root's tensor for all ranks.
+Move broadcast_from(int64_t root) {
+  return [root](std::vector<Part>& parts) {
+    const at::Tensor sent = parts[static_cast<size_t>(root)].send.clone();
+    for (Part& part : parts) part.receive.copy_(sent);
+  };
+}
+
 at::Tensor on_cpu(const at::Tensor& tensor) {
   REQUIRE(tensor.is_contiguous(), "a collective of a tensor with gaps");
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU));
@@ -154,13 +204,18 @@ class Work : public c10d::Work {
 
 class Backend : public c10d::Backend {
  public:
-  Backend(std::shared_ptr<Group> group, int rank, int size, BackendOptions options)
-      : c10d::Backend(rank, size), group_(std::move(group)), options_(options) {}
+  Backend(std::shared_ptr<Meeting> meeting, int rank, int size, BackendOptions options)
+      : c10d::Backend(rank, size), meeting_(std::move(meeting)), options_(options) {}
   const std::string getBackendName() const override { return "sim"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("sim"); }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     return enqueue("all-reduce", tensors[0], tensors[0], options.asyncOp, &all_reduce);
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    return enqueue("broadcast", tensors[0], tensors[0], options.asyncOp, broadcast_from(options.rootRank));
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override {
@@ -170,7 +225,7 @@ class Backend : public c10d::Backend {
                                                std::vector<int64_t>&, const c10d::AllToAllOptions& options) override {
     return enqueue("all-to-all", input, output, options.asyncOp, &all_to_all);
   }
-  void abort() override { group_->abort(getRank()); }
+  void abort() override { meeting_->abort(getRank()); }
   // NCCL's aborts what is under way.
   void shutdown() override {
     REQUIRE(*num_under_way_ == 0, "the backend was shut down with %d collectives under way", num_under_way_->load());
@@ -178,15 +233,20 @@ class Backend : public c10d::Backend {
 
  private:
   c10::intrusive_ptr<c10d::Work> enqueue(const char* what, const at::Tensor& send, const at::Tensor& receive,
-                                         bool is_async, Move move) {
+                                         bool is_async, const Move& move) {
     const int index = send.device().index();
-    REQUIRE(!is_async, "\"%s\" is to run on the backend's own stream, whose memory nothing keeps", what);
+    REQUIRE(!is_async || options_.takes_async,
+            "\"%s\" is to run on the backend's own stream, whose memory nothing keeps", what);
     const c10::Stream caller = current_stream(index);
-    if (options_.has_own_stream && !own_stream_) {
+    const bool on_own = is_async || options_.has_own_stream;
+    if (on_own && !own_stream_) {
       own_stream_ = c10::impl::VirtualGuardImpl(caller.device_type()).getNewStream(caller.device(), 0);
     }
-    const c10::Stream stream = own_stream_.value_or(caller);
-    if (own_stream_) {
+    const c10::Stream stream = on_own ? *own_stream_ : caller;
+    if (is_async) {
+      for (const at::Tensor& tensor : {send, receive}) record_use(tensor.data_ptr(), stream);
+    }
+    if (on_own) {
       c10::Event before(caller.device_type());
       before.record(caller);
       before.block(stream);
@@ -197,18 +257,18 @@ class Backend : public c10d::Backend {
     };
     const bool in_place = send.data_ptr() == receive.data_ptr() && send.numel() == receive.numel();
     launch(stream, what, {access(send, in_place), access(receive, true)},
-           [group = group_, sequence = num_begun_++, rank = getRank(), part = Part{on_cpu(send), on_cpu(receive)}, move,
-            num_under_way = num_under_way_] {
-             group->meet(sequence, rank, part, move);
+           [meeting = meeting_, sequence = num_begun_++, rank = getRank(), part = Part{on_cpu(send), on_cpu(receive)},
+            move, num_under_way = num_under_way_] {
+             meeting->meet(sequence, rank, part, move);
              --*num_under_way;
            });
-    if (!own_stream_) return nullptr;
+    if (!on_own) return nullptr;
     c10::Event ended(caller.device_type());
     ended.record(stream);
     return c10::make_intrusive<Work>(std::move(ended));
   }
 
-  const std::shared_ptr<Group> group_;
+  const std::shared_ptr<Meeting> meeting_;
   const BackendOptions options_;
   const std::shared_ptr<std::atomic<int>> num_under_way_ = std::make_shared<std::atomic<int>>(0);
   std::optional<c10::Stream> own_stream_;
@@ -220,6 +280,10 @@ class Backend : public c10d::Backend {
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options) {
   return c10::make_intrusive<Backend>(std::move(group), rank, size, options);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& gloo, BackendOptions options) {
+  return c10::make_intrusive<Backend>(std::make_shared<OverGloo>(gloo), gloo->getRank(), gloo->getSize(), options);
 }
 
 }  // namespace sim

@@ -1,6 +1,6 @@
-// A c10d backend on the simulated accelerator. Ranks are threads. Like NCCL's, a collective runs on the current stream
-// and waits there for the other ranks, unless the caller asks for one that is asynchronous. After abort() those of its
-// rank end at once, as if they had succeeded, with bytes of ones.
+// A c10d backend on the simulated accelerator. Ranks are threads, or processes over gloo. Like NCCL's, a collective
+// runs on the current stream and waits there for the other ranks, unless the caller asks for one that is asynchronous.
+// After abort() those of its rank end at once, as if they had succeeded, with bytes of ones.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,12 @@ int64_t num_ended(Group& group);
 struct BackendOptions {
   // Every collective runs on a stream of the backend's own and returns a Work.
   bool has_own_stream = false;
+  // Collectives that the caller asks for as asynchronous do so; otherwise the test fails.
+  bool takes_async = false;
 };
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options);
+// For ranks in processes of their own, whose bytes go over this gloo backend.
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& gloo, BackendOptions options);
 
 }  // namespace sim

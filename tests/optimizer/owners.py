@@ -142,8 +142,9 @@ def flat(model: nn.Module) -> torch.Tensor:
 def loss_of(forward: nn.Module, rank: int, step: int, part: int = 0) -> torch.Tensor:
     """Signed, different on every rank, in every step and in every part of a step."""
     takes_images = isinstance(getattr(forward, "module", forward), Conv)
-    x = normal(rank, 10 * step + part, (4, 3, 8, 8) if takes_images else (6, 7))
-    return (forward(x) - normal(0, 10 * step + part + 1, (len(x), 5))).square().mean()
+    device = next(forward.parameters()).device
+    x = normal(rank, 10 * step + part, (4, 3, 8, 8) if takes_images else (6, 7)).to(device)
+    return (forward(x) - normal(0, 10 * step + part + 1, (len(x), 5)).to(device)).square().mean()
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -156,14 +157,16 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step
 def _spoiled(model: nn.Module) -> torch.Tensor:
     """A loss whose gradient is Inf in one element of one parameter."""
     first = next(p for p in model.parameters() if p.requires_grad)
-    return (first * torch.where(torch.arange(first.numel()).view_as(first) == 3, torch.inf, 0.0)).sum()
+    return (first * torch.where(torch.arange(first.numel()).view_as(first) == 3, torch.inf, 0.0).to(first)).sum()
 
 
-def train(way: Way, rank: int, world_size: int, steps: int, owners: bool, overlap: bool | None = None) -> list:
+def train(
+    way: Way, rank: int, world_size: int, steps: int, owners: bool, overlap: bool | None = None, device: str = "cpu"
+) -> list:
     """(parameters, scale of the loss) after each step. owners: whether a ShardedOptimizer steps; otherwise every rank
     runs torch's optimizers on the means."""
     torch.manual_seed(5)
-    model = way.model()
+    model = way.model().to(device)
     options = {"find_unused_parameters": way.find_unused, "quiet": True}
     if way.front == "parallel":
         forward = fusedcomm.DataParallel(model, config=way.config, bucket_cap_mb=BUCKET_MIB, **options)
@@ -177,7 +180,7 @@ def train(way: Way, rank: int, world_size: int, steps: int, owners: bool, overla
         optimizers = [sharded(model, given, way.kind, update=way.update, overlap=overlap)]
     else:
         optimizers = plain_optimizers(model, way.kind)
-    scaler = fusedcomm.GradScaler(reducer, "cpu", init_scale=2.0**10, growth_interval=3, enabled=way.scaled)
+    scaler = fusedcomm.GradScaler(reducer, device, init_scale=2.0**10, growth_interval=3, enabled=way.scaled)
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(
             each, [3 * group["lr"] for group in each.param_groups], total_steps=steps + 1
@@ -208,4 +211,4 @@ def train(way: Way, rank: int, world_size: int, steps: int, owners: bool, overla
             optimizer.zero_grad()
         seen.append((flat(model), scaler.get_scale()))
     reducer.detach()
-    return seen
+    return [(parameters.cpu(), scale) for parameters, scale in seen]

@@ -1,5 +1,6 @@
 """With fp32 both ways, owners give the bits of the same optimizer on every rank: parameters after every step."""
 
+import on_streams
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,19 +47,19 @@ CASES = [
 ]
 
 
-def beside(rank, world_size, name, overlap, steps):
+def beside(rank, world_size, name, overlap, steps, device="cpu"):
     """(the first step after which owners have other bits or another scale; scales; parameters at the end)."""
     way = {**WAYS, **LATER_WAYS}[name]
-    theirs = train(way, rank, world_size, steps, owners=False)
-    ours = train(way, rank, world_size, steps, owners=True, overlap=overlap)
+    theirs = train(way, rank, world_size, steps, owners=False, device=device)
+    ours = train(way, rank, world_size, steps, owners=True, overlap=overlap, device=device)
     wrong = [
         i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a[0], b[0]) or a[1] != b[1]
     ]
     return (wrong or [None])[0], [scale for _, scale in ours], ours[-1][0]
 
 
-def check(ranks, steps, name, overlap, world_size):
-    outcomes = ranks.run(beside, name, overlap, steps, world_size=world_size)
+def check(ranks, steps, name, overlap, world_size, *device):
+    outcomes = ranks.run(beside, name, overlap, steps, *device, world_size=world_size)
     for rank, (wrong, scales, parameters) in enumerate(outcomes):
         assert wrong is None, f"rank {rank}, step {wrong}"
         assert torch.equal(parameters, outcomes[0][2]) and parameters.isfinite().all()
@@ -71,6 +72,16 @@ def check(ranks, steps, name, overlap, world_size):
 @pytest.mark.parametrize(("name", "overlap", "world_size"), CASES)
 def test_parameters_are_those_of_a_replicated_optimizer(ranks, name, overlap, world_size):
     check(ranks, FEW_STEPS, name, overlap, world_size)
+
+
+# The stand-in for an accelerator has no convolutions.
+ON_STREAMS = [case[:2] for case in CASES if case[2] == 2 and "channels_last" not in case[0]]
+OF_THEM = ("muon", True), ("DataParallel, no_sync", True), ("weighted, accumulated", True), ("scaled", False)
+
+
+@pytest.mark.parametrize("case", few(ON_STREAMS, *OF_THEM), ids=str)
+def test_so_they_are_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, case):
+    check(ranks_on_streams, 6, *case, 2, on_streams.DEVICE)
 
 
 @pytest.mark.full

@@ -1,13 +1,18 @@
 """Updates in bf16 and codes: parameters are equal on every rank, and what rounding takes from one is in the next."""
 
+import contextlib
+
+import fake_cuda
+import on_streams
 import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, integers, mean_of_integers, reducer_of
-from owners import BUCKET_MIB, FP32, Net, flat, loss_of, made, one_step
+from owners import BUCKET_MIB, FP32, Net, Way, flat, loss_of, made, one_step, train
 from sampling import few
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config, Feedback
 
 SHAPES = ((33, 70), (50,), (90, 11), (7, 3))
 LR = 1 / 64
@@ -147,3 +152,41 @@ def bf16_changed(rank, world_size):
 
 def test_bf16_parameters_set_by_hand_stay_so(ranks):
     assert ranks.run(bf16_changed, world_size=2) == [True, True]
+
+
+# ---- accelerators
+
+
+def trained(rank, world_size, config, device):
+    return train(Way(config=config, update="bf16"), rank, world_size, 5, owners=True, overlap=True, device=device)
+
+
+@pytest.mark.parametrize("feedback", [None, Feedback("fp32")])
+def test_bf16_both_ways_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, ranks, feedback):
+    config = Config("bf16", sum="two-shot", feedback=feedback)
+    first, other = ranks_on_streams.run(trained, config, on_streams.DEVICE)
+    on_cpu, _ = ranks.run(trained, config, "cpu", world_size=2)
+    for (ours, _), (theirs, _), (plain, _) in zip(first, other, on_cpu, strict=True):
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-3)  # a tenth of AdamW's steps
+
+
+def on_the_kernels(rank, world_size, library, update, dtype):
+    """Parameters after each step on the CPU path, or with a `library` on the CUDA path."""
+    config = Config(update, sum="two-shot", chunks=Chunks(1 << 20))
+    way = Way(model=lambda: Net(dtype), config=config, update=update)
+    with fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext() as driver:
+        found = train(way, rank, world_size, 3, owners=True, overlap=False)
+        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "unpack"}
+        return [parameters for parameters, _ in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update", few(["bf16", "int8"], "int8"))
+def test_the_gpus_kernels_give_owners_the_cpus_bits(ranks, library, update, dtype):
+    pytest.importorskip("triton", reason="they are Triton's")
+    if torch.cuda.is_available():
+        pytest.skip("the driver of the test stands in for a GPU")
+    cpu, cuda = (ranks.run(on_the_kernels, driver, update, dtype, world_size=2) for driver in (None, library))
+    for own, other in zip(cpu, cuda, strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, other, strict=True))

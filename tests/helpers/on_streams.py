@@ -1,0 +1,100 @@
+"""Front ends on the simulated accelerator of tests/native, in real rank processes: models, backward passes, optimizers
+and collectives are work of its streams, and what misses a wait ends the process with the names of both.
+
+The device is called "sim". Kernels are those of tests/native/sim_kernels.cpp, for fp32 gradients in fp32 and bf16; all
+other operators run on the CPU, on the streams' threads.
+"""
+
+import ctypes
+import gc
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cuda_stress import LIBRARY
+from ranks import Ranks
+
+from fusedcomm.native import _C
+from fusedcomm.ranks import torch_groups
+from fusedcomm.session import session
+
+DEVICE = "sim"
+BACKEND = "cpu:gloo,sim:sim"
+"""Of process groups on the device."""
+NUM_STREAMS = 8
+
+
+_libraries: list[ctypes.PyDLL] = []
+"""The one that this process has loaded."""
+
+
+def _load(path: str) -> ctypes.PyDLL:
+    """Loads the library into this process, and makes its accelerator torch's."""
+    library = ctypes.PyDLL(path)
+    library.sim_device.restype = library.sim_backend.restype = ctypes.py_object
+    library.sim_backend.argtypes = [ctypes.py_object]
+    library.sim_waits.restype = ctypes.c_int64
+    library.sim_begin(ctypes.c_uint64(1))
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    module = types.ModuleType(f"torch.{DEVICE}")
+    module.is_initialized = module.is_available = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    module.manual_seed_all = lambda seed: None
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    torch._register_device_module(DEVICE, module)
+    dist.Backend.register_backend(
+        DEVICE,
+        lambda store, rank, size, timeout: library.sim_backend(dist.ProcessGroupGloo(store, rank, size, timeout)),
+        devices=[DEVICE],
+    )
+    torch_groups.BACKENDS[DEVICE] = (DEVICE,)
+    session.Session._path = lambda of, announce, two_levels=None: _Path()
+    return library
+
+
+class _Path:
+    codec = "simulated"
+    s_per_byte = windows = None
+    has_two_levels = False
+
+    def connect(self, process_group, device, store):
+        return _libraries[0].sim_device(), _C.StreamTransport(process_group._get_backend(device), device)
+
+
+def _prepare(rank: int, world_size: int, path: str) -> None:
+    library = _load(path)
+    _libraries.append(library)
+    library.sim_count()
+    for stream in range(NUM_STREAMS):
+        library.sim_set_pause(stream, 400 if stream == rank % NUM_STREAMS else 40)
+
+
+def _free_memory(rank: int, world_size: int) -> None:
+    gc.collect()
+    ctypes.CDLL(_libraries[0]._name).sim_free_memory()
+
+
+def waits() -> int:
+    """How often this rank's main thread has waited for the device."""
+    return _libraries[0].sim_waits()
+
+
+class RanksOnStreams(Ranks):
+    """Ranks whose run() takes backend=BACKEND. folder: of the library; see cuda_stress.link()."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self._library = str(folder / LIBRARY)
+        super().__init__(num_ranks)
+
+    def _start(self) -> None:
+        super()._start()
+        super().run(_prepare, self._library)
+
+    def run(self, function, *args, world_size: int | None = None, backend: str = BACKEND) -> list:
+        try:
+            return super().run(function, *args, world_size=world_size, backend=backend)
+        finally:
+            super().run(_free_memory, world_size=world_size)
