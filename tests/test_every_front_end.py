@@ -5,6 +5,7 @@ import ast
 import re
 import warnings
 
+import on_streams
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def model() -> Gradients:
 
 
 def gradients(rank):
-    return [integers(rank, shape) for shape in SHAPES]
+    return [integers(rank, shape).to(torch.get_default_device()) for shape in SHAPES]
 
 
 def backward(forward, rank, trained):
@@ -137,7 +138,7 @@ def with_fsdp(rank, config):
 def with_scaler(rank, config):
     trained = model()
     comm = reducer_of(trained, config)
-    scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=8.0)
+    scaler = fusedcomm.GradScaler(comm, torch.get_default_device().type, init_scale=8.0)
     optimizer = torch.optim.SGD(trained.parameters(), 0.1)
     norms = []
     for _ in range(3):
@@ -206,6 +207,31 @@ def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way)
         for ours, theirs in zip(ranks.run(with_default, way, dtype, world_size=2), expected, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+# --- accelerators ---------------------------------------------------------------------------------------------------
+
+ON_STREAMS = {
+    "DDP": (with_ddp, Config("bf16", sum="two-shot", feedback=Feedback("fp32"))),
+    "DataParallel": (with_data_parallel, Config("bf16")),
+    "FSDP2": (with_fsdp, Config("bf16", feedback=Feedback("fp32", unsharded=True))),
+    "GradScaler": (with_scaler, Config("fp32")),
+}
+
+
+def on_device(rank, world_size, way, device):
+    function, config = ON_STREAMS[way]
+    with torch.device(device):
+        return [each.cpu() for each in function(rank, config)]
+
+
+@pytest.mark.parametrize("way", ON_STREAMS)
+def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, way):
+    """See tests/helpers/on_streams.py."""
+    on_cpu = ranks.run(on_device, way, "cpu", world_size=2)
+    for ours, theirs in zip(ranks_on_streams.run(on_device, way, on_streams.DEVICE), on_cpu, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
 
 
 # --- inference mode -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
@@ -42,6 +43,12 @@ at::Tensor unrotated(const at::Tensor& values) {
 at::Tensor zeros(ResidualFormat format, int64_t numel, c10::Device device) {
   const auto dtype = format == ResidualFormat::kBf16 ? at::kBFloat16 : at::kFloat;
   return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+// A residual may be read on another stream than that it was made on, FSDP2's for example, and released soon after.
+void will_read(const at::Tensor& residual) {
+  if (residual.is_cpu()) return;
+  residual.record_stream(c10::impl::VirtualGuardImpl(residual.device().type()).getStream(residual.device()));
 }
 
 // Elements [begin, begin + numel) of a residual, as fp32; may be a view of it.
@@ -115,6 +122,7 @@ at::Tensor ResidualBuffer::of_first(int64_t begin, int64_t numel) const {
 
 at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   const NoAutocast no_autocast;
+  for (const at::Tensor& residual : storages()) will_read(residual);
   if (of_rows_) return row_values(begin, numel / layout_.num_parts).view({-1});
   const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
   const Range wanted{begin, begin + numel};

@@ -179,8 +179,8 @@ def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float
     """Signed integers in [-8, 8], different on every rank. A sum over few ranks is exact in every wire dtype
     except int8, int4 and int2.
     """
-    generator = torch.Generator().manual_seed(100 + rank)
-    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(100 + rank)
+    return torch.randint(-8, 9, shape, generator=generator, device="cpu").to(dtype)
 
 
 def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -44,6 +44,10 @@ def _load(path: str) -> ctypes.PyDLL:
     module.manual_seed_all = lambda seed: None
     module.device_count = lambda: 1
     module.current_device = lambda: 0
+    module.Stream = lambda device=None, priority=0: torch.Stream(torch.device(DEVICE, 0))
+    module.Event = lambda: torch.Event(torch.device(DEVICE, 0))
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.stream = lambda stream: stream
     torch._register_device_module(DEVICE, module)
     dist.Backend.register_backend(
         DEVICE,

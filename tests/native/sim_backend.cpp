@@ -177,6 +177,15 @@ void all_to_all(std::vector<Part>& parts) {
   }
 }
 
+void sum_and_scatter(std::vector<Part>& parts) {
+  at::Tensor sum = parts[0].send.clone();
+  for (size_t rank = 1; rank < parts.size(); ++rank) sum.add_(parts[rank].send);
+  sum = sum.view({static_cast<int64_t>(parts.size()), -1});
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    parts[rank].receive.copy_(sum[static_cast<int64_t>(rank)].view(parts[rank].receive.sizes()));
+  }
+}
+
 // A root's tensor for all ranks.
 Move broadcast_from(int64_t root) {
   return [root](std::vector<Part>& parts) {
@@ -220,6 +229,22 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override {
     return enqueue("all-gather", input, output, options.asyncOp, &all_gather);
+  }
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override {
+    at::Tensor all = at::empty({getSize() * inputs[0].numel()}, inputs[0].options());
+    const auto work = enqueue("all-gather", inputs[0], all, options.asyncOp, &all_gather);
+    if (work) work->wait();
+    for (int rank = 0; rank < getSize(); ++rank) {
+      outputs[0][static_cast<size_t>(rank)].copy_(all.view({getSize(), -1})[rank].view(inputs[0].sizes()));
+    }
+    return work;
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& options) override {
+    REQUIRE(options.reduceOp == c10d::ReduceOp::SUM, "only sums");
+    return enqueue("reduce-scatter", input, output, options.asyncOp, &sum_and_scatter);
   }
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>&,
                                                std::vector<int64_t>&, const c10d::AllToAllOptions& options) override {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "require.h"
 #include "sim_accelerator.h"
 #include "sim_backend.h"
 #include "sim_kernels.h"
@@ -26,6 +27,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  // FSDP2's all-gathered parameters have memory only while they are used.
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    REQUIRE(nbytes == 0 || storage.nbytes() == 0, "a storage of %zu bytes gets %zu", storage.nbytes(), nbytes);
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(storage.allocator()->allocate(nbytes));
+    storage.unsafeGetStorageImpl()->set_nbytes(nbytes);
+  }
 };
 
 }  // namespace
