@@ -22,8 +22,6 @@ from fusedcomm.session import session
 DEVICE = "sim"
 BACKEND = "cpu:gloo,sim:sim"
 """Of process groups on the device."""
-NUM_STREAMS = 8
-
 
 _libraries: list[ctypes.PyDLL] = []
 """The one that this process has loaded."""
@@ -72,13 +70,11 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     library = _load(path)
     _libraries.append(library)
     library.sim_count()
-    for stream in range(NUM_STREAMS):
-        library.sim_set_pause(stream, 400 if stream == rank % NUM_STREAMS else 40)
 
 
 def _free_memory(rank: int, world_size: int) -> None:
     gc.collect()
-    ctypes.CDLL(_libraries[0]._name).sim_free_memory()
+    ctypes.CDLL(_libraries[0]._name).sim_free_memory()  # without the GIL, as functions of a PyDLL are not
 
 
 def waits() -> int:

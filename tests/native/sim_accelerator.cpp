@@ -23,7 +23,7 @@
 namespace sim {
 namespace {
 
-constexpr int64_t kMaxStreams = 1000;  // of a device
+constexpr int64_t kMaxStreams = 100'000;  // of a device
 
 struct PastAccess {
   Access access;

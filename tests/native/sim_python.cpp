@@ -53,9 +53,6 @@ EXPORTED PyObject* sim_backend(PyObject* gloo) {
   return py::cast(sim::make_backend(over, {.takes_async = true})).release().ptr();
 }
 
-// The longest pause of one of the streams; see set_pause().
-EXPORTED void sim_set_pause(int stream, int microseconds) { sim::set_pause(0, stream, microseconds); }
-
 // See free_memory(). Call it without the GIL.
 EXPORTED void sim_free_memory() { sim::free_memory(0); }
 
