@@ -171,8 +171,8 @@ def worst(errors: Iterable[float]) -> float:
 
 def normal(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Signed normal values that differ on every rank and in every step. Their scale grows with the rank."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(shape, generator=generator) * (rank + 1)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    return torch.randn(shape, generator=generator, device="cpu") * (rank + 1)
 
 
 def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

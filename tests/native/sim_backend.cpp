@@ -164,7 +164,7 @@ void all_gather(std::vector<Part>& parts) {
   std::vector<at::Tensor> sent;
   for (const Part& part : parts) sent.push_back(part.send.flatten());
   const at::Tensor all = at::cat(sent);
-  for (Part& part : parts) part.receive.copy_(all);
+  for (Part& part : parts) part.receive.view({-1}).copy_(all);
 }
 
 void all_to_all(std::vector<Part>& parts) {
@@ -241,6 +241,13 @@ class Backend : public c10d::Backend {
     }
     return work;
   }
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::AllgatherOptions& options) override {
+    c10::intrusive_ptr<c10d::Work> last;
+    for (size_t i = 0; i < inputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], options);
+    return last;
+  }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::ReduceScatterOptions& options) override {
     REQUIRE(options.reduceOp == c10d::ReduceOp::SUM, "only sums");
@@ -251,9 +258,10 @@ class Backend : public c10d::Backend {
     return enqueue("all-to-all", input, output, options.asyncOp, &all_to_all);
   }
   void abort() override { meeting_->abort(getRank()); }
-  // NCCL's aborts what is under way.
+  // NCCL's aborts what is under way. Over gloo it is torch's destroy_process_group() that calls this.
   void shutdown() override {
-    REQUIRE(*num_under_way_ == 0, "the backend was shut down with %d collectives under way", num_under_way_->load());
+    REQUIRE(*num_under_way_ == 0 || options_.takes_async, "the backend was shut down with %d collectives under way",
+            num_under_way_->load());
   }
 
  private:

@@ -2,6 +2,7 @@
 
 import io
 
+import on_streams
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -323,7 +324,13 @@ def test_learning_rates_of_schedulers_come_with_the_state(ranks):
         assert rates == pytest.approx([rate / 16 for rate in first], rel=1e-12)
 
 
-def detached(rank, world_size):
+def detached(rank, world_size, device="cpu"):
+    with torch.device(device):
+        wrong, parameters = taken_over(rank)
+    return wrong, parameters.cpu()
+
+
+def taken_over(rank):
     model, reducer, optimizer = made("adamw", update="fp32")
     for step in range(2):
         one_step(model, optimizer, rank, step)
@@ -342,3 +349,10 @@ def test_a_new_optimizer_on_the_same_model_takes_the_state_over(ranks):
     outcomes = ranks.run(detached, world_size=2)
     for wrong, parameters in outcomes:
         assert wrong == [] and torch.equal(parameters, outcomes[0][1])
+
+
+def test_it_does_so_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, ranks):
+    on_cpu, _ = ranks.run(detached, world_size=2)
+    for wrong, parameters in ranks_on_streams.run(detached, on_streams.DEVICE):
+        assert wrong == []
+        torch.testing.assert_close(parameters, on_cpu[1], rtol=0, atol=1e-3)  # a tenth of a step of AdamW
