@@ -95,7 +95,7 @@ def groups_of(model: nn.Module, kind: str) -> list[dict]:
     if kind == "two groups":
         return [{**adamw, "params": matrices}, {**adamw, "params": rest, "lr": 0.003, "weight_decay": 0.0}]
     if kind == "sgd":
-        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "nesterov": True}
+        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True}
         return [{**sgd, "params": trained}]
     if kind == "muon":
         return [
