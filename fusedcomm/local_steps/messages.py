@@ -166,4 +166,4 @@ class Messages:
 
 
 def _bits(checksum: torch.Tensor) -> torch.Tensor:
-    return (checksum >> torch.arange(_BITS, device=checksum.device) & 1).to(torch.float32)
+    return (checksum >> torch.arange(_BITS, dtype=torch.int64, device=checksum.device) & 1).to(torch.float32)
