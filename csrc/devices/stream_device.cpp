@@ -34,9 +34,11 @@ std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
   }
 }
 
-c10::Stream StreamDevice::current_stream() const {
-  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+c10::Stream current_stream_of(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
+
+c10::Stream StreamDevice::current_stream() const { return current_stream_of(device_); }
 
 Moment StreamDevice::moment() {
   if (!on_streams()) return {nullptr, host_stamp()};

@@ -18,6 +18,9 @@
 
 namespace fusedcomm {
 
+// The stream that this thread's work on an accelerator goes to.
+c10::Stream current_stream_of(c10::Device device);
+
 class StreamDevice : public Device {
  public:
   // forced_sync: the host waits for every stage, so an error is reported at the stage that caused it. `device` may be

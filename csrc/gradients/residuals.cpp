@@ -2,11 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+
+#include "devices/stream_device.h"
 
 namespace fusedcomm {
 namespace {
@@ -47,8 +48,7 @@ at::Tensor zeros(ResidualFormat format, int64_t numel, c10::Device device) {
 
 // A residual may be read on another stream than that it was made on, FSDP2's for example, and released soon after.
 void will_read(const at::Tensor& residual) {
-  if (residual.is_cpu()) return;
-  residual.record_stream(c10::impl::VirtualGuardImpl(residual.device().type()).getStream(residual.device()));
+  if (!residual.is_cpu()) residual.record_stream(current_stream_of(residual.device()));
 }
 
 // Elements [begin, begin + numel) of a residual, as fp32; may be a view of it.

@@ -6,17 +6,14 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
 #include <utility>
 #include <vector>
 
-namespace fusedcomm::horovod {
+#include "devices/stream_device.h"
 
-inline c10::Stream current_stream_of(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
+namespace fusedcomm::horovod {
 
 // What the calling thread has enqueued for the tensors so far. Null if they are on the CPU.
 inline std::shared_ptr<c10::Event> enqueued(const std::vector<at::Tensor>& tensors) {
