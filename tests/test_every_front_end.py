@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Checks, Config, Feedback
+from fusedcomm.config import Checks, Chunks, Config, Feedback
 from fusedcomm.simulation import simulate
 
 MAKERS = {
@@ -211,10 +211,12 @@ def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way)
 
 # --- accelerators ---------------------------------------------------------------------------------------------------
 
+CHUNKS = Chunks(nbytes=4096, in_flight=2)
+"""Several, so that packing, the wire and unpacking are on streams of their own."""
 ON_STREAMS = {
-    "DDP": (with_ddp, Config("bf16", sum="two-shot", feedback=Feedback("fp32"))),
+    "DDP": (with_ddp, Config("bf16", sum="two-shot", feedback=Feedback("fp32"), chunks=CHUNKS)),
     "DataParallel": (with_data_parallel, Config("bf16")),
-    "FSDP2": (with_fsdp, Config("bf16", feedback=Feedback("fp32", unsharded=True))),
+    "FSDP2": (with_fsdp, Config("bf16", feedback=Feedback("fp32", unsharded=True), chunks=CHUNKS)),
     "GradScaler": (with_scaler, Config("fp32")),
 }
 

@@ -1,7 +1,6 @@
 """GradReducer on the engine's CUDA path without a GPU: its buckets are many separate tensors, which a bucket's kernels
 reach through tables on the device. tests/helpers/fake_cuda.py has the driver."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -46,7 +45,7 @@ def steps_on(rank, world_size, library, name):
     """Takes four steps on the CPU path, or with a `library` on the CUDA path. Returns the means' bits, the non-finite
     counts by parameter, the bytes sent, and the number of buckets."""
     config, model, seen = whole(CONFIGS[name]), Gradients(*SHAPES), []
-    with fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext():
+    with fake_cuda.path(library, config):
         reducer = reducer_of(model, config, bucket_mib=BUCKET_MIB)
         for step in range(4):
             gradients = [normal(rank, 1000 * step + i, shape) for i, shape in enumerate(SHAPES)]

@@ -1,7 +1,5 @@
 """Gradients in separate tensors give the same bits as gradients in one buffer, on the CPU's and on the CUDA path."""
 
-import contextlib
-
 import fake_cuda
 import pytest
 import torch
@@ -44,9 +42,8 @@ def means(rank, world_size, library, config, apart):
     shapes = shapes_of(config)
     model = Gradients(*shapes)
     ddp = DistributedDataParallel(model)
-    device = fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext()
     seen = []
-    with device:
+    with fake_cuda.path(library, config):
         comm = fusedcomm.attach(ddp, config, quiet=True)
         for _ in range(2):  # from the second pass on, DDP's only bucket is in its final order
             synchronize(ddp, gradients_of(rank, 0, shapes))

@@ -56,6 +56,11 @@ def gpu(library: str) -> "FakeCuda":
     return FakeCuda(library)
 
 
+def path(library: str | None, config: Config) -> "contextlib.AbstractContextManager[FakeCuda | None]":
+    """FakeCuda.takes_over(), or without a library a context with the CPU path."""
+    return gpu(library).takes_over(config) if library else contextlib.nullcontext()
+
+
 class FakeCuda:
     """A fake GPU. Loads the kernels of a configuration and runs what the engine launches."""
 

@@ -27,7 +27,7 @@ _libraries: list[ctypes.PyDLL] = []
 """The one that this process has loaded."""
 
 
-def _load(path: str) -> ctypes.PyDLL:
+def _prepare(rank: int, world_size: int, path: str) -> None:
     """Loads the library into this process, and makes its accelerator torch's."""
     library = ctypes.PyDLL(path)
     library.sim_device.restype = library.sim_backend.restype = ctypes.py_object
@@ -54,7 +54,8 @@ def _load(path: str) -> ctypes.PyDLL:
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
     session.Session._path = lambda of, announce, two_levels=None: _Path()
-    return library
+    library.sim_count()
+    _libraries.append(library)
 
 
 class _Path:
@@ -64,12 +65,6 @@ class _Path:
 
     def connect(self, process_group, device, store):
         return _libraries[0].sim_device(), _C.StreamTransport(process_group._get_backend(device), device)
-
-
-def _prepare(rank: int, world_size: int, path: str) -> None:
-    library = _load(path)
-    _libraries.append(library)
-    library.sim_count()
 
 
 def _free_memory(rank: int, world_size: int) -> None:

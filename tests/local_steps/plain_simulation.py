@@ -36,6 +36,15 @@ class Run:
     alpha: float = 0.5
     lr: float = 0.05
     weighted: bool = False
+    width: int = 8
+
+    def model(self) -> Net:
+        return Net(self.width)
+
+    def has_turn(self, fragment: int, step: int) -> bool:
+        """Whether a merge of this fragment begins after a step."""
+        first = (fragment + 1) * self.every // self.fragments
+        return step >= first and (step - first) % self.every == 0
 
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
         """Every rank has its own task, so the ranks drift apart."""
@@ -61,7 +70,7 @@ class Run:
 
 def simulated(run: Run, world_size: int) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
     """fp64: (each rank's parameters after each step, flat; the merged state at the end)."""
-    models = [Net().double() for _ in range(world_size)]
+    models = [run.model().double() for _ in range(world_size)]
     optimizers = [run.optimizer(model) for model in models]
     ours = [list(model.parameters()) for model in models]
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in models[0].named_parameters()))
@@ -103,8 +112,7 @@ def simulated(run: Run, world_size: int) -> tuple[list[list[torch.Tensor]], list
             for fragment in [f for f, (began, _) in snapshots.items() if began + run.delay == step]:
                 merge(fragment)
             for fragment in range(run.fragments):
-                first = (fragment + 1) * run.every // run.fragments
-                if step >= first and (step - first) % run.every == 0:
+                if run.has_turn(fragment, step):
                     taken = [[ours[r][i].detach().clone() for i in members[fragment]] for r in range(world_size)]
                     snapshots[fragment] = (step, taken)
                     if run.delay == 0:

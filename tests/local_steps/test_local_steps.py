@@ -1,11 +1,9 @@
 """LocalSteps: each merge rule against a plain simulation, and ranks that stay bit-identical."""
 
-import contextlib
-
 import fake_cuda
 import pytest
 import torch
-from plain_simulation import OUTER, Net, Run, simulated
+from plain_simulation import OUTER, Run, simulated
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config, Feedback
@@ -33,11 +31,11 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def trained(rank, world_size, runs, config="fp32", width=8):
+def trained(rank, world_size, runs, config="fp32"):
     """For each run: (the parameters after each step, the fragments' merged states at the end)."""
     found = []
     for run in runs:
-        model = Net(width)
+        model = run.model()
         optimizer = run.optimizer(model)
         comm = local_steps(run, model, optimizer, config)
         seen = []
@@ -74,13 +72,17 @@ def test_each_rule_does_what_a_plain_simulation_does(ranks, merge, delay, fragme
     assert total == pytest.approx(sum(anchor.sum().item() for anchor in merged), rel=1e-5)
 
 
-LOSSY = [Run("corrected", every=5, delay=2, fragments=2), Run("nesterov", every=4, delay=1), Run("average", 3, 0)]
+LOSSY = [
+    Run("corrected", every=5, delay=2, fragments=2, width=100),
+    Run("nesterov", every=4, delay=1, width=100),
+    Run("average", every=3, delay=0, width=100),
+]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("wire", ["int4", "int2", "bf16"])
 def test_the_merged_state_has_the_same_bits_on_every_rank(ranks, world_size, wire):
-    outcomes = ranks.run(trained, LOSSY, wire, 100, world_size=world_size)
+    outcomes = ranks.run(trained, LOSSY, wire, world_size=world_size)
     for index in range(len(LOSSY)):
         for _, anchors in (outcome[index] for outcome in outcomes):
             for ours, first in zip(anchors, outcomes[0][index][1], strict=True):
@@ -93,18 +95,15 @@ def test_the_merged_state_has_the_same_bits_on_every_rank(ranks, world_size, wir
 def on_the_kernels(rank, world_size, library, wire):
     """trained() of two merges on the CPU path, or with a `library` on the CUDA path, in one chunk."""
     config = Config(wire, sum="two-shot", feedback=Feedback(decay=0.95), chunks=Chunks(1 << 20))
-    with fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext() as driver:
-        found = trained(rank, world_size, [Run("corrected", every=3, delay=1, steps=7)], config, width=100)
+    with fake_cuda.path(library, config) as driver:
+        found = trained(rank, world_size, [Run("corrected", every=3, delay=1, steps=7, width=100)], config)
         assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}
         return found
 
 
 @pytest.mark.parametrize("wire", ["int4", "int2"])
-def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, library, wire):
-    pytest.importorskip("triton", reason="they are Triton's")
-    if torch.cuda.is_available():
-        pytest.skip("the driver of the test stands in for a GPU")
-    cpu, cuda = (ranks.run(on_the_kernels, driver, wire, world_size=2) for driver in (None, library))
+def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library, wire):
+    cpu, cuda = (ranks.run(on_the_kernels, driver, wire, world_size=2) for driver in (None, kernels_library))
     for own, other in zip(cpu, cuda, strict=True):
         for (seen, anchors), (their_seen, their_anchors) in zip(own, other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(seen + anchors, their_seen + their_anchors, strict=True))

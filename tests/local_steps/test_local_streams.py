@@ -3,9 +3,11 @@
 import on_streams
 import pytest
 import torch
-from plain_simulation import Net, Run, simulated
+from plain_simulation import Run, simulated
 from sampling import few
 from test_local_steps import flat, local_steps
+
+from fusedcomm.config import Chunks, Config
 
 CASES = [
     (merge, delay, fragments)
@@ -18,9 +20,9 @@ CASES = [
 def trained(rank, world_size, run, wire):
     """(parameters after each step; how often the host has waited for the device in each step of the optimizer; the
     fragments' merged states and the parameters after finish(); on rank 0 simulated())."""
-    model = Net().to(on_streams.DEVICE)
+    model = run.model().to(on_streams.DEVICE)
     optimizer = run.optimizer(model)
-    comm = local_steps(run, model, optimizer, wire)
+    comm = local_steps(run, model, optimizer, Config(wire, sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2)))
     seen, waits = [], []
     for step in range(1, run.steps + 1):
         optimizer.zero_grad()
@@ -37,14 +39,13 @@ def trained(rank, world_size, run, wire):
 
 def merges_in(run, step):
     """How many merges end in a step."""
-    firsts = [(fragment + 1) * run.every // run.fragments for fragment in range(run.fragments)]
-    return sum(step - run.delay >= first and (step - run.delay - first) % run.every == 0 for first in firsts)
+    return sum(run.has_turn(fragment, step - run.delay) for fragment in range(run.fragments))
 
 
 @pytest.mark.parametrize("case", few(CASES, ("corrected", 5, 4), ("nesterov", 1, 4), ("average", 0, 1)), ids=str)
 def test_each_rule_does_what_a_plain_simulation_does(ranks_on_streams, case):
     merge, delay, fragments = case
-    run = Run(merge, every=7, delay=delay, fragments=fragments, steps=15)
+    run = Run(merge, every=7, delay=delay, fragments=fragments, steps=15, width=100)
     outcomes = ranks_on_streams.run(trained, run, "fp32", world_size=2)
     for (seen, waits, merged, _), expected in zip(outcomes, outcomes[0][3], strict=True):
         for step, (ours, plain) in enumerate(zip(seen, expected, strict=True), start=1):
@@ -55,7 +56,7 @@ def test_each_rule_does_what_a_plain_simulation_does(ranks_on_streams, case):
 
 
 def test_merges_in_bf16_give_all_ranks_the_same_bits(ranks_on_streams):
-    run = Run("corrected", every=4, delay=2, fragments=2, steps=10)
+    run = Run("corrected", every=4, delay=2, fragments=2, steps=10, width=100)
     first, other = ranks_on_streams.run(trained, run, "bf16", world_size=2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[2], other[2], strict=True))
     plain = first[3]

@@ -154,10 +154,20 @@ int64_t num_ended(Group& group) { return group.num_ended(); }
 
 namespace {
 
-void all_reduce(std::vector<Part>& parts) {
-  const at::Tensor sum = parts[0].send.clone();
-  for (size_t rank = 1; rank < parts.size(); ++rank) sum.add_(parts[rank].send);
-  for (Part& part : parts) part.receive.copy_(sum);
+at::Tensor reduced(const std::vector<Part>& parts, c10d::ReduceOp::RedOpType op) {
+  REQUIRE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::MAX, "reduction %d", static_cast<int>(op));
+  at::Tensor all = parts[0].send.clone();
+  for (size_t rank = 1; rank < parts.size(); ++rank) {
+    op == c10d::ReduceOp::SUM ? all.add_(parts[rank].send) : all.copy_(at::maximum(all, parts[rank].send));
+  }
+  return all;
+}
+
+Move all_reduce(c10d::ReduceOp::RedOpType op) {
+  return [op](std::vector<Part>& parts) {
+    const at::Tensor all = reduced(parts, op);
+    for (Part& part : parts) part.receive.copy_(all);
+  };
 }
 
 void all_gather(std::vector<Part>& parts) {
@@ -177,13 +187,13 @@ void all_to_all(std::vector<Part>& parts) {
   }
 }
 
-void sum_and_scatter(std::vector<Part>& parts) {
-  at::Tensor sum = parts[0].send.clone();
-  for (size_t rank = 1; rank < parts.size(); ++rank) sum.add_(parts[rank].send);
-  sum = sum.view({static_cast<int64_t>(parts.size()), -1});
-  for (size_t rank = 0; rank < parts.size(); ++rank) {
-    parts[rank].receive.copy_(sum[static_cast<int64_t>(rank)].view(parts[rank].receive.sizes()));
-  }
+Move reduce_and_scatter(c10d::ReduceOp::RedOpType op) {
+  return [op](std::vector<Part>& parts) {
+    const at::Tensor all = reduced(parts, op).view({static_cast<int64_t>(parts.size()), -1});
+    for (size_t rank = 0; rank < parts.size(); ++rank) {
+      parts[rank].receive.copy_(all[static_cast<int64_t>(rank)].view(parts[rank].receive.sizes()));
+    }
+  };
 }
 
 // A root's tensor for all ranks.
@@ -220,7 +230,7 @@ class Backend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
-    return enqueue("all-reduce", tensors[0], tensors[0], options.asyncOp, &all_reduce);
+    return enqueue("all-reduce", tensors[0], tensors[0], options.asyncOp, all_reduce(options.reduceOp.op_));
   }
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override {
@@ -250,8 +260,7 @@ class Backend : public c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::ReduceScatterOptions& options) override {
-    REQUIRE(options.reduceOp == c10d::ReduceOp::SUM, "only sums");
-    return enqueue("reduce-scatter", input, output, options.asyncOp, &sum_and_scatter);
+    return enqueue("reduce-scatter", input, output, options.asyncOp, reduce_and_scatter(options.reduceOp.op_));
   }
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>&,
                                                std::vector<int64_t>&, const c10d::AllToAllOptions& options) override {

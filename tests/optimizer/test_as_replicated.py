@@ -76,7 +76,8 @@ def test_parameters_are_those_of_a_replicated_optimizer(ranks, name, overlap, wo
 
 # The stand-in for an accelerator has no convolutions.
 ON_STREAMS = [case[:2] for case in CASES if case[2] == 2 and "channels_last" not in case[0]]
-OF_THEM = ("muon", True), ("DataParallel, no_sync", True), ("weighted, accumulated", True), ("scaled", False)
+OF_THEM = ("chunks", True), ("muon", True), ("DataParallel, no_sync", True), ("weighted, accumulated", True)
+OF_THEM += (("scaled", False),)
 
 
 @pytest.mark.parametrize("case", few(ON_STREAMS, *OF_THEM), ids=str)

@@ -1,7 +1,5 @@
 """Updates in bf16 and codes: parameters are equal on every rank, and what rounding takes from one is in the next."""
 
-import contextlib
-
 import fake_cuda
 import on_streams
 import pytest
@@ -163,7 +161,7 @@ def trained(rank, world_size, config, device):
 
 @pytest.mark.parametrize("feedback", [None, Feedback("fp32")])
 def test_bf16_both_ways_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, ranks, feedback):
-    config = Config("bf16", sum="two-shot", feedback=feedback)
+    config = Config("bf16", sum="two-shot", feedback=feedback, chunks=Chunks(nbytes=4096, in_flight=2))
     first, other = ranks_on_streams.run(trained, config, on_streams.DEVICE)
     on_cpu, _ = ranks.run(trained, config, "cpu", world_size=2)
     for (ours, _), (theirs, _), (plain, _) in zip(first, other, on_cpu, strict=True):
@@ -175,7 +173,7 @@ def on_the_kernels(rank, world_size, library, update, dtype):
     """Parameters after each step on the CPU path, or with a `library` on the CUDA path."""
     config = Config(update, sum="two-shot", chunks=Chunks(1 << 20))
     way = Way(model=lambda: Net(dtype), config=config, update=update)
-    with fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext() as driver:
+    with fake_cuda.path(library, config) as driver:
         found = train(way, rank, world_size, 3, owners=True, overlap=False)
         assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "unpack"}
         return [parameters for parameters, _ in found]
@@ -183,10 +181,7 @@ def on_the_kernels(rank, world_size, library, update, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("update", few(["bf16", "int8"], "int8"))
-def test_the_gpus_kernels_give_owners_the_cpus_bits(ranks, library, update, dtype):
-    pytest.importorskip("triton", reason="they are Triton's")
-    if torch.cuda.is_available():
-        pytest.skip("the driver of the test stands in for a GPU")
-    cpu, cuda = (ranks.run(on_the_kernels, driver, update, dtype, world_size=2) for driver in (None, library))
+def test_the_gpus_kernels_give_owners_the_cpus_bits(ranks, kernels_library, update, dtype):
+    cpu, cuda = (ranks.run(on_the_kernels, driver, update, dtype, world_size=2) for driver in (None, kernels_library))
     for own, other in zip(cpu, cuda, strict=True):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, other, strict=True))

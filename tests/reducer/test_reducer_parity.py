@@ -268,9 +268,8 @@ def on_path(rank, world_size, library, name):
     model = Gradients(*FEW)
     config = WIRES[name]
     generator = torch.Generator().manual_seed(rank)
-    device = fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext()
     seen = []
-    with device:
+    with fake_cuda.path(library, config):
         reducer = fusedcomm.GradReducer(model, config, bucket_mib=0.001, find_unused_parameters=True, quiet=True)
         for step in range(3):
             gradients = [torch.randn(shape, generator=generator) for shape in FEW]
