@@ -256,6 +256,14 @@ void bind_weights(py::module_& m) {
       .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
       .def("finish_last", &PassWeights::finish_last, py::arg("sum"), NoGil())
       .def("set_unit", &PassWeights::set_unit, py::arg("unit"), NoGil())
+      // Without the unit, which ranks that are new do not know.
+      .def(
+          "take_over",
+          [](PassWeights& weights, const PassWeights& source) {
+            weights.take_over(source, false);
+            weights.set_unit(0);
+          },
+          py::arg("source"), NoGil())
       .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())
       .def("forget_passes", &PassWeights::forget_passes, NoGil())

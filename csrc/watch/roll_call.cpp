@@ -102,6 +102,14 @@ void sort_ranks(const RollCall& call, const RankState* awaited, Conclusion* conc
   conclusion->waiting = waiting.take();
 }
 
+// Whether a rank is in a collective call, and another one has a bucket in its place in the order of jobs.
+bool are_apart(const RollCall& call, const RankState& awaited) {
+  return std::any_of(call.answers.begin(), call.answers.end(), [&awaited](const auto& answer) {
+    const RankState& state = answer.second;
+    return state.job != RankState::Job::kNone && state.num_ended == awaited.num_ended && state.job != awaited.job;
+  });
+}
+
 // Fills in `reason` and `congestion`.
 void find_reason(const RollCall& call, Conclusion* conclusion) {
   using Reason = Conclusion::Reason;
@@ -118,6 +126,8 @@ void find_reason(const RollCall& call, Conclusion* conclusion) {
     if (conclusion->congestion || !conclusion->cuts.empty()) conclusion->reason = Reason::kNetwork;
   } else if (!conclusion->awaited) {
     conclusion->reason = Reason::kOver;
+  } else if (are_apart(call, *conclusion->awaited)) {
+    conclusion->reason = Reason::kApart;
   } else if (conclusion->awaited->job == RankState::Job::kCall) {
     conclusion->reason = Reason::kCall;
   } else {

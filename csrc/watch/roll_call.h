@@ -149,6 +149,7 @@ struct Conclusion {
     kUnknown,  // such a rank exists, not all answers are known, or a late rank may be the reason
     kOver,     // no rank waits any more
     kCall,     // all ranks are in the collective call
+    kApart,    // some ranks are in a collective call, and others wait for something else
     kAtWork,   // some ranks pack, reduce or unpack, and the others wait for them
     kNetwork   // ranks wait for the network
   };

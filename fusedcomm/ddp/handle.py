@@ -142,11 +142,6 @@ class Handle(GradientNorms):
             )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
-        if self._added is not None:
-            self._added.remove()
-        self._added = None
-        if self._weight is not None:
-            self.weight = self._weight
         self._run_on(ddp)
 
     def _run_on(self, ddp: DistributedDataParallel) -> None:

@@ -32,7 +32,7 @@ class OptimizerWeight:
         self._of_sums, self._name, self._process_set = of_sums, name, process_set
         self.value: float | None = None
         self._invalid = ""
-        self.passes = AddedPasses(self)
+        self.passes = AddedPasses(lambda: self)
         self._begin()
 
     def _begin(self) -> None:

@@ -13,6 +13,7 @@ from fusedcomm.attaching import attach, unwrapped
 from fusedcomm.autotune.auto import ConfigLike, chosen
 from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
+from fusedcomm.members.state import everybodys
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
@@ -105,9 +106,9 @@ class Attachment:
             return mine
         if not self._every_rank:
             return self.handle.state_dict(consolidated=True)
-        everybodys = [None] * dist.get_world_size(self._group) if mine["rank"] == 0 else None
-        dist.gather_object(mine, everybodys, dist.get_global_rank(self._group, 0), self._group)
-        return {RANKS: everybodys or [mine]}
+        is_first = mine["rank"] == 0
+        states = [state if is_first else None for state in everybodys(mine, self.handle.session, "state_dict()")]
+        return {RANKS: states if is_first else [mine]}
 
     def own_state(self) -> dict:
         """With DDP this rank's state, without a collective; empty if nothing is attached."""

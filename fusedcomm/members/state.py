@@ -2,14 +2,16 @@
 
 import concurrent.futures
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusedcomm.members.control import ControlPlane
 from fusedcomm.members.errors import MemberLostError
 from fusedcomm.members.view import Member
+from fusedcomm.session.session import Session
 
 KIND = "state"
 """The kind of request. Its header names the object, the step and the bytes: [begin, end) of all tensors' bytes, one
@@ -85,6 +87,32 @@ def fill(tensors: Sequence[torch.Tensor], content: torch.Tensor) -> None:
             values = content[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape)
             tensor.copy_(values)
             at += nbytes
+
+
+def everybodys(value: Any, session: Session, call: str) -> Iterator[Any]:
+    """Every rank's `value`, in rank order: tensors, numbers, names, and dicts, lists and tuples of them. A collective
+    call, if all of it is read. Nothing that a rank sends can run code here: what surrounds the tensors is read with
+    ``weights_only``. `call`: the user's call that needs them, for reports.
+
+    Raises TypeError, on every rank, if a rank's `value` has something else."""
+    skeleton, tensors = pack(value)
+    with session.calling(call):
+        for rank, text in enumerate(session.gather("values", skeleton.hex(), call)):
+            try:
+                theirs, empty = unpack(bytes.fromhex(text))
+            except Exception as error:
+                raise TypeError(
+                    f"fusedcomm: what rank {rank} has for {call} is not tensors, numbers, names, and dicts, lists and "
+                    f"tuples of them alone: {error}"
+                ) from None
+            content = torch.empty(nbytes_of(empty), dtype=torch.uint8, device=session.device)
+            if len(content):
+                if rank == session.rank:
+                    own = bytearray().join(ranges(tensors, 0, len(content)))
+                    content.copy_(torch.frombuffer(own, dtype=torch.uint8))
+                dist.broadcast(content, group=session.process_group, group_src=rank)
+                fill(empty, content.cpu())
+            yield theirs
 
 
 class Transfer:

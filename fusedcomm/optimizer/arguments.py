@@ -14,6 +14,30 @@ from fusedcomm.session.parameters import NamedParameter
 OptimizerClass = type[torch.optim.Optimizer]
 
 
+def check_reducer(reducer: object) -> None:
+    """Raises TypeError for what is no reducer, as a model, its parameters or a DistributedDataParallel."""
+    if isinstance(reducer, GradReducer):
+        return
+    raise TypeError(
+        "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
+        f"{type(reducer).__name__}: it is the first argument, as in ShardedOptimizer(fusedcomm.DataParallel(module), "
+        "torch.optim.AdamW, params, lr=…). A DistributedDataParallel gives every rank all sums, so no rank is left to "
+        "own a part: wrap its module in a fusedcomm.DataParallel in its place"
+    )
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
+    """Numbers and names of hyperparameters, for a comparison of the ranks. What is on an accelerator, or of another
+    kind, is left out."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
 def rows_config(reducer: GradReducer) -> Config:
     """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
     reducer.refuse_detached("no optimizer can own its parameters")
@@ -65,6 +89,15 @@ def groups(
         if not isinstance(group, dict) or "params" not in group:
             raise TypeError("fusedcomm: params= is a list of parameters, or one of groups: dicts with 'params'")
         group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        if any(isinstance(p, tuple) for p in group["params"]):  # as torch's optimizers take them
+            group["param_names"] = [p[0] for p in group["params"] if isinstance(p, tuple)]
+            group["params"] = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]
+        strange = next((p for p in group["params"] if not isinstance(p, torch.Tensor)), None)
+        if strange is not None or len(group.get("param_names", group["params"])) != len(group["params"]):
+            raise TypeError(
+                f"fusedcomm: params= has {'a tensor' if strange is None else type(strange).__name__} beside others: "
+                "give parameters, or pairs of names and parameters as named_parameters() has them, or groups of either"
+            )
         group.setdefault("optimizer_class", kind)
         if not (
             isinstance(group["optimizer_class"], type) and issubclass(group["optimizer_class"], torch.optim.Optimizer)

@@ -1,10 +1,14 @@
 """``fusedcomm.ShardedOptimizer``: each rank steps the part of the parameters that it owns, and sends the update."""
 
+import json
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
 from fusedcomm.config import Config
@@ -15,6 +19,7 @@ from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State, StepError
 from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.ranks import agreement
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.norm import refuse_nonfinite
@@ -46,8 +51,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: a :class:`GradReducer`, or a :class:`DataParallel`. Its wire carries the gradients.
         optimizer_class: a torch optimizer. Of AdamW, SGD and others that treat each element by itself, ranks own equal
             numbers of elements; of others, as Muon, whole parameters.
-        params: parameters or groups of them, which may name another class, ``{"params": […], "optimizer_class":
-            torch.optim.Muon, "lr": …}``. None: all of the reducer's in one group. Each must be in one group.
+        params: parameters, pairs of names and parameters, or groups of either, which may name another class,
+            ``{"params": […], "optimizer_class": torch.optim.Muon, "lr": …}``. None: all of the reducer's in one group.
+            Each must be in one group.
         update: the wire of the updates. "fp32" sends new values exactly, and "bf16" those of bf16 parameters. Else a
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
         overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
@@ -81,11 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,  # noqa: ANN401  (the optimizer's own)
     ) -> None:
         self._reducer = found = reducer.comm if isinstance(reducer, DataParallel) else reducer
-        if not isinstance(found, GradReducer):
-            raise TypeError(
-                "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
-                f"{type(found).__name__}"
-            )
+        arguments.check_reducer(found)
         config = arguments.rows_config(found)
         if update in WITH_FEEDBACK:
             raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
@@ -96,12 +98,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "is known when the backward pass ends. Leave one of them out"
             )
         self._overlaps = not found.finds_unused if overlap is None else overlap
+        found.meet("making a ShardedOptimizer")
         old, problem = found.session, None
         groups: list[dict[str, Any]] = []
+        param_names: list[list[str] | None] = []
         self._targets: list[Target] = []
         self._by_reducer: dict[int, int] = {}
         try:
             groups = arguments.groups(found, params, optimizer_class, defaults)
+            param_names = [group.pop("param_names", None) for group in groups]
             self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
         except (TypeError, ValueError) as error:
             problem = error  # perhaps of this rank alone: the session tells the others
@@ -133,6 +138,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
         self._is_made = True
+        for group, names in zip(self.param_groups, param_names, strict=True):
+            if names is not None:
+                group["param_names"] = names
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
         self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
@@ -152,10 +160,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "update": update,
             "overlap": self._overlaps,
             "groups": [
-                [group["optimizer_class"].__name__, [names.get(id(p)) for p in group["params"]]] for group in groups
+                {
+                    "optimizer_class": group["optimizer_class"].__name__,
+                    "params": [names.get(id(p)) for p in group["params"]],
+                    **arguments.plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}),
+                }
+                for group in groups
             ],
             "whole": [target.name for target in self._targets if target.whole],
-            "arguments": sorted(defaults),
+            "arguments": arguments.plain(defaults),
         }
 
     def _replace_session(self, old: Session, config: Config) -> Session:
@@ -177,6 +190,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _hand_over_to(self, reducer: GradReducer) -> None:
         this = weakref.ref(self)
 
+        def begin() -> int:
+            optimizer = this()
+            return 0 if optimizer is None else zlib.crc32(json.dumps(optimizer._rates()).encode())
+
+        def why_unequal() -> str:
+            optimizer = this()
+            return "" if optimizer is None else optimizer._why_unequal()
+
         def take(indices: list[int], gradients: list[torch.Tensor]) -> None:
             if (optimizer := this()) is not None:
                 optimizer._take(indices, gradients)
@@ -185,13 +206,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (optimizer := this()) is not None:
                 optimizer._end(used)
 
-        reducer.give_to(self._sums, take, end, self._detach)
+        reducer.give_to(self._sums, begin, why_unequal, take, end, self._detach)
 
     def _detach(self) -> None:
         self._owner.stop()
         self._updates.stop("the GradReducer was detached")
 
     # ---- the pass
+
+    def _rates(self) -> list[dict[str, Any]]:
+        """What must be equal on all ranks when a pass begins: the groups' arguments of their optimizers."""
+        made = self._owner.groups_with_optimizers()
+        return [
+            arguments.plain({key: group[key] for key in optimizer.defaults if key in group})
+            for group, (optimizer, _, _) in zip(self.param_groups, made, strict=True)
+        ]
+
+    def _why_unequal(self) -> str:
+        found = agreement.difference(self._sums.gather("rates", {"param_groups": self._rates()}, "backward()"))
+        return (
+            f"fusedcomm: hyperparameters differ: {found}. Each rank steps a part of the parameters, with its own: give "
+            "every rank the same, also where a scheduler changes them. Then call detach(), and make the GradReducer "
+            "and the ShardedOptimizer anew on every rank"
+        )
 
     def _take(self, indices: list[int], gradients: list[torch.Tensor]) -> None:
         """On autograd's thread, with a bucket's gradients."""
@@ -260,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "stepped already: change them before backward(), or give it overlap=False"
             )
         try:
-            self._owner.step(hyperparameters, self._used, native.check)
+            self._owner.step(hyperparameters, self._used, self._reducer.note_step)
         except StepError as error:
             native.refuse(str(error))
         for group, given, inner in zip(self.param_groups, hyperparameters, self._owner.groups, strict=True):
@@ -299,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares = torch.zeros((), dtype=torch.float64, device=self._sums.device)
         for sums in self._own_sums():
             squares += sums.double().square().sum()
-        self._sums.sum_over_ranks([squares], "grad_norm()")
+        self._sum_over_ranks(squares, "grad_norm()")
         return squares.sqrt().float()
 
     def clip_grad_norm_(
@@ -322,7 +359,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sums = self._own_sums()
         found = torch.zeros(1, dtype=torch.float32, device=self._sums.device)
         torch._amp_foreach_non_finite_check_and_unscale_(sums, found, inv_scale.to(found.device))
-        self._sums.sum_over_ranks([found], "GradScaler.unscale_()")
+        self._sum_over_ranks(found, "GradScaler.unscale_()")
         self._is_unscaled = True
         return {found.device: found.clamp_(max=1.0)}
 
@@ -334,6 +371,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _own_sums(self) -> list[torch.Tensor]:
         return self._owner.wait_for_sums(self._reducer.native.check)
+
+    def _sum_over_ranks(self, tensor: torch.Tensor, what: str) -> None:
+        if tensor.device.type != "cpu":
+            self._sums.sum_over_ranks([tensor], what)  # only enqueues, and does not wait
+        else:
+            self._reducer.wait_for(dist.all_reduce(tensor, group=self._sums.process_group, async_op=True), what, True)
 
     def _refuse_overlap(self, what: str) -> None:
         if self._overlaps:
@@ -349,13 +392,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> State:
         """The state in torch's format. Tensors of a parameter's shape are DTensors, Shard(0) over the ranks, which
         torch.distributed.checkpoint loads on any number of ranks; torch's get_optimizer_state_dict() takes it, too. An
-        owner's fp32 copy is "master". A collective call between steps."""
+        owner's fp32 copy is "master". A collective call between steps. Raises RuntimeError, on every rank, if not all
+        ranks call it, or if one calls it between backward() and step() with overlap."""
+        self._reducer.meet("state_dict()", self._why_within(), self._is_ready)
         return state.state_dict(self, self._owner, self.exchanges, self._targets, self._sums)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Takes :meth:`state_dict`'s, of any number of ranks, or that of a plain optimizer of the same class. Load the
-        model first. A collective call between steps. Raises ValueError if it does not fit."""
+        model first. A collective call between steps. Raises ValueError if it does not fit, and RuntimeError as
+        :meth:`state_dict`."""
+        self._reducer.meet("load_state_dict()", self._why_within(), self._is_ready)
         state.load_state_dict(self, state_dict, self._owner, self.exchanges, self._targets)
+
+    def _why_within(self) -> str:
+        """Why there is no state now; empty if there is one."""
+        if not self._is_ready or not self._overlaps:
+            return ""
+        return (
+            "it was called between backward() and step(), and with overlap owners have stepped already, the parameters "
+            "not: call it after step(), or give the ShardedOptimizer overlap=False"
+        )
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Raises RuntimeError, for ``torch.distributed.algorithms.join.Join``: every rank has to step what it owns."""
+        raise RuntimeError(
+            "fusedcomm: Join is not possible with a ShardedOptimizer: a rank that has run out of batches would have to "
+            "step what it owns, too. Give each rank equally many batches, and leave Join out"
+        )
 
     def stats(self) -> Stats:
         """Counts and times of this rank, of gradients and updates together; times are those of the gradients."""

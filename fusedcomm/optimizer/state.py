@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fusedcomm.members.state import everybodys
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State
 from fusedcomm.optimizer.parts import Target, in_memory_order, index_by_id, shaped
@@ -32,11 +33,9 @@ def state_dict(
     """As torch's optimizers have it: {"state": {number: {key: value}}, "param_groups": […]}. A collective call."""
     mesh = DeviceMesh.from_group(session.process_group, session.device.type)
     own = _own_state(owner, exchanges)
-    told: list[Any] = [None] * session.world_size
-    described = {i: {key: _description(value) for key, value in state.items()} for i, (_, state) in own.items()}
-    dist.all_gather_object(told, described, group=session.process_group)
     known: dict[int, dict[str, Any]] = {}
-    for of_rank in told:
+    described = {i: {key: _description(value) for key, value in state.items()} for i, (_, state) in own.items()}
+    for of_rank in everybodys(described, session, "state_dict()"):
         for i, keys in of_rank.items():
             known.setdefault(i, keys)
     index_of = index_by_id(targets)
@@ -55,9 +54,13 @@ def state_dict(
     return {"state": state, "param_groups": groups}
 
 
+class _Pieces(list):
+    """Tensors with an element for each of a piece's, of all pieces of a parameter on this rank."""
+
+
 def _description(value: Any) -> Any:  # noqa: ANN401
-    """Of a tensor with an element for each of the piece's its dtype; of anything else the value."""
-    return value[0].dtype if isinstance(value, list) else value
+    """Of pieces their dtype; of anything else the value."""
+    return value[0].dtype if isinstance(value, _Pieces) else value
 
 
 def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[list, dict[str, Any]]]:
@@ -71,9 +74,9 @@ def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[l
         merged: dict[str, Any] = {}
         for key, first in states[0].items():
             is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
-            merged[key] = [in_memory_order(each[key]) for each in states] if is_of_elements else first
+            merged[key] = _Pieces(in_memory_order(each[key]) for each in states) if is_of_elements else first
         if any(exchanges[at].keeps_master(piece) for at, piece, _ in leaves):
-            merged[MASTER] = [in_memory_order(leaf) for _, _, leaf in leaves]
+            merged[MASTER] = _Pieces(in_memory_order(leaf) for _, _, leaf in leaves)
         found[i] = [piece for _, piece, _ in leaves], merged
     return found
 

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -164,16 +165,23 @@ def _compare(peers: Peers, store: BoundedStore, own: dict, what: str) -> Verdict
     records = [json.loads(store.get(key)) for key in keys.values()]
     if any(PROBLEM in record for record in records):
         return _first_problem(records)
+    found = difference([own, *records[1:]])
+    if not found:
+        return Verdict()
+    return Verdict(
+        f"fusedcomm: the ranks do not agree: {found}. Give every rank the same arguments, model and versions."
+    )
+
+
+def difference(records: Sequence[object]) -> str:
+    """The first difference of a rank's record from rank 0's, as "lr is 0.1 on rank 0 and 0.2 on rank 1"; empty if all
+    are equal. records: what :func:`gather` returns."""
     for rank, record in enumerate(records):
-        difference = _first_difference(own, record)
-        if difference:
-            field, on_rank_0, on_rank = difference
-            on_rank_0, on_rank = repr(on_rank_0)[:_MAX_SHOWN], repr(on_rank)[:_MAX_SHOWN]
-            return Verdict(
-                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0} on rank 0 and {on_rank} on rank "
-                f"{rank}. Give every rank the same arguments, model and versions."
-            )
-    return Verdict()
+        found = _first_difference(records[0], record)
+        if found:
+            field, on_rank_0, on_rank = found[0], repr(found[1])[:_MAX_SHOWN], repr(found[2])[:_MAX_SHOWN]
+            return f"{field} is {on_rank_0} on rank 0 and {on_rank} on rank {rank}"
+    return ""
 
 
 def _first_problem(records: list[dict]) -> Verdict:

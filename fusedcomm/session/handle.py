@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,8 @@ class CommHandle:
         if self.runs.weights is None:
             return
         if self._added is None:
-            self._added = AddedPasses(self.runs.weights)
+            this = weakref.ref(self)  # hooks keep no handle
+            self._added = AddedPasses(lambda: this().runs.weights)
         self._added.announce(self.parameters_now())
 
     # ---- lifetime

@@ -68,13 +68,16 @@ class Noting(Protocol):
 
 
 class AddedPasses:
-    """Tells `weights` of every backward pass, where the gradients of several passes add up before they are sent.
+    """Tells weights of every backward pass, where the gradients of several passes add up before they are sent.
 
     Gradients of means are multiplied by the pass's weight before they are added; those of sums are added as they are.
     It has a hook at every parameter, so it is made when the first pass that only adds up is announced.
+
+    Args:
+        weights: returns what is told now. What it returned before may have been replaced.
     """
 
-    def __init__(self, weights: Noting) -> None:
+    def __init__(self, weights: Callable[[], Noting]) -> None:
         self._weights = weights
         self._hooks: dict[
             int, tuple[Any, Any, RemovableHandle]
@@ -108,8 +111,8 @@ class AddedPasses:
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         if not self._is_noted:
             if all(parameter.grad is None for parameter, _, _ in self._hooks.values()):
-                self._weights.forget_passes()  # a pass before failed, or its gradients were dropped
-            self._is_noted, self._scale = True, self._weights.note_pass()
+                self._weights().forget_passes()  # a pass before failed, or its gradients were dropped
+            self._is_noted, self._scale = True, self._weights().note_pass()
         if self._scale == 1:
             return None
         return torch.zeros_like(gradient) if self._scale == 0 else gradient * self._scale

@@ -69,12 +69,13 @@ RollCall scene(const std::string& name) {
     call.answers[1] = at(12, 10, Stage::kPack);
     call.answers[0].unsent = {{"10.0.0.3", 950'000}};
     call.answers[0].per_s = {{"10.0.0.3", 260'000}};
-  } else if (name == "call" || name == "call of all") {
+  } else if (name == "call" || name == "call of all" || name == "call of one") {
     for (auto& [rank, state] : call.answers) {
       if (name == "call" && rank == 2) {
         state = at(10, 10);
         continue;
       }
+      if (name == "call of one" && rank != 2) continue;
       state = at(11, 10);
       state.job = RankState::Job::kCall;
       state.label = "state_dict()";

@@ -145,7 +145,13 @@ DIFFERENT = [
     ({"overlap": True}, {"overlap": False}, ["overlap", "True on rank 0", "False on rank 1"]),
     ({"whole": True}, {"whole": None}, ["whole"]),
     ({"optimizer_class": torch.optim.SGD}, {"optimizer_class": torch.optim.AdamW}, ["'SGD' on rank 0", "'AdamW'"]),
-    ({"lr": 0.1}, {"betas": (0.9, 0.99)}, ["arguments", "'lr'", "'betas'"]),
+    ({"lr": 0.1}, {"betas": (0.9, 0.99)}, ["arguments.lr is 0.1 on rank 0 and None on rank 1"]),
+    ({"lr": 0.1}, {"lr": 0.2}, ["arguments.lr is 0.1 on rank 0 and 0.2 on rank 1"]),
+    (
+        {"params": lambda m: groups(m, slice(0, 99), lr=0.1)},
+        {"params": lambda m: groups(m, slice(0, 99), lr=0.3)},
+        ["groups[0].lr is 0.1 on rank 0 and 0.3 on rank 1"],
+    ),
 ]
 
 
@@ -155,7 +161,8 @@ def different(rank, world_size):
         torch.manual_seed(5)
         model = Net()
         reducer = reducer_of(model, FP32)
-        found.append(refusal(on, model, reducer=reducer, **kwargs[min(rank, 1)]))
+        own = {key: value(model) if key == "params" else value for key, value in kwargs[min(rank, 1)].items()}
+        found.append(refusal(on, model, reducer=reducer, **own))
         reducer.detach()
     return found
 
