@@ -18,6 +18,7 @@ from fusedcomm.optimizer.plan import ShardedPlan, make_plan
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.norm import refuse_nonfinite
+from fusedcomm.session.off import told
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
 
@@ -86,7 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
                 f"{type(found).__name__}"
             )
-        config = arguments.rows_config(found)
+        with told(found.session.process_group):
+            config = arguments.rows_config(found)
         if update in WITH_FEEDBACK:
             raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
         self._update = Config(update, sum="two-shot", hosts=None)
@@ -127,11 +129,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
             for bucket in buckets
         ]
-        self._owner = Owner(
-            self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
-        )
         self._is_made = False
-        super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
+        try:
+            self._owner = Owner(
+                self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
+            )
+            super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
+        except Exception as error:  # the optimizer's own, perhaps on this rank alone
+            problem = error
+        try:
+            self._updates.confirm(problem)
+        except Exception:
+            self._sums.stop("a ShardedOptimizer could not be made")
+            old.watch()
+            raise
         self._is_made = True
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
