@@ -98,9 +98,11 @@ struct RollCall {
   std::map<int, RankState> answers;   // by rank
   std::map<int, double> late_s;       // by rank: seconds until its answer was read, only for late answers
   std::map<int, std::string> absent;  // by rank: what its process is and where; empty if it has no watch
-  // By absent rank: its addresses. By address: seconds since the rank that collects has last got bytes from there.
-  std::map<int, std::set<std::string>> absent_own;
+  // By absent rank: what it said when its watch began. Of the rank that collects (connections.h): by address, seconds
+  // since it has last got bytes from there; and the remote ends of its open connections.
+  std::map<int, RankState> absent_began;
   std::map<std::string, double> heard_s;
+  std::set<std::string> open_ends;
   std::map<int, std::string> unreadable;  // by rank: why its answer cannot be decoded
   std::vector<int> unread;                // ranks whose answers were not read from the store in time
   std::optional<StoreProblem> store_problem;

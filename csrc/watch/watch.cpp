@@ -116,7 +116,9 @@ void Watch::loop() {
   } catch (const std::exception&) {  // the watch works without it: the call only avoids disturbing other threads
   }
   try {
-    send([began = encode(answer()), rank = options_.rank](c10d::Store& store) { store.set(began_key(rank), began); });
+    RankState began = answer();
+    began.own_ends = connections().own_ends;
+    send([text = encode(began), rank = options_.rank](c10d::Store& store) { store.set(began_key(rank), text); });
   } catch (const std::exception&) {  // reports then do not tell whether bytes of this rank arrive
   }
   for (;;) {

@@ -92,7 +92,9 @@ std::optional<Finding> Watch::collect(const Call& opened) {
   call.absent.erase(options_.rank);
   call.unreadable.erase(options_.rank);
   call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
-  call.heard_s = connections(options_.store_port).heard_s;
+  Connections own = connections(options_.store_port);
+  call.heard_s = std::move(own.heard_s);
+  call.open_ends = std::move(own.open_ends);
   if (!call.store_problem) {
     name_absent(&call);
   } else if (call.answers.size() == 1) {
@@ -109,7 +111,7 @@ void Watch::name_absent(RollCall* call) {
   struct Names {
     std::mutex mutex;
     std::map<int, std::string> by_rank;
-    std::map<int, std::set<std::string>> own;
+    std::map<int, RankState> began;
   };
   auto names = std::make_shared<Names>();
   std::vector<int> ranks;
@@ -125,12 +127,12 @@ void Watch::name_absent(RollCall* call) {
       std::lock_guard<std::mutex> lock(names->mutex);
       names->by_rank[rank] = std::move(*text);
       if (!began) continue;
-      if (auto state = decode_if_readable<RankState>(*began)) names->own[rank] = std::move(state->own);
+      if (auto state = decode_if_readable<RankState>(*began)) names->began[rank] = std::move(*state);
     }
   });
   std::lock_guard<std::mutex> lock(names->mutex);
   for (const auto& [rank, text] : names->by_rank) call->absent[rank] = text;
-  call->absent_own = std::move(names->own);
+  call->absent_began = std::move(names->began);
 }
 
 std::optional<Finding> Watch::without_store(const StoreProblem& problem, const std::string& why) {

@@ -19,6 +19,7 @@ from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import Config, LocalOptions, Wire, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
+from fusedcomm.session.off import told
 from fusedcomm.session.parameters import NamedParameter, named_parameters
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
@@ -103,18 +104,20 @@ class CommState:
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         old = self._session
         if old is None or old.process_group is not group:
-            parameters, problem = None, None
-            try:
+            with told(group):
                 parameters = self._parameters()
-            except ValueError as error:  # perhaps on this rank alone: the session tells the others
+            session, problem = Session(self.config, group, parameters, self._local, device), None
+            try:
+                if old is not None:
+                    take_over(session, old)
+                elif self._loaded is not None:
+                    load_state_dict(session, self._loaded)
+            except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own state
                 problem = error
-            self._session = Session(self.config, group, parameters, self._local, device, problem=problem)
+            session.confirm(problem)
             if old is not None:
-                take_over(self._session, old)
                 old.stop("its CommState moved to another process group")
-            elif self._loaded is not None:
-                load_state_dict(self._session, self._loaded)
-            self._loaded = None
+            self._session, self._loaded = session, None
         self._session.say_notices()
         return self._session
 

@@ -73,6 +73,15 @@ class Sharded:
         return False
 
     @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of this rank's slices in the all-gathers of a step. There are two if the forward pass drops what it has
+        gathered; by default the model itself does not."""
+        policy, state = self.group.mp_policy, self.group.modules[0]._get_fsdp_state()
+        keeps = not self.group._reshard_after_forward or (state._auto_reshard_after_forward and not self.name)
+        sizes = (p.row_numel * (policy.param_dtype or p.tensor.dtype).itemsize for p in self.parameters)
+        return (1 if keeps else 2) * sum(sizes)
+
+    @property
     def reduces_further(self) -> bool:
         """Whether an all-reduce follows: HSDP, and replicate()."""
         return isinstance(self.group.mesh_info, DDPMeshInfo)

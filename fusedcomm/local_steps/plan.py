@@ -130,7 +130,8 @@ def make_plan(
         numel = sum(each.local.numel() for each in fragment.merged)
         sent = line = plan.sent_nbytes
         if session.hosts is not None and session.ranks_per_host > 1:
-            line = plan.sent_between_hosts_nbytes(session.ranks_per_host)
+            own = session.levels.own_host
+            line = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
         rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, plan.sum, sent, line))
         if session.config.residual_format is not None:
             lossy = sum(each.local.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)

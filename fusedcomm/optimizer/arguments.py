@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from fusedcomm.config import AUTO, Config
+from fusedcomm.config.options import WITH_FEEDBACK
+from fusedcomm.literals import Wire
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.parameters import NamedParameter
@@ -15,15 +17,33 @@ OptimizerClass = type[torch.optim.Optimizer]
 
 
 def check_reducer(reducer: object) -> None:
-    """Raises TypeError for what is no reducer, as a model, its parameters or a DistributedDataParallel."""
-    if isinstance(reducer, GradReducer):
-        return
-    raise TypeError(
-        "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
-        f"{type(reducer).__name__}: it is the first argument, as in ShardedOptimizer(fusedcomm.DataParallel(module), "
-        "torch.optim.AdamW, params, lr=…). A DistributedDataParallel gives every rank all sums, so no rank is left to "
-        "own a part: wrap its module in a fusedcomm.DataParallel in its place"
-    )
+    """Raises TypeError for what is no reducer, as a model, its parameters or a DistributedDataParallel; RuntimeError or
+    ValueError for one that is detached, has members or tries wires."""
+    if not isinstance(reducer, GradReducer):
+        raise TypeError(
+            "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
+            f"{type(reducer).__name__}: it is the first argument, as in ShardedOptimizer(fusedcomm.DataParallel("
+            "module), torch.optim.AdamW, params, lr=…). A DistributedDataParallel gives every rank all sums, so no "
+            "rank is left to own a part: wrap its module in a fusedcomm.DataParallel in its place"
+        )
+    reducer.refuse_detached("no optimizer can own its parameters")
+    if reducer.runs is not reducer.session:
+        raise ValueError(
+            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
+            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
+        )
+
+
+def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
+    """Raises ValueError."""
+    if update in WITH_FEEDBACK:
+        raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
+    Config(update)
+    if overlap and reducer.finds_unused:
+        raise ValueError(
+            "fusedcomm: overlap=True is not possible with find_unused_parameters=True: which parameters were used is "
+            "known when the backward pass ends. Leave one of them out"
+        )
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401
@@ -40,12 +60,6 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 
 def rows_config(reducer: GradReducer) -> Config:
     """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
-    reducer.refuse_detached("no optimizer can own its parameters")
-    if reducer.runs is not reducer.session:
-        raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
-            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
-        )
     if reducer.has_owner:
         raise RuntimeError(
             "fusedcomm: this GradReducer has a ShardedOptimizer already, and a parameter cannot have two: give one of "

@@ -12,7 +12,6 @@ from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
 from fusedcomm.config import Config
-from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
@@ -88,18 +87,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._reducer = found = reducer.comm if isinstance(reducer, DataParallel) else reducer
         arguments.check_reducer(found)
-        config = arguments.rows_config(found)
-        if update in WITH_FEEDBACK:
-            raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
+        problem: Exception | None = None
+        try:
+            config = arguments.rows_config(found)
+            arguments.check_options(found, update, overlap)
+        except (ValueError, RuntimeError) as error:
+            problem = error  # perhaps of this rank alone: the others are told
+        try:
+            found.meet("making a ShardedOptimizer", str(problem or "").removeprefix("fusedcomm: "))
+        except RuntimeError as error:
+            raise problem or error from None
         self._update = Config(update, sum="two-shot", hosts=None)
-        if overlap and found.finds_unused:
-            raise ValueError(
-                "fusedcomm: overlap=True is not possible with find_unused_parameters=True: which parameters were used "
-                "is known when the backward pass ends. Leave one of them out"
-            )
         self._overlaps = not found.finds_unused if overlap is None else overlap
-        found.meet("making a ShardedOptimizer")
-        old, problem = found.session, None
+        old = found.session
         groups: list[dict[str, Any]] = []
         param_names: list[list[str] | None] = []
         self._targets: list[Target] = []
@@ -132,11 +132,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
             for bucket in buckets
         ]
-        self._owner = Owner(
-            self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
-        )
         self._is_made = False
-        super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
+        try:
+            self._owner = Owner(
+                self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
+            )
+            super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
+        except Exception as error:  # the optimizer's own, perhaps on this rank alone
+            problem = error
+        try:
+            self._updates.confirm(problem)
+        except Exception:
+            self._sums.stop("a ShardedOptimizer could not be made")
+            old.watch()
+            raise
         self._is_made = True
         for group, names in zip(self.param_groups, param_names, strict=True):
             if names is not None:
@@ -223,7 +232,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
     def _why_unequal(self) -> str:
-        found = agreement.difference(self._sums.gather("rates", {"param_groups": self._rates()}, "backward()"))
+        found = agreement.difference(
+            self._sums.gather("rates", {"param_groups": self._rates()}, "backward()"), self._sums.peers
+        )
         return (
             f"fusedcomm: hyperparameters differ: {found}. Each rank steps a part of the parameters, with its own: give "
             "every rank the same, also where a scheduler changes them. Then call detach(), and make the GradReducer "

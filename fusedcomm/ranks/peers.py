@@ -60,11 +60,16 @@ class Peers:
     ) -> None:
         self.rank, self.world_size, self.timeout = process_group.rank(), process_group.size(), timeout
         self.stall_after_s = stall_after_s
+        self._in_job = groups.ranks_in_job(process_group)
         self._store = store.under("peers")
         self._connections = _connections_of(process_group)
         self._poll_s = max(_POLL_S, self.world_size / _POLLS_PER_S)
         if self.world_size > 1:
             self._store.set(f"who/{self.rank}", groups.describe_process(process_group))
+
+    def title(self, rank: int) -> str:
+        """A rank of the group as all ranks of the job know it: "rank 1", of a smaller group "rank 5 of the job"."""
+        return f"rank {rank}" if self._in_job is None else f"rank {self._in_job[rank]} of the job"
 
     def doing(self, what: str) -> None:
         """Publishes what this rank is doing from now on, for the reports of other ranks."""

@@ -27,6 +27,7 @@ from fusedcomm.reducer.ddp_arguments import (
 )
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.reducer import GradReducer, release
+from fusedcomm.session.off import told
 
 _MIB = 1 << 20
 _living: "weakref.WeakSet[DataParallel]" = weakref.WeakSet()
@@ -155,9 +156,10 @@ class DataParallel(DistributedDataParallel):
             self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.parameters_to_ignore = replicas.ignored_names(module)
-        self.device = check_module(module, self.parameters_to_ignore)
-        self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
+        with told(None if members is not None else self.process_group):
+            self.parameters_to_ignore = replicas.ignored_names(module)
+            self.device = check_module(module, self.parameters_to_ignore)
+            self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
         self.dim, self.module = dim, module
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view

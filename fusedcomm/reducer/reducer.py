@@ -29,6 +29,7 @@ from fusedcomm.reducer.parameters import (
 from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms, Measured
+from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
@@ -113,18 +114,19 @@ class GradReducer(GradientNorms):
         quiet: bool = False,
         members: Members | None = None,
     ) -> None:
-        choice = Choice.of(config, bucket_mib)
-        space = choice.space
-        configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
-        local, quiet = local_options(local), quiet or env.quiet()
-        check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
-        check.flag("find_unused_parameters", find_unused_parameters)
         if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
-        named = named_tensors(module_or_named_parameters)
-        sparse = ids_of_sparse(module_or_named_parameters)
-        if members is not None:
-            refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
+        with told(None if members is not None else process_group or dist.group.WORLD):
+            choice = Choice.of(config, bucket_mib)
+            space = choice.space
+            configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
+            local, quiet = local_options(local), quiet or env.quiet()
+            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
+            check.flag("find_unused_parameters", find_unused_parameters)
+            named = named_tensors(module_or_named_parameters)
+            sparse = ids_of_sparse(module_or_named_parameters)
+            if members is not None:
+                refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
         parameters, problem = [], None
         try:
             refuse(named)

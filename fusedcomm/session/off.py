@@ -1,6 +1,7 @@
 """What stands in for a session where torch sums gradients: the ranks' agreement, and a state that is only kept."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,18 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     peers.doing("attaching: comparing its configuration with the others'")
     agreement.agree_to_attach(peers, store.under("plan"), record, problem)
     peers.doing("in training, with config='off'")
+
+
+@contextlib.contextmanager
+def told(group: groups.Group | None) -> Iterator[None]:
+    """Context of checks that may fail on this rank alone, before it attaches: an error is raised once the other ranks,
+    which attach to the group, have been told. None: there are no others to tell."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if group is not None:
+            agree_on_off(group, torch.device("cpu"), LocalOptions(), error)
+        raise
 
 
 class KeptState:
