@@ -19,10 +19,9 @@ RANKS = (2, 512, 4096)
 """The numbers of ranks in the table of errors, as far as they were measured."""
 _WIRES = {
     "fp32": ("4", "to check: DDP's own gradients"),
-    "bf16": ("2", "the default; fp16 is as large, more exact, and overflows sooner"),
-    "int8": ("1.03", "slow links: first choice among the codes"),
-    "fp8": ("1.03", "seldom: int8 is more exact, except on the heaviest tails"),
-    "int4": ("0.56", "very slow links, after a run of your own to compare"),
+    "bf16": ("2", "the default"),
+    "int8": ("1.03", "slow links"),
+    "int4": ("0.56", "very slow links, after comparing"),
 }
 """Bytes an element, scales included, and when to use the wire."""
 _HOOK_RESULTS = {"one rank": "cpu-hook-overhead.json", "two ranks": "cpu-hook-overhead-2-ranks.json"}
@@ -57,7 +56,7 @@ def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 def wires_table(document: dict) -> str:
     """The wires of README.md: bytes, the error of a mean of four ranks, and the final loss of the transformer."""
     rows = {row["way"]: row for row in document["training_summary"] if row["model"] == "characters"}
-    heading = ["wire", "bytes an element", "error of the mean", "final loss less fp32's (three seeds)", "when"]
+    heading = ["wire", "bytes an element", "error of the mean", "loss less fp32's", "when"]
     body = []
     for wire, (nbytes, when) in _WIRES.items():
         differences = rows[wire]["loss_difference"]

@@ -156,7 +156,6 @@ def headline_table(results: Sequence[Result]) -> str:
     for way, label in SHOWN_WAYS.items():
         lines.append(_line(label, [_speed_up(result, way) for result in shown.values()]))
     lines.append(_line("communication, of DDP's step", [result.share for result in shown.values()]))
-    lines.append(_line("DDP, ms", [f"{result.baseline_s * 1e3:.0f}" for result in shown.values()]))
     return "\n".join(lines)
 
 
