@@ -17,9 +17,10 @@ from fusedcomm import env, log
 from fusedcomm.config import check
 from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
+from fusedcomm.members.door import numeric_host
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.ranks import groups, torch_groups
-from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks.own_group import OwnGroup, served_store
 
 PROGRESS = "progress"
 """The kind of request that asks a member for its last finished step."""
@@ -104,10 +105,8 @@ class Members:
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
-        own_host = host or _host_towards(near)
-        self._store = dist.TCPStore(
-            own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
-        )
+        own_host = _host_towards(near) if host is None else numeric_host(host)
+        self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
             "process": groups.describe_own_process(),
@@ -328,7 +327,7 @@ def _init_process_group() -> None:
 def _host_towards(near: tuple[str, int] | None) -> str:
     """The address of the interface that leads there; nothing is sent."""
     if near is None:
-        return socket.gethostbyname(socket.gethostname())
+        return numeric_host(None)
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
