@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fusedcomm.config import AUTO, Config
+from fusedcomm.members.training import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.parameters import NamedParameter
@@ -17,10 +18,15 @@ OptimizerClass = type[torch.optim.Optimizer]
 def rows_config(reducer: GradReducer) -> Config:
     """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
     reducer.refuse_detached("no optimizer can own its parameters")
+    if isinstance(reducer.runs, Training):
+        raise ValueError(
+            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves: "
+            "make the GradReducer without members"
+        )
     if reducer.runs is not reducer.session:
         raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
-            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
+            "fusedcomm: a ShardedOptimizer needs its wire and buckets from the start, and this GradReducer searches "
+            "for them: name its config and its bucket_mib in place of 'auto'"
         )
     if reducer.has_owner:
         raise RuntimeError(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-
 _TORCHS = datetime.timedelta(seconds=300)
 """Timeout of a TCPStore's requests where none is given."""
 

@@ -38,7 +38,12 @@ def horovods_door(host: str) -> object:
         del os.environ["GLOO_SOCKET_IFNAME"]
 
 
-WAYS = {"store": served_store, "members": fusedcomm.Members, "horovod's store": horovods_store, "horovod's door": horovods_door}
+WAYS = {
+    "store": served_store,
+    "members": fusedcomm.Members,
+    "horovod's store": horovods_store,
+    "horovod's door": horovods_door,
+}
 
 
 def added(rank, world_size, way, host):
