@@ -113,7 +113,7 @@ class Agreement(Life):
         if self.view is None or number <= self.view.number:
             return
         if self._uid in self._chain[0]:
-            self._fail(failures.expelled(self.view, number))
+            self._fail(failures.expelled(self.view, number, self._out.reason(self._uid)))
         else:
             self._out.put_off(number)
 

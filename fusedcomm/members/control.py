@@ -65,6 +65,11 @@ class ControlPlane:
         _PLANES.add(self)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this process has left, or has failed."""
+        return self._is_closed or self._gate.failure is not None
+
+    @property
     def address(self) -> str:
         """host:port, for a process that joins."""
         return self.member.address
@@ -197,6 +202,9 @@ class ControlPlane:
         if self._is_closed:
             return
         self._is_closed = True
+        self._gate.fail(
+            RuntimeError("fusedcomm: this process has left the members: to come back make new Members, with join=")
+        )
         self._node.loop.call(lambda: self._node.close(farewell))
         self._node.loop.stop()
 

@@ -83,7 +83,7 @@ class Loop:
         """Closes all connections, and the port, in a forked child, which has no loop. They are not taken from the
         selector, because it is the parent's, too."""
         self._is_stopped = True
-        for key in list(self._selector.get_map().values()):
+        for key in list((self._selector.get_map() or {}).values()):  # None: the loop has ended before
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
@@ -101,6 +101,10 @@ class Loop:
             if not self._is_stopped:
                 self._is_stopped = True
                 self._on_error(error)
+        finally:
+            self._selector.close()
+            self._wake_in.close()
+            self._wake_out.close()
 
     def _serve_until_stopped(self) -> None:
         owner = os.getpid()

@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,15 @@ from fusedcomm import env, log
 from fusedcomm.config import check
 from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
+from fusedcomm.members.door import numeric_host
+from fusedcomm.members.packed import pack
+from fusedcomm.members.place import check_state, share_of
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.ranks import groups, torch_groups
-from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks.own_group import OwnGroup, served_store
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 PROGRESS = "progress"
 """The kind of request that asks a member for its last finished step."""
@@ -67,7 +73,11 @@ class Members:
         JoinRefusedError: with "auto", nobody answers.
         ValueError: an argument or a variable is out of range.
 
+    ``with fusedcomm.Members(…) as members:`` leaves when the block ends. A copy, made with ``copy`` or ``pickle``, as
+    of a model that has members, is none of them: whatever is asked of it raises RuntimeError.
+
     Attributes:
+        joins: where this process joins; None if it is one of those that began.
         plane: how the members agree, for fusedcomm itself.
     """
 
@@ -104,10 +114,8 @@ class Members:
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
-        own_host = host or _host_towards(near)
-        self._store = dist.TCPStore(
-            own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
-        )
+        own_host = _host_towards(near) if host is None else numeric_host(host)
+        self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
             "process": groups.describe_own_process(),
@@ -130,6 +138,9 @@ class Members:
         """(first, count): this rank's microbatches of the present step among those of all ranks."""
         self.weighs = True
         """Whether this rank's microbatches count, where their number is kept."""
+        self.first_step = 0
+        """The step at which the training began that these members do: of the state that was loaded."""
+        self._is_made = True
         if join is None:
             self._found()
 
@@ -162,8 +173,9 @@ class Members:
 
     @property
     def step(self) -> int:
-        """Steps that have ended: synchronized backward passes, those before this process joined included."""
-        return 0 if self.training is None else self.training.step
+        """Steps that have ended: synchronized backward passes, those before this process joined included, and those
+        before the checkpoint whose state was loaded."""
+        return self.first_step + (0 if self.training is None else self.training.step)
 
     @property
     def share(self) -> int:
@@ -192,13 +204,15 @@ class Members:
 
         Raises:
             RuntimeError: no reducer has these members yet; on a rank that joins, the others do not carry such a name.
-            TypeError: an object has no ``state_dict()`` or no ``load_state_dict()``.
+            TypeError: an object has no ``state_dict()`` or no ``load_state_dict()``, or its state has something that
+                cannot be sent. Nothing is pickled, see members/packed.py.
         """
         for name, carried in objects.items():
             if not callable(getattr(carried, "state_dict", None)) or not callable(
                 getattr(carried, "load_state_dict", None)
             ):
                 raise TypeError(f"fusedcomm: carry({name}=…) needs an object with state_dict() and load_state_dict()")
+            pack(carried.state_dict(), f"carry({name}=…).state_dict()")
         if self.training is None:
             raise RuntimeError(
                 "fusedcomm: members.carry() comes after the reducer: give members= to DataParallel or GradReducer first"
@@ -206,6 +220,22 @@ class Members:
         for name, carried in objects.items():
             self.carried[name] = carried
             self.training.receive(name, carried)
+
+    def state_dict(self) -> dict[str, int]:
+        """The step, and how many microbatches all ranks have had, for a checkpoint; equal on all ranks, and good for
+        any number of them. Save it between steps."""
+        return {"step": self.step, "num_microbatches": self.num_microbatches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on at the step of :meth:`state_dict`. Load it on every rank that begins training, before the first step;
+        a rank that joins has the members' step already.
+
+        Raises ValueError for what is no state of Members; RuntimeError in a rank that joins, and once steps have ended,
+        unless it changes nothing. Ranks that have loaded different states raise RuntimeError, all of them, in the first
+        step.
+        """
+        check_state(state, {"step", "num_microbatches"}, "Members")
+        self.go_on_at(state["step"], state["num_microbatches"])
 
     def leave(self, reason: str = "it has left") -> None:
         """Tells the others that this process goes; they go on without it at once. Idempotent.
@@ -215,8 +245,64 @@ class Members:
         if self.training is not None and self._current is not None:
             self.wait_for_others(LEAVE_TIMEOUT_S)
         self.plane.leave(reason)
+        if self.training is not None:
+            self.training.close(reason)
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.leave("it has left" if error is None else f"it cannot go on: {error}")
+
+    def __repr__(self) -> str:
+        if "plane" not in vars(self):
+            return "<fusedcomm.Members: a copy, and none of them>"
+        if self._current is None:
+            return f"<fusedcomm.Members: at {self.address}, joins {self.joins}>"
+        left = ", has left" if self.plane.is_closed else ""
+        return (
+            f"<fusedcomm.Members: rank {self.rank} of {self.size} at {self.address}, view {self.view}, step "
+            f"{self.step}{left}>"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted(_PUBLIC)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_is_made" in vars(self) and not (name.startswith("_") or name in vars(self) or hasattr(type(self), name)):
+            raise AttributeError(f"fusedcomm.Members has no {name!r} to set, but {', '.join(_PUBLIC)}")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if "plane" not in vars(self) and not name.startswith("__"):
+            raise RuntimeError(
+                f"fusedcomm: {name!r} was asked of a copy of Members, made with copy or pickle, as of a model that has "
+                "them. A copy is none of the members: wrap the copied module with Members of its own, or only call it "
+                "without gradients"
+            )
+        raise AttributeError(f"fusedcomm.Members has no {name!r}, but {', '.join(_PUBLIC)}")
+
+    def __reduce__(self) -> tuple:
+        return object.__new__, (type(self),)
 
     # ---- for fusedcomm itself
+
+    def go_on_at(self, step: int, num_microbatches: int) -> None:
+        """Training begins at this step, after so many microbatches."""
+        if (step, num_microbatches) == (self.step, self.num_microbatches):
+            return
+        if self.joins is not None:
+            raise RuntimeError(
+                f"fusedcomm: this rank joins, and has the members' place, step {self.step} after "
+                f"{self.num_microbatches} microbatches, not that of the state, {step} after {num_microbatches}: load "
+                "checkpoints only where members.joins is None"
+            )
+        if self.training is not None and self.training.step > 0:
+            raise RuntimeError(
+                f"fusedcomm: the state is of step {step} after {num_microbatches} microbatches, and these members have "
+                f"made {self.training.step} steps: load it on every rank before the first one"
+            )
+        self.first_step, self.num_microbatches = step, num_microbatches
 
     @property
     def current(self) -> View:
@@ -308,10 +394,11 @@ class Members:
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
 
 
-def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
-    """(first, count) of rank `rank` among `total` pieces: the first ranks have one more if they cannot be divided."""
-    count, more = divmod(total, size)
-    return rank * count + min(rank, more), count + (rank < more)
+_PUBLIC = (
+    *("address", "carry", "joins", "leave", "load_state_dict", "microbatches", "min_ranks", "num_microbatches"),
+    *("on_change", "portion", "rank", "ranks", "share", "size", "state_dict", "step", "view"),
+)
+"""What dir() shows."""
 
 
 def _init_process_group() -> None:
@@ -328,7 +415,7 @@ def _init_process_group() -> None:
 def _host_towards(near: tuple[str, int] | None) -> str:
     """The address of the interface that leads there; nothing is sent."""
     if near is None:
-        return socket.gethostbyname(socket.gethostname())
+        return numeric_host(None)
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -47,9 +47,10 @@ class Node:
         self._joining: Joining | None = None
         self._past: set[str] = set()
         self._reachable: frozenset[str] = frozenset()
-        self._freezes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._freezes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._is_closed = False
         self._num_put_off = 0
+        self._stood = ""  # how long this process has not run, if that may have been silence
         threading.Thread(target=self._run_freezes, name="fc-members-freeze", daemon=True).start()
         self.loop.start()
 
@@ -95,6 +96,7 @@ class Node:
         self._door.close()
         self._peers.close(farewell)
         self.requests.close()
+        self._freezes.put(None)
         self.loop.stop()
 
     def close_in_child(self) -> None:
@@ -163,7 +165,7 @@ class Node:
         self.loop.call(lambda: self.close({"type": "goodbye", "reason": type(error).__name__}))
 
     def reason(self, uid: str) -> str:
-        return self._peers.reason(uid)
+        return self._stood if uid == self.me.uid else self._peers.reason(uid)
 
     # Listener: what the connections say.
 
@@ -226,6 +228,8 @@ class Node:
         self._agreement.tick(now)
 
     def _stood_still(self, seconds: float) -> None:
+        if seconds > self._silence_s / 2:
+            self._stood = f"it stood still for {seconds:.1f} s, and silence is {self._silence_s:g} s"
         self._peers.stood_still(seconds)
 
     def _broke(self, error: Exception) -> None:
@@ -237,8 +241,7 @@ class Node:
         self.close(None)
 
     def _run_freezes(self) -> None:
-        while True:
-            then = self._freezes.get()
+        while (then := self._freezes.get()) is not None:
             try:
                 self.on_freeze()
             except Exception as error:

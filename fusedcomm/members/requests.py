@@ -76,10 +76,13 @@ class Requests:
     def lose(self, uid: str) -> None:
         """Ends all requests to and from the process."""
         with self._lock:
+            idle = self._idle.pop(uid, [])
             connections = list(self._open.get(uid, ()))
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        for connection in idle:
+            self._discard(uid, connection)
 
     def close(self) -> None:
         for uid in list(self._open):

@@ -11,6 +11,8 @@ a rank joins        at a boundary between two steps: before_pass()
 import contextlib
 import dataclasses
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ class Training(Views, Runs):
             "model": sorted(model),
             **also_agree,
         }
-        self._native: _C.GradReducer | None = None
+        self._native: Callable[[], _C.GradReducer | None] = lambda: None  # it holds this object
         self._pending: Decision | None = None
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._noise_step = 0  # the synchronizer's number of the step under way
@@ -84,7 +86,7 @@ class Training(Views, Runs):
 
     def start(self, native: "_C.GradReducer") -> None:
         """Call it when the native reducer is made."""
-        self._native = native
+        self._native = weakref.ref(native)
         native.use(finish=self.finish, recover=self.recover)
         native.observe(self.session.native_device, self.before_pass)
 
@@ -158,6 +160,8 @@ class Training(Views, Runs):
     def before_pass(self) -> None:
         """Installs the view that begins with this step, if one does."""
         self._refuse_missing()
+        self._compare_places()
+        self._noise_step = self.session.synchronizer.step
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
             self._pending = None
@@ -172,8 +176,9 @@ class Training(Views, Runs):
 
     def _hand_over(self) -> "_C.Synchronizer":
         """Gives the reducer the present session."""
-        assert self._native is not None
-        self._native.set_ranks(self.session.synchronizer, self.session.store("reducer"))
+        native = self._native()
+        assert native is not None
+        native.set_ranks(self.session.synchronizer, self.session.store("reducer"))
         return self.session.synchronizer
 
     def finish(self) -> bool:
@@ -208,7 +213,6 @@ class Training(Views, Runs):
 
     def _begin_step(self) -> None:
         self._num_shared = self.members.begin_step()
-        self._noise_step = self.session.synchronizer.step
         if self.members.microbatches is not None:
             self.session.weights.set(float(self.members.weighs))
 

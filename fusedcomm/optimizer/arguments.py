@@ -9,6 +9,7 @@ import torch
 from fusedcomm.config import AUTO, Config
 from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
+from fusedcomm.members.training import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.parameters import NamedParameter
@@ -27,10 +28,15 @@ def check_reducer(reducer: object) -> None:
             "rank is left to own a part: wrap its module in a fusedcomm.DataParallel in its place"
         )
     reducer.refuse_detached("no optimizer can own its parameters")
+    if isinstance(reducer.runs, Training):
+        raise ValueError(
+            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves: "
+            "make the GradReducer without members"
+        )
     if reducer.runs is not reducer.session:
         raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
-            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
+            "fusedcomm: a ShardedOptimizer needs its wire and buckets from the start, and this GradReducer searches "
+            "for them: name its config and its bucket_mib in place of 'auto'"
         )
 
 

@@ -328,13 +328,16 @@ class DataParallel(DistributedDataParallel):
     # ---- copies
 
     def __getstate__(self) -> dict:
-        """As DDP: raises RuntimeError for another group than the default one."""
-        state = super().__getstate__()
-        state.pop("broadcast_buffers", None)  # a property
+        """As DDP: raises RuntimeError for another group than the default one. With members no group is needed: a copy
+        only computes, and refuses gradients."""
+        has_members = self._options["members"] is not None
+        state = self.__dict__.copy() if has_members else super().__getstate__()
+        for name in ("broadcast_buffers", "process_group", "reducer", "logger"):  # the first is a property
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict) -> None:
-        self.process_group = group_of(None, None)
+        self.process_group = None if state["_options"]["members"] is not None else group_of(None, None)
         nn.Module.__setstate__(self, state)
         self.logger, self.reducer = None, DdpReducer(self.comm)
         self._was_taken_over = False

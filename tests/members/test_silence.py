@@ -21,7 +21,10 @@ def test_a_process_that_stood_still_is_expelled(tmp_path):
         crew.signal("m0", signal.SIGSTOP)
         crew.wait_steps(["m1", "m2"], 2)
         crew.signal("m0", signal.SIGCONT)
-        assert crew.wait_error("m0")["kind"] == "ExpelledError"
+        error = crew.wait_error("m0")
+        assert error["kind"] == "ExpelledError"
+        assert "it stood still for " in error["text"] and "and silence is 1.5 s" in error["text"]
+        assert "holds Python's interpreter: then give Members(silence=…) more" in error["text"]
         crew.wait_steps(["m1", "m2"], 2)
 
 

@@ -130,13 +130,18 @@ def members(rank, world_size):
     text = refusal(fusedcomm.ShardedOptimizer, reducer, torch.optim.SGD, lr=0.1, quiet=True)
     reducer.detach()
     of_job.leave()
-    return text
+    search = fusedcomm.GradReducer(Mlp(), "fp32", bucket_mib="auto", quiet=True)
+    other = refusal(fusedcomm.ShardedOptimizer, search, torch.optim.SGD, lr=0.1, quiet=True)
+    search.detach()
+    return text, other
 
 
-def test_members_are_refused_since_a_lost_owner_takes_its_state_with_it(ranks):
-    for text in ranks.run(members, world_size=2):
+def test_members_and_searches_are_refused_each_with_its_reason(ranks):
+    for text, other in ranks.run(members, world_size=2):
         assert text.startswith("ValueError: fusedcomm: a ShardedOptimizer needs ranks that stay"), text
-        assert "without members" in text
+        assert "without members" in text and "bucket" not in text
+        assert other.startswith("ValueError: fusedcomm: a ShardedOptimizer needs its wire and buckets from"), other
+        assert "members" not in other and "in place of 'auto'" in other
 
 
 # Arguments on rank 0 and on the others, and words of the error of all.
