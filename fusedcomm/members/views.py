@@ -172,10 +172,10 @@ class Views(abc.ABC):
         plane, began = self.members.plane, time.monotonic()
         self._missing = {"the state"}  # until the subclass knows what the others carry
         decision = plane.join(address, self._record())
-        own, joined = plane.member.uid, list(decision.joined)
+        joined = list(decision.joined)
         while not self._install(decision, began):
             decision = plane.recover()
-            if own in [member.uid for member in decision.joined]:  # else it has joined with the view before
+            if plane.member.uid in [member.uid for member in decision.joined]:  # else it has joined with the view before
                 joined = list(decision.joined)
         self.step = decision.view.step
         uids = [member.uid for member in joined]
