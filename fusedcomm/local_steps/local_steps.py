@@ -178,9 +178,16 @@ class LocalSteps:
     @alone
     def _begin_equal(self, group: dist.ProcessGroup) -> None:
         """Gives every rank the first rank's parameters, which are the first merged state."""
-        for fragment in self.fragments:
-            if group.size() > 1:
+
+        def broadcast() -> None:
+            for fragment in self.fragments:
                 dist.broadcast(fragment.anchor, group=group, group_src=0)
+
+        if self.merging is not None:
+            self.merging.take_first_anchors()
+        elif group.size() > 1:
+            self.session.call(broadcast, "LocalSteps(…)")
+        for fragment in self.fragments:
             fragment.write(fragment.anchor)
 
     @alone

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import json
 import os
 import socket
 import time
@@ -14,15 +13,16 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import env, log
-from fusedcomm.config import check
+from fusedcomm.config import check, choose_stall_after
 from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
 from fusedcomm.members.door import numeric_host
 from fusedcomm.members.packed import pack
 from fusedcomm.members.place import check_state, share_of
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import groups, torch_groups
+from fusedcomm.ranks import agreement, groups, torch_groups
 from fusedcomm.ranks.own_group import OwnGroup, served_store
+from fusedcomm.ranks.peers import Peers, private_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -121,7 +121,8 @@ class Members:
             "process": groups.describe_own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        job = None if join is not None else self._common_job()
+        gather = None if join is not None else _gathering(timeout)
+        job = None if gather is None else self._common_job(gather)
         self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
         self._noted: set[str] = set()
         if self._file is not None:
@@ -141,8 +142,8 @@ class Members:
         self.first_step = 0
         """The step at which the training began that these members do: of the state that was loaded."""
         self._is_made = True
-        if join is None:
-            self._found()
+        if gather is not None:
+            self._found(gather)
 
     # ---- what users read
 
@@ -343,9 +344,8 @@ class Members:
         own, first = self.plane.member, view.members[0]
         host, port = first.info["store"]
         own_timeout = datetime.timedelta(seconds=first.info["timeout_s"])  # of sums: the same on all
-        is_host = first.uid == own.uid
-        timeout = datetime.timedelta(seconds=60)
-        store = self._store if is_host else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        # A client for each view: a thread that an earlier view has left behind holds its client while it waits there.
+        store = dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=60))
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
         backends = {"cpu": groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)}
@@ -368,28 +368,23 @@ class Members:
                         break
                     time.sleep(_POLL_S)
 
-    def _common_job(self) -> str:
+    def _common_job(self, gather: Callable[[str, object], list]) -> str:
         """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs."""
-        self._start = groups.private_store(dist.group.WORLD).under("members")
-        if dist.get_rank() == 0:
-            why = ""
-            try:
-                if self._file is not None:
-                    addresses.refuse_a_running_job(self._file)
-            except RuntimeError as error:
-                why = str(error)
-            self._start.set("job", json.dumps({"job": uuid.uuid4().hex, "why": why}))
-        told = json.loads(self._start.get("job"))
+        why = ""
+        try:
+            if self._file is not None and dist.get_rank() == 0:
+                addresses.refuse_a_running_job(self._file)
+        except RuntimeError as error:
+            why = str(error)
+        told = gather("job", {"job": uuid.uuid4().hex, "why": why})[0]
         if told["why"]:
             raise RuntimeError(told["why"])
         return told["job"]
 
-    def _found(self) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self._start.set(str(rank), json.dumps(self.plane.member.to_json()))
-        told = [json.loads(self._start.get(str(other))) for other in range(size)]
+    def _found(self, gather: Callable[[str, object], list]) -> None:
+        told = gather("members", self.plane.member.to_json())
         store = groups.innermost_store(dist.group.WORLD)
-        if rank == 0 and isinstance(store, dist.TCPStore):
+        if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
 
@@ -399,6 +394,15 @@ _PUBLIC = (
     *("on_change", "portion", "rank", "ranks", "share", "size", "state_dict", "step", "view"),
 )
 """What dir() shows."""
+
+
+def _gathering(timeout: datetime.timedelta) -> Callable[[str, object], list]:
+    """gather(key, record) returns the records of all ranks that begin. A rank that is lost before it has called it is
+    named on the others. A collective call."""
+    group, what = dist.group.WORLD, "making its Members"
+    store = private_store(group, timeout, what)
+    peers = Peers(group, store, timeout, choose_stall_after(None, timeout.total_seconds()))
+    return lambda key, record: agreement.gather(peers, store.under(key), record, what)
 
 
 def _init_process_group() -> None:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -167,12 +167,27 @@ class Training(Views, Runs):
             self._pending = None
             if decision is None:
                 return
-            began, old = time.monotonic(), self.session.synchronizer
-            old.wait_until_idle(ENDING_S)  # the optimizer, too: a rank that joins reads its parameters
-            self._install_one(decision, began)
-            self.session.synchronizer.take_over(old)
-            self._hand_over()
-            self._tell()
+            self._go_over(decision)
+
+    def _go_over(self, decision: Decision) -> None:
+        """Enters the next view between two steps."""
+        began, old = time.monotonic(), self.session.synchronizer
+        old.wait_until_idle(ENDING_S)  # the optimizer, too: a rank that joins reads its parameters
+        self._install_one(decision, began)
+        self.session.synchronizer.take_over(old)
+        self._hand_over()
+        self._tell()
+
+    def begin_equal(self, without: Collection[str]) -> None:
+        """Gives the founders the first rank's parameters and buffers, but for those of these names."""
+        with self._going_on():
+            for tensors in self.first_state((_MODEL, _BUFFERS), self._go_over):
+                self._write({name: tensor for name, tensor in tensors.items() if name not in without})
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self._model[name].copy_(tensor)
 
     def _hand_over(self) -> "_C.Synchronizer":
         """Gives the reducer the present session."""
@@ -249,10 +264,7 @@ class Training(Views, Runs):
     def _take_state(self, joined: list[str]) -> None:
         """Takes the others' state, in a rank that joins with the processes of these uids."""
         said, tensors = self._received(_MODEL)
-        tensors |= self._received(_BUFFERS)[1]
-        with torch.no_grad():
-            for name, tensor in self._model.items():
-                tensor.copy_(tensors[name])
+        self._write(tensors | self._received(_BUFFERS)[1])
         self._missing = set(said["carries"])
         self.members.num_microbatches = said["microbatches"]
         self._num_shared = said["shared out"]

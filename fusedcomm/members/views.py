@@ -8,13 +8,13 @@ import abc
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fusedcomm.members import state
-from fusedcomm.members.errors import DamagedError
+from fusedcomm.members.errors import DamagedError, MemberLostError
 from fusedcomm.members.keeping import why_not
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
 from fusedcomm.members.packed import unpack
@@ -140,6 +140,8 @@ class Views(abc.ABC):
         self._has_told.wait(INSTALL_TIMEOUT_S)  # callbacks may change what a rank that joins gets
         if step != self.step:
             raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
+        if self._missing:
+            raise LookupError(f"this member waits itself for {sorted(self._missing)}")
         carried, value = self.members.carried, self._own_state(name)
         if value is None:
             if name not in carried:
@@ -187,15 +189,40 @@ class Views(abc.ABC):
         plane, began = self.members.plane, time.monotonic()
         self._missing = {"the state"}  # until the subclass knows what the others carry
         decision = plane.join(address, self._record())
-        own, joined = plane.member.uid, list(decision.joined)
+        joined = list(decision.joined)
         while not self._install(decision, began):
             decision = plane.recover()
-            if own in [member.uid for member in decision.joined]:  # else it has joined with the view before
+            if plane.member.uid in [
+                member.uid for member in decision.joined
+            ]:  # else it has joined with the view before
                 joined = list(decision.joined)
         self.step = decision.view.step
         uids = [member.uid for member in joined]
         self._sources = [member for member in decision.view.members if member.uid not in uids]
         return uids
+
+    def first_state(self, names: Sequence[str], go_over: Callable[[Decision], object]) -> list[Any]:
+        """The first rank's objects of these names, in a founder, before the first step; empty in the first rank itself.
+
+        go_over: enters the next view. If the first rank is lost, the next one has taken its objects, or its own count.
+        """
+        plane = self.members.plane
+        self._missing = {"the first rank's state"}  # until it has that, this rank gives nobody its own
+        try:
+            while (first := self.members.current.members[0]).uid != plane.member.uid:
+                self._sources = [first]
+                try:
+                    return [self._received(name)[1] for name in names]
+                except LookupError:  # it takes the state itself
+                    if not plane.is_superseded(self.members.current):
+                        time.sleep(_POLL_S)
+                        continue
+                except MemberLostError:
+                    pass
+                go_over(plane.recover())
+            return []
+        finally:
+            self._missing = set()
 
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""

@@ -15,6 +15,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
 from fusedcomm.members.members import Members
+from fusedcomm.members.training import Training
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer import replicas
 from fusedcomm.reducer.ddp_arguments import (
@@ -233,16 +234,25 @@ class DataParallel(DistributedDataParallel):
             "broadcast_buffers": [with_buffers, self.forward_sync_buffers],
             "static_graph": self.static_graph,
         }
-        replicas.compare(self.comm.session, self.module, self.parameters_to_ignore, options)
-        if init_sync:
-            _sync_module_states(
+        session, ignored = self.comm.session, self.parameters_to_ignore
+        replicas.compare(session, self.module, ignored, options)
+        if not init_sync:
+            return
+        if isinstance(self.comm.runs, Training):
+            names = [name for name, _ in self.module.named_buffers() if not with_buffers or name in ignored]
+            self.comm.runs.begin_equal(without=[f"buffer {name}" for name in names])
+            return
+        session.call(
+            lambda: _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,
                 broadcast_bucket_size=self.broadcast_bucket_size,
                 src=0,
-                params_and_buffers_to_ignore=self.parameters_to_ignore,
+                params_and_buffers_to_ignore=ignored,
                 broadcast_buffers=with_buffers,
-            )
+            ),
+            "DataParallel(…)",
+        )
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -130,6 +130,9 @@ def tensors_of(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch
     """What a rank that joins gets of the model, by name: the parameters, and a module's buffers."""
     tensors = {f"parameter {name}": tensor for name, tensor in named}
     if isinstance(module_or_named_parameters, nn.Module):
+        ignored = getattr(module_or_named_parameters, "_ddp_params_and_buffers_to_ignore", ())
+        whole = module_or_named_parameters.named_parameters()  # also those that cannot have gradients
+        tensors |= {f"parameter {name}": parameter for name, parameter in whole if not is_ignored(name, ignored)}
         tensors |= {f"buffer {name}": buffer for name, buffer in module_or_named_parameters.named_buffers()}
     return tensors
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fusedcomm import env
 from fusedcomm.config import OFF, Config, LocalOptions, choose_stall_after
 from fusedcomm.ranks import agreement, groups
-from fusedcomm.ranks.peers import Peers
+from fusedcomm.ranks.peers import Peers, private_store
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.plan import Plan, predicted_rows
 from fusedcomm.session.runs import Runs
@@ -27,7 +27,7 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     record = {**agreement.versions(), "device": device.type, "world size": group.size(), "wire": OFF}
     with contextlib.suppress(RuntimeError):  # the group has no backend for the device, which torch itself reports
         timeout = groups.group_timeout(group, device)
-    store = groups.private_store(group, timeout)
+    store = private_store(group, timeout)
     peers = Peers(group, store, timeout, choose_stall_after(local.stall_after, timeout.total_seconds()))
     peers.doing("attaching: comparing its configuration with the others'")
     agreement.agree_to_attach(peers, store.under("plan"), record, problem)

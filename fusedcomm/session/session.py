@@ -19,7 +19,7 @@ from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
-from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
+from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
 from fusedcomm.session.record import record_of
@@ -146,7 +146,7 @@ class Session(Runs):
         record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
         with contextlib.suppress(Exception):  # no backend for the device: check_backend says so below
             timeout = groups.group_timeout(self.process_group, self.device)
-        self._store = store = groups.private_store(self.process_group, timeout)
+        self._store = store = private_store(self.process_group, timeout)
         try:
             if problem is not None:
                 raise problem
@@ -368,11 +368,15 @@ class Session(Runs):
             for tensor in tensors:
                 dist.all_reduce(tensor, group=self.process_group)
 
+        self.call(reduce, what)
+
+    def call(self, collective: Callable[[], object], what: str) -> None:
+        """Calls a collective of torch's over the group, whose error names a rank that is lost. `what`: in reports."""
         with self.calling(what):
             if self.device.type == "cpu":
-                self.peers.call(reduce, f"in {what}", is_watched=self._is_watched)
+                self.peers.call(collective, f"in {what}", is_watched=self._is_watched)
             else:
-                reduce()  # only enqueues, and does not wait
+                collective()  # only enqueues, and does not wait
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
         """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.

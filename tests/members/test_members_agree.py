@@ -89,9 +89,10 @@ class Process:
         self.gate.set_gone(number)
 
     def put_off(self, number):
-        self.gate.put_off()
-        self.rules = self.rules.of_a_joiner_again(number)
-        self.waits_to_join = True
+        is_put_off = self.gate.put_off()
+        if is_put_off:
+            self.world.rename(self, f"{self.uid}+")
+        return is_put_off
 
     def send_away(self, uid):
         pass
@@ -216,6 +217,15 @@ class World:
         self.processes[uid] = Process(self, uid)
         return self.processes[uid]
 
+    def rename(self, process: Process, uid: str) -> None:
+        """The process joins anew by this uid; to the others the old one has ended."""
+        old, fresh = process.uid, Process(self, uid)
+        self.processes[old], self.processes[uid] = Process(self, old), process
+        self.processes[old].ended = True
+        process.uid, process.member, process.waits_to_join = uid, fresh.member, True
+        process.rules = Agreement(uid, self.min_ranks, process)
+        self.cuts |= {frozenset({uid, *pair} - {old}) for pair in self.cuts if old in pair}
+
     def is_cut(self, a: str, b: str) -> bool:
         return frozenset((a, b)) in self.cuts
 
@@ -312,8 +322,11 @@ class World:
                 joiner.waits_to_join = True
 
     def kill(self) -> None:
-        if len(self.alive()) > self.min_ranks:
-            self.random.choice(self.alive()).ended = True
+        alive = self.alive()
+        victim = self.random.choice(alive) if alive else None
+        with_state = [process for process in alive if process.values and process is not victim]
+        if len(with_state) >= self.min_ranks:
+            victim.ended = True
 
     def break_link(self) -> None:
         if self.links:

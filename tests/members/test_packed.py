@@ -112,9 +112,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_sent_is_named_where_it_is(name):
     make, text = REFUSED[name]
-    with pytest.raises(
-        TypeError, match=f"^fusedcomm: .*{text}.*, and another rank cannot be given that, but tensors"
-    ):
+    with pytest.raises(TypeError, match=f"^fusedcomm: .*{text}.*, and another rank cannot be given that, but tensors"):
         pack(make(), "it")
 
 
