@@ -24,7 +24,8 @@ def sgd(model):
 
 
 def attached(model):
-    model.__dict__["ddp"] = ddp = DistributedDataParallel(model)  # lives as long as the model
+    ddp = DistributedDataParallel(model)
+    model.__dict__.setdefault("ddps", []).append(ddp)  # lives as long as the model
     return fusedcomm.attach(ddp, "bf16", quiet=True)
 
 
@@ -58,7 +59,7 @@ def pairs(rank, world_size):
         detach(made)
         detach(later)
         del made, later
-        model.__dict__.pop("ddp", None)
+        model.__dict__.pop("ddps", None)
         gc.collect()  # a DistributedDataParallel, and a distributed optimizer
         detach(FRONT_ENDS[second](model))
     hvd.shutdown()

@@ -300,7 +300,7 @@ def trained(rank, model, comm, steps):
 
 
 def resumed_twice(rank, world_size, make, config):
-    """Whether a run that was saved, loaded, saved at once, and loaded again goes on with the bits of one that was not."""
+    """Whether a run that was saved, loaded, saved at once and loaded again has the bits of one that went on."""
     model, comm = make(config)
     trained(rank, model, comm, range(3))
     states = [getattr(each, "state_dict", dict)() for each in (model, comm, getattr(model, "optimizer", None))]
