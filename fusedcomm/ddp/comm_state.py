@@ -49,7 +49,7 @@ class CommState(Sealed):
         TypeError: `config` is of another type.
     """
 
-    _shows = ("config", "load_state_dict", "process_group", "state_dict", "stats")
+    _shows: tuple[str, ...] = ("config", "load_state_dict", "process_group", "state_dict", "stats")
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class FsdpHandle(CommHandle):
     """
 
     _runs: Meshes | None
-    _shows = ("clip_grad_norm_", "grad_norm")
+    _shows: tuple[str, ...] = ("clip_grad_norm_", "grad_norm")
 
     def __init__(self, model: nn.Module, meshes: list[MeshSums]) -> None:
         super().__init__(Meshes(meshes))

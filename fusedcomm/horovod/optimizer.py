@@ -50,10 +50,13 @@ def DistributedOptimizer(
     weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
         the attribute `weight` of what is returned before backward passes. Average only.
 
-    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible and before
-    hvd.init(), NotImplementedError for Adasum over some of the ranks or a number of ranks that is no power of 2. Its
-    synchronize() and step() raise HorovodInternalError if the ranks disagree or one is lost, and a backward pass raises
-    AssertionError if it is one too many for backward_passes_per_step.
+    It takes the place of an older one with one of its parameters, whose step() then raises RuntimeError.
+
+    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible, before
+    hvd.init(), and if something else synchronizes a parameter, NotImplementedError for Adasum over some of the ranks or
+    a number of ranks that is no power of 2. Its synchronize() and step() raise HorovodInternalError if the ranks
+    disagree or one is lost, and a backward pass raises AssertionError if it is one too many for
+    backward_passes_per_step.
     """
     check_compression(compression)
     if gradient_predivide_factor != 1.0 and (op != Average):

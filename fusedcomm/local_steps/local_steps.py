@@ -80,11 +80,11 @@ class LocalSteps(Surface):
         quiet: whether rank 0 does not report the plan.
 
     Raises:
-        ValueError, TypeError: an argument is not possible; the text says what is.
+        ValueError, TypeError: an argument is not possible, or another front end serves a parameter; the text says it.
         RuntimeError: the ranks do not agree (the same text on every rank), or the engine cannot run.
     """
 
-    _shows = ("add_weight", "finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
+    _shows: tuple[str, ...] = ("add_weight", "finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
     _kind = serves_as = "LocalSteps"
     steps = turns = num_messages = num_missed = _finished_at = 0
     merging: Merging | None = None

@@ -95,7 +95,7 @@ class GradReducer(GradientNorms):
 
     _kind = "GradReducer"
     _anew = "make a new GradReducer"
-    _shows = ("no_sync", "shadow_pass")
+    _shows: tuple[str, ...] = ("no_sync", "shadow_pass")
     serves_as = "a fusedcomm.GradReducer"
     place: Place = "alone"
     was_taken_over = False

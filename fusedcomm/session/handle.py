@@ -29,7 +29,7 @@ class CommHandle(Surface):
     its ``detach()`` does nothing, and every other method raises RuntimeError. The original stays attached.
     """
 
-    _shows = (
+    _shows: tuple[str, ...] = (
         "is_copy",
         "load_state_dict",
         "nonfinite_report",

@@ -20,7 +20,7 @@ _other_norms: set[float] = set()
 class GradientNorms(CommHandle):
     """A handle with ``grad_norm()`` and ``clip_grad_norm_()``."""
 
-    _shows = ("clip_grad_norm_", "grad_norm")
+    _shows: tuple[str, ...] = ("clip_grad_norm_", "grad_norm")
 
     def grad_norm(
         self,

@@ -38,7 +38,7 @@ class Sealed:
 class Surface(Sealed):
     """A handle that is attached until :meth:`detach`."""
 
-    _shows = ("detach", "is_attached")
+    _shows: tuple[str, ...] = ("detach", "is_attached")
     _kind = "handle"
     """What errors call the object."""
     _anew = "make another one"
