@@ -10,7 +10,7 @@ from fusedcomm.autotune.search import loaded
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import OFF, Config, LocalOptions, local_options
-from fusedcomm.ddp.handle import Handle, handles, targets
+from fusedcomm.ddp.handle import Handle, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
     forget_refused_hooks,
@@ -24,6 +24,7 @@ from fusedcomm.ddp.module import (
 from fusedcomm.native import _C
 from fusedcomm.session.off import OffSession, told
 from fusedcomm.session.parameters import device_of, synchronized_parameters
+from fusedcomm.session.served import refuse_served
 from fusedcomm.session.session import Session
 
 
@@ -38,17 +39,14 @@ def attach(
 
     Raises:
         TypeError: `ddp` is not a DistributedDataParallel, or `config` is of another type.
-        ValueError: an argument is out of range, or two cannot be combined.
+        ValueError: an argument is out of range, two cannot be combined, or another front end serves a parameter.
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
     _check_module(ddp)
     with told(ddp.process_group):
-        if ddp in handles:
-            raise RuntimeError(
-                "fusedcomm: this module already has fusedcomm attached; call .detach() on the handle before attaching "
-                "again"
-            )
+        named = named_tensors(ddp.module, ddp.parameters_to_ignore)
+        refuse_served(named, Handle.serves_as, Handle.place)
         wanted = chosen(config)
         is_off = wanted == OFF
         local = local_options(local)
@@ -57,7 +55,6 @@ def attach(
         configs = [Config("fp32") if is_off else wanted]
         if space is not None:
             configs = [space.config(each) for each in space.first]
-        named = named_tensors(ddp.module, ddp.parameters_to_ignore)
         device = device_of(named)
         if ddp in targets:
             forget_refused_hooks(ddp)

@@ -157,12 +157,14 @@ class Merging(Views):
 
     # ---- called on the main thread
 
+    @torch.no_grad()
     def take_first_anchors(self) -> None:
         """Takes the first rank's parameters, in a founder."""
         for merged in self.first_state([_MERGED], lambda decision: self.recover("", decision)):
             for fragment, anchor in zip(self._of.fragments, merged["anchors"], strict=True):
                 fragment.anchor.copy_(anchor)
 
+    @torch.no_grad()
     def take_state(self) -> None:
         """Takes the merged state, in a rank that joins; its parameters begin as this state."""
         of = self._of

@@ -23,6 +23,7 @@ from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.ranks import agreement, groups, torch_groups
 from fusedcomm.ranks.own_group import OwnGroup, served_store
 from fusedcomm.ranks.peers import Peers, private_store
+from fusedcomm.session.surface import Sealed
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -36,7 +37,7 @@ INSTALL_TIMEOUT_S = 1800.0
 """Seconds that the members of a new view wait for the last of them, which may be in a long forward pass."""
 
 
-class Members:
+class Members(Sealed):
     """The ranks that train together, which may be lost and may join while training runs.
 
     ::
@@ -80,6 +81,11 @@ class Members:
         joins: where this process joins; None if it is one of those that began.
         plane: how the members agree, for fusedcomm itself.
     """
+
+    _shows = (
+        *("address", "carry", "joins", "leave", "load_state_dict", "microbatches", "min_ranks", "num_microbatches"),
+        *("on_change", "portion", "rank", "ranks", "share", "size", "state_dict", "step", "view"),
+    )
 
     def __init__(
         self,
@@ -141,7 +147,7 @@ class Members:
         """Whether this rank's microbatches count, where their number is kept."""
         self.first_step = 0
         """The step at which the training began that these members do: of the state that was loaded."""
-        self._is_made = True
+        self._seal()
         if gather is not None:
             self._found(gather)
 
@@ -266,14 +272,6 @@ class Members:
             f"{self.step}{left}>"
         )
 
-    def __dir__(self) -> list[str]:
-        return sorted(_PUBLIC)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if "_is_made" in vars(self) and not (name.startswith("_") or name in vars(self) or hasattr(type(self), name)):
-            raise AttributeError(f"fusedcomm.Members has no {name!r} to set, but {', '.join(_PUBLIC)}")
-        super().__setattr__(name, value)
-
     def __getattr__(self, name: str) -> Any:
         if "plane" not in vars(self) and not name.startswith("__"):
             raise RuntimeError(
@@ -281,7 +279,7 @@ class Members:
                 "them. A copy is none of the members: wrap the copied module with Members of its own, or only call it "
                 "without gradients"
             )
-        raise AttributeError(f"fusedcomm.Members has no {name!r}, but {', '.join(_PUBLIC)}")
+        raise AttributeError(f"fusedcomm.Members has no {name!r}, but {', '.join(dir(self))}")
 
     def __reduce__(self) -> tuple:
         return object.__new__, (type(self),)
@@ -387,13 +385,6 @@ class Members:
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
-
-
-_PUBLIC = (
-    *("address", "carry", "joins", "leave", "load_state_dict", "microbatches", "min_ranks", "num_microbatches"),
-    *("on_change", "portion", "rank", "ranks", "share", "size", "state_dict", "step", "view"),
-)
-"""What dir() shows."""
 
 
 def _gathering(timeout: datetime.timedelta) -> Callable[[str, object], list]:

@@ -32,6 +32,7 @@ from fusedcomm.session.norm import GradientNorms, Measured
 from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 
@@ -100,6 +101,11 @@ class GradReducer(GradientNorms):
 
     _kind = "GradReducer"
     _anew = "make a new GradReducer"
+    _shows: tuple[str, ...] = ("no_sync", "shadow_pass")
+    serves_as = "a fusedcomm.GradReducer"
+    place: Place = "alone"
+    was_taken_over = False
+    """Whether a newer DataParallel has the parameters."""
 
     def __init__(
         self,
@@ -179,6 +185,8 @@ class GradReducer(GradientNorms):
             self._module_of = weakref.ref(module_or_named_parameters)
             self._watch = ParameterWatch(module_or_named_parameters)
             self._ignored = ignored_names(module_or_named_parameters)
+        serve(self)
+        self._seal()
         if every > 1:
             self.note_passes()
         if self.session.rank == 0:
