@@ -101,8 +101,14 @@ class Exchange:
         return _in_row(rows[piece.owner * self.unit.row_numel :], piece)
 
     def _flat(self, target: int, tensor: torch.Tensor) -> torch.Tensor:
-        """[numel] of a tensor with a parameter's shape: a view, or a copy where it lies otherwise."""
-        return in_memory_order(laid_out(tensor.detach(), self._targets[target].layout))
+        """[numel] of a parameter or its gradient: a view, or a copy where it lies otherwise than the parameter did."""
+        found = self._targets[target]
+        if tensor.shape != found.layout.shape:
+            raise RuntimeError(
+                f"{found.name} or its gradient has the shape {list(tensor.shape)}, and the parameter had "
+                f"{list(found.layout.shape)}: make the GradReducer and the ShardedOptimizer anew"
+            )
+        return in_memory_order(laid_out(tensor.detach(), found.layout))
 
     def _in_parameter(self, piece: Piece) -> torch.Tensor:
         """A piece in its parameter, wherever that lies now."""
@@ -111,8 +117,8 @@ class Exchange:
     def _now(self) -> torch.Tensor:
         """A copy of this rank's elements of the parameters: fp32 [row_numel]."""
         now = torch.zeros_like(self.owned)
-        for piece in self._own:
-            _in_row(now, piece).copy_(self._in_parameter(piece))
+        if self._own:
+            torch._foreach_copy_([_in_row(now, piece) for piece in self._own], list(map(self._in_parameter, self._own)))
         return now
 
     def _view(self, row: torch.Tensor, piece: Piece) -> torch.Tensor:

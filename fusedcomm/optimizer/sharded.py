@@ -52,8 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         update: the wire of the updates. "fp32" sends new values exactly, and "bf16" those of bf16 parameters. Else a
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
         overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
-            backward() and step(): no clipping, no GradScaler, no change of hyperparameters. None: if the reducer does
-            not look for unused parameters.
+            backward() and step(): no clipping, no GradScaler, no change of parameters or rates. Not possible with
+            optimizers that count their steps, nor with a reducer that looks for unused parameters. None: if possible.
         whole: whether a rank owns whole parameters. None: by the class.
         quiet: whether rank 0 does not report the plan.
         defaults: the optimizer's own arguments, ``lr=1e-3`` for example.
@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         RuntimeError: the reducer has made a pass, has a ShardedOptimizer already, or the ranks do not agree.
 
     ``step()`` raises RuntimeError on every rank if there was no backward pass before it, if some ranks do not call it,
-    or if gradients were changed since the backward pass.
+    or if gradients were changed since the backward pass, with overlap also parameters and hyperparameters.
     """
 
     _step_supports_amp_scaling = True  # so a GradScaler calls step() in any case, and says what it has found

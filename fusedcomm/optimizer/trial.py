@@ -81,7 +81,10 @@ def _try(
         seen.append(_words(optimizer))
         for p in params:
             p.grad = torch.full_like(p, gradient)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception:  # it steps no small parameters, so nothing is known
+            return [], {}
     seen.append(_words(optimizer))
     # The first step may note what a later one need not find out again, but not in a group.
     changed = [key for key, value in seen[-1].items() if value != seen[0 if key.startswith(_GROUPS) else 1].get(key)]
