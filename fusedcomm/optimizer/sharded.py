@@ -16,8 +16,9 @@ from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State, StepError
-from fusedcomm.optimizer.parts import Target, units
+from fusedcomm.optimizer.parts import Target, fingerprint, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.optimizer.trial import changed_by_steps
 from fusedcomm.ranks import agreement
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
@@ -57,8 +58,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         update: the wire of the updates. "fp32" sends new values exactly, and "bf16" those of bf16 parameters. Else a
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
         overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
-            backward() and step(): no clipping, no GradScaler, no change of hyperparameters. None: if the reducer does
-            not look for unused parameters.
+            backward() and step(): no clipping, no GradScaler, no change of parameters or rates. Not possible with
+            optimizers that count their steps, nor with a reducer that looks for unused parameters. None: if possible.
         whole: whether a rank owns whole parameters. None: by the class.
         quiet: whether rank 0 does not report the plan.
         defaults: the optimizer's own arguments, ``lr=1e-3`` for example.
@@ -69,7 +70,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         RuntimeError: the reducer has made a pass, has a ShardedOptimizer already, or the ranks do not agree.
 
     ``step()`` raises RuntimeError on every rank if there was no backward pass before it, if some ranks do not call it,
-    or if gradients were changed since the backward pass.
+    or if gradients were changed since the backward pass, with overlap also parameters and hyperparameters.
     """
 
     _weight_is = "the GradReducer's: reducer.weight, or DataParallel's"
@@ -100,8 +101,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         except RuntimeError as error:
             raise problem or error from None
         self._update = Config(update, sum="two-shot", hosts=None)
-        self._overlaps = not found.finds_unused if overlap is None else overlap
-        old = found.session
+        old, changed = found.session, ""
         groups: list[dict[str, Any]] = []
         param_names: list[list[str] | None] = []
         self._targets: list[Target] = []
@@ -110,8 +110,15 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             groups = arguments.groups(found, params, optimizer_class, defaults)
             param_names = [group.pop("param_names", None) for group in groups]
             self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
-        except (TypeError, ValueError) as error:
+            changed = changed_by_steps(groups, self._targets, optimizer_class, defaults)
+            if changed and overlap:
+                raise ValueError(
+                    f"fusedcomm: {changed}, and with overlap it would be called several times in a step: leave out "
+                    "overlap=True"
+                )
+        except Exception as error:
             problem = error  # perhaps of this rank alone: the session tells the others
+        self._overlaps = not found.finds_unused and not changed if overlap is None else overlap
         self._updates = Session(
             self._update,
             old.process_group,
@@ -137,9 +144,16 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self._is_made = False
         try:
             self._owner = Owner(
-                self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
+                self.exchanges,
+                groups,
+                self._targets,
+                defaults,
+                old.device,
+                self._overlaps,
+                optimizer_class,
+                bool(changed),
             )
-            super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
+            super().__init__(self._owner.outer_groups(), self._owner.common_defaults())
         except Exception as error:  # the optimizer's own, perhaps on this rank alone
             problem = error
         try:
@@ -154,7 +168,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 group["param_names"] = names
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
-        self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
+        # Of each parameter's gradient in the pass: its id and version, and its fingerprint.
+        self._seen: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
         self._num_handed = 0
         self._is_ready = self._is_unscaled = False
         self._used: set[int] = set()
@@ -257,8 +272,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
             for target in targets:
-                grad = self._targets[target].tensor.grad
-                self._seen[target] = (0, 0) if grad is None else (id(grad), grad._version)
+                self._seen[target] = self._gradient_now(target)
             for index in self._of_bucket[self._num_handed]:
                 self.exchanges[index].take(of_bucket)
         for index in self._of_bucket[self._num_handed]:
@@ -295,14 +309,17 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "ShardedOptimizer.step() was called without a backward pass before it that was synchronized, or a "
                 "second time: call it once after each, on every rank"
             )
-        for target, seen in self._seen.items():
-            grad = self._targets[target].tensor.grad
-            if seen != ((0, 0) if grad is None else (id(grad), grad._version)):
-                native.refuse(
-                    f"the gradient of {self._targets[target].name} was changed or removed between backward() and "
-                    "step(). A ShardedOptimizer has summed it already: clip with optimizer.clip_grad_norm_(), and use "
-                    "fusedcomm.GradScaler in place of torch's"
-                )
+        if name := self._changed_gradient():
+            native.refuse(
+                f"the gradient of {name} was changed or removed between backward() and step(). A ShardedOptimizer has "
+                "summed it already: clip with optimizer.clip_grad_norm_(), and use fusedcomm.GradScaler in place of "
+                "torch's"
+            )
+        if written := self._owner.changed_parameters():
+            native.refuse(
+                f"parameters of a ShardedOptimizer were changed between backward() and step() (in {written}), and "
+                "owners have stepped already: change them before backward() or after step(), or give it overlap=False"
+            )
         hyperparameters = self._hyperparameters()
         if self._overlaps and hyperparameters != self._owner.hyperparameters:
             native.refuse(
@@ -313,19 +330,40 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             self._owner.step(hyperparameters, self._used, self._reducer.note_step)
         except StepError as error:
             native.refuse(str(error))
-        for group, given, inner in zip(self.param_groups, hyperparameters, self._owner.groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key != "params" and value is not given[key]})
+        if not self._overlaps:
+            for group, inner in zip(self.param_groups, self._owner.groups, strict=True):
+                group.update({key: value for key, value in inner.items() if key != "params"})
         self._synchronizer.step += 1
         self._end_pass()
+
+    def _gradient_now(self, target: int) -> tuple[tuple[int, int], torch.Tensor]:
+        grad = self._targets[target].tensor.grad
+        if grad is None:
+            return (0, 0), torch.zeros((), dtype=torch.int64, device=self._sums.device)
+        return (id(grad), grad._version), fingerprint(grad)
+
+    def _changed_gradient(self) -> str:
+        """The name of a parameter whose gradient is another than in the pass; empty if there is none. A write through
+        .data moves no version, so the values count, too."""
+        now = {target: self._gradient_now(target) for target in self._seen}
+        changed = [target for target, (seen, _) in self._seen.items() if seen != now[target][0]]
+        if not changed and now:
+            both = [torch.stack([bits for _, bits in each.values()]) for each in (self._seen, now)]
+            changed = [target for target, is_other in zip(now, (both[0] != both[1]).tolist(), strict=True) if is_other]
+        return self._targets[changed[0]].name if changed else ""
 
     def _end_pass(self) -> None:
         self._is_ready = self._is_unscaled = False
         self._seen.clear()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Of each group. Copies of tensors, which schedulers change in place."""
+        """Of each group. Where owners overlap, copies of tensors, which schedulers change in place."""
         return [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            {
+                k: v.clone() if self._overlaps and isinstance(v, torch.Tensor) else v
+                for k, v in group.items()
+                if k != "params"
+            }
             for group in self.param_groups
         ]
 
@@ -405,9 +443,12 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def state_dict(self) -> State:
         """The state in torch's format. Tensors of a parameter's shape are DTensors, Shard(0) over the ranks, which
         torch.distributed.checkpoint loads on any number of ranks; torch's get_optimizer_state_dict() takes it, too. An
-        owner's fp32 copy is "master". A collective call between steps. Raises RuntimeError, on every rank, if not all
-        ranks call it, or if one calls it between backward() and step() with overlap."""
+        owner's fp32 copy is "master", beside a fingerprint of the parameter, "written". A collective call between
+        steps. Raises RuntimeError, on every rank, if not all ranks call it, or if one calls it between backward() and
+        step() with overlap."""
         self._reducer.meet("state_dict()", self._why_within(), self._is_ready)
+        for exchange in self.exchanges:
+            exchange.refresh()
         return state.state_dict(self, self._owner, self.exchanges, self._targets, self._sums)
 
     def load_state_dict(self, state_dict: State) -> None:

@@ -248,7 +248,7 @@ def test_members_are_a_context_tell_what_they_are_and_take_no_name_that_they_lac
     assert found["repr"].startswith("<fusedcomm.Members: rank 0 of 1 at ") and found["repr"].endswith("step 1>")
     assert found["left"].endswith("step 1, has left>")
     assert "step" in found["dir"] and not [name for name in found["dir"] if name.startswith("_")]
-    assert "has no 'min_rank' to set, but address, " in found["misspelt"] and "has no 'adress', but" in found["read"]
+    assert "did you mean 'min_ranks'?" in found["misspelt"] and "has no 'adress', but" in found["read"]
     for name in ("ema", "deepcopy", "file"):
         assert "a copy of Members" in found[name] and "without gradients" in found[name]
     assert found["copy"] == "<fusedcomm.Members: a copy, and none of them>"

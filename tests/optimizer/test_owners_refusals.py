@@ -238,6 +238,19 @@ def other_rate(model, optimizer, reducer, rank):
     optimizer.step()
 
 
+def written(model, optimizer, reducer, rank):
+    loss_of(model, rank, 9).backward()
+    for p in model.parameters():
+        p.data = p.data + 0.25
+    optimizer.step()
+
+
+def written_gradient(model, optimizer, reducer, rank):
+    loss_of(model, rank, 9).backward()
+    model.wide.weight.grad.data.clamp_(-1e-4, 1e-4)
+    optimizer.step()
+
+
 def shadow(model, optimizer, reducer, rank):
     reducer.shadow_pass()
 
@@ -259,6 +272,8 @@ MISTAKES = {
     "frozen": (frozen, None, ["requires_grad of wide.weight"]),
     "frozen_at_the_end": (frozen_at_the_end, None, ["requires_grad of head.weight"]),
     "other_rate": (other_rate, True, ["hyperparameters", "overlap=False"]),
+    "written": (written, True, ["parameters", "were changed between backward() and step()", "overlap=False"]),
+    "written_gradient": (written_gradient, None, ["the gradient of wide.weight", *CHANGED]),
     "shadow": (shadow, None, ["shadow_pass()", "ShardedOptimizer", "equally many batches"]),
 }
 
