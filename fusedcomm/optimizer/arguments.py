@@ -11,8 +11,10 @@ from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
 from fusedcomm.members.training import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
+from fusedcomm.ranks import agreement
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.parameters import NamedParameter
+from fusedcomm.session.session import Session
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -62,6 +64,37 @@ def plain(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         return value.tolist()
     return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def record(
+    groups: list[dict[str, Any]], targets: list[Target], update: Wire, overlaps: bool, defaults: dict[str, Any]
+) -> dict[str, object]:
+    """What must be equal on all ranks."""
+    names = {id(target.tensor): target.name for target in targets}
+    return {
+        "update": update,
+        "overlap": overlaps,
+        "groups": [
+            {
+                "optimizer_class": group["optimizer_class"].__name__,
+                "params": [names.get(id(p)) for p in group["params"]],
+                **plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}),
+            }
+            for group in groups
+        ],
+        "whole": [target.name for target in targets if target.whole],
+        "arguments": plain(defaults),
+    }
+
+
+def why_unequal(session: Session, rates: list[dict[str, Any]]) -> str:
+    """Names the first of this rank's `rates` that another rank has otherwise. A collective call."""
+    found = agreement.difference(session.gather("rates", {"param_groups": rates}, "backward()"), session.peers)
+    return (
+        f"fusedcomm: hyperparameters differ: {found}. Each rank steps a part of the parameters, with its own: give "
+        "every rank the same, also where a scheduler changes them. Then call detach(), and make the GradReducer and "
+        "the ShardedOptimizer anew on every rank"
+    )
 
 
 def rows_config(reducer: GradReducer) -> Config:

@@ -16,10 +16,10 @@ from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State, StepError
-from fusedcomm.optimizer.parts import Target, fingerprint, units
+from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.optimizer.seen import SeenGradients
 from fusedcomm.optimizer.trial import changed_by_steps
-from fusedcomm.ranks import agreement
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.norm import refuse_nonfinite
@@ -125,51 +125,20 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             None,
             old.local,
             old.device,
-            also_agree={"sharded": self._record(groups, update, defaults)},
+            also_agree={"sharded": arguments.record(groups, self._targets, update, self._overlaps, defaults)},
             problem=problem,
         )
         self._sums = self._replace_session(old, config)
         assert self._sums.synchronizer is not None
         self._synchronizer = self._sums.synchronizer
-        buckets = [[self._by_reducer[i] for i in bucket] for bucket in found.native.buckets_now()]
-        cut = units(buckets, self._targets, old.world_size, found.bucket_nbytes)
-        self.exchanges = [
-            Exchange(unit, self._targets, self._sums, self._updates, self._update, i, i + 1 == len(cut))
-            for i, unit in enumerate(cut)
-        ]
-        self._of_bucket = [
-            [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
-            for bucket in buckets
-        ]
-        self._is_made = False
-        try:
-            self._owner = Owner(
-                self.exchanges,
-                groups,
-                self._targets,
-                defaults,
-                old.device,
-                self._overlaps,
-                optimizer_class,
-                bool(changed),
-            )
-            super().__init__(self._owner.outer_groups(), self._owner.common_defaults())
-        except Exception as error:  # the optimizer's own, perhaps on this rank alone
-            problem = error
-        try:
-            self._updates.confirm(problem)
-        except Exception:
-            self._sums.stop("a ShardedOptimizer could not be made")
-            old.watch()
-            raise
-        self._is_made = True
+        self._cut_into_units(found)
+        self._make_optimizers(groups, defaults, optimizer_class, bool(changed))
         for group, names in zip(self.param_groups, param_names, strict=True):
             if names is not None:
                 group["param_names"] = names
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
-        # Of each parameter's gradient in the pass: its id and version, and its fingerprint.
-        self._seen: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._gradients = SeenGradients(self._targets)
         self._num_handed = 0
         self._is_ready = self._is_unscaled = False
         self._used: set[int] = set()
@@ -179,23 +148,37 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     # ---- making it
 
-    def _record(self, groups: list[dict], update: str, defaults: dict) -> dict:
-        """What must be equal on all ranks."""
-        names = {id(target.tensor): target.name for target in self._targets}
-        return {
-            "update": update,
-            "overlap": self._overlaps,
-            "groups": [
-                {
-                    "optimizer_class": group["optimizer_class"].__name__,
-                    "params": [names.get(id(p)) for p in group["params"]],
-                    **arguments.plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}),
-                }
-                for group in groups
-            ],
-            "whole": [target.name for target in self._targets if target.whole],
-            "arguments": arguments.plain(defaults),
-        }
+    def _cut_into_units(self, found: GradReducer) -> None:
+        buckets = [[self._by_reducer[i] for i in bucket] for bucket in found.native.buckets_now()]
+        cut = units(buckets, self._targets, self._sums.world_size, found.bucket_nbytes)
+        self.exchanges = [
+            Exchange(unit, self._targets, self._sums, self._updates, self._update, i, i + 1 == len(cut))
+            for i, unit in enumerate(cut)
+        ]
+        self._of_bucket = [
+            [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
+            for bucket in buckets
+        ]
+
+    def _make_optimizers(
+        self, groups: list[dict], defaults: dict, main: type[torch.optim.Optimizer], counts: bool
+    ) -> None:
+        """Raises what an optimizer raises, on every rank if one does."""
+        self._is_made, problem = False, None
+        try:
+            self._owner = Owner(
+                self.exchanges, groups, self._targets, defaults, self._sums.device, self._overlaps, main, counts
+            )
+            super().__init__(self._owner.outer_groups(), self._owner.common_defaults())
+        except Exception as error:  # perhaps on this rank alone
+            problem = error
+        try:
+            self._updates.confirm(problem)
+        except Exception:
+            self._sums.stop("a ShardedOptimizer could not be made")
+            self._reducer.session.watch()
+            raise
+        self._is_made = True
 
     def _replace_session(self, old: Session, config: Config) -> Session:
         """Gives the reducer a session whose sums are of rows."""
@@ -222,7 +205,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
         def why_unequal() -> str:
             optimizer = this()
-            return "" if optimizer is None else optimizer._why_unequal()
+            return "" if optimizer is None else arguments.why_unequal(optimizer._sums, optimizer._rates())
 
         def take(indices: list[int], gradients: list[torch.Tensor]) -> None:
             if (optimizer := this()) is not None:
@@ -248,16 +231,6 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             for group, (optimizer, _, _) in zip(self.param_groups, made, strict=True)
         ]
 
-    def _why_unequal(self) -> str:
-        found = agreement.difference(
-            self._sums.gather("rates", {"param_groups": self._rates()}, "backward()"), self._sums.peers
-        )
-        return (
-            f"fusedcomm: hyperparameters differ: {found}. Each rank steps a part of the parameters, with its own: give "
-            "every rank the same, also where a scheduler changes them. Then call detach(), and make the GradReducer "
-            "and the ShardedOptimizer anew on every rank"
-        )
-
     def _take(self, indices: list[int], gradients: list[torch.Tensor]) -> None:
         """On autograd's thread, with a bucket's gradients."""
         if self._is_ready:
@@ -272,7 +245,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
             for target in targets:
-                self._seen[target] = self._gradient_now(target)
+                self._gradients.see(target)
             for index in self._of_bucket[self._num_handed]:
                 self.exchanges[index].take(of_bucket)
         for index in self._of_bucket[self._num_handed]:
@@ -309,23 +282,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "ShardedOptimizer.step() was called without a backward pass before it that was synchronized, or a "
                 "second time: call it once after each, on every rank"
             )
-        if name := self._changed_gradient():
-            native.refuse(
-                f"the gradient of {name} was changed or removed between backward() and step(). A ShardedOptimizer has "
-                "summed it already: clip with optimizer.clip_grad_norm_(), and use fusedcomm.GradScaler in place of "
-                "torch's"
-            )
-        if written := self._owner.changed_parameters():
-            native.refuse(
-                f"parameters of a ShardedOptimizer were changed between backward() and step() (in {written}), and "
-                "owners have stepped already: change them before backward() or after step(), or give it overlap=False"
-            )
         hyperparameters = self._hyperparameters()
-        if self._overlaps and hyperparameters != self._owner.hyperparameters:
-            native.refuse(
-                "hyperparameters of a ShardedOptimizer were changed between backward() and step(), and owners have "
-                "stepped already: change them before backward(), or give it overlap=False"
-            )
+        self._refuse_changes(hyperparameters)
         try:
             self._owner.step(hyperparameters, self._used, self._reducer.note_step)
         except StepError as error:
@@ -336,25 +294,29 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self._synchronizer.step += 1
         self._end_pass()
 
-    def _gradient_now(self, target: int) -> tuple[tuple[int, int], torch.Tensor]:
-        grad = self._targets[target].tensor.grad
-        if grad is None:
-            return (0, 0), torch.zeros((), dtype=torch.int64, device=self._sums.device)
-        return (id(grad), grad._version), fingerprint(grad)
-
-    def _changed_gradient(self) -> str:
-        """The name of a parameter whose gradient is another than in the pass; empty if there is none. A write through
-        .data moves no version, so the values count, too."""
-        now = {target: self._gradient_now(target) for target in self._seen}
-        changed = [target for target, (seen, _) in self._seen.items() if seen != now[target][0]]
-        if not changed and now:
-            both = [torch.stack([bits for _, bits in each.values()]) for each in (self._seen, now)]
-            changed = [target for target, is_other in zip(now, (both[0] != both[1]).tolist(), strict=True) if is_other]
-        return self._targets[changed[0]].name if changed else ""
+    def _refuse_changes(self, hyperparameters: list[dict[str, Any]]) -> None:
+        """Raises RuntimeError on every rank if what was summed, or stepped from, has changed since."""
+        native = self._reducer.native
+        if name := self._gradients.changed():
+            native.refuse(
+                f"the gradient of {name} was changed or removed between backward() and step(). A ShardedOptimizer has "
+                "summed it already: clip with optimizer.clip_grad_norm_(), and use fusedcomm.GradScaler in place of "
+                "torch's"
+            )
+        if written := self._owner.changed_parameters():
+            native.refuse(
+                f"parameters of a ShardedOptimizer were changed between backward() and step() (in {written}), and "
+                "owners have stepped already: change them before backward() or after step(), or give it overlap=False"
+            )
+        if self._overlaps and hyperparameters != self._owner.hyperparameters:
+            native.refuse(
+                "hyperparameters of a ShardedOptimizer were changed between backward() and step(), and owners have "
+                "stepped already: change them before backward(), or give it overlap=False"
+            )
 
     def _end_pass(self) -> None:
         self._is_ready = self._is_unscaled = False
-        self._seen.clear()
+        self._gradients.forget()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         """Of each group. Where owners overlap, copies of tensors, which schedulers change in place."""
