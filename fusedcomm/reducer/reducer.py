@@ -369,9 +369,8 @@ class GradReducer(GradientNorms):
     def why_local(self) -> str:
         """Why gradients of this rank are not synchronized although they should be; empty if all is well."""
         unknown = {} if self._watch is None else self._watch.unknown()
-        for name, parameter in unknown.items():
-            # functional_call() puts tensors of other types in place of parameters for the time of a call.
-            if name in self._ignored or not isinstance(parameter, nn.Parameter):
+        for name in unknown:
+            if name in self._ignored:
                 continue
             return (
                 f"the parameter {name} is not the one that the reducer was given, so its gradient would not be "
