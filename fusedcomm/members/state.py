@@ -55,7 +55,8 @@ def everybodys(value: Any, session: Session, call: str) -> Iterator[Any]:
     Nothing that a rank sends can run code here. `call`: the user's call that needs them, for reports.
 
     Raises TypeError, with the same text on every rank, if a rank's `value` has something else."""
-    packed, tensors, problem = b"", [], ""
+    packed, problem = b"", ""
+    tensors: list[torch.Tensor] = []
     try:
         packed, tensors = pack(value, f"rank {session.rank}'s part of {call}")
     except TypeError as error:
