@@ -174,13 +174,12 @@ class Exchange:
 
         everything: all elements. Returns them as they are now."""
         now = self._now()
-        written = self.owned.to(self.unit.dtype).float()
-        if self._sent is not self.owned:
-            written = self._sent
-            for piece in self._own:
-                loaded = self._loaded.get(piece.target)
-                if loaded is not None and loaded == written_bits(self._targets[piece.target]).item():
-                    _in_row(written, piece).copy_(_in_row(now, piece))
+        # Where values travel, what was written follows from the fp32 copy.
+        written = self.owned.to(self.unit.dtype).float() if self._sent is self.owned else self._sent
+        for piece in self._own if self._sent is not self.owned else ():
+            loaded = self._loaded.get(piece.target)
+            if loaded is not None and loaded == written_bits(self._targets[piece.target]).item():
+                _in_row(written, piece).copy_(_in_row(now, piece))
         self._loaded.clear()
         # As bits, because NaN is not equal to itself.
         is_other = now.view(torch.int32) != written.view(torch.int32)

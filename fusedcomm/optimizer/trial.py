@@ -44,7 +44,7 @@ def changed_by_steps(
 
     Raises ValueError if an optimizer computes it from gradients, of which no rank has all.
     """
-    index_of = index_by_id(targets)
+    index_of, found = index_by_id(targets), ""
     for kind in dict.fromkeys(group["optimizer_class"] for group in groups):
         own = [
             ({k: v for k, v in group.items() if k not in ("optimizer_class", "whole")}, stand_in(targets[of_group[0]]))
@@ -62,9 +62,9 @@ def changed_by_steps(
                 f"fusedcomm: {kind.__name__} computes {', '.join(computed)} from the gradients of all parameters, and "
                 "a rank has only those that it owns: use it without a ShardedOptimizer"
             )
-        if changed:
-            return f"{kind.__name__}.step() changes {', '.join(changed)}"
-    return ""
+        if changed and not found:
+            found = f"{kind.__name__}.step() changes {', '.join(changed)}"
+    return found
 
 
 def _try(

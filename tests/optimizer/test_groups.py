@@ -3,7 +3,8 @@
 import pytest
 import torch
 from models import reducer_of, refusal
-from owners import BUCKET_MIB, FP32, Net, flat, one_step
+from owners import BUCKET_MIB, FP32, Net, flat, made, one_step
+from test_owners_state import load, save
 from torch.optim import lr_scheduler
 
 import fusedcomm
@@ -245,3 +246,31 @@ def test_schedulers_go_on_from_a_loaded_state(ranks):
     ours, theirs = (ranks.run(going_on, owners, world_size=2) for owners in (True, False))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == other and all("saved" in groups[0] and "saved" not in groups[1] for groups in mine.values())
+
+
+def through_files(rank, world_size, folder):
+    """(rates, initial rates) of a scheduler that goes on from files, before and after its step."""
+    model, reducer, optimizer = made("two groups")
+    scheduler = lr_scheduler.LambdaLR(optimizer, falling)
+    one_step(model, optimizer, rank, 0)
+    scheduler.step()
+    save(model, optimizer, folder)
+    reducer.detach()
+    model, reducer, optimizer = made("two groups")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    lr_scheduler.LambdaLR(optimizer, falling)
+    load(model, optimizer, folder)
+    rates = [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
+    scheduler = lr_scheduler.LambdaLR(optimizer, falling, last_epoch=scheduler.last_epoch)
+    one_step(model, optimizer, rank, 1)
+    scheduler.step()
+    reducer.detach()
+    return rates, [group["lr"] for group in optimizer.param_groups]
+
+
+def test_they_do_so_from_torchs_checkpoints(ranks, tmp_path):
+    for rates, later in ranks.run(through_files, str(tmp_path / "a"), world_size=2):
+        # torch makes a scheduler's first step when it is made.
+        assert rates == [(pytest.approx(0.009), 0.01), (pytest.approx(0.0027), 0.003)]
+        assert later == pytest.approx([0.01 * 0.9**3, 0.003 * 0.9**3])
