@@ -7,7 +7,7 @@ from models import Gradients, normal, reducer_of
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config, Feedback
+from fusedcomm.config import Config
 
 SHAPE = (6, 5)
 WEIGHTS = [[3.0, 1.0], [5.0, 2.0]]  # [rank][pass]
@@ -63,17 +63,3 @@ def test_what_a_reducer_was_given_goes_to_its_owners_session(ranks):
     for step, nonfinite, parameter in ranks.run(given_before, world_size=2):
         assert (step, nonfinite) == (7, {"weights.0": 3})
         assert torch.allclose(parameter, -mean, rtol=1e-5, atol=1e-6)
-
-
-def with_residuals(rank, world_size):
-    """Residuals that were kept without owners are loaded before there are owners. (their sums; names afterwards)."""
-    model = Gradients(SHAPE)
-    reducer = reducer_of(model, Config("int8", wires={"1d": "int8"}, feedback=Feedback()))
-    reducer.load_state_dict({**reducer.state_dict(), "residuals": {"weights.0": torch.ones(SHAPE).flatten()}})
-    optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, update="fp32", quiet=True, lr=1.0)
-    kept = reducer.state_dict()["residuals"]
-    model([normal(rank, 0, SHAPE)]).backward()
-    optimizer.step()
-    left = reducer.state_dict()["residuals"]
-    reducer.detach()
-    return {name: values.sum().item() for name, values in kept.items()}, sorted(left)
