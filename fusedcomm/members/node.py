@@ -50,7 +50,7 @@ class Node:
         self._freezes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._is_closed = False
         self._num_put_off = 0
-        self._stood = ""  # how long this process has not run, if that may have been silence
+        self._stood_s = 0.0  # for so long this process did not run the last time
         threading.Thread(target=self._run_freezes, name="fc-members-freeze", daemon=True).start()
         self.loop.start()
 
@@ -175,7 +175,11 @@ class Node:
         self.loop.call(lambda: self.close({"type": "goodbye", "reason": type(error).__name__}))
 
     def reason(self, uid: str) -> str:
-        return self._stood if uid == self.me.uid else self._peers.reason(uid)
+        if uid != self.me.uid:
+            return self._peers.reason(uid)
+        stood_s = max(self._stood_s, self.loop.stood_s)
+        is_long = stood_s > self._silence_s / 2
+        return f"it stood still for {stood_s:.1f} s, and silence is {self._silence_s:g} s" if is_long else ""
 
     # Listener: what the connections say.
 
@@ -238,8 +242,7 @@ class Node:
         self._agreement.tick(now)
 
     def _stood_still(self, seconds: float) -> None:
-        if seconds > self._silence_s / 2:
-            self._stood = f"it stood still for {seconds:.1f} s, and silence is {self._silence_s:g} s"
+        self._stood_s = seconds
         self._peers.stood_still(seconds)
 
     def _broke(self, error: Exception) -> None:

@@ -153,7 +153,8 @@ def _decoded(part: Any, tensors: dict[int, torch.Tensor]) -> Any:
     if kind in ("dtype", "device"):
         return getattr(torch, rest[0]) if kind == "dtype" else torch.device(rest[0])
     if kind in ("namedtuple", "enum"):
-        return _of_class(kind, *rest, tensors)
+        module, name, content = rest
+        return _of_class(kind, module, name, content, tensors)
     import numpy  # whoever packed it has it
 
     if kind == "generic":

@@ -51,7 +51,7 @@ def process():
 
 
 def _join_nobody(plane: ControlPlane) -> None:
-    with contextlib.suppress(JoinRefusedError):
+    with contextlib.suppress(RuntimeError):  # nobody answers, or the test has ended
         plane.join(unused(), {})
 
 
