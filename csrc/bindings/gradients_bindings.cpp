@@ -268,9 +268,12 @@ void bind_weights(py::module_& m) {
       .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())
       .def("forget_passes", &PassWeights::forget_passes, NoGil())
-      .def("defer", &PassWeights::defer, NoGil())
-      .def("spread", &PassWeights::spread, py::arg("num_ranks"), NoGil())
-      .def_property_readonly("last", py::cpp_function(&PassWeights::last, NoGil()))
+      .def("defer", &PassWeights::defer, py::arg("rank"), NoGil())
+      .def("spread", &PassWeights::spread, py::arg("num_ranks"), py::arg("rank"), NoGil())
+      .def("follow", &PassWeights::follow, py::arg("of_rows"), NoGil())
+      .def_property_readonly("has_noted", py::cpp_function(&PassWeights::has_noted, NoGil()))
+      .def_property_readonly("is_refused", py::cpp_function(&PassWeights::is_refused, NoGil()))
+      .def_property_readonly("last_sum", py::cpp_function(&PassWeights::last_sum, NoGil()))
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 

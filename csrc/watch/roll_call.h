@@ -82,11 +82,24 @@ struct Finding {
   // The store fell silent during the roll call, so another one may find more. Not serialized: a report that other ranks
   // read was written to the store.
   bool store_is_silent = false;
+  // The slow ranks, if the call has found nothing else. Not serialized: see SlowRanks.
+  std::set<std::string> slow;
 
   template <typename Archive, typename Self>
   static void fields(Archive& archive, Self& self) {
     archive("is_conclusive", self.is_conclusive);
     archive("text", self.text);
+  }
+};
+
+// The numbers of a finding's slow ranks, which the opener writes beside it.
+struct SlowRanks {
+  static constexpr const char* kKind = "slow";
+  std::set<std::string> ranks;
+
+  template <typename Archive, typename Self>
+  static void fields(Archive& archive, Self& self) {
+    archive("ranks", self.ranks);
   }
 };
 

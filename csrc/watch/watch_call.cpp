@@ -39,24 +39,32 @@ std::optional<Finding> Watch::take_part(const Call& call) {
   if (call.opening->rank != options_.rank) return wait_for_report(call);
   std::optional<Finding> finding = collect(call);
   if (!finding) return std::nullopt;
-  send(
-      [number = call.number, report = encode(*finding)](c10d::Store& store) { store.set(report_key(number), report); });
+  const std::string slow = encode(SlowRanks{finding->slow});
+  send([=, number = call.number, report = encode(*finding)](c10d::Store& store) {
+    store.set(slow_key(number), slow);
+    store.set(report_key(number), report);
+  });
   return finding;
 }
 
 std::optional<Finding> Watch::wait_for_report(const Call& call) {
   const auto deadline = Clock::now() + roll_call_timeout_;
   auto report = std::make_shared<std::optional<std::string>>();
+  auto slow = std::make_shared<std::optional<std::string>>();
   auto is_next_open = std::make_shared<bool>(false);
   while (Clock::now() < deadline) {
     const auto problem = send([=, number = call.number](c10d::Store& store) {
       *is_next_open = store.check({call_key(number + 1)});
       *report = read_key(store, report_key(number));
+      if (*report) *slow = read_key(store, slow_key(number));
     });
     if (problem && problem->kind == StoreProblem::Kind::kFailed) break;
     if (!problem && *report) {
       std::optional<Finding> finding = decode_if_readable<Finding>(**report);
       if (!finding) break;
+      if (*slow) {
+        if (auto found = decode_if_readable<SlowRanks>(**slow)) finding->slow = std::move(found->ranks);
+      }
       return finding;
     }
     // The opener could not write its report to a silent store, and now waits for answers to its next call.
@@ -103,8 +111,14 @@ std::optional<Finding> Watch::collect(const Call& opened) {
     call.store_problem->text += ". The store is " + options_.store_text;
   }
   const Conclusion conclusion = conclude(call);
-  return Finding{conclusion.is_conclusive, report_text(call, conclusion),
-                 call.store_problem && call.store_problem->is_silence()};
+  Finding finding{conclusion.is_conclusive,
+                  report_text(call, conclusion),
+                  call.store_problem && call.store_problem->is_silence(),
+                  {}};
+  if (conclusion.missing.empty() && conclusion.failed.empty() && conclusion.cuts.empty() && !conclusion.congestion) {
+    for (const Conclusion::Slow& slow : conclusion.slow) finding.slow.insert(std::to_string(slow.rank));
+  }
+  return finding;
 }
 
 void Watch::name_absent(RollCall* call) {

@@ -167,8 +167,9 @@ class MeshSums:
     def _share_weights(self) -> None:
         """With both sums, the reduce-scatter gives its ranks' sum of weights to the all-reduce, which divides."""
         if self.weights is not None and self.rows is not None and self.between is not None:
-            self.rows.weights.defer()
-            self.between.session.weights.spread(num_ranks=self.num_shards * self.num_replicas)
+            rank = dist.get_rank()  # the two sums have different numbers for it
+            self.rows.weights.defer(rank)
+            self.between.session.weights.spread(self.num_shards * self.num_replicas, rank)
 
     @property
     def weights(self) -> "_C.PassWeights | None":
@@ -306,8 +307,8 @@ class Meshes(Runs):
 
     def __init__(self, meshes: list[MeshSums]) -> None:
         self.meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
-        self.pending = Pending()
         self.weights = self.meshes[0].weights
+        self.pending = Pending(None if self.weights is None else self.meshes[0].sessions[-1].weights)
         for mesh in self.meshes:
             mesh.start(self.pending)
 

@@ -46,6 +46,11 @@ class OptimizerWeight:
         """Takes what the user gives. TypeError if it is neither a number nor a tensor."""
         self.value, self._invalid = checked(value)
 
+    @property
+    def has_noted(self) -> bool:
+        """See :class:`AddedPasses`."""
+        return bool(self._scales)
+
     def forget_passes(self) -> None:
         """See :class:`AddedPasses`."""
         self._noted = 0.0
@@ -79,6 +84,7 @@ class OptimizerWeight:
         self._enter_world()
         if self._average is not None:
             return
+        self.passes.forget_dropped()
         mark = 0.5 ** min(self._process_set.rank() or 0, _MAX_MARKED)
         is_missing = self.value is None
         marks = [mark * is_missing, mark * bool(self._invalid)]
@@ -89,12 +95,15 @@ class OptimizerWeight:
 
     def factor(self, is_alone: bool) -> float:
         """What multiplies the step's averages. Waits. RuntimeError on every rank if one has given no weight."""
-        noted, self._noted = self._noted, 0.0
-        self._scales.clear()
+        if is_alone:
+            self.passes.forget_dropped()
+        else:
+            self.send()  # nothing else may have been sent
+        noted = self._noted
+        self.forget_passes()
         if is_alone:
             values = [noted, float(self.value is None), float(bool(self._invalid))]
         else:
-            self.send()  # nothing else may have been sent
             handle, self._average = self._average, None
             assert handle is not None
             values = synchronize(handle).tolist()

@@ -111,7 +111,7 @@ class Training(Views, Runs):
     # ---- weights, of whichever session runs; see session/weights.py
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("set", "set_invalid", "note_pass", "forget_passes", "in_pass"):
+        if name in ("set", "set_invalid", "note_pass", "has_noted", "forget_passes"):
             return getattr(self.session.weights, name)
         raise AttributeError(name)
 
@@ -237,7 +237,7 @@ class Training(Views, Runs):
             self._kept.end_kept_pass()
             self.step += 1
         if self.session.weights is not None:
-            self._weight_sum = self.session.weights.last[0]
+            self._weight_sum = self.session.weights.last_sum
         # Unless their number is kept, the step has had a batch more for each rank that joined after it was shared out.
         more = len(self._admitted) if self.members.microbatches is None else 0
         self.members.num_microbatches += self._num_shared + more

@@ -133,7 +133,9 @@ void GradReducer::wait(const FuturePtr& future) {
       lock.lock();
     }
   }
-  if (future->hasError() && membership_) throw Interrupted(future->tryRetrieveErrorMessage());
+  // No rank is lost where all refuse a weight.
+  const bool is_refused = future->hasError() && synchronizer_->weights().is_refused();
+  if (future->hasError() && membership_ && !is_refused) throw Interrupted(future->tryRetrieveErrorMessage());
   if (future->hasError()) {
     // Another rank's problem may have caused this one.
     const std::string problem = problem_.read();
