@@ -201,11 +201,13 @@ at::Tensor ResidualBuffer::own_first() const {
 }
 
 std::optional<EncoderResiduals> ResidualBuffer::of_encoders() const {
-  if (is_unscaled() && !has_second_) return std::nullopt;
+  // A rotation spreads what is left out over the padding, too, which is of no parameter.
+  const bool is_known = is_unscaled() && !layout_.rotated;
+  if (is_known && !has_second_) return std::nullopt;
   const NoAutocast no_autocast;
   for (const at::Tensor& residual : storages()) will_read(residual);
   const double factor = second_on_device_.defined() ? second_on_device_.item<double>() : second_factor_;
-  const at::Tensor first = is_unscaled() ? own_first() : first_;
+  const at::Tensor first = is_known ? own_first() : first_;
   return EncoderResiduals(first.flatten().clone(), second_.clone(), first_share_, factor);
 }
 
