@@ -141,8 +141,9 @@ void bind_synchronizer(py::module_& m) {
           },
           NoGil())
       .def("residuals", &Synchronizer::residuals, py::arg("names") = py::none(), NoGil())
+      .def("residuals_of_encoders", &Synchronizer::residuals_of_encoders, NoGil())
       .def("restore_residuals", &Synchronizer::restore_residuals, py::arg("residuals"), py::arg("names") = py::none(),
-           NoGil())
+           py::arg("of_encoders") = std::map<std::string, EncoderResiduals>(), NoGil())
       .def_property("step", py::cpp_function(&Synchronizer::step, NoGil()),
                     py::cpp_function(&Synchronizer::restore_step, NoGil()))
       .def("run", [](Synchronizer& synchronizer,

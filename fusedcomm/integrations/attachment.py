@@ -92,12 +92,12 @@ class Attachment:
         self.handle = self._group = None
 
     def state_dict(self) -> dict:
-        """The state for a checkpoint that one file holds; empty if nothing is attached.
+        """The state for a checkpoint that one file holds. If nothing is attached what was loaded, or an empty one.
 
         With error feedback a collective call. Rank 0's state is complete; save that one.
         """
         if self.handle is None:
-            return {}
+            return self._loaded or {}
         if not isinstance(self.handle, Handle):
             return self.handle.state_dict(consolidated=True)
         mine = self.own_state()
@@ -162,7 +162,7 @@ def mean_of(states: list[dict]) -> dict:
         for name, values in state["residuals"].items():
             sums[name] = values + sums[name] if name in sums else values
     residuals = {name: total / len(states) for name, total in sums.items()}
-    return {**states[0], "rank": None, "world_size": None, "residuals": residuals}
+    return {**states[0], "rank": None, "world_size": None, "residuals": residuals, "residuals_of_encoders": {}}
 
 
 def need(owner: object, names: Iterable[str], trainer: str, tested: str) -> None:

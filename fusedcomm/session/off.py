@@ -52,7 +52,11 @@ class KeptState:
         """Empty."""
         return {}
 
-    def restore_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+    def residuals_of_encoders(self) -> dict[str, tuple]:
+        """Empty."""
+        return {}
+
+    def restore_residuals(self, residuals: dict[str, torch.Tensor], *, of_encoders: dict[str, tuple]) -> None:
         """Nothing: a state with residuals has been refused."""
 
 
