@@ -12,7 +12,7 @@ from fusedcomm.autotune.search import Tuning, loaded
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import OFF, Config, LocalOptions, local_options
-from fusedcomm.ddp.handle import Handle, handles, targets
+from fusedcomm.ddp.handle import Handle, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
     forget_refused_hooks,
@@ -26,6 +26,7 @@ from fusedcomm.ddp.module import (
 from fusedcomm.native import _C
 from fusedcomm.session.off import OffSession
 from fusedcomm.session.parameters import NamedParameter, device_of, synchronized_parameters
+from fusedcomm.session.served import refuse_served
 from fusedcomm.session.session import Session
 
 
@@ -40,7 +41,7 @@ def attach(
 
     Raises:
         TypeError: `ddp` is not a DistributedDataParallel, or `config` is of another type.
-        ValueError: an argument is out of range, or two cannot be combined.
+        ValueError: an argument is out of range, two cannot be combined, or another front end serves a parameter.
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
@@ -55,6 +56,7 @@ def attach(
     device = device_of(named)
     parameters, problem = [], None
     try:
+        refuse_served(named, Handle.serves_as, Handle.place)
         if ddp in targets:
             forget_refused_hooks(ddp)
         refuse_options(ddp)
@@ -112,10 +114,6 @@ def _check_module(ddp: DistributedDataParallel) -> None:
         raise TypeError(
             f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
             "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
-        )
-    if ddp in handles:
-        raise RuntimeError(
-            "fusedcomm: this module already has fusedcomm attached; call .detach() on the handle before attaching again"
         )
 
 

@@ -23,6 +23,7 @@ from fusedcomm.native import _C
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.off import OffSession
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.served import serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 
@@ -55,6 +56,8 @@ class Handle(GradientNorms):
             ddp._comm_hooks.append(self._registered)
             _guard_of(ddp).parameters = SameParameters(ddp, self.session.parameters)
         handles[ddp] = self
+        serve(self)
+        self._seal()
 
     def plan(self) -> Plan:
         """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass.

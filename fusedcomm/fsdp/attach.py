@@ -13,6 +13,7 @@ from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
 from fusedcomm.fsdp.modules import Sharded, sharded_modules
 from fusedcomm.session.off import agree_on_off
+from fusedcomm.session.served import refuse_served
 
 
 def attach_fsdp(
@@ -40,9 +41,14 @@ def attach_fsdp(
         )
     is_off = config == OFF
     wanted = Config("fp32")
+    named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
+    try:
+        refuse_served(named, FsdpHandle.serves_as, FsdpHandle.place)
+    except ValueError as error:  # names the front end, not its reduce-scatter
+        problem = error
     try:
         if not is_off:
-            wanted = _checked(config, [(p.name, p.tensor) for each in sharded for p in each.parameters])
+            wanted = _checked(config, named)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         problem = problem or error
     try:

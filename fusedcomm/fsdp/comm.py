@@ -14,6 +14,7 @@ from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
 from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
 from fusedcomm.ranks.groups import reduce_scatter_single
+from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,6 +66,9 @@ class FusedReduceScatter:
         wire_of: the number of a parameter's wire in the reduce-scatter.
     """
 
+    serves_as = "fusedcomm.attach"
+    place: Place = "in hosts"
+
     def __init__(
         self,
         session: Session | None,
@@ -89,6 +93,11 @@ class FusedReduceScatter:
     def use(self, pending: Pending, verifier: Verifier) -> None:
         """Sets what is shared by the modules of a mesh. Called before the first reduce-scatter."""
         self._pending, self._verifier = pending, verifier
+        serve(self)
+
+    def served(self) -> list[torch.Tensor]:
+        """See :class:`fusedcomm.session.served.Server`."""
+        return [each.tensor for each in self.sharded.parameters] if self.sharded.uses(self) else []
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         memory = torch.empty(size, dtype=dtype, device=device)

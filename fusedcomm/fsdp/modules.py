@@ -87,6 +87,10 @@ class Sharded:
         """Whether a parameter requires a gradient now."""
         return any(each.is_trained for each in self.parameters)
 
+    def uses(self, reduce_scatter: ReduceScatter) -> bool:
+        """Whether FSDP2 calls this reduce-scatter of the module's."""
+        return self.group._reduce_scatter_comm is reduce_scatter
+
     def use(self, reduce_scatter: ReduceScatter, all_gather: AllGather) -> None:
         """Gives FSDP2 these collectives of the module."""
         # As set_custom_reduce_scatter() and set_custom_all_gather() do, which refuse a module with several groups.
@@ -166,8 +170,8 @@ def sharded_modules(model: nn.Module) -> tuple[list[Sharded], ValueError | None]
             if sharded.has_own_comm:
                 problem = problem or ValueError(
                     f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
-                    f"{type(group._reduce_scatter_comm).__name__} already: call detach() on the handle that attached "
-                    "it, or attach before set_custom_reduce_scatter()"
+                    f"{type(group._reduce_scatter_comm).__name__} already: attach before "
+                    "set_custom_reduce_scatter(), or leave one of them out"
                 )
             found.append(sharded)
     return found, problem

@@ -157,6 +157,7 @@ class Merging(Views):
 
     # ---- called on the main thread
 
+    @torch.no_grad()
     def take_state(self) -> None:
         """Takes the merged state, in a rank that joins; its parameters begin as this state."""
         of = self._of

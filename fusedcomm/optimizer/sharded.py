@@ -20,12 +20,13 @@ from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.norm import refuse_nonfinite
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
+from fusedcomm.session.surface import Spelled
 
 _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grads_with_norm_."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     """Steps each parameter on the rank that owns it, between the two halves of the gradients' two-shot.
 
         reducer = fusedcomm.GradReducer(model, "int8")
@@ -66,6 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     or if gradients were changed since the backward pass.
     """
 
+    _weight_is = "the GradReducer's: reducer.weight, or DataParallel's"
     _step_supports_amp_scaling = True  # so a GradScaler calls step() in any case, and says what it has found
 
     def __init__(

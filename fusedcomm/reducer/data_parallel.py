@@ -1,6 +1,5 @@
 """``fusedcomm.DataParallel``: the surface of DistributedDataParallel on top of a GradReducer."""
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -27,12 +26,13 @@ from fusedcomm.reducer.ddp_arguments import (
 )
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.reducer import GradReducer, release
+from fusedcomm.session.served import servers_of
+from fusedcomm.session.surface import Spelled
 
 _MIB = 1 << 20
-_living: "weakref.WeakSet[DataParallel]" = weakref.WeakSet()
 
 
-class DataParallel(DistributedDataParallel):
+class DataParallel(Spelled, DistributedDataParallel):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``; gradients go through a :class:`GradReducer`.
 
     ::
@@ -189,7 +189,7 @@ class DataParallel(DistributedDataParallel):
         self._use_python_reducer = self.batched_grad_copy = self.skip_all_reduce_unused_params = False
         self.require_forward_param_sync = self._requires_sync = True
         self._last_was_local = False  # whether the last forward pass with gradients was in no_sync()
-        self._divides_by_active = self._was_taken_over = False
+        self._divides_by_active = False
         self._assign_modules_buffers()
 
     def _make_comm(self) -> None:
@@ -204,17 +204,16 @@ class DataParallel(DistributedDataParallel):
         release(self.module)  # the hooks end with this object, as those of DDP do
         self.reducer = DdpReducer(self.comm)
         self.comm.native.is_on = False  # until a forward pass
+        self.comm.serves_as, self.comm.place = "a fusedcomm.DataParallel", "in hosts"
         self._tell_whether_local()
-        _living.add(self)
 
     def _take_over(self) -> None:
         """Detaches the older wrappers of the module's parameters."""
-        own = {id(parameter) for parameter in self.module.parameters()}
-        for other in list(_living):
-            if not other.comm.is_attached or own.isdisjoint(map(id, other.comm.parameters_now())):
+        for other in servers_of(self.module.parameters()):
+            if not isinstance(other, GradReducer) or other.place == "alone":
                 continue
-            other.comm.detach()
-            other._was_taken_over = True
+            other.detach()
+            other.was_taken_over = True
             warn_alone(
                 "fusedcomm: the module is wrapped in a DataParallel again while an older one still exists: the older "
                 "one was detached, and its forward passes raise from now on",
@@ -241,6 +240,15 @@ class DataParallel(DistributedDataParallel):
                 params_and_buffers_to_ignore=self.parameters_to_ignore,
                 broadcast_buffers=with_buffers,
             )
+
+    @property
+    def weight(self) -> float | None:
+        """What this rank weighs: ``comm.weight``, see :class:`fusedcomm.Handle`."""
+        return self.comm.weight
+
+    @weight.setter
+    def weight(self, value: float | torch.Tensor) -> None:
+        self.comm.weight = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -295,7 +303,7 @@ class DataParallel(DistributedDataParallel):
         """Makes a copy's reducer. Raises RuntimeError if gradients would not be synchronized."""
         if self.comm.is_copy:
             self._make_comm()
-        elif self._was_taken_over:
+        elif self.comm.was_taken_over:
             raise RuntimeError(
                 "fusedcomm: this DataParallel was detached when its module was wrapped in another one: use the newer "
                 "one, or wrap the module again, on every rank"
@@ -335,7 +343,6 @@ class DataParallel(DistributedDataParallel):
         self.process_group = group_of(None, None)
         nn.Module.__setstate__(self, state)
         self.logger, self.reducer = None, DdpReducer(self.comm)
-        self._was_taken_over = False
 
     # ---- uneven inputs
 

@@ -30,6 +30,7 @@ from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tune
 from fusedcomm.session.norm import GradientNorms, Measured
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 
 _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
@@ -94,6 +95,11 @@ class GradReducer(GradientNorms):
 
     _kind = "GradReducer"
     _anew = "make a new GradReducer"
+    _shows: tuple[str, ...] = ("no_sync", "shadow_pass")
+    serves_as = "a fusedcomm.GradReducer"
+    place: Place = "alone"
+    was_taken_over = False
+    """Whether a newer DataParallel has the parameters."""
 
     def __init__(
         self,
@@ -171,6 +177,8 @@ class GradReducer(GradientNorms):
             self._module_of = weakref.ref(module_or_named_parameters)
             self._watch = ParameterWatch(module_or_named_parameters)
             self._ignored = ignored_names(module_or_named_parameters)
+        serve(self)
+        self._seal()
         if every > 1:
             self.note_passes()
         if self.session.rank == 0:
