@@ -76,7 +76,12 @@ class Trainee:
         s = self.settings
         info = {"port": self.data.getsockname()[1], "name": self.name}
         plane = ControlPlane(
-            f"{self.name}-{new_uid()[:6]}", info, min_ranks=s.min_ranks, job=JOB if founds else None, silence_s=s.silence_s, host=s.host
+            f"{self.name}-{new_uid()[:6]}",
+            info,
+            min_ranks=s.min_ranks,
+            job=JOB if founds else None,
+            silence_s=s.silence_s,
+            host=s.host,
         )
         self.plane = plane
         plane.on_freeze = self.stopped.set
