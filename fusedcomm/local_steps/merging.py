@@ -160,9 +160,12 @@ class Merging(Views):
     @torch.no_grad()
     def take_first_anchors(self) -> None:
         """Takes the first rank's parameters, in a founder."""
-        for merged in self.first_state([_MERGED], lambda decision: self.recover("", decision)):
-            for fragment, anchor in zip(self._of.fragments, merged["anchors"], strict=True):
+
+        def take(found: list) -> None:
+            for fragment, anchor in zip(self._of.fragments, found[0]["anchors"], strict=True):
                 fragment.anchor.copy_(anchor)
+
+        self._begin_equal([_MERGED], take, lambda decision: self.recover("", decision))
 
     @torch.no_grad()
     def take_state(self) -> None:

@@ -27,8 +27,8 @@ class Outlet(Protocol):
     def committed(self, decision: Decision, immediate: bool) -> None: ...
     def gone(self, number: int) -> None: ...
     def put_off(self, number: int) -> bool:
-        """This process is not in view `number`, which was committed. If it has not run in a view yet, it joins anew, by another
-        uid: nobody waits for anything of the old one. False if it has."""
+        """This process is not in view `number`, which was committed. If it has not run in a view yet, it joins anew,
+        by another uid, so that nobody waits for anything of the old one. False if it has run in one."""
 
     def heard_dead(self, uid: str, sender: str) -> None:
         """A member has proof that the process is dead."""

@@ -180,9 +180,12 @@ class Training(Views, Runs):
 
     def begin_equal(self, without: Collection[str]) -> None:
         """Gives the founders the first rank's parameters and buffers, but for those of these names."""
+
+        def take(found: list) -> None:
+            self._write({name: tensor for name, tensor in (found[0] | found[1]).items() if name not in without})
+
         with self._going_on():
-            for tensors in self.first_state((_MODEL, _BUFFERS), self._go_over):
-                self._write({name: tensor for name, tensor in tensors.items() if name not in without})
+            self._begin_equal((_MODEL, _BUFFERS), take, self._go_over)
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -63,6 +63,7 @@ class Views(abc.ABC):
         self._place: list[int] | None = None  # once the first step begins: this rank's, its step and microbatches
         self._has_compared = members.joins is not None
         self._why_not_built: Exception = RuntimeError("fusedcomm: the members have changed before the first step")
+        self._is_equal = False  # whether this rank, a founder, has the first rank's state
         self._admitted: set[str] = set()  # the ranks that have joined since the last step
         self._to_tell: list[Decision] = []
         self._has_told = threading.Event()  # cleared from a change by which ranks join until its callbacks have ended
@@ -140,8 +141,8 @@ class Views(abc.ABC):
         self._has_told.wait(INSTALL_TIMEOUT_S)  # callbacks may change what a rank that joins gets
         if step != self.step:
             raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
-        if self._missing:
-            raise LookupError(f"this member waits itself for {sorted(self._missing)}")
+        if header.get("first") and not self._is_equal:
+            raise LookupError("this member has not taken the first rank's state")
         carried, value = self.members.carried, self._own_state(name)
         if value is None:
             if name not in carried:
@@ -201,28 +202,39 @@ class Views(abc.ABC):
         self._sources = [member for member in decision.view.members if member.uid not in uids]
         return uids
 
-    def first_state(self, names: Sequence[str], go_over: Callable[[Decision], object]) -> list[Any]:
-        """The first rank's objects of these names, in a founder, before the first step; empty in the first rank itself.
+    def _begin_equal(
+        self, names: Sequence[str], take: Callable[[list], object], go_over: Callable[[Decision], object]
+    ) -> None:
+        """Gives the founders, before their first step, the first rank's objects of these names, by take(objects).
 
-        go_over: enters the next view. If the first rank is lost, the next one has taken its objects, or its own count.
+        go_over(decision): enters the next view. If the first rank is lost, the next one asks all others: what one of
+        them has taken counts, else its own. A view is installed once all have come, so nobody takes anything meanwhile.
         """
         plane = self.members.plane
-        self._missing = {"the first rank's state"}  # until it has that, this rank gives nobody its own
-        try:
-            while (first := self.members.current.members[0]).uid != plane.member.uid:
-                self._sources = [first]
-                try:
-                    return [self._received(name)[1] for name in names]
-                except LookupError:  # it takes the state itself
-                    if not plane.is_superseded(self.members.current):
-                        time.sleep(_POLL_S)
-                        continue
-                except MemberLostError:
-                    pass
+        while not self._is_equal:
+            view = self.members.current
+            first, *others = view.members
+            is_first = first.uid == plane.member.uid
+            try:
+                sources = [first] if not is_first else others if view.number else []
+                taken = next(filter(None, (self._taken_from(source, names) for source in sources)), None)
+            except MemberLostError:
                 go_over(plane.recover())
-            return []
-        finally:
-            self._missing = set()
+                continue
+            if taken is not None:
+                take(taken)
+            self._is_equal = is_first or taken is not None
+            if not self._is_equal and plane.is_superseded(view):
+                go_over(plane.recover())
+            elif not self._is_equal:
+                time.sleep(_POLL_S)
+
+    def _taken_from(self, source: Member, names: Sequence[str]) -> list | None:
+        """None if that rank has not taken them itself."""
+        self._sources = [source]
+        with contextlib.suppress(LookupError):
+            return [self._received(name, first=True)[1] for name in names]
+        return None
 
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
@@ -233,8 +245,8 @@ class Views(abc.ABC):
         carried.load_state_dict(self._received(name)[1])
         self._missing.discard(name)
 
-    def _received(self, name: str) -> tuple[dict, Any]:
-        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step})
+    def _received(self, name: str, **more: object) -> tuple[dict, Any]:
+        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step, **more})
         said, skeleton = transfer.skeleton()
         self.members.first_step = said["first step"]
         value, tensors = unpack(skeleton)

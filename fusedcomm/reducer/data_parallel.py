@@ -15,7 +15,8 @@ from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
 from fusedcomm.members.members import Members
 from fusedcomm.members.training import Training
-from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.ranks.bounded_store import StoreError
+from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.reducer import replicas
 from fusedcomm.reducer.ddp_arguments import (
     check_devices,
@@ -234,7 +235,11 @@ class DataParallel(Spelled, DistributedDataParallel):
             "static_graph": self.static_graph,
         }
         session, ignored = self.comm.session, self.parameters_to_ignore
-        replicas.compare(session, self.module, ignored, options)
+        try:
+            replicas.compare(session, self.module, ignored, options)
+        except (PeerLostError, StoreError):
+            if self._options["members"] is None:  # else the others begin without the lost rank
+                raise
         if not init_sync:
             return
         if isinstance(self.comm.runs, Training):

@@ -257,9 +257,10 @@ class World:
 
     def deliver(self) -> None:
         waiting = [key for key, queue in self.links.items() if queue]
-        if not waiting:
-            return
-        source, target = self.random.choice(waiting)
+        if waiting:
+            self.pass_on(*self.random.choice(waiting))
+
+    def pass_on(self, source: str, target: str) -> None:
         message = self.links[source, target].popleft()
         process = self.processes[target]
         if process.ended or source in process.dead or self.is_cut(source, target):
@@ -415,3 +416,70 @@ def test_one_step_has_one_group(kinds, request):
         except BaseException:
             print(f"kinds {kinds}, seed {seed}")
             raise
+
+
+def flow(world: World, *without: tuple[str, str]) -> None:
+    """Delivers all messages but those of the links `without`, and stops steps where that is asked."""
+    while True:
+        for process in world.alive():
+            while process.freezes:
+                process.freezes.pop(0)(process.gate.finished)
+        waiting = [link for link, queue in world.links.items() if queue and link not in without]
+        if not waiting:
+            return
+        world.pass_on(*waiting[0])
+
+
+def with_joiner(*late: tuple[str, str]) -> World:
+    """p0 to p3 are ready for view 1 with the joiner p4, which is ready, too; messages of the links `late` are late."""
+    world = World(0, num_founders=4, min_ranks=1, kinds="")
+    joiner = world.add("p4")
+    joiner.waits_to_join = False
+    tell_states(world)
+    world.processes["p0"].rules.add_joiner(joiner.member)
+    flow(world)
+    tell_states(world)  # to which the decision is the answer
+    for process in world.alive():
+        assert process.rules.view.uids == ("p0", "p1", "p2", "p3", "p4")
+        process.rules.set_ready(1)
+    flow(world, *late)
+    return world
+
+
+def tell_states(world: World) -> None:
+    for process in world.alive():
+        process.broadcast(process.rules.state())
+    flow(world)
+
+
+def lose(world: World, uid: str) -> None:
+    world.processes[uid].ended = True
+    world.processes["p0"].prove(uid)
+
+
+def test_a_view_that_goes_while_another_rank_is_lost_keeps_its_joiner():
+    world = with_joiner(("p1", "p0"))
+    lose(world, "p3")  # p0 does not know yet that the view has gone
+    flow(world)
+    assert world.processes["p0"].rules.view.uids == ("p0", "p1", "p2", "p4")
+
+
+def test_a_joiner_that_is_left_out_before_it_has_run_joins_anew():
+    """It learns that its view has gone once it has agreed to another one, which is without it."""
+    late = ("p3", "p0"), ("p3", "p1"), ("p3", "p2")
+    world = with_joiner(*late, ("p1", "p4"))
+    joiner = world.processes["p4"]
+    for link in late:
+        world.links[link].clear()
+    lose(world, "p3")
+    from_joiner = ("p4", "p0"), ("p4", "p1"), ("p4", "p2")
+    flow(world, ("p1", "p4"), *from_joiner)
+    flow(world, *from_joiner)
+    assert joiner.rules._chain[0].number == 1
+    first = world.processes["p0"].rules
+    while first.view.number == 1:  # until its acknowledgement, from before, is there
+        world.pass_on("p4", "p0")
+    view = first.view
+    assert view.uids == ("p0", "p1", "p2")
+    joiner.rules.expelled(view.number)
+    assert joiner.gate.failure is None and joiner.uid == "p4+" and joiner.waits_to_join
