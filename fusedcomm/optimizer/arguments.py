@@ -93,7 +93,8 @@ def groups(
             group["param_names"] = [p[0] for p in group["params"] if isinstance(p, tuple)]
             group["params"] = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]
         strange = next((p for p in group["params"] if not isinstance(p, torch.Tensor)), None)
-        if strange is not None or len(group.get("param_names", group["params"])) != len(group["params"]):
+        names = group["param_names"] if "param_names" in group else group["params"]
+        if strange is not None or len(names) != len(group["params"]):
             raise TypeError(
                 f"fusedcomm: params= has {'a tensor' if strange is None else type(strange).__name__} beside others: "
                 "give parameters, or pairs of names and parameters as named_parameters() has them, or groups of either"
