@@ -146,7 +146,7 @@ def groups(
             group["param_names"] = [p[0] for p in group["params"] if isinstance(p, tuple)]
             group["params"] = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]
         strange = next((p for p in group["params"] if not isinstance(p, torch.Tensor)), None)
-        names: list[str] = group.get("param_names") or group["params"]
+        names = group["param_names"] if "param_names" in group else group["params"]
         if strange is not None or len(names) != len(group["params"]):
             raise TypeError(
                 f"fusedcomm: params= has {'a tensor' if strange is None else type(strange).__name__} beside others: "
