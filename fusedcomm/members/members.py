@@ -131,7 +131,7 @@ class Members(Sealed):
         job = None if gather is None else self._common_job(gather)
         self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
         self._noted: set[str] = set()
-        if self._file is not None:
+        if join is not None and self._file is not None:
             self._file.note([], "")  # fails now if it will
         self._current: View | None = None
         self._callbacks: list[Callable[[Decision], object]] = []
@@ -367,17 +367,21 @@ class Members(Sealed):
                     time.sleep(_POLL_S)
 
     def _common_job(self, gather: Callable[[str, object], list]) -> str:
-        """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs."""
+        """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs, or
+        if a rank cannot write to the file of members."""
         why = ""
         try:
-            if self._file is not None and dist.get_rank() == 0:
-                addresses.refuse_a_running_job(self._file)
+            if self._file is not None:
+                if dist.get_rank() == 0:
+                    addresses.refuse_a_running_job(self._file)
+                self._file.note([], "")
         except RuntimeError as error:
             why = str(error)
-        told = gather("job", {"job": uuid.uuid4().hex, "why": why})[0]
-        if told["why"]:
-            raise RuntimeError(told["why"])
-        return told["job"]
+        told = gather("job", {"job": uuid.uuid4().hex, "why": why})
+        for of_rank in told:
+            if of_rank["why"]:
+                raise RuntimeError(of_rank["why"])
+        return told[0]["job"]
 
     def _found(self, gather: Callable[[str, object], list]) -> None:
         told = gather("members", self.plane.member.to_json())

@@ -115,7 +115,11 @@ CASES = [(make, update) for make in (Net, bf16_net) for update in ("fp32", "bf16
 
 @pytest.mark.parametrize("overlap", few([False, True], True))
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("case", few(CASES, (Net, "bf16"), (Net, "int8"), (bf16_net, "bf16")), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    few(CASES, (Net, "bf16"), (Net, "int8"), (bf16_net, "bf16")),
+    ids=lambda case: f"{case[0].__name__}-{case[1]}",
+)
 def test_what_is_written_between_steps_is_kept(ranks, case, kind, overlap):
     assert ranks.run(written, *case, kind, overlap, world_size=3) == [[]] * 3
 
@@ -182,7 +186,9 @@ def resumed(rank, world_size, make, update):
     return wrong
 
 
-@pytest.mark.parametrize("case", few(CASES, (Net, "int8"), (bf16_net, "bf16")), ids=str)
+@pytest.mark.parametrize(
+    "case", few(CASES, (Net, "int8"), (bf16_net, "bf16")), ids=lambda case: f"{case[0].__name__}-{case[1]}"
+)
 def test_a_loaded_fp32_copy_is_of_the_weights_it_was_saved_with(ranks, case):
     assert ranks.run(resumed, *case, world_size=2) == [[]] * 2
 
