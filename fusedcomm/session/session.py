@@ -18,7 +18,7 @@ from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts, torch_groups
-from fusedcomm.ranks.bounded_store import BoundedStore
+from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
@@ -291,6 +291,8 @@ class Session(Runs):
         A collective call, at most one for each session."""
         try:
             self._agree(self._store, "confirmed", {}, problem)
+        except StoreError:
+            pass  # training needs no store; this rank has no problem, or that would have been raised
         except Exception:
             (stop or self.stop)("a rank could not attach")
             raise
