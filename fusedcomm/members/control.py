@@ -56,13 +56,23 @@ class ControlPlane:
             raise ValueError(f"fusedcomm: silence_s={silence_s} is not possible: use seconds, more than 0")
         own = numeric_host(host)
         listening = listen(own)
-        self.member = Member(uid, own, listening.getsockname()[1], info)
+        member = Member(uid, own, listening.getsockname()[1], info)
         self._min_ranks, self._silence_s, self._job, self._is_closed = min_ranks, silence_s, job, False
         self._gate = Gate()
-        self._node = Node(self.member, min_ranks, silence_s, listening, self._gate)
+        self._node = Node(member, min_ranks, silence_s, listening, self._gate)
         if job is not None:
             self._node.loop.call(lambda: self._node.set_job(job))
         _PLANES.add(self)
+
+    @property
+    def member(self) -> Member:
+        """This process. One that joins may get another uid before its first view is installed."""
+        return self._node.me
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has left, or has failed."""
+        return self._is_closed or self._gate.failure is not None
 
     @property
     def address(self) -> str:
@@ -197,6 +207,9 @@ class ControlPlane:
         if self._is_closed:
             return
         self._is_closed = True
+        self._gate.fail(
+            RuntimeError("fusedcomm: this process has left the members: to come back make new Members, with join=")
+        )
         self._node.loop.call(lambda: self._node.close(farewell))
         self._node.loop.stop()
 
