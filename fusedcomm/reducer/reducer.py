@@ -120,8 +120,6 @@ class GradReducer(GradientNorms):
         quiet: bool = False,
         members: Members | None = None,
     ) -> None:
-        if members is None and process_group is None and not dist.is_initialized():
-            raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
         with told(None if members is not None else process_group or dist.group.WORLD):
             choice = Choice.of(config, bucket_mib)
             space = choice.space
@@ -133,6 +131,8 @@ class GradReducer(GradientNorms):
             sparse = ids_of_sparse(module_or_named_parameters)
             if members is not None:
                 refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
+        if members is None and process_group is None and not dist.is_initialized():
+            raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
         parameters, problem = [], None
         try:
             refuse(named)
