@@ -43,11 +43,11 @@ def attach(
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
-    _check_module(ddp)
-    with told(ddp.process_group):
+    with told(ddp.process_group if isinstance(ddp, DistributedDataParallel) else None):
+        wanted = chosen(config)
+        _check_module(ddp)
         named = named_tensors(ddp.module, ddp.parameters_to_ignore)
         refuse_served(named, Handle.serves_as, Handle.place)
-        wanted = chosen(config)
         is_off = wanted == OFF
         local = local_options(local)
         quiet = quiet or env.quiet()

@@ -196,8 +196,12 @@ class Merging(Views):
     def before(self, number: int) -> None:
         """Installs the view that begins with this message, if one does."""
         self._refuse_missing()
-        self._compare_places()
-        while (decision := self.members.plane.boundary(number)) is not None:
+        while True:
+            decision = self.members.plane.boundary(number)
+            if decision is None:
+                if self._compare_places():
+                    return
+                continue
             if self._is_frozen:
                 self.recover("", decision)
                 continue
@@ -208,7 +212,8 @@ class Merging(Views):
                 self._install_one(decision, began)
             self._tell()
             if is_new:
-                self.members.wait_for_others(INSTALL_TIMEOUT_S)  # the state that joiners take must not change
+                # The state that joiners take must not change.
+                self.members.wait_for_others(INSTALL_TIMEOUT_S, in_view=True)
 
     def arrive(self, pending: Pending) -> None:
         """Waits for the mean of a message, whatever happens to the ranks."""

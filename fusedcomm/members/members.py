@@ -352,16 +352,24 @@ class Members(Sealed):
             backends["cuda"] = nccl
         return OwnGroup(of_view, rank, size, own_timeout, backends)
 
-    def wait_for_others(self, timeout_s: float, is_enough: Callable[[dict], bool] | None = None) -> None:
+    def wait_for_others(
+        self, timeout_s: float, is_enough: Callable[[dict], bool] | None = None, *, in_view: bool = False
+    ) -> None:
         """Waits until the others are as far as this rank, or are gone; at most so long.
 
-        is_enough: of what a member says of its progress. None: it has finished this rank's last step.
+        Args:
+            is_enough: of what a member says of its progress. None: it has finished this rank's last step.
+            in_view: whether it also ends when the members leave this view, in which case they may wait for this rank.
         """
         is_enough = is_enough or (lambda told: told["finished"] >= self.step - 1)
-        until = time.monotonic() + timeout_s
-        for member in self.current.members:
+        until, view = time.monotonic() + timeout_s, self.current
+
+        def waits() -> bool:
+            return time.monotonic() < until and not (in_view and self.plane.is_superseded(view))
+
+        for member in view.members:
             with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
-                while member.uid != self.plane.member.uid and time.monotonic() < until:
+                while member.uid != self.plane.member.uid and waits():
                     if is_enough(self.plane.request(member, PROGRESS, {})[0]):
                         break
                     time.sleep(_POLL_S)

@@ -160,14 +160,14 @@ class Training(Views, Runs):
     def before_pass(self) -> None:
         """Installs the view that begins with this step, if one does."""
         self._refuse_missing()
-        self._compare_places()
         self._noise_step = self.session.synchronizer.step
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
             self._pending = None
-            if decision is None:
+            if decision is not None:
+                self._go_over(decision)
+            elif self._compare_places():
                 return
-            self._go_over(decision)
 
     def _go_over(self, decision: Decision) -> None:
         """Enters the next view between two steps."""

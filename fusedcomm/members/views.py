@@ -260,11 +260,11 @@ class Views(abc.ABC):
                 "same objects with members.carry() before the first step"
             )
 
-    def _compare_places(self) -> None:
+    def _compare_places(self) -> bool:
         """Raises RuntimeError, on every founder, if they have not loaded the same state of Members. Call it as a step
-        begins; it does something before the first."""
+        begins; it does something before the first. False if the members leave the view: call it again in the next."""
         if self._has_compared:
-            return
+            return True
         members, places = self.members, []
 
         def has_begun(told: dict) -> bool:
@@ -274,7 +274,9 @@ class Views(abc.ABC):
 
         self._place = [members.rank, members.step, members.num_microbatches]
         places.append(self._place)
-        members.wait_for_others(INSTALL_TIMEOUT_S, has_begun)
+        members.wait_for_others(INSTALL_TIMEOUT_S, has_begun, in_view=True)
+        if members.plane.is_superseded(members.current):
+            return False
         self._has_compared = True
         if any(place[1:] != self._place[1:] for place in places):
             members.wait_for_others(ENDING_S, lambda told: told["compared"])
@@ -283,6 +285,7 @@ class Views(abc.ABC):
                 f"fusedcomm: the ranks begin at different places, steps and microbatches: {told}. Load the same "
                 "members.state_dict() on every rank, or on none"
             )
+        return True
 
     def _refuse_damage(self, failure: str) -> None:
         """Raises DamagedError if bits of the step before have changed on the way, on each rank that they have reached.

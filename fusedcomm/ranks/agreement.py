@@ -135,7 +135,7 @@ def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watc
         PeerLostError: a rank that has not called is lost.
     """
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
-    store.set(keys[peers.rank], json.dumps(record))
+    peers.call(lambda: store.set(keys[peers.rank], json.dumps(record)), what)
     missing = peers.wait(store, keys, what, is_watched=is_watched)
     if missing:
         forget(store, peers.rank)
@@ -143,7 +143,7 @@ def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watc
             f"fusedcomm: rank(s) {missing} did not take part within {peers.timeout.total_seconds():.0f} s: this is a "
             "collective call, which every rank of the process group has to make"
         )
-    return [json.loads(store.get(key)) for key in keys.values()]
+    return peers.call(lambda: [json.loads(store.get(key)) for key in keys.values()], what)
 
 
 def forget(store: BoundedStore, rank: int) -> None:

@@ -87,7 +87,10 @@ class Rank:
             dist.init_process_group("gloo", store=self.store(), timeout=timeout, **place)
         if script.die.get(name, (0, ""))[1] == "connecting":
             self.die_connecting(script.die[name][0])
+        self.write("founding", None)
         if self.dies(0, "founding"):
+            for each in range(script.num_founders):  # a rank that is lost earlier ends torch's own call
+                wait_for(self.folder / f"{each}.founding")
             self.die()
         self.members = fusedcomm.Members(
             join=address, min_ranks=script.min_ranks, microbatches=script.microbatches, silence=script.silence
