@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from fusedcomm.optimizer.sharded import ShardedOptimizer
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
-    from fusedcomm.session.grad_scaler import GradScaler
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
 
@@ -67,7 +66,6 @@ __all__ = [
     "Fallback",
     "Feedback",
     "GradReducer",
-    "GradScaler",
     "Handle",
     "JoinRefusedError",
     "LocalOptions",
@@ -95,7 +93,6 @@ _HOME = {
     "attach": "attaching",
     "Handle": "ddp.handle",
     "GradReducer": "reducer.reducer",
-    "GradScaler": "session.grad_scaler",
     "DataParallel": "reducer.data_parallel",
     "Members": "members.members",
     "DamagedError": "members.errors",

@@ -17,7 +17,6 @@ from models import (
     feedback_of,
     integers,
     no_sync_of,
-    reducer_of,
     synchronize,
     synchronized,
 )
@@ -135,23 +134,6 @@ def with_fsdp(rank, config):
     return found
 
 
-def with_scaler(rank, config):
-    trained = model()
-    comm = reducer_of(trained, config)
-    scaler = fusedcomm.GradScaler(comm, torch.get_default_device().type, init_scale=8.0)
-    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
-    norms = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(trained(gradients(rank))).backward()
-        scaler.unscale_(optimizer)
-        norms += [comm.grad_norm(), comm.clip_grad_norm_(1.0), comm.grad_norm(1.0)]
-        scaler.step(optimizer)
-        scaler.update()
-    comm.detach()
-    return [*norms, *(p.detach() for p in trained.parameters())]
-
-
 def with_horovod(rank, config):
     hvd.init()
     trained = model()
@@ -183,7 +165,6 @@ WAYS = {
     "DataParallel": (with_data_parallel, Config("int8", checks=Checks(measure_every=1))),
     "FSDP2, verified": (with_fsdp, Config("int8", checks=Checks(verify_every=1))),
     "FSDP2, feedback": (with_fsdp, Config("int8", feedback=Feedback(unsharded=True))),
-    "GradScaler": (with_scaler, Config("bf16")),
     "Horovod": (with_horovod, None),
     "simulation": (with_simulation, None),
 }
@@ -217,7 +198,6 @@ ON_STREAMS = {
     "DDP": (with_ddp, Config("bf16", sum="two-shot", feedback=Feedback("fp32"), chunks=CHUNKS)),
     "DataParallel": (with_data_parallel, Config("bf16")),
     "FSDP2": (with_fsdp, Config("bf16", feedback=Feedback("fp32", unsharded=True), chunks=CHUNKS)),
-    "GradScaler": (with_scaler, Config("fp32")),
 }
 
 

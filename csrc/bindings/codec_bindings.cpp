@@ -91,26 +91,13 @@ void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& pa
   codec.reduce({layout, in, scale, to, bytes, num_parts, chunk, first_part, encoding});
 }
 
-// Returns Σg² of what it writes, or None if that is not wanted.
-std::optional<double> unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts,
-                             float scale, const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact,
-                             int64_t num_messages, float unscale, bool squares) {
+void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
+            const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact, int64_t num_messages) {
   TORCH_CHECK_VALUE(num_messages >= 1, "num_messages=", num_messages, " is not possible: use 1 or more");
   const BucketSlices slices = bucket_slices(lossy, exact);
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes() * num_messages, "parts");
-  double sum = 0;
   py::gil_scoped_release no_gil;
-  codec.unpack({layout, chunk, in, scale, slices, num_messages, {unscale, squares ? &sum : nullptr}});
-  return squares ? std::optional<double>(sum) : std::nullopt;
-}
-
-// Returns Σg² of the result.
-double finish_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float unscale) {
-  const SliceList list = slice_list(slices);
-  double sum = 0;
-  py::gil_scoped_release no_gil;
-  codec.finish_in_place(list, {unscale, &sum});
-  return sum;
+  codec.unpack({layout, chunk, in, scale, slices, num_messages});
 }
 
 int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
@@ -140,8 +127,7 @@ void bind_codec(py::module_& m) {
            py::arg("noise") = py::none(), py::arg("residual") = py::none(), py::arg("chunk") = 0,
            py::arg("first_part") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
       .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
-           py::arg("exact"), py::arg("num_messages") = 1, py::arg("unscale") = 1, py::arg("squares") = false)
-      .def("finish_in_place", &finish_in_place, py::arg("slices"), py::arg("unscale"))
+           py::arg("exact"), py::arg("num_messages") = 1)
       .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))
       .def_property_readonly("isa", &Codec::isa)
       .def_property_readonly("num_threads", &Codec::num_threads);

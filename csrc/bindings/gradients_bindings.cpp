@@ -192,9 +192,6 @@ void bind_synchronizer(py::module_& m) {
           "kept_means", [](Synchronizer& synchronizer, size_t index) { return synchronizer.kept().means(index); },
           py::arg("index"), NoGil())
       .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())
-      .def_property_readonly(
-          "epilogue", [](Synchronizer& synchronizer) -> PassEpilogue& { return synchronizer.epilogue(); },
-          py::return_value_policy::reference_internal)
       // (name, number of dimensions) → number of the wire.
       .def("choose_wires", &Synchronizer::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchronizer::take_notices, NoGil())
@@ -277,27 +274,6 @@ void bind_weights(py::module_& m) {
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 
-// The synchronizer's epilogue. Another thread may hold its lock while it waits for the GIL, to free a parameter.
-void bind_epilogue(py::module_& m) {
-  py::class_<PassEpilogue>(m, "PassEpilogue")
-      .def("want_squares", &PassEpilogue::want_squares, py::arg("in_unpack"), NoGil())
-      .def("set_unscale", &PassEpilogue::set_unscale, py::arg("unscale"), NoGil())
-      .def("require_unscale", &PassEpilogue::require_unscale, py::arg("required"), NoGil())
-      .def("take_over", &PassEpilogue::take_over, py::arg("source"), NoGil())
-      .def("parameters", &PassEpilogue::parameters, NoGil())
-      .def("take_unscaled", &PassEpilogue::take_unscaled, NoGil())
-      .def_property_readonly("unscaled", py::cpp_function(&PassEpilogue::unscaled, NoGil()))
-      .def_property_readonly("has_unchanged", py::cpp_function(&PassEpilogue::has_unchanged, NoGil()))
-      // (Σg², the parameters whose gradients are not in it); see PassEpilogue::Squares.
-      .def(
-          "squares",
-          [](const PassEpilogue& epilogue, const std::vector<at::Tensor>& parameters) {
-            PassEpilogue::Squares squares = epilogue.squares(parameters);
-            return std::make_pair(squares.sum, std::move(squares.others));
-          },
-          py::arg("parameters"), NoGil());
-}
-
 }  // namespace
 
 void bind_gradients(pybind11::module_& m) {
@@ -317,7 +293,6 @@ void bind_gradients(pybind11::module_& m) {
       },
       py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
-  bind_epilogue(m);
   bind_weights(m);
   bind_digests(m);
   bind_engine(m);

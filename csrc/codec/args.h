@@ -82,17 +82,6 @@ struct ReduceArgs {
   Encoding encoding = {};
 };
 
-// What happens to the mean on its way to the gradients, beside decoding.
-struct Epilogue {
-  // Multiplies each gradient after it has been rounded to its dtype, and rounds again: the inverse of a loss scale.
-  float unscale = 1;
-  // Receives Σg² of the gradients that are written; null if it is not wanted. NaN or Inf if one of them is. The order
-  // of the additions depends on the layout only.
-  double* squares = nullptr;
-
-  bool is_wanted() const { return unscale != 1 || squares != nullptr; }
-};
-
 struct UnpackArgs {
   const BucketLayout& layout;
   int64_t chunk;
@@ -104,7 +93,6 @@ struct UnpackArgs {
   const BucketSlices& slices;
   // May exceed 1 only if the layout has one part.
   int64_t num_messages = 1;
-  Epilogue epilogue = {};
 };
 
 }  // namespace fusedcomm

@@ -36,9 +36,6 @@ class Codec {
   // x *= scale, for gradients that are summed in place. Returns how many elements are not finite after scaling.
   int64_t scale_in_place(const SliceList& list, float scale) const;
 
-  // The epilogue of gradients that were summed in place.
-  void finish_in_place(const SliceList& list, const Epilogue& epilogue) const;
-
   const std::string& isa() const;
   int num_threads() const;
 

@@ -27,13 +27,6 @@ using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float s
 // data[i] = T(float(data[i])·scale). Returns how many products are not finite.
 using ScaleFn = int64_t (*)(void* data, int64_t numel, float scale);
 
-// Lanes of SquaresFn.
-inline constexpr int kSquareLanes = 32;
-
-// lanes[i % kSquareLanes] += double(data[i])², with i in order. Squares of floats are exact in fp64, so every
-// instruction set gives the same bits.
-using SquaresFn = void (*)(const void* data, int64_t numel, double* lanes);
-
 // Writes scales and codes of whole blocks of src·scale. Returns how many products are not finite, before any rotation.
 using QuantizeFn = int64_t (*)(const void* src, void* scales, void* codes, int64_t num_blocks, int64_t block_numel,
                                float scale, bool streamed);
@@ -84,7 +77,6 @@ struct KernelTable {
   const char* isa;
   ConvertFn convert[kNumFormats][kNumFormats];  // [source][destination]
   ScaleFn scale[kNumFormats];
-  SquaresFn squares[kNumFormats];
   SumFn sum[kNumFormats];                // [source]
   BlockKernels blocks[kNumScaledWires];  // [scaled_index(wire)]
   NoiseFn noise;

@@ -265,7 +265,7 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch.first_part = args.chunk * layout.num_parts;
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.num_messages = static_cast<int32_t>(args.num_messages);
-  launch.scale = args.scale * args.epilogue.unscale;
+  launch.scale = args.scale;
   KernelKey key = key_of(UnpackLaunch::kName, layout);
   key.sums = args.num_messages > 1;
   key.grad_dtype = dtype_of(args.slices);

@@ -343,13 +343,11 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
   }
 }
 
-void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
+void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;
-    double* const squares = job.squares.empty() ? nullptr : &job.squares[chunk * job.payloads.size() + i];
-    device_->unpack(
-        {job.plan->layouts[i], chunk, parts, job.unpack_scale(), slices, num_messages, {job.unscale, squares}});
+    device_->unpack({job.plan->layouts[i], chunk, parts, job.unpack_scale(), slices, num_messages});
   }
 }
 

@@ -140,7 +140,7 @@ class Engine {
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
   void local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
-  void unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages);
+  void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
   // Adds a bucket that ended without an error to the trace and the statistics.
   void account(const BucketJob& job, const StampPtr& done);

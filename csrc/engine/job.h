@@ -71,10 +71,6 @@ struct BucketJob {
     return unpack_factor ? static_cast<float>(plan->unpack_scale * *unpack_factor) : plan->unpack_scale;
   }
 
-  // The epilogue of unpack: see Epilogue.
-  float unscale = 1;
-  // Σg² of each chunk's pieces, one for each payload, chunk by chunk; empty if they are not wanted.
-  std::vector<double> squares;
   // Null if ranks do not compare what they have received. Only with gradients in host memory.
   std::shared_ptr<BucketDigest> digest;
   // Null if no profiler watches. Released before on_done is called, except after a failure.

@@ -52,8 +52,6 @@ class Gradients {
   at::Tensor flattened() const;
   // ‖gradients‖₂, a float64 scalar. Copies nothing.
   at::Tensor norm() const;
-  // Multiplies every gradient.
-  void scale(double factor) const;
   // Makes every gradient zero, whatever it was.
   void zero() const;
   // Writes `flat` [numel()] back to where the gradients lie.

@@ -144,15 +144,13 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   if (weight && weight->pack == 0) gradients->zero();  // also what is not finite
   const double unit = weight ? weight->of_residuals() : 1;
   const auto [record, turn] = take_turn(bucket, unit);
-  PassEpilogue::Task epilogue;
-  if (is_in_pass) epilogue = epilogue_.begin_bucket(bucket.index, bucket.is_last, bucket.parameters);
 
   auto future = make_future(device_);
   auto job = make_job(bucket, record, turn.step, *engine_, transport_->place(), future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
   job->digest = digests_.begin_bucket(bucket, *job);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, epilogue.unscale, weight, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), gradients, weight, future, engine_.get(), transport_);
     return future;
   }
   if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && unit != 0) {
@@ -160,12 +158,8 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   }
   if (is_in_pass && monitor_.is_verified(turn.pass, bucket.index, turn.num_buckets) && !record->plan.in_place) {
     if (weight) weigh(job, bucket, *record, weight);
-    submit_verified(std::move(job), gradients, turn.pass, record, epilogue.unscale, weight, engine_.get(), transport_,
-                    &monitor_);
+    submit_verified(std::move(job), gradients, turn.pass, record, weight, engine_.get(), transport_, &monitor_);
   } else {
-    if (epilogue.sums_squares || epilogue.unscale != 1) {
-      finish(job, gradients, bucket.index, epilogue, &engine_->device(), &epilogue_);
-    }
     if (weight) weigh(job, bucket, *record, weight);
     if (record->messages) keep(bucket, record, job, future);
     if (job->digest && record->plan.in_place) digest_result(job, gradients);
@@ -194,8 +188,6 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   const auto nonfinite = from.nonfinite_by_parameter();
   engine_->begin_stats_with(from.engine_->stats());
   weights_.take_over(from.weights_, again);
-  epilogue_.take_over(from.epilogue_);
-  if (again) epilogue_.set_unscale(from.epilogue_.unscale());
   std::unique_lock<std::mutex> their_lock(from.mutex_);
   const int64_t step = from.order_.step() - (again ? 1 : 0);
   their_lock.unlock();

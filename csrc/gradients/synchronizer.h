@@ -18,7 +18,6 @@
 #include "engine/engine.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
-#include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
 #include "gradients/kept_pass.h"
 #include "gradients/pass_digest.h"
@@ -103,9 +102,9 @@ class Synchronizer {
   // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
   void adopt_names(const Synchronizer& other);
 
-  // Takes over from one with the same parameters whose engine has stopped: residuals, step, weights, what the epilogue
-  // was asked for, and counts of non-finite elements. again: the pass under way there will be handed over here, too, as
-  // KeptPass::packed() returns it.
+  // Takes over from one with the same parameters whose engine has stopped: residuals, step, weights, and counts of
+  // non-finite elements. again: the pass under way there will be handed over here, too, as KeptPass::packed() returns
+  // it.
   void take_over(Synchronizer& from, bool again);
   KeptPass& kept() { return kept_; }
 
@@ -117,7 +116,6 @@ class Synchronizer {
   int64_t step() const;
   void restore_step(int64_t step);
 
-  PassEpilogue& epilogue() { return epilogue_; }
   PassWeights& weights() { return weights_; }
   PassDigests& digests() { return digests_; }
   const ErrorMonitor& monitor() const { return monitor_; }
@@ -154,7 +152,6 @@ class Synchronizer {
   WireOf wire_of_;  // empty: the number of dimensions decides
 
   ErrorMonitor monitor_;
-  PassEpilogue epilogue_;
   PassWeights weights_;
   KeptPass kept_;
   PassDigests digests_;

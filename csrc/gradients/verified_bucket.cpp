@@ -22,7 +22,7 @@ void compare(const at::Tensor& result, const at::Tensor& exact, const at::Tensor
 }  // namespace
 
 void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                     const BucketRecordPtr& record, float unscale, const PassWeightPtr& weight, Engine* engine,
+                     const BucketRecordPtr& record, const PassWeightPtr& weight, Engine* engine,
                      const std::shared_ptr<TensorTransport>& transport, ErrorMonitor* monitor) {
   at::NoGradGuard no_grad;
   // Copy, because the bucket's own sum overwrites the gradients; flattened() has copied separate tensors already.
@@ -48,11 +48,10 @@ void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradien
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
   // This runs on the unpack lane, and therefore after the bucket's own unpack.
-  stages.unpack = [monitor, verification, exact, gradients, unscale, weight] {
+  stages.unpack = [monitor, verification, exact, gradients, weight] {
     at::NoGradGuard inner_no_grad;
     if (weight) weight->apply(exact);
     compare(gradients->flattened(), exact, verification.norms);
-    if (unscale != 1) gradients->scale(unscale);
     monitor->add(verification);
   };
   engine->submit(std::move(job));

@@ -235,3 +235,20 @@ class Exchange:
                 torch._foreach_add_(*differences)
             if self._sent is not self.owned:
                 self._sent.copy_(self._now())
+
+
+def session_of_rows(old: Session, config: Config) -> Session:
+    """A session whose sums are of rows, watched in place of `old`."""
+    session = Session(
+        config,
+        old.process_group,
+        old.parameters,
+        old.local,
+        old.device,
+        beside=old,
+        reduces_rows=True,
+        watched=False,
+    )
+    old.unwatch()
+    session.watch()
+    return session

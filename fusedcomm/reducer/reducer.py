@@ -28,7 +28,7 @@ from fusedcomm.reducer.parameters import (
 )
 from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
-from fusedcomm.session.norm import GradientNorms, Measured
+from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
@@ -43,7 +43,7 @@ _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakK
 """A module keeps its reducer alive."""
 
 
-class GradReducer(GradientNorms):
+class GradReducer(CommHandle):
     """Averages the gradients of parameters over the ranks while the backward pass runs.
 
     ::
@@ -323,14 +323,6 @@ class GradReducer(GradientNorms):
         self.native.give_to(begin=begin, why_unequal=why_unequal, take=take, end=end)
         self.native.set_synchronizer(session.synchronizer)
         self._runs, self._end_owner = session, detach
-
-    def _measured(self, also: Iterable[torch.Tensor]) -> Measured:
-        if self.has_owner:
-            raise RuntimeError(
-                "fusedcomm: with a ShardedOptimizer gradients are this rank's own, not means: call its grad_norm() or "
-                "clip_grad_norm_()"
-            )
-        return super()._measured(also)
 
     def _let_go(self) -> None:
         if self._end_owner is not None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env, reference
-from fusedcomm.config import WITH_SCALES, Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -223,29 +223,6 @@ def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire
         assert nan != nan and plus == float("inf") and minus == float("-inf")
         assert far, "a non-finite element must not spread beyond its block"
         assert counts == ({"weights.0": 1, "weights.1": 2} if rank == 1 else {})
-
-
-def scaler_steps(rank, world_size, wire):
-    """Takes a step whose loss overflows on rank 1. Returns whether the weights are unchanged, and the new scale."""
-    torch.manual_seed(1)
-    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
-    fusedcomm.attach(ddp, Config(wire, feedback=feedback_of(wire)))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = ddp.module.weight.detach().clone()
-    loss = ddp(torch.ones(2, 64)).sum()
-    if rank == 1:
-        loss = loss * float("inf")
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return bool(torch.equal(before, ddp.module.weight)), scaler.get_scale()
-
-
-@pytest.mark.sampled(by=lambda wire: {"scales": wire in WITH_SCALES})
-@pytest.mark.parametrize("wire", CODEC_WIRES)
-def test_a_grad_scaler_skips_the_step_everywhere(ranks, wire):
-    assert ranks.run(scaler_steps, wire, world_size=2) == [(True, 4.0)] * 2
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------

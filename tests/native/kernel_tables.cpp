@@ -139,9 +139,6 @@ void compare_elements(Comparison& compare, const Inputs& in, int64_t numel) {
       std::memcpy(out.data(), src, nbytes_of(from));
       put_count(out, table.scale[from](out.data(), numel, 0.3F));
     });
-    compare(std::string("squares ") + kFormats[from], kSquareLanes * 8, [&](const KernelTable& table, Bytes& out) {
-      table.squares[from](src, numel, reinterpret_cast<double*>(out.data()));
-    });
     for (int num_srcs = 1; num_srcs <= kNumSrcs; ++num_srcs) {
       const int64_t stride = 64 * format_nbytes(static_cast<Format>(from));
       compare(std::string("sum ") + kFormats[from], nbytes_of(0), [&](const KernelTable& table, Bytes& out) {

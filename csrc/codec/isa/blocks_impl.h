@@ -414,7 +414,6 @@ constexpr KernelTable make_table(const char* isa, CodeList<Code...>) {
            {convert<V, Bf16, float>, convert<V, Bf16, Bf16>, convert<V, Bf16, Fp16>},
            {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
           {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
-          {squares<V, float>, squares<V, Bf16>, squares<V, Fp16>},
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
           {block_kernels<V, Code>()...},
           make_noise<V>,

@@ -102,50 +102,6 @@ int64_t scale_elements(void* data, int64_t numel, float scale) {
   return scale_span<V>(elements, body, scale) + scale_span<Scalar>(elements + body, numel - body, scale);
 }
 
-// The compiler chooses the instructions for these, within the file's instruction set.
-typedef float FourFloats __attribute__((vector_size(16)));
-typedef double FourDoubles __attribute__((vector_size(32)));
-
-// The next kSquareLanes elements as floats: where they are, or in `values`.
-template <class V, class T>
-struct Squared {
-  static const float* floats(const T* elements, float* values) {
-    for (int i = 0; i < kSquareLanes; i += V::kLanes) V::store(values + i, V::load(elements + i));
-    return values;
-  }
-};
-template <class V>
-struct Squared<V, float> {
-  static const float* floats(const float* elements, float* /*values*/) { return elements; }
-};
-
-template <class V, class T>
-void squares(const void* data, int64_t numel, double* lanes) {
-  constexpr int kVectors = kSquareLanes / 4;
-  const auto* elements = static_cast<const T*>(data);
-  const int64_t body = numel - numel % kSquareLanes;
-  alignas(64) float values[kSquareLanes];
-  FourDoubles sums[kVectors];
-#pragma GCC unroll 8
-  for (int k = 0; k < kVectors; ++k) std::memcpy(&sums[k], lanes + k * 4, sizeof(FourDoubles));
-  for (int64_t first = 0; first < body; first += kSquareLanes) {
-    const float* const floats = Squared<V, T>::floats(elements + first, values);
-#pragma GCC unroll 8  // keeps the sums in registers
-    for (int k = 0; k < kVectors; ++k) {
-      FourFloats narrow;
-      std::memcpy(&narrow, floats + k * 4, sizeof(narrow));
-      const FourDoubles wide = __builtin_convertvector(narrow, FourDoubles);
-      sums[k] += wide * wide;
-    }
-  }
-#pragma GCC unroll 8
-  for (int k = 0; k < kVectors; ++k) std::memcpy(lanes + k * 4, &sums[k], sizeof(FourDoubles));
-  for (int64_t i = body; i < numel; ++i) {
-    const double value = static_cast<double>(Scalar::load(elements + i));
-    lanes[i - body] += value * value;
-  }
-}
-
 template <class V, class Addend>
 void add_span(float* data, const Addend* addend, int64_t numel) {
   for (int64_t i = 0; i < numel; i += V::kLanes) {

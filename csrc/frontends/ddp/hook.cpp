@@ -98,20 +98,6 @@ FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_s
   return future;
 }
 
-void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook) {
-  if (!hook->epilogue().is_on() || torch::autograd::get_current_graph_task_id() == -1) return;
-  // DDP's own callback copies the means to the gradients. DDP enqueues it after the last bucket's hook has returned,
-  // and a callback that enqueues another one does so behind it.
-  const auto at_end = [](std::function<void()> callback) {
-    torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
-  };
-  at_end([at_end, weak = std::weak_ptr<Synchronizer>(hook)] {
-    at_end([weak] {
-      if (const auto alive = weak.lock()) alive->epilogue().note_gradients();
-    });
-  });
-}
-
 HookSwitch::HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {}
 
@@ -128,7 +114,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   lock.unlock();
   auto future = hook ? run_ddp_bucket(*hook, bucket, stands_in(bucket, *hook))
                      : all_reduce_mean(*process_group, bucket.getBuffer());
-  if (hook && bucket.isLast()) note_gradients_at_end(hook);
   return future;
 }
 
