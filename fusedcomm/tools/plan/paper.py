@@ -17,6 +17,7 @@ import torch
 
 from fusedcomm import chunks
 from fusedcomm.config import SUMS, Config
+from fusedcomm.literals import Sum, Wire
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import AUTO
 from fusedcomm.tools.code import attach_arguments
@@ -93,7 +94,7 @@ def added_s(line_s: float, backward_s: float, num_buckets: int) -> float:
     return max(of_bucket_s, first_ready_s + line_s - backward_s)
 
 
-def plan(machines: Machines, step: Step, wires: Sequence[str]) -> list[Row]:
+def plan(machines: Machines, step: Step, wires: Sequence[Wire]) -> list[Row]:
     """DDP's own all-reduce, then each of `wires` with each sum that it can have, the one of "auto" first."""
     several_ranks, several_hosts = machines.ranks_per_host > 1, machines.hosts > 1
     ring = 8 * step.numel * (machines.ranks - 1) // machines.ranks
@@ -103,7 +104,7 @@ def plan(machines: Machines, step: Step, wires: Sequence[str]) -> list[Row]:
     for wire in wires:
         found: dict[tuple[str, bool], Row] = {}
         for hosts in (AUTO, None) if several_ranks and several_hosts else (AUTO,):
-            for sum in ("auto", *(name for name in SUMS if name != "auto")):
+            for sum in sorted(SUMS, key=lambda sum: sum != "auto"):
                 config = _config(wire, sum, hosts)
                 if config is not None:
                     row = _planned(config, machines, step)
@@ -112,7 +113,7 @@ def plan(machines: Machines, step: Step, wires: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _config(wire: str, sum: str, hosts: str | None) -> Config | None:
+def _config(wire: Wire, sum: Sum, hosts: str | None) -> Config | None:
     """None if this wire cannot be summed in this way."""
     try:
         return Config(wire, sum, hosts=hosts)
