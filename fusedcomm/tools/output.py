@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from tqdm import tqdm
 
-PICTURES = (".png", ".pdf", ".svg")
 BLACK, GREY = "#000000", "#8a8a8a"
 PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#8c510a", "#999933")
 """Okabe and Ito's colors, which color-blind readers can tell apart; brown and olive in the place of a yellow that is
@@ -25,19 +24,14 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
     """Checks that files can be written, and creates their folders.
 
     Args:
-        files: (option that names the file, file). None: no file is written. For the option --plot the file is a
-            picture.
+        files: (option that names the file, file). None: no file is written.
 
     Raises:
-        UsageError: a file cannot be written, or a picture's suffix is not in PICTURES.
+        UsageError: a file cannot be written.
     """
     for option, path in files:
         if path is None:
             continue
-        if option == "--plot" and path.suffix.lower() not in PICTURES:
-            raise UsageError(
-                f"{option} {path}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
-            )
         if os.path.isdir(path):
             raise UsageError(f"{option} {path} is a folder; name a file")
         try:
