@@ -14,11 +14,8 @@ With --finetune this mean is trained on afterwards, on English prose, by DDP in 
     H=… post-local SGD torch's: gradients averaged for a tenth of the steps, then parameters every H steps, blocking
     H=… average        parameters averaged every H steps, blocking
     H=… corrected      LocalSteps' default rule, 5 steps late; fp32 unless a wire is named
-    H=… blend          half local, half merged, 5 steps late
-    H=… overwriting    the merged parameters replace those of 5 steps later
     H=… DiLoCo .7      outer Nesterov .7/.9 as published, blocking
     H=… nesterov       LocalSteps' outer optimizer with its table's learning rate, 5 steps late
-    … quarter          a quarter of the blocks at a time
 
     loss      mean of the seeds, and the difference from DDP: mean, least and greatest of the seeds
     steps/s   median of the seeds; without evaluations

@@ -185,6 +185,16 @@ def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> N
         )
 
 
+def refuse_mates(every: int | str, model: nn.Module) -> None:
+    """Raises ValueError for windows of time on ranks that make each step together."""
+    if isinstance(every, str) and isinstance(model, nn.Module) and shards.has_mates(model):
+        raise ValueError(
+            f"every={every!r} lets each rank begin a merge by its own clock, and ranks that make each step together, "
+            "with DDP or FSDP2 inside a host, must begin it after the same step: give every= in steps, or the plain "
+            "module"
+        )
+
+
 def refuse_same_ranks(model: nn.Module, process_group: Any) -> None:
     """Raises ValueError if DDP gives the same ranks the same gradients in every step."""
     ranks = shards.ranks_of(process_group)

@@ -100,6 +100,7 @@ class LocalSteps(Surface):
         quiet: bool = False,
     ) -> None:
         self.schedule = arguments.schedule(every, delay, merge, fragments, weights, outer is not None)
+        arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
         if members is not None:
             cfg = fitting(members, cfg, model, process_group)

@@ -12,8 +12,6 @@ from fusedcomm.config import Chunks, Config, Feedback
 def local_steps(run, model, optimizer, config="fp32", **kwargs):
     if run.merge == "nesterov":
         kwargs["outer"] = lambda parameters: torch.optim.SGD(parameters, **OUTER)
-    if run.merge == "blend":
-        kwargs["alpha"] = run.alpha
     return fusedcomm.LocalSteps(
         model,
         optimizer,
@@ -58,7 +56,7 @@ def simulated_too(rank, world_size, run):
 @pytest.mark.parametrize("fragments", [1, 4])
 @pytest.mark.parametrize(
     ("merge", "delay"),
-    [(merge, delay) for merge in ("corrected", "nesterov", "blend") for delay in (0, 1, 5)] + [("average", 0)],
+    [(merge, delay) for merge in ("corrected", "nesterov") for delay in (0, 1, 5)] + [("average", 0)],
 )
 def test_each_rule_does_what_a_plain_simulation_does(ranks, merge, delay, fragments, world_size):
     run = Run(merge, every=7, delay=delay, fragments=fragments, steps=20)
