@@ -199,6 +199,7 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
+	$(PYTHON) tests/helpers/budget.py
 	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
 types: $(CHECKER) | $(READY)

@@ -14,7 +14,8 @@ def test_nothing_is_over_its_limit():
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small project with its limits: tree({name of a limit: limit})."""
-    for name, text in {"setup.py": "1\n", "csrc/a/b.cpp": "1\n2\n", "csrc/c.txt": "1\n", "docs/d.md": "one two"}.items():
+    texts = {"setup.py": "1\n", "csrc/a/b.cpp": "1\n2\n", "csrc/c.txt": "1\n", "docs/d.md": "one two"}
+    for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "fusedcomm").mkdir()

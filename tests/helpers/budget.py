@@ -1,4 +1,4 @@
-"""Prints how much of the budget of lines and words is used, by folder. Exits with 1 if a limit of budget.json is passed.
+"""Prints how much of the budget of lines and words is used, by folder. Fails if a limit of budget.json is passed.
 
 A limit falls whenever something is removed. It rises only with a change that brings a capability, and says so.
 
