@@ -14,7 +14,7 @@ def test_nothing_is_over_its_limit():
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small project with its limits: tree({name of a limit: limit})."""
-    texts = {"setup.py": "1\n", "csrc/a/b.cpp": "1\n2\n", "csrc/c.txt": "1\n", "docs/d.md": "one two"}
+    texts = {"setup.py": "1\n", "csrc/a/b.cpp": "1\n2\n", "csrc/c.txt": "1\n", "README.md": "one two"}
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -26,12 +26,12 @@ def tree(tmp_path, monkeypatch):
 
 
 def test_lines_and_words_are_counted_by_folder(tree, capsys):
-    tree({"product": 3, "docs": 2})
+    tree({"product": 3, "README": 2})
     assert budget.by_folder("product") == {"csrc/a": 2, "setup.py": 1} and not budget.passed()
     assert "3 of       3 lines, 0 left" in capsys.readouterr().out
 
 
 def test_what_is_over_is_named_with_its_limit(tree):
-    tree({"product": 2, "docs": 1})
-    product, docs = budget.passed()
-    assert product.startswith("product: 3 lines, and the limit is 2") and docs.startswith("docs: 2 words")
+    tree({"product": 2, "README": 1})
+    product, words = budget.passed()
+    assert product.startswith("product: 3 lines, and the limit is 2") and words.startswith("README: 2 words")
