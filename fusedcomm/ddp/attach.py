@@ -34,8 +34,11 @@ def attach(
     *,
     local: LocalOptions | None = None,
     quiet: bool = False,
+    in_turns: bool = False,
 ) -> Handle:
     """Replaces DDP's gradient all-reduce by fusedcomm's native hook; see :func:`fusedcomm.attach`.
+
+    in_turns: whether other front ends may serve the parameters: each step goes through one of them only.
 
     Raises:
         TypeError: `ddp` is not a DistributedDataParallel, or `config` is of another type.
@@ -47,7 +50,8 @@ def attach(
         wanted = chosen(config)
         _check_module(ddp)
         named = named_tensors(ddp.module, ddp.parameters_to_ignore)
-        refuse_served(named, Handle.serves_as, Handle.place)
+        if not in_turns:
+            refuse_served(named, Handle.serves_as, Handle.place)
         is_off = wanted == OFF
         local = local_options(local)
         quiet = quiet or env.quiet()

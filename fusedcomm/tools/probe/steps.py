@@ -46,7 +46,7 @@ def synchronized(
     ddp = DistributedDataParallel(
         model, process_group=team.group, init_sync=init_sync, bucket_cap_mb=own_cap_mb(choice)
     )
-    handle = None if config is None else attach(ddp, config, quiet=True)
+    handle = None if config is None else attach(ddp, config, quiet=True, in_turns=True)
     try:
         yield ddp, handle
     finally:
