@@ -111,11 +111,10 @@ class Unequal(Trained):
         return (self.num_steps - before) / (time.perf_counter() - begin)
 
     def train(self, num_steps: int) -> None:
-        """Without sleep, for the loss."""
+        """Takes steps without sleep until there are so many, for the loss."""
+        self._sleep_s = 0.0
         while self.num_steps < num_steps:
-            self._compute()
-            self.optimizer.step()
-            self.num_steps += 1
+            self.step()
 
     def held_out(self, characters: Characters) -> float:
         """Loss for each held-out character, after finish()."""
