@@ -197,7 +197,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_whoever_finds_it(ranks, fo
 def searched(rank, world_size, front_end):
     """The scale doubles in every step, so that a gradient that an earlier scale was taken out of is seen."""
     model = Gradients(*SHAPES)
-    auto = fusedcomm.Auto(("bf16", "int8"), base=Config(feedback=fusedcomm.Feedback()))
+    feedback = fusedcomm.Feedback()
+    auto = fusedcomm.Auto((Config("bf16", feedback=feedback), Config("int8", feedback=feedback)))
     forward, comm = synchronized(front_end, model, auto)
     scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=2.0**-60, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
