@@ -65,7 +65,7 @@ endif
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
-demo: PACKAGES += scikit-learn matplotlib tqdm
+demo: PACKAGES += scikit-learn tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 

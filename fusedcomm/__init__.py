@@ -17,7 +17,7 @@ from fusedcomm.version import __version__
 if TYPE_CHECKING:
     from fusedcomm.attaching import attach
     from fusedcomm.autotune.auto import Auto
-    from fusedcomm.autotune.search import Tuning
+    from fusedcomm.autotune.tuning import Tuning
     from fusedcomm.config import (
         SUMS,
         WIRES,
@@ -104,7 +104,7 @@ _HOME = {
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",
-    "Tuning": "autotune.search",
+    "Tuning": "autotune.tuning",
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",

@@ -37,8 +37,8 @@ def check_reducer(reducer: object) -> None:
         )
     if reducer.runs is not reducer.session:
         raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs its wire and buckets from the start, and this GradReducer searches "
-            "for them: name its config and its bucket_mib in place of 'auto'"
+            "fusedcomm: a ShardedOptimizer needs its wire from the start, and this GradReducer searches for it: name "
+            "its config in place of 'auto'"
         )
 
 

@@ -19,7 +19,7 @@ from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import AddedPasses, give
 
 if TYPE_CHECKING:
-    from fusedcomm.autotune.search import Tuning
+    from fusedcomm.autotune.tuning import Tuning
     from fusedcomm.native import _C
 
 
@@ -175,7 +175,7 @@ class CommHandle(Surface):
         return self.runs.plan(self._caps())
 
     def tuning(self) -> "Tuning | None":
-        """What a search has found so far; printable. Can be saved once it is finished. None if nothing is searched."""
+        """What config="auto" has found so far; printable. None if nothing is searched."""
         return self.runs.tuning()
 
     def nonfinite_report(self) -> list[NonFinite]:
@@ -209,7 +209,7 @@ class CommHandle(Surface):
         self.refuse_detached("there is nothing to trace")
         if self.runs.is_searching:
             raise RuntimeError(
-                f"fusedcomm: {self.tuning().option} is still searching, and would change what is traced: wait for "
+                "fusedcomm: config='auto' is still searching, and would change what is traced: wait for "
                 "comm.tuning().finished"
             )
         if self.runs.is_off:

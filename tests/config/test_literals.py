@@ -38,7 +38,7 @@ fusedcomm.attach(ddp, "auto").detach()
 fusedcomm.attach(ddp, "off").detach()
 step_ms: float = comm.stats().scalars()["exposed_ms/p95"]
 fusedcomm.attach(ddp, wire, local=fusedcomm.LocalOptions(stall_after=5), quiet=True)
-fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8"), base=config))
+fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8", config)))
 ddp.register_comm_hook(fusedcomm.CommState("fp8"), fusedcomm.comm_hook)
 mean: torch.Tensor = fusedcomm.simulate([torch.zeros(3)], "int4")
 """
@@ -56,7 +56,7 @@ FAULTS = {
     'Feedback("bf16")': 'Feedback("fp8")',
     'Fallback(0.5, "fp32")': 'Fallback(0.5, "int8")',
     'TwoLevels("auto", "fp16")': 'TwoLevels("auto", "int8")',
-    'Auto(("bf16", "int8")': 'Auto(("bf16", "off")',
+    'Auto(("bf16", "int8"': 'Auto(("bf16", "off"',
     "comm.plan().sent_nbytes": "comm.plan().sent_bytes",
     "fusedcomm.LocalOptions": "fusedcomm.LocalOption",
 }

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Checks, Config, Fallback
-from fusedcomm.tools.demo.results import Spread
+from fusedcomm.tools.demo.report import Spread
 
 NUMEL = 3000
 needs_driver = pytest.mark.skipif(

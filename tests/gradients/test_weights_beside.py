@@ -394,7 +394,7 @@ def refused(rank, world_size):
     with pytest.raises(ValueError, match="weighted='median' is not possible|weighted"):
         Config("fp32", weighted="median")
     with pytest.raises(ValueError, match="a search also tries DDP's own all-reduce"):
-        fusedcomm.Auto(base=Config(weighted="mean"))
+        fusedcomm.Auto((Config(weighted="mean"),))
     with pytest.raises(ValueError, match="a registered hook has no handle"):
         fusedcomm.CommState(Config(weighted="mean"))
     module = model()

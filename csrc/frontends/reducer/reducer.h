@@ -115,7 +115,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // From now on ranks may come and go, also within a pass. Buckets keep the order of `parameters`, because a rank that
   // joins knows no other. Call it before the first pass.
   void use(Membership membership);
-  void set_caps(const BucketCaps& caps);
   // From now on gradients are not summed here. Buckets keep the order of `parameters`, and the parameters that require
   // gradients in the next pass are those of all passes. Call it before the first pass.
   void give_to(Taker taker);
@@ -256,7 +255,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int64_t num_copied_ = 0;
 
   // The buckets, and what they are cut for.
-  BucketCaps caps_;
+  const BucketCaps caps_;
   std::vector<size_t> order_;  // of all parameters
   Flags trained_;              // the parameters that require gradients
   Buckets buckets_;
