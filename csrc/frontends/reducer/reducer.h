@@ -255,7 +255,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int64_t num_copied_ = 0;
 
   // The buckets, and what they are cut for.
-  const BucketCaps caps_;
+  BucketCaps caps_;
   std::vector<size_t> order_;  // of all parameters
   Flags trained_;              // the parameters that require gradients
   Buckets buckets_;
