@@ -13,7 +13,6 @@ from fusedcomm.attaching import attach, unwrapped
 from fusedcomm.autotune.auto import ConfigLike, chosen
 from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
-from fusedcomm.members.state import everybodys
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
@@ -93,12 +92,12 @@ class Attachment:
         self.handle = self._group = None
 
     def state_dict(self) -> dict:
-        """The state for a checkpoint that one file holds. If nothing is attached what was loaded, or an empty one.
+        """The state for a checkpoint that one file holds; empty if nothing is attached.
 
         With error feedback a collective call. Rank 0's state is complete; save that one.
         """
         if self.handle is None:
-            return self._loaded or {}
+            return {}
         if not isinstance(self.handle, Handle):
             return self.handle.state_dict(consolidated=True)
         mine = self.own_state()
@@ -106,9 +105,9 @@ class Attachment:
             return mine
         if not self._every_rank:
             return self.handle.state_dict(consolidated=True)
-        is_first = mine["rank"] == 0
-        states = [state if is_first else None for state in everybodys(mine, self.handle.session, "state_dict()")]
-        return {RANKS: states if is_first else [mine]}
+        everybodys = [None] * dist.get_world_size(self._group) if mine["rank"] == 0 else None
+        dist.gather_object(mine, everybodys, dist.get_global_rank(self._group, 0), self._group)
+        return {RANKS: everybodys or [mine]}
 
     def own_state(self) -> dict:
         """With DDP this rank's state, without a collective; empty if nothing is attached."""
@@ -163,7 +162,7 @@ def mean_of(states: list[dict]) -> dict:
         for name, values in state["residuals"].items():
             sums[name] = values + sums[name] if name in sums else values
     residuals = {name: total / len(states) for name, total in sums.items()}
-    return {**states[0], "rank": None, "world_size": None, "residuals": residuals, "residuals_of_encoders": {}}
+    return {**states[0], "rank": None, "world_size": None, "residuals": residuals}
 
 
 def need(owner: object, names: Iterable[str], trainer: str, tested: str) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,39 +10,29 @@ from torch import nn
 
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.runs import Runs
-from fusedcomm.session.served import Place
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
-from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import AddedPasses, give
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
     from fusedcomm.autotune.search import Tuning
     from fusedcomm.native import _C
 
 
-class CommHandle(Surface):
+class CommHandle:
     """One attachment of fusedcomm. Front ends derive from it.
 
     A copy, made with ``copy`` or ``pickle``, as of a trainer or a module that holds the handle, is attached to nothing:
     its ``detach()`` does nothing, and every other method raises RuntimeError. The original stays attached.
     """
 
-    _shows: tuple[str, ...] = (
-        "is_copy",
-        "load_state_dict",
-        "nonfinite_report",
-        "plan",
-        "state_dict",
-        "stats",
-        "trace",
-        "tuning",
-        "weight",
-    )
+    _kind = "handle"
+    """What errors call the object."""
     _anew = "call fusedcomm.attach again, and use the handle that it returns"
-    serves_as = "fusedcomm.attach"
-    place: Place = "in hosts"
+    """What errors advise where the object is detached or a copy."""
     _weight: float | None = None
     _added: AddedPasses | None = None
     """None where no pass only adds up."""
@@ -65,13 +54,13 @@ class CommHandle(Surface):
         """The module whose passes are traced."""
         return None
 
+    def _described(self) -> str:
+        """What runs, for repr(); waits for nothing."""
+        raise NotImplementedError
+
     def parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and frozen ones."""
         raise NotImplementedError
-
-    def served(self) -> Sequence[torch.Tensor]:
-        """See :class:`fusedcomm.session.served.Server`."""
-        return self.parameters_now() if self._attached else ()
 
     # ---- weights of ranks
 
@@ -111,8 +100,7 @@ class CommHandle(Surface):
         if self.runs.weights is None:
             return
         if self._added is None:
-            this = weakref.ref(self)  # hooks keep no handle
-            self._added = AddedPasses(lambda: this().runs.weights)
+            self._added = AddedPasses(self.runs.weights)
         self._added.announce(self.parameters_now())
 
     # ---- lifetime
@@ -153,8 +141,19 @@ class CommHandle(Surface):
 
     def refuse_detached(self, consequence: str) -> None:
         """Raises RuntimeError, with the consequence, if this object is detached or a copy."""
-        if self.runs is not None:  # raises for a copy
-            super().refuse_detached(consequence)
+        if not self._attached and self.runs is not None:
+            raise RuntimeError(f"fusedcomm: this {self._kind} is detached, so {consequence}: {self._anew}")
+
+    def __enter__(self) -> "Self":
+        """``with … as comm:`` detaches when the block ends, also if it ends with an error.
+
+        As :meth:`detach`, every rank must leave the block between steps.
+        """
+        self.refuse_detached("a block cannot detach it")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
 
     def __reduce__(self) -> tuple:
         # Hooks, process groups, threads and connections stay with the original.
@@ -219,6 +218,11 @@ class CommHandle(Surface):
             )
         return self.session.recorder.record(path, all_ranks, self._module())
 
+    def __repr__(self) -> str:
+        """One line, which waits for nothing: ``<fusedcomm.Handle: wire int8, sum auto, 2 ranks>``."""
+        text = "a copy, attached to nothing" if self.is_copy else self._described() if self._attached else "detached"
+        return f"<fusedcomm.{type(self).__name__}: {text}>"
+
     def __str__(self) -> str:
         """How gradients are sent now, in one line, and the statistics as a table."""
         if not self._attached:
@@ -232,8 +236,8 @@ class CommHandle(Surface):
 
         Without error feedback the state has only counts, and training does not depend on it. With error feedback it has
         this rank's residuals, which differ between ranks: save every rank's state, as with sharded optimizers, to go on
-        with the same number of ranks. No residual is lost. The next steps have the bits of an uninterrupted run where
-        buckets are cut as they were, as GradReducer does; DDP begins with other buckets.
+        with the same number of ranks. No residual is lost. The bits of the next steps differ from an uninterrupted run,
+        because DDP begins with other buckets, and because a rank's residuals of means become residuals of its own.
 
         Args:
             consolidated: whether to return the mean of the residuals over the ranks, equal on every rank. A collective
