@@ -83,7 +83,8 @@ def attach(
 
     Raises:
         TypeError: `model` or `config` is none of these.
-        ValueError: an argument is out of range, or two cannot be combined, or `members` is given.
+        ValueError: an argument is out of range, two cannot be combined, `members` is given, or another front end serves
+            one of the parameters.
         RuntimeError: the module has a hook or an option that cannot be combined, fusedcomm has no path for the device
             or backend, or the ranks do not agree (the same text on every rank).
     """

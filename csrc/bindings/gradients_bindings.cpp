@@ -141,8 +141,9 @@ void bind_synchronizer(py::module_& m) {
           },
           NoGil())
       .def("residuals", &Synchronizer::residuals, py::arg("names") = py::none(), NoGil())
+      .def("residuals_of_encoders", &Synchronizer::residuals_of_encoders, NoGil())
       .def("restore_residuals", &Synchronizer::restore_residuals, py::arg("residuals"), py::arg("names") = py::none(),
-           NoGil())
+           py::arg("of_encoders") = std::map<std::string, EncoderResiduals>(), NoGil())
       .def_property("step", py::cpp_function(&Synchronizer::step, NoGil()),
                     py::cpp_function(&Synchronizer::restore_step, NoGil()))
       .def("run", [](Synchronizer& synchronizer,
@@ -256,12 +257,23 @@ void bind_weights(py::module_& m) {
       .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
       .def("finish_last", &PassWeights::finish_last, py::arg("sum"), NoGil())
       .def("set_unit", &PassWeights::set_unit, py::arg("unit"), NoGil())
+      // Without the unit, which ranks that are new do not know.
+      .def(
+          "take_over",
+          [](PassWeights& weights, const PassWeights& source) {
+            weights.take_over(source, false);
+            weights.set_unit(0);
+          },
+          py::arg("source"), NoGil())
       .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())
       .def("forget_passes", &PassWeights::forget_passes, NoGil())
-      .def("defer", &PassWeights::defer, NoGil())
-      .def("spread", &PassWeights::spread, py::arg("num_ranks"), NoGil())
-      .def_property_readonly("last", py::cpp_function(&PassWeights::last, NoGil()))
+      .def("defer", &PassWeights::defer, py::arg("rank"), NoGil())
+      .def("spread", &PassWeights::spread, py::arg("num_ranks"), py::arg("rank"), NoGil())
+      .def("follow", &PassWeights::follow, py::arg("of_rows"), NoGil())
+      .def_property_readonly("has_noted", py::cpp_function(&PassWeights::has_noted, NoGil()))
+      .def_property_readonly("is_refused", py::cpp_function(&PassWeights::is_refused, NoGil()))
+      .def_property_readonly("last_sum", py::cpp_function(&PassWeights::last_sum, NoGil()))
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 

@@ -59,7 +59,7 @@ void bind_steps(py::module_& m) {
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
       .def_readonly("reason", &BucketPlan::reason)
       .def_property_readonly("sent_nbytes", &sent_nbytes)
-      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("ranks_on_host"));
+      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("ranks_on_host"), py::arg("links_of_host"));
 }
 
 }  // namespace

@@ -50,14 +50,16 @@ void bind_reducer(pybind11::module_& m) {
             reducer.set_caps({first_bucket_nbytes, bucket_nbytes});
           },
           py::arg("first_bucket_nbytes"), py::arg("bucket_nbytes"), NoGil())
-      // take(indices, gradients) and end(used); see Taker.
+      // begin() → int, why_unequal() → str, take(indices, gradients) and end(used); see Taker.
       .def(
           "give_to",
-          [](GradReducer& reducer, std::function<void(const std::vector<size_t>&, const std::vector<at::Tensor>&)> take,
+          [](GradReducer& reducer, std::function<int64_t()> begin, std::function<std::string()> why_unequal,
+             std::function<void(const std::vector<size_t>&, const std::vector<at::Tensor>&)> take,
              std::function<void(const std::vector<size_t>&)> end) {
-            reducer.give_to({std::move(take), std::move(end)});
+            reducer.give_to({std::move(begin), std::move(why_unequal), std::move(take), std::move(end)});
           },
-          py::kw_only(), py::arg("take"), py::arg("end"), NoGil())
+          py::kw_only(), py::arg("begin"), py::arg("why_unequal"), py::arg("take"), py::arg("end"), NoGil())
+      .def_property_readonly("num_passes", py::cpp_function(&GradReducer::num_passes, NoGil()))
       .def("buckets_now", &GradReducer::buckets_now, NoGil())
       .def("check", &GradReducer::check, NoGil())
       .def("observe", &GradReducer::observe, py::arg("device"), py::arg("before_pass"), NoGil())

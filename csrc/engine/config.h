@@ -26,8 +26,11 @@ struct WireConfig {
   double feedback_decay = 1;               // what residuals are multiplied by before they are added to gradients
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
-  int64_t ranks_on_host = 1;               // ranks that share a host, on one level too; only counts depend on it
-  bool keeps_messages = false;             // every bucket keeps its codes and means; see KeptMessages in job.h
+  // Only counts depend on these two: the ranks of this rank's host, on one level too, and how many links of the ring of
+  // all ranks lead from there to other hosts.
+  int64_t ranks_on_host = 1;
+  int64_t links_of_host = 1;
+  bool keeps_messages = false;  // every bucket keeps its codes and means; see KeptMessages in job.h
 
   // Calls visit(name, pointer to member) for each field, by its name in Config.native() of fusedcomm/config/config.py.
   template <class Visit>
@@ -47,6 +50,7 @@ struct WireConfig {
     visit("ranks_per_host", &WireConfig::ranks_per_host);
     visit("local_wire", &WireConfig::local_wire);
     visit("ranks_on_host", &WireConfig::ranks_on_host);
+    visit("links_of_host", &WireConfig::links_of_host);
     visit("keeps_messages", &WireConfig::keeps_messages);
   }
 };

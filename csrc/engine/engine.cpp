@@ -391,7 +391,7 @@ void Engine::account(const BucketJob& job, const StampPtr& done) {
   bucket.grad_nbytes = job.grad_nbytes;
   bucket.sent_nbytes = sent_nbytes(*job.plan);
   const int64_t ranks_on_host = std::max(config_.ranks_on_host, place_.ranks_per_host);
-  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(*job.plan, ranks_on_host);
+  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(*job.plan, ranks_on_host, config_.links_of_host);
   bucket.num_nonfinite = job.num_nonfinite;
   stats_.add(bucket, job.submitted, done);
 }

@@ -249,10 +249,12 @@ int64_t sent_nbytes(const BucketPlan& plan) {
   return sent;
 }
 
-int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_on_host) {
+int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_on_host, int64_t links_of_host) {
   int64_t sent = 0;
   if (plan.steps) {
-    for (const Step& step : *plan.steps) sent += step.sent_between_hosts_nbytes(plan.num_chunks(), ranks_on_host);
+    for (const Step& step : *plan.steps) {
+      sent += step.sent_between_hosts_nbytes(plan.num_chunks(), ranks_on_host, links_of_host);
+    }
   }
   return sent;
 }

@@ -103,7 +103,7 @@ bool is_one_shot(const WireConfig& config, int world_size);
 
 // Bytes that one rank sends for this bucket, added up over its steps; 0 if the bucket is not planned.
 int64_t sent_nbytes(const BucketPlan& plan);
-// The part of sent_nbytes() that goes to other hosts, if `ranks_on_host` ranks share each host.
-int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_on_host);
+// The part of sent_nbytes() that goes to other hosts; see Step::sent_between_hosts_nbytes().
+int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_on_host, int64_t links_of_host);
 
 }  // namespace fusedcomm

@@ -208,11 +208,11 @@ int64_t Step::sent_nbytes(int64_t num_chunks) const {
   return times * num_chunks * nbytes * (num_ranks - 1) / num_ranks;
 }
 
-int64_t Step::sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_host) const {
+int64_t Step::sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_host, int64_t links_of_host) const {
   const int64_t sent = sent_nbytes(num_chunks);
   if (is_cross(channel)) return sent;
   if (is_local(channel) || num_ranks <= ranks_on_host) return 0;
-  if (operation == Operation::kAllReduce) return sent / ranks_on_host;
+  if (operation == Operation::kAllReduce) return sent * links_of_host / ranks_on_host;
   return sent * (num_ranks - ranks_on_host) / (num_ranks - 1);
 }
 

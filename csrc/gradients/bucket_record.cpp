@@ -168,12 +168,17 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
   make_residuals(engine, place, gradients.device(), record);
   // No old residual is released before all of them have been copied.
   std::vector<at::Tensor> values(record->kept.size());  // by payload; undefined if there is no residual
+  std::vector<std::optional<EncoderResiduals>> of_encoders(record->kept.size());
+  std::vector<at::Tensor> left_outs;  // by member
   std::vector<int64_t> begins(record->kept.size(), 0);
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
-    const at::Tensor left_out = member.state->left_out();
+    if (member.state->of_encoders && !member.exact) of_encoders[member.payload].swap(member.state->of_encoders);
+    member.state->of_encoders.reset();
+    const at::Tensor& left_out = left_outs.emplace_back(member.state->left_out());
     const auto& residual = record->kept[member.payload].residual;
     if (!member.exact) begins[member.payload] += member.hole;
+    member.state->residual_begin = begins[member.payload];
     if (!member.exact && residual && left_out.defined()) {
       at::Tensor& all = values[member.payload];
       const BucketPlan& plan = record->plan;
@@ -187,19 +192,30 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
     if (!member.exact) begins[member.payload] += member.numel;
   }
   for (size_t payload = 0; payload < values.size(); ++payload) {
-    if (values[payload].defined()) values[payload] = record->kept[payload].residual->set_values(values[payload]);
+    if (!values[payload].defined()) continue;
+    const at::Tensor all = std::move(values[payload]);
+    ResidualBuffer& residual = *record->kept[payload].residual;
+    values[payload] = residual.set_values(all);
+    if (!of_encoders[payload] || !residual.take(*of_encoders[payload])) continue;
+    bool are_same = true;
+    for (size_t i = 0; i < left_outs.size() && are_same; ++i) {
+      const BucketRecord::Member& member = record->members[i];
+      if (member.exact || member.payload != payload || !left_outs[i].defined()) continue;
+      are_same = residual.values(member.state->residual_begin, left_outs[i].numel()).equal(left_outs[i]);
+    }
+    if (are_same) {
+      values[payload] = at::Tensor();
+    } else {  // of a bucket that was cut otherwise, or with other values
+      residual.set_values(all);
+    }
   }
-  begins.assign(begins.size(), 0);
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
-    int64_t& begin = begins[member.payload];
-    if (!member.exact) begin += member.hole;
+    const int64_t begin = member.state->residual_begin;
     if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel).mul(unit));
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->kept[member.payload].residual;
-    member.state->residual_begin = begin;
-    if (!member.exact) begin += member.numel;
   }
 }
 

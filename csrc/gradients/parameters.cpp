@@ -61,6 +61,7 @@ const ParameterStatePtr& Parameters::add_new(const at::Tensor& parameter, std::s
     state->loaded = waiting->second;
     waiting_residuals_.erase(waiting);
   }
+  if (auto found = waiting_of_encoders_.extract(state->name)) state->of_encoders = std::move(found.mapped());
   const auto count = waiting_counts_.find(state->name);
   if (count != waiting_counts_.end()) {
     state->num_nonfinite = count->second;
@@ -97,11 +98,30 @@ std::map<std::string, at::Tensor> Parameters::residuals(const std::optional<Para
     const at::Tensor left_out = state->left_out();
     if (left_out.defined()) residuals[state->name] = left_out.clone();
   }
+  for (const auto& [name, waiting] : waiting_residuals_) {
+    if (!names || names->count(name) != 0) residuals[name] = waiting.clone();
+  }
   return residuals;
 }
 
+std::map<std::string, EncoderResiduals> Parameters::residuals_of_encoders() const {
+  std::map<std::string, EncoderResiduals> found(waiting_of_encoders_.begin(), waiting_of_encoders_.end());
+  std::unordered_map<const ResidualBuffer*, const ParameterState*> first_of;
+  for (const auto& [impl, state] : states_) {
+    if (state->of_encoders) found[state->name] = *state->of_encoders;
+    if (state->loaded.defined() || !state->residual) continue;
+    const ParameterState*& first = first_of[state->residual.get()];
+    if (first == nullptr || state->residual_begin < first->residual_begin) first = state.get();
+  }
+  for (const auto& [buffer, first] : first_of) {
+    if (auto of_encoders = buffer->of_encoders()) found[first->name] = std::move(*of_encoders);
+  }
+  return found;
+}
+
 void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& residuals,
-                                   const std::optional<ParameterNames>& names) {
+                                   const std::optional<ParameterNames>& names,
+                                   const std::map<std::string, EncoderResiduals>& of_encoders) {
   const auto by_name = this->by_name();
   for (const auto& [name, values] : residuals) {
     const auto found = by_name.find(name);
@@ -115,13 +135,26 @@ void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& resi
     if (names && names->count(state->name) == 0) continue;
     state->loaded = at::Tensor();
     state->residual = nullptr;
+    state->of_encoders.reset();
   }
   if (!names) waiting_residuals_.clear();
+  if (!names) waiting_of_encoders_.clear();
   for (const std::string& name : names.value_or(ParameterNames{})) waiting_residuals_.erase(name);
   for (const auto& [name, values] : residuals) {
     const auto found = by_name.find(name);
     at::Tensor& loaded = found == by_name.end() ? waiting_residuals_[name] : found->second->loaded;
     loaded = values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
+  }
+  for (const auto& [name, each] : of_encoders) {
+    const auto found = by_name.find(name);
+    auto loaded = each;
+    for (at::Tensor* values : {&std::get<0>(loaded), &std::get<1>(loaded)}) {
+      *values = values->detach().to(device_, /*non_blocking=*/false, /*copy=*/true).flatten();
+    }
+    if (found != by_name.end())
+      found->second->of_encoders = std::move(loaded);
+    else
+      waiting_of_encoders_[name] = std::move(loaded);
   }
 }
 
@@ -134,6 +167,7 @@ std::string Parameters::drop_unclaimed_residuals() {
                "only: give it the model to load a state that was saved by fusedcomm.attach or by a CommState with "
                "the model");
   waiting_residuals_.clear();
+  waiting_of_encoders_.clear();
   return notice;
 }
 
@@ -143,6 +177,7 @@ std::map<std::string, int64_t> Parameters::nonfinite() {
   for (const auto& [impl, state] : states_) {
     if (state->num_nonfinite != 0) counts[state->name] = state->num_nonfinite;
   }
+  counts.insert(waiting_counts_.begin(), waiting_counts_.end());
   return counts;
 }
 

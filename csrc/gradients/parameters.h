@@ -33,6 +33,8 @@ struct ParameterState {
   int64_t residual_begin = 0;
   // The residual before a bucket has it: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor loaded;
+  // Loaded beside the residuals of its bucket, of which it is the first parameter; see ResidualBuffer::take().
+  std::optional<EncoderResiduals> of_encoders;
 
   // Elements that it has in its bucket. A complex parameter counts twice, because its bucket has real elements.
   int64_t numel() const { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
@@ -74,10 +76,12 @@ class Parameters {
   // This rank's residuals by parameter name: fp32, in the unit of gradients. Parameters without a residual are missing,
   // and those that are not in `names`, if given.
   std::map<std::string, at::Tensor> residuals(const std::optional<ParameterNames>& names) const;
+  // What belongs to residuals(), by the name of the first parameter of a bucket.
+  std::map<std::string, EncoderResiduals> residuals_of_encoders() const;
   // Replaces all residuals, or those of `names`; one of these that is not in `residuals` has none afterwards. Throws
   // ValueError if a size differs, or if a name is unknown and no parameter of that name can appear later.
-  void restore_residuals(const std::map<std::string, at::Tensor>& residuals,
-                         const std::optional<ParameterNames>& names);
+  void restore_residuals(const std::map<std::string, at::Tensor>& residuals, const std::optional<ParameterNames>& names,
+                         const std::map<std::string, EncoderResiduals>& of_encoders = {});
   // Call it when every parameter has appeared in a bucket. Drops residuals loaded for parameters that never did, and
   // returns a warning that names one; empty if there are none.
   std::string drop_unclaimed_residuals();
@@ -112,6 +116,7 @@ class Parameters {
   uint32_t next_number_ = 0;
   // Restored state of parameters that have not appeared yet, by name.
   std::unordered_map<std::string, at::Tensor> waiting_residuals_;
+  std::unordered_map<std::string, EncoderResiduals> waiting_of_encoders_;
   std::unordered_map<std::string, int64_t> waiting_counts_;
   std::vector<Counted> counted_;
   int64_t num_nonfinite_on_device_ = 0;

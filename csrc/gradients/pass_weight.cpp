@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "gradients/bucket_future.h"
@@ -13,9 +15,7 @@
 namespace fusedcomm {
 namespace {
 
-// The message: the weight, then a mark for each problem. The lowest rank that has the problem is the exponent of their
-// sum, whichever ranks above it have it, too.
-constexpr int64_t kNumValues = 4;
+constexpr int64_t kNumValues = std::tuple_size_v<WeightSums>;
 constexpr int kMaxMarked = 1000;
 
 double mark_of(int rank) { return std::ldexp(1.0, -std::min(rank, kMaxMarked)); }
@@ -27,7 +27,8 @@ PassWeights::PassWeights(Engine* engine, std::shared_ptr<TensorTransport> transp
     : engine_(engine),
       transport_(std::move(transport)),
       device_(device),
-      num_ranks_(static_cast<double>(engine->world_size())) {}
+      num_ranks_(static_cast<double>(engine->world_size())),
+      rank_(engine->rank()) {}
 
 void PassWeights::use(bool of_sums) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -40,17 +41,20 @@ void PassWeights::count_active(bool counts) {
   counts_active_ = counts;
 }
 
-void PassWeights::set(double weight, std::optional<double> scale) {
+bool PassWeights::set(double weight, std::optional<double> scale) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool is_late = in_pass_ && task_ != -1 && torch::autograd::get_current_graph_task_id() == task_;
-  problem_ = is_late ? Problem::kLate : Problem::kNone;
+  const int task = torch::autograd::get_current_graph_task_id();
+  const bool is_under_way = task != -1 && ((in_pass_ && task == task_) || task == noted_task_);
+  const bool is_late = is_under_way && weight != weight_;
+  if (is_late || problem_ == WeightProblem::kInvalid) problem_ = is_late ? WeightProblem::kLate : WeightProblem::kNone;
   weight_ = weight;
   scale_ = scale;
+  return is_late;
 }
 
 void PassWeights::set_invalid(const std::string& what) {
   std::lock_guard<std::mutex> lock(mutex_);
-  problem_ = Problem::kInvalid;
+  problem_ = WeightProblem::kInvalid;
   invalid_ = what;
   weight_ = 0;
 }
@@ -60,7 +64,13 @@ double PassWeights::note_pass() {
   const double weight = weight_.value_or(0);
   noted_ += weight;
   ++num_noted_;
+  noted_task_ = torch::autograd::get_current_graph_task_id();
   return of_sums_ && weight != 0 ? 1 : weight;
+}
+
+bool PassWeights::has_noted() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_noted_ != 0;
 }
 
 void PassWeights::forget_passes() {
@@ -69,9 +79,35 @@ void PassWeights::forget_passes() {
   num_noted_ = 0;
 }
 
-std::pair<double, double> PassWeights::last() const {
+void PassWeights::defer(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return {last_ ? last_->sum : 0, unit_};
+  is_deferred_ = true;
+  rank_ = rank;
+}
+
+void PassWeights::spread(int64_t num_ranks, int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  num_ranks_ = static_cast<double>(num_ranks);
+  rank_ = rank;
+}
+
+void PassWeights::follow(const PassWeights& of_rows) {
+  std::scoped_lock lock(mutex_, of_rows.mutex_);
+  if (!of_rows.last_) return;
+  followed_ = of_rows.last_->sums;
+  weight_ = followed_[0];
+  scale_ = of_rows.unit_;
+  invalid_ = of_rows.invalid_;
+}
+
+double PassWeights::last_sum() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_ ? last_->sums[0] : 0;
+}
+
+bool PassWeights::is_refused() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_ && last_->refusal;
 }
 
 bool PassWeights::in_pass() const {
@@ -114,7 +150,7 @@ void PassWeights::take_over(const PassWeights& from, bool again) {
 void PassWeights::finish_last(double sum) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!last_) return;
-  last_->sum = sum;
+  last_->sums[0] = sum;
   last_->unpack = sum > 0 ? unit_ * num_ranks_ / sum : 0;
 }
 
@@ -129,7 +165,7 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
   auto weight = std::make_shared<PassWeight>();
   weight->is_deferred = is_deferred_;
   double own = 0, scale = 0;
-  Problem problem = Problem::kNone;
+  WeightProblem problem = WeightProblem::kNone;
   if (!is_on_) {
     own = scale = is_shadow ? 0 : 1;
     unit_ = 1;
@@ -137,19 +173,24 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
     const bool is_noted = num_noted_ != 0;
     own = is_noted ? noted_ : weight_.value_or(0);
     scale = own == 0 ? 0 : is_noted || of_sums_ ? scale_.value_or(1) : scale_.value_or(own);
-    problem = weight_ ? problem_ : Problem::kMissing;
+    problem = weight_ ? problem_ : WeightProblem::kMissing;
+    // A later weight does not mend the pass that had another one: the ranks are told once.
+    if (problem_ == WeightProblem::kLate) problem_ = WeightProblem::kNone;
     noted_ = 0;
     num_noted_ = 0;
   }
   if (again_) {
     own = again_->share * unit_;
     scale = again_->pack * unit_;
+    problem = again_->problem;
     again_ = nullptr;
   }
   at::Tensor values = at::zeros({kNumValues}, at::kDouble);
   auto* const data = values.mutable_data_ptr<double>();
+  std::copy(followed_.begin(), followed_.end(), data);
   data[0] = own;
-  if (problem != Problem::kNone) data[static_cast<int64_t>(problem)] = mark_of(engine_->rank());
+  weight->problem = problem;
+  if (problem != WeightProblem::kNone) data[static_cast<int64_t>(problem)] += mark_of(rank_);
   values = values.to(device_, /*non_blocking=*/true);
   if (!device_.is_cpu()) {
     weight->on_device = at::empty({}, values.options().dtype(at::kFloat));
@@ -206,13 +247,14 @@ void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
   const auto* const data = on_host.const_data_ptr<double>();
   const double sum = data[0];
   finish(weight.get(), data, sum / num_ranks_);
-  if (sum > 0) unit_ = sum / num_ranks_;
+  if (weight->refusal && !device_.is_cpu()) std::rethrow_exception(weight->refusal);
+  if (!weight->refusal && sum > 0 && std::isfinite(sum)) unit_ = sum / num_ranks_;
   if (weight->on_device.defined()) weight->on_device.fill_(weight->unpack);
 }
 
 void PassWeights::finish(PassWeight* weight, const double* values, double unit) {
-  refuse(values);
-  weight->sum = values[0];
+  std::copy_n(values, kNumValues, weight->sums.begin());
+  if (!is_deferred_) weight->refusal = refusal_of(values);
   weight->unpack = values[0] > 0 ? unit * num_ranks_ / values[0] : 0;
   if (values[0] == 0) sums_to_zero_ = true;
 }
@@ -233,24 +275,33 @@ void PassWeights::check_last() {
   last_->arrived->ms_since(*last_->arrived);
   const auto* const values = last_->values.const_data_ptr<double>();
   last_->arrived = nullptr;
-  refuse(values);
+  if (const auto refusal = refusal_of(values)) std::rethrow_exception(refusal);
   if (values[0] == 0) sums_to_zero_ = true;
 }
 
-void PassWeights::refuse(const double* values) const {
-  const auto marks = [values](Problem problem) { return values[static_cast<int64_t>(problem)]; };
-  const auto named = [&](Problem problem) { return c10::str("fusedcomm: rank ", lowest_rank(marks(problem))); };
-  const std::string cure =
-      ". Give comm.weight a finite number, 0 or more, on every rank, before the backward pass that it is for";
-  TORCH_CHECK(marks(Problem::kMissing) == 0, named(Problem::kMissing),
-              " has not set comm.weight, and means are weighted (Config(weighted=…))", cure);
-  const bool is_own = marks(Problem::kInvalid) != 0 && lowest_rank(marks(Problem::kInvalid)) == engine_->rank();
-  TORCH_CHECK(marks(Problem::kInvalid) == 0, named(Problem::kInvalid), " has set comm.weight to ",
-              is_own ? invalid_ : "what is no weight: a negative, NaN or infinite number, or several", cure);
-  TORCH_CHECK(
-      marks(Problem::kLate) == 0, named(Problem::kLate),
-      " has set comm.weight within a backward pass whose first bucket had left, so that pass had another weight", cure);
-  TORCH_CHECK(std::isfinite(values[0]), "fusedcomm: the ranks' weights add up to ", values[0], cure);
+std::exception_ptr PassWeights::refusal_of(const double* values) const {
+  const auto marks = [values](WeightProblem problem) { return values[static_cast<int64_t>(problem)]; };
+  const auto refused = [](const auto&... said) {
+    return std::make_exception_ptr(std::runtime_error(
+        c10::str("fusedcomm: ", said...,
+                 ". Give comm.weight a finite number, 0 or more, on every rank, before the backward pass that it is "
+                 "for")));
+  };
+  if (const double of = marks(WeightProblem::kMissing); of != 0) {
+    return refused("rank ", lowest_rank(of), " has not set comm.weight, and means are weighted (Config(weighted=…))");
+  }
+  if (const double of = marks(WeightProblem::kInvalid); of != 0) {
+    const bool is_own = lowest_rank(of) == rank_;
+    return refused("rank ", lowest_rank(of), " has set comm.weight to ",
+                   is_own ? invalid_ : "what is no weight: a negative, NaN or infinite number, or several");
+  }
+  if (const double of = marks(WeightProblem::kLate); of != 0) {
+    return refused(
+        "rank ", lowest_rank(of),
+        " has set comm.weight within a backward pass whose first bucket had left, or whose gradients are added "
+        "to others, so that pass had another weight");
+  }
+  return std::isfinite(values[0]) ? nullptr : refused("the ranks' weights add up to ", values[0]);
 }
 
 std::string PassWeights::take_notice() {

@@ -125,7 +125,9 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   // Read when the job is done: a sparse bucket then has another tensor.
   auto result = std::make_shared<at::Tensor>(gradients->front());
   job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
-  job->on_done = [future, result](std::exception_ptr error) { complete(*future, *result, std::move(error)); };
+  job->on_done = [future, result, weight](std::exception_ptr error) {
+    complete(*future, *result, weight ? weight->error_of(std::move(error)) : std::move(error));
+  };
   if (gradients->is_sparse()) {
     for (const at::Tensor& part : {result->_indices(), result->_values()}) engine->device().will_use(part);
     TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and is summed exactly, uncompressed");

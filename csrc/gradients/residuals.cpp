@@ -109,7 +109,7 @@ void ResidualBuffer::weigh_second(double factor) {
 
 void ResidualBuffer::weigh_second(const at::Tensor& factor) {
   const NoAutocast no_autocast;
-  if (!second_on_device_.defined()) second_on_device_ = at::ones_like(factor);
+  if (!second_on_device_.defined()) second_on_device_ = at::full_like(factor, second_factor_);
   const at::Tensor now = at::where(factor > 0, factor, second_on_device_);
   second_.mul_(second_on_device_ / now);
   second_on_device_ = now;
@@ -193,6 +193,34 @@ at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   first_.copy_(of_first.mul_(pack_scale_));
   second_.zero_();
   return place_.on_two_levels() ? rest : at::Tensor();
+}
+
+at::Tensor ResidualBuffer::own_first() const {
+  return first_.view({layout_.num_chunks, num_first_parts_, layout_.part.lossy_numel})
+      .select(1, place_.on_two_levels() ? place_.host : place_.part());
+}
+
+std::optional<EncoderResiduals> ResidualBuffer::of_encoders() const {
+  // A rotation spreads what is left out over the padding, too, which is of no parameter.
+  const bool is_known = is_unscaled() && !layout_.rotated;
+  if (is_known && !has_second_) return std::nullopt;
+  const NoAutocast no_autocast;
+  for (const at::Tensor& residual : storages()) will_read(residual);
+  const double factor = second_on_device_.defined() ? second_on_device_.item<double>() : second_factor_;
+  const at::Tensor first = is_known ? own_first() : first_;
+  return EncoderResiduals(first.flatten().clone(), second_.clone(), first_share_, factor);
+}
+
+bool ResidualBuffer::take(const EncoderResiduals& of_encoders) {
+  const NoAutocast no_autocast;
+  const auto& [first, second, share, factor] = of_encoders;
+  const at::Tensor own = first.numel() == first_.numel() ? first_ : own_first();
+  if (first.numel() != own.numel() || second.numel() != second_.numel()) return false;
+  own.copy_(first.view_as(own));
+  second_.copy_(second);
+  first_share_ = share;
+  second_factor_ = factor;
+  return true;
 }
 
 at::Tensor ResidualBuffer::first_norm() const {

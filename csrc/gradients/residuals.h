@@ -9,12 +9,18 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "codec/args.h"
 #include "transport/transport.h"
 
 namespace fusedcomm {
+
+// What the two encoders have left out, each for itself: the first residual, of this rank's own part or of all that it
+// encodes; the second; and the share and factor by which they count, see ResidualBuffer::weigh_first().
+using EncoderResiduals = std::tuple<at::Tensor, at::Tensor, double, double>;
 
 class ResidualBuffer {
  public:
@@ -57,6 +63,11 @@ class ResidualBuffer {
   // encodes only part of the list: returns what lies outside it, to be added to the gradient. On one level returns an
   // undefined tensor.
   at::Tensor set_values(const at::Tensor& values);
+  // What a checkpoint needs beside values(), in which the two residuals are one, for the bits of the next steps. None
+  // where values() tells all.
+  std::optional<EncoderResiduals> of_encoders() const;
+  // Replaces the residuals by what of_encoders() has returned for a buffer like this one. Returns whether it was.
+  bool take(const EncoderResiduals& of_encoders);
   // The view of `values`, as set_values() takes them, of what values(begin, numel) returns.
   at::Tensor range_of(const at::Tensor& values, int64_t begin, int64_t numel) const;
   // Sets every element of the first residual, which must be fp32: the first encoder adds `value` next time to all that
@@ -68,6 +79,10 @@ class ResidualBuffer {
  private:
   int64_t first_numel() const { return layout_.num_chunks * num_first_parts_ * layout_.part.lossy_numel; }
   int64_t second_numel() const { return layout_.num_chunks * layout_.part.lossy_numel; }
+  // Whether values() has the first residual's own bits where nothing is encoded twice.
+  bool is_unscaled() const { return pack_scale_ == 1 && first_share_ == 1; }
+  // The first residual's view of the part that this rank encodes twice.
+  at::Tensor own_first() const;
   // values() of rows.
   at::Tensor row_values(int64_t begin, int64_t numel) const;
   // Elements of the first residual, as of a rank with the mean weight.

@@ -305,10 +305,16 @@ std::map<std::string, at::Tensor> Synchronizer::residuals(const std::optional<Pa
   return parameters_.residuals(names);
 }
 
-void Synchronizer::restore_residuals(const std::map<std::string, at::Tensor>& residuals,
-                                     const std::optional<ParameterNames>& names) {
+std::map<std::string, EncoderResiduals> Synchronizer::residuals_of_encoders() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  parameters_.restore_residuals(residuals, names);
+  return parameters_.residuals_of_encoders();
+}
+
+void Synchronizer::restore_residuals(const std::map<std::string, at::Tensor>& residuals,
+                                     const std::optional<ParameterNames>& names,
+                                     const std::map<std::string, EncoderResiduals>& of_encoders) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.restore_residuals(residuals, names, of_encoders);
   // The next backward pass makes residuals of the loaded values. The records themselves stay: the other ranks, which
   // have loaded nothing, may be about to fall back because of one of them.
   records_.make_stale();

@@ -92,10 +92,14 @@ class Synchronizer {
   // Error feedback: this rank's residuals by parameter name, fp32 [numel in its bucket], in the unit of gradients; only
   // those of `names` if given. Empty without error feedback.
   std::map<std::string, at::Tensor> residuals(const std::optional<ParameterNames>& names = std::nullopt) const;
+  // For a checkpoint, beside all residuals(): what an encoder has left out for itself, by the name of the first
+  // parameter of a bucket. Buckets that are cut as they were then go on with the same bits.
+  std::map<std::string, EncoderResiduals> residuals_of_encoders() const;
   // Replaces all residuals, or those of `names`; one of these that is not in `residuals` has none afterwards. Call it
   // between backward passes.
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals,
-                         const std::optional<ParameterNames>& names = std::nullopt);
+                         const std::optional<ParameterNames>& names = std::nullopt,
+                         const std::map<std::string, EncoderResiduals>& of_encoders = {});
   // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
   void adopt_names(const Synchronizer& other);
 

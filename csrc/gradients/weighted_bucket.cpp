@@ -8,6 +8,9 @@ namespace fusedcomm {
 void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
            const PassWeightPtr& weight) {
   job->pack_factor = weight->pack;
+  job->on_done = [weight, rest = std::move(job->on_done)](std::exception_ptr error) {
+    rest(weight->error_of(std::move(error)));
+  };
   if (weight->pack == 0 && !record.plan.on_two_levels()) {
     // What this rank has left out before waits for a pass in which it has a weight. On two levels the residual is of
     // the host's ranks together.

@@ -11,6 +11,7 @@
 namespace fusedcomm {
 
 inline std::string call_key(int64_t number) { return "call/" + std::to_string(number); }
+inline std::string slow_key(int64_t number) { return "slow/" + std::to_string(number); }
 inline std::string report_key(int64_t number) { return "report/" + std::to_string(number); }
 inline std::string answer_key(int64_t number, int rank) {
   return "answer/" + std::to_string(number) + "/" + std::to_string(rank);

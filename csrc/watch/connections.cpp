@@ -97,12 +97,15 @@ Connections connections(int store_port) {
     if (const double seconds = unacked_s(info); seconds > 0) {
       found.unacked_s[end] = std::max(found.unacked_s[end], seconds);
     }
+    if (info.tcpi_state == kEstablished) found.open_ends.insert(end + ":" + std::to_string(port));
     if (info.tcpi_state == kEstablished && port != store_port) {
       const double seconds = info.tcpi_last_data_recv * 1e-3;
       const auto heard = found.heard_s.emplace(end, seconds).first;
       heard->second = std::min(heard->second, seconds);
     }
-    found.own.insert(end_of(fd, getsockname).address);
+    const auto [own, own_port] = end_of(fd, getsockname);
+    found.own.insert(own);
+    found.own_ends.insert(own + ":" + std::to_string(own_port));
   }
   return found;
 }

@@ -10,8 +10,8 @@
 
 namespace fusedcomm {
 
-// Addresses are numeric, without ports. All fields are empty except on Linux: other systems do not report these
-// numbers.
+// Addresses are numeric, without ports; ends have them, "10.0.0.1:80". All fields are empty except on Linux: other
+// systems do not report these numbers.
 struct Connections {
   // By remote address: bytes written but not sent. Holds only addresses with such bytes.
   std::map<std::string, int64_t> unsent;
@@ -26,6 +26,8 @@ struct Connections {
   std::map<std::string, double> heard_s;
   // The local addresses of the connections.
   std::set<std::string> own;
+  // Both ends of all connections, with ports; the remote ones of open connections only.
+  std::set<std::string> own_ends, open_ends;
 };
 
 // Adds up all TCP connections of this process. `store_port`: see heard_s; 0: there is none.

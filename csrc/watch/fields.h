@@ -23,8 +23,8 @@
 
 namespace fusedcomm {
 
-// Raise this version when any struct's list of fields changes. All ranks of a job run the same fusedcomm (attach
-// compares the versions), so a reader needs to understand only its own version.
+// Raise this version when any struct's list of fields changes. All ranks of a job run the same
+// fusedcomm (attach compares the versions), so a reader needs to understand only its own version.
 inline constexpr int kFieldsVersion = 1;
 
 // A text that cannot be decoded: it was cut off or garbled, or is of another kind or version.

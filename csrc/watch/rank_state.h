@@ -48,6 +48,8 @@ struct RankState {
 
   // The local addresses of this rank's TCP connections (connections.h).
   std::set<std::string> own;
+  // The same connections' ends, with ports. Only in what a rank says when its watch begins.
+  std::set<std::string> own_ends;
   // By remote address: unsent bytes, and bytes per second that arrive there. Set only while this rank waits for others.
   std::map<std::string, int64_t> unsent, per_s;
 
@@ -77,6 +79,7 @@ struct RankState {
     archive("chunk", self.chunk, Limits{0, kMaxCount});
     archive("stage_s", self.stage_s);
     archive("own", self.own);
+    archive("own_ends", self.own_ends);
     archive("unsent", self.unsent, Limits{0, kMaxConnectionNbytes});
     archive("per_s", self.per_s, Limits{0, kMaxConnectionNbytes});
     archive("unacked_ms", self.unacked_ms, Limits{0, kMaxCount});

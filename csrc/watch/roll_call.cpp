@@ -11,9 +11,6 @@ namespace {
 // others waiting.
 constexpr double kBusyS = 0.5;
 
-// Bytes that came from a rank's host within this many seconds show that the rank is not cut off.
-constexpr double kHeardS = 1;
-
 // Returns a state with the oldest job of all ranks, which holds up all later jobs; null if no rank has a job.
 const RankState* find_awaited(const std::map<int, RankState>& answers) {
   const RankState* oldest = nullptr;
@@ -46,29 +43,33 @@ class Groups {
   std::map<Place, RankGroup> groups_;
 };
 
-// Returns the addresses of an absent rank that belong to no rank that has answered.
-std::vector<std::string> addresses_of(int absent, const RollCall& call) {
-  std::vector<std::string> addresses;
-  const auto own = call.absent_own.find(absent);
-  if (own == call.absent_own.end()) return addresses;
-  for (const std::string& address : own->second) {
-    const auto has = [&](const auto& answer) { return answer.second.own.count(address) != 0; };
-    if (std::none_of(call.answers.begin(), call.answers.end(), has)) addresses.push_back(address);
-  }
-  return addresses;
+bool any_of(const std::set<std::string>& of, const std::set<std::string>& others) {
+  return std::any_of(of.begin(), of.end(), [&](const std::string& each) { return others.count(each) != 0; });
 }
 
 // Fills in `missing` and those of `slow` that have not answered.
 void sort_absent(const RollCall& call, Conclusion* conclusion) {
   for (const auto& [rank, who] : call.absent) {
+    const auto began = call.absent_began.find(rank);
+    const RankState said = began == call.absent_began.end() ? RankState{} : began->second;
+    // A rank that was killed or has left has no connections, but other ranks of its host may still send.
+    const bool is_open = any_of(said.own_ends, call.open_ends);
     int64_t unacked_ms = 0;
     bool is_heard = false;
-    for (const std::string& address : addresses_of(rank, call)) {
+    for (const std::string& address : said.own) {
+      bool is_shared = false, is_free = false;
+      for (const auto& [other, state] : call.answers) {
+        if (state.own.count(address) == 0) continue;
+        is_shared = true;
+        // A rank of that host that answered in time, and has nothing unsent, shows that its link is not full.
+        is_free = is_free || (call.late_s.count(other) == 0 && state.unsent.empty());
+      }
       const auto heard = call.heard_s.find(address);
-      is_heard = is_heard || (heard != call.heard_s.end() && heard->second <= kHeardS);
+      // Bytes that came since the roll was called.
+      is_heard = is_heard || (is_open && !is_free && heard != call.heard_s.end() && heard->second <= call.waited_s);
       for (const auto& [other, state] : call.answers) {
         const auto unacked = state.unacked_ms.find(address);
-        if (unacked != state.unacked_ms.end()) unacked_ms = std::max(unacked_ms, unacked->second);
+        if (!is_shared && unacked != state.unacked_ms.end()) unacked_ms = std::max(unacked_ms, unacked->second);
       }
     }
     if (is_heard) {
@@ -102,6 +103,14 @@ void sort_ranks(const RollCall& call, const RankState* awaited, Conclusion* conc
   conclusion->waiting = waiting.take();
 }
 
+// Whether a rank is in a collective call, and another one has a bucket in its place in the order of jobs.
+bool are_apart(const RollCall& call, const RankState& awaited) {
+  return std::any_of(call.answers.begin(), call.answers.end(), [&awaited](const auto& answer) {
+    const RankState& state = answer.second;
+    return state.job != RankState::Job::kNone && state.num_ended == awaited.num_ended && state.job != awaited.job;
+  });
+}
+
 // Fills in `reason` and `congestion`.
 void find_reason(const RollCall& call, Conclusion* conclusion) {
   using Reason = Conclusion::Reason;
@@ -118,6 +127,8 @@ void find_reason(const RollCall& call, Conclusion* conclusion) {
     if (conclusion->congestion || !conclusion->cuts.empty()) conclusion->reason = Reason::kNetwork;
   } else if (!conclusion->awaited) {
     conclusion->reason = Reason::kOver;
+  } else if (are_apart(call, *conclusion->awaited)) {
+    conclusion->reason = Reason::kApart;
   } else if (conclusion->awaited->job == RankState::Job::kCall) {
     conclusion->reason = Reason::kCall;
   } else {

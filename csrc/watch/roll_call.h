@@ -82,11 +82,24 @@ struct Finding {
   // The store fell silent during the roll call, so another one may find more. Not serialized: a report that other ranks
   // read was written to the store.
   bool store_is_silent = false;
+  // The slow ranks, if the call has found nothing else. Not serialized: see SlowRanks.
+  std::set<std::string> slow;
 
   template <typename Archive, typename Self>
   static void fields(Archive& archive, Self& self) {
     archive("is_conclusive", self.is_conclusive);
     archive("text", self.text);
+  }
+};
+
+// The numbers of a finding's slow ranks, which the opener writes beside it.
+struct SlowRanks {
+  static constexpr const char* kKind = "slow";
+  std::set<std::string> ranks;
+
+  template <typename Archive, typename Self>
+  static void fields(Archive& archive, Self& self) {
+    archive("ranks", self.ranks);
   }
 };
 
@@ -98,9 +111,11 @@ struct RollCall {
   std::map<int, RankState> answers;   // by rank
   std::map<int, double> late_s;       // by rank: seconds until its answer was read, only for late answers
   std::map<int, std::string> absent;  // by rank: what its process is and where; empty if it has no watch
-  // By absent rank: its addresses. By address: seconds since the rank that collects has last got bytes from there.
-  std::map<int, std::set<std::string>> absent_own;
+  // By absent rank: what it said when its watch began. Of the rank that collects (connections.h): by address, seconds
+  // since it has last got bytes from there; and the remote ends of its open connections.
+  std::map<int, RankState> absent_began;
   std::map<std::string, double> heard_s;
+  std::set<std::string> open_ends;
   std::map<int, std::string> unreadable;  // by rank: why its answer cannot be decoded
   std::vector<int> unread;                // ranks whose answers were not read from the store in time
   std::optional<StoreProblem> store_problem;
@@ -149,6 +164,7 @@ struct Conclusion {
     kUnknown,  // such a rank exists, not all answers are known, or a late rank may be the reason
     kOver,     // no rank waits any more
     kCall,     // all ranks are in the collective call
+    kApart,    // some ranks are in a collective call, and others wait for something else
     kAtWork,   // some ranks pack, reduce or unpack, and the others wait for them
     kNetwork   // ranks wait for the network
   };

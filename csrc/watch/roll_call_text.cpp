@@ -116,6 +116,8 @@ std::string reason_text(const RollCall& call, const Conclusion& conclusion) {
       return "every rank answered, and none waits any more";
     case Conclusion::Reason::kCall:
       return "every rank answered and none is behind";
+    case Conclusion::Reason::kApart:
+      return "the ranks are at different places, and wait for each other";
     case Conclusion::Reason::kAtWork:
       return all + "some are at work, and the others wait for them";
     case Conclusion::Reason::kNetwork:

@@ -116,7 +116,9 @@ void Watch::loop() {
   } catch (const std::exception&) {  // the watch works without it: the call only avoids disturbing other threads
   }
   try {
-    send([began = encode(answer()), rank = options_.rank](c10d::Store& store) { store.set(began_key(rank), began); });
+    RankState began = answer();
+    began.own_ends = connections().own_ends;
+    send([text = encode(began), rank = options_.rank](c10d::Store& store) { store.set(began_key(rank), text); });
   } catch (const std::exception&) {  // reports then do not tell whether bytes of this rank arrive
   }
   for (;;) {
@@ -293,7 +295,19 @@ void Watch::warn_of_stall() {
     // A silent store is reported once for each job. When the store answers again, the next poll finds out more.
     return;
   }
-  TORCH_WARN(known_->finding.text);
+  if (!names_the_same()) TORCH_WARN(known_->finding.text);
+}
+
+bool Watch::names_the_same() {
+  const std::set<std::string>& slow = known_->finding.slow;
+  if (slow.empty()) return false;
+  if (known_->job >= named_until_) {
+    named_.clear();
+    named_until_ = known_->num_handed;
+  }
+  const size_t num_named = named_.size();
+  named_.insert(slow.begin(), slow.end());
+  return named_.size() == num_named;
 }
 
 void Watch::explain_failure() {
@@ -320,7 +334,7 @@ void Watch::explain_failure() {
 }
 
 void Watch::keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s) {
-  known_ = {std::move(finding), view.num_ended, is_stall, under_way_s, Clock::now()};
+  known_ = {std::move(finding), view.num_ended, view.num_handed, is_stall, under_way_s, Clock::now()};
 }
 
 }  // namespace fusedcomm

@@ -23,6 +23,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -103,8 +104,10 @@ class Watch {
 
   // Remembers a finding about the oldest job in `view`.
   void keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s);
-  // Warns with the text of the remembered finding.
+  // Warns with the text of the remembered finding, unless it only says again which ranks are slow.
   void warn_of_stall();
+  // Whether the remembered finding only names ranks that have been named before. If not, notes whom it names.
+  bool names_the_same();
   // Warns once if the courier has given up on the store.
   void warn_of_loss();
   std::optional<StoreProblem> send(Courier::Errand errand) {
@@ -145,10 +148,14 @@ class Watch {
   int64_t cut_job_ = -1;                          // the last job for which a cut was reported
   int64_t silent_job_ = -1;                       // the last job for which a silent store was reported
   double crawled_s_ = 0;                          // the longest time for which a crawling job was reported
+  // The slow ranks that have been named, and the number of the first job that was not yet handed over then. The jobs
+  // before it wait for the same delay, which is news only once.
+  std::set<std::string> named_;
+  int64_t named_until_ = 0;
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;
-    int64_t job;
+    int64_t job, num_handed;
     bool is_stall;
     double under_way_s;      // of the job when the roll call was opened
     Clock::time_point when;  // the end of the roll call

@@ -39,24 +39,32 @@ std::optional<Finding> Watch::take_part(const Call& call) {
   if (call.opening->rank != options_.rank) return wait_for_report(call);
   std::optional<Finding> finding = collect(call);
   if (!finding) return std::nullopt;
-  send(
-      [number = call.number, report = encode(*finding)](c10d::Store& store) { store.set(report_key(number), report); });
+  const std::string slow = encode(SlowRanks{finding->slow});
+  send([=, number = call.number, report = encode(*finding)](c10d::Store& store) {
+    store.set(slow_key(number), slow);
+    store.set(report_key(number), report);
+  });
   return finding;
 }
 
 std::optional<Finding> Watch::wait_for_report(const Call& call) {
   const auto deadline = Clock::now() + roll_call_timeout_;
   auto report = std::make_shared<std::optional<std::string>>();
+  auto slow = std::make_shared<std::optional<std::string>>();
   auto is_next_open = std::make_shared<bool>(false);
   while (Clock::now() < deadline) {
     const auto problem = send([=, number = call.number](c10d::Store& store) {
       *is_next_open = store.check({call_key(number + 1)});
       *report = read_key(store, report_key(number));
+      if (*report) *slow = read_key(store, slow_key(number));
     });
     if (problem && problem->kind == StoreProblem::Kind::kFailed) break;
     if (!problem && *report) {
       std::optional<Finding> finding = decode_if_readable<Finding>(**report);
       if (!finding) break;
+      if (*slow) {
+        if (auto found = decode_if_readable<SlowRanks>(**slow)) finding->slow = std::move(found->ranks);
+      }
       return finding;
     }
     // The opener could not write its report to a silent store, and now waits for answers to its next call.
@@ -92,7 +100,9 @@ std::optional<Finding> Watch::collect(const Call& opened) {
   call.absent.erase(options_.rank);
   call.unreadable.erase(options_.rank);
   call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
-  call.heard_s = connections(options_.store_port).heard_s;
+  Connections own = connections(options_.store_port);
+  call.heard_s = std::move(own.heard_s);
+  call.open_ends = std::move(own.open_ends);
   if (!call.store_problem) {
     name_absent(&call);
   } else if (call.answers.size() == 1) {
@@ -101,15 +111,21 @@ std::optional<Finding> Watch::collect(const Call& opened) {
     call.store_problem->text += ". The store is " + options_.store_text;
   }
   const Conclusion conclusion = conclude(call);
-  return Finding{conclusion.is_conclusive, report_text(call, conclusion),
-                 call.store_problem && call.store_problem->is_silence()};
+  Finding finding{conclusion.is_conclusive,
+                  report_text(call, conclusion),
+                  call.store_problem && call.store_problem->is_silence(),
+                  {}};
+  if (conclusion.missing.empty() && conclusion.failed.empty() && conclusion.cuts.empty() && !conclusion.congestion) {
+    for (const Conclusion::Slow& slow : conclusion.slow) finding.slow.insert(std::to_string(slow.rank));
+  }
+  return finding;
 }
 
 void Watch::name_absent(RollCall* call) {
   struct Names {
     std::mutex mutex;
     std::map<int, std::string> by_rank;
-    std::map<int, std::set<std::string>> own;
+    std::map<int, RankState> began;
   };
   auto names = std::make_shared<Names>();
   std::vector<int> ranks;
@@ -125,12 +141,12 @@ void Watch::name_absent(RollCall* call) {
       std::lock_guard<std::mutex> lock(names->mutex);
       names->by_rank[rank] = std::move(*text);
       if (!began) continue;
-      if (auto state = decode_if_readable<RankState>(*began)) names->own[rank] = std::move(state->own);
+      if (auto state = decode_if_readable<RankState>(*began)) names->began[rank] = std::move(*state);
     }
   });
   std::lock_guard<std::mutex> lock(names->mutex);
   for (const auto& [rank, text] : names->by_rank) call->absent[rank] = text;
-  call->absent_own = std::move(names->own);
+  call->absent_began = std::move(names->began);
 }
 
 std::optional<Finding> Watch::without_store(const StoreProblem& problem, const std::string& why) {

@@ -27,6 +27,7 @@ from fusedcomm.literals import Sum, Weighted, Wire
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
+from fusedcomm.ranks.hosts import OwnHost
 
 AUTO = "auto"
 """In place of a wire: search for one, as :class:`fusedcomm.Auto` does."""
@@ -37,6 +38,7 @@ OFF = "off"
 """In place of a wire: DDP's own all-reduce. Only :func:`fusedcomm.attach` takes it, because a configuration has nothing
 to say about it."""
 
+_ALONE = OwnHost()
 _ANY_CHUNKS = Chunks(nbytes=8 << 20, in_flight=1)
 """Stands in where the answer does not depend on chunks. Some of these answers are needed to choose the chunks."""
 
@@ -340,14 +342,14 @@ class Config(Options):
     # ---- the engine's configuration
 
     def native(
-        self, chunks: Chunks, ranks_per_host: int = 1, ranks_on_host: int = 1, keeps_messages: bool = False
+        self, chunks: Chunks, ranks_per_host: int = 1, own_host: OwnHost = _ALONE, keeps_messages: bool = False
     ) -> "_C.WireConfig":
         """The engine's configuration.
 
         Args:
             chunks: has both numbers; neither is None.
             ranks_per_host: more than one for sums on two levels.
-            ranks_on_host: ranks that share a host, on one level, too. Only the counts of bytes depend on it.
+            own_host: this rank's, on one level, too. Only the counts of bytes depend on it.
             keeps_messages: whether each bucket keeps its codes and means, so that its sum can be made again.
 
         Raises:
@@ -369,7 +371,8 @@ class Config(Options):
             feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
             ranks_per_host=ranks_per_host,
             local_wire=self.local_wire,
-            ranks_on_host=ranks_on_host,
+            ranks_on_host=own_host.num_ranks,
+            links_of_host=own_host.num_links,
             keeps_messages=keeps_messages,
         )
 

@@ -19,10 +19,12 @@ from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import Config, LocalOptions, Wire, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
+from fusedcomm.session.off import told
 from fusedcomm.session.parameters import NamedParameter, named_parameters
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.session.stats import Stats
+from fusedcomm.session.surface import Sealed
 
 # CommStates that no hook has been called with, by number: their wires.
 _never_called: dict[int, str] = {}
@@ -30,7 +32,7 @@ _numbers = itertools.count()
 _has_stepped = False  # whether an optimizer has stepped since the first CommState
 
 
-class CommState:
+class CommState(Sealed):
     """The state of :func:`comm_hook`: its configuration, and its engine once training has begun. One for each module.
 
     Args:
@@ -47,6 +49,8 @@ class CommState:
         ValueError: an argument is out of range, or two cannot be combined.
         TypeError: `config` is of another type.
     """
+
+    _shows: tuple[str, ...] = ("config", "load_state_dict", "process_group", "state_dict", "stats")
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class CommState:
         if self._number == 0:
             _watch_first_step()
         _never_called[self._number] = self.config.wire
+        self._seal()
 
     def session(self, device: torch.device) -> Session:
         """Returns the running session. The first call, and the first after the group has changed, starts it.
@@ -103,18 +108,20 @@ class CommState:
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         old = self._session
         if old is None or old.process_group is not group:
-            parameters, problem = None, None
-            try:
+            with told(group):
                 parameters = self._parameters()
-            except ValueError as error:  # perhaps on this rank alone: the session tells the others
+            session, problem = Session(self.config, group, parameters, self._local, device), None
+            try:
+                if old is not None:
+                    take_over(session, old)
+                elif self._loaded is not None:
+                    load_state_dict(session, self._loaded)
+            except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own state
                 problem = error
-            self._session = Session(self.config, group, parameters, self._local, device, problem=problem)
+            session.confirm(problem)
             if old is not None:
-                take_over(self._session, old)
                 old.stop("its CommState moved to another process group")
-            elif self._loaded is not None:
-                load_state_dict(self._session, self._loaded)
-            self._loaded = None
+            self._session, self._loaded = session, None
         self._session.say_notices()
         return self._session
 
@@ -126,7 +133,10 @@ class CommState:
             self._has_seen_a_pass = bucket.is_last()
 
     def state_dict(self, consolidated: bool = False) -> dict:
-        """As :meth:`fusedcomm.ddp.handle.Handle.state_dict`. Raises RuntimeError before the first bucket."""
+        """As :meth:`fusedcomm.ddp.handle.Handle.state_dict`. Before the first bucket it returns what was loaded, and
+        raises RuntimeError if nothing was."""
+        if self._session is None and self._loaded is not None:
+            return self._loaded
         if self._session is None:
             raise RuntimeError(
                 "fusedcomm: a CommState has no state before the first backward pass: call state_dict() after one"

@@ -23,6 +23,7 @@ from fusedcomm.native import _C
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.off import OffSession
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.served import serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 
@@ -55,6 +56,8 @@ class Handle(GradientNorms):
             ddp._comm_hooks.append(self._registered)
             _guard_of(ddp).parameters = SameParameters(ddp, self.session.parameters)
         handles[ddp] = self
+        serve(self)
+        self._seal()
 
     def plan(self) -> Plan:
         """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass.
@@ -142,11 +145,6 @@ class Handle(GradientNorms):
             )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
-        if self._added is not None:
-            self._added.remove()
-        self._added = None
-        if self._weight is not None:
-            self.weight = self._weight
         self._run_on(ddp)
 
     def _run_on(self, ddp: DistributedDataParallel) -> None:

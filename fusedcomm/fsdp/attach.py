@@ -13,6 +13,8 @@ from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
 from fusedcomm.fsdp.modules import Sharded, sharded_modules
 from fusedcomm.session.off import agree_on_off
+from fusedcomm.session.served import refuse_served
+from fusedcomm.session.session import Session
 
 
 def attach_fsdp(
@@ -40,9 +42,14 @@ def attach_fsdp(
         )
     is_off = config == OFF
     wanted = Config("fp32")
+    named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
+    try:
+        refuse_served(named, FsdpHandle.serves_as, FsdpHandle.place)
+    except ValueError as error:  # names the front end, not its reduce-scatter
+        problem = error
     try:
         if not is_off:
-            wanted = _checked(config, [(p.name, p.tensor) for each in sharded for p in each.parameters])
+            wanted = _checked(config, named)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         problem = problem or error
     try:
@@ -50,6 +57,7 @@ def attach_fsdp(
     except ValueError as error:
         wanted, problem = Config("fp32"), problem or error
     meshes: list[MeshSums] = []
+    made: list[Session] = []
     num_before = 0
     for those in by_mesh(sharded):
         # All meshes are connected even after an error, because other ranks wait for this one there.
@@ -61,7 +69,7 @@ def attach_fsdp(
                     agree_on_off(group, those[0].device, local, problem)
             if not is_off:
                 sums, problem = _sums(wanted, *groups, problem)
-            meshes.append(MeshSums.attached(wanted, sums, those, num_before, local, not quiet, problem))
+            meshes.append(MeshSums.attached(wanted, sums, those, num_before, local, not quiet, problem, made))
         except Exception as error:
             problem = problem or error
         num_before += len(those)
@@ -69,11 +77,19 @@ def attach_fsdp(
         problem = ValueError(
             "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
         )
+    # A problem of one session reaches the ranks of the others, which must not wait in a forward pass.
+    for session in made:
+        try:
+            session.confirm(problem)
+        except Exception as error:
+            problem = problem or error
     if problem is not None:
-        for mesh in meshes:
-            mesh.abandon()
+        for session in made:
+            session.stop("fusedcomm could not attach")
         raise problem
     handle = FsdpHandle(model, meshes)
+    for mesh in meshes:
+        mesh.warn_of_hosts()
     if dist.get_rank() == 0:
         log.report(handle.plan, quiet)
     return handle

@@ -14,6 +14,7 @@ from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
 from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
 from fusedcomm.ranks.groups import reduce_scatter_single
+from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,8 +32,10 @@ class Pending:
 
     MAX_UNDER_WAY = 2
 
-    def __init__(self) -> None:
+    def __init__(self, weights: "_C.PassWeights | None" = None) -> None:
         self._futures: list[torch.futures.Future] = []
+        self._weights = weights
+        self._refused: torch.futures.Future | None = None
 
     def add(self, future: torch.futures.Future) -> None:
         """Within a backward pass: it returns when the future is done. Elsewhere this waits for it: a pipeline's
@@ -44,11 +47,27 @@ class Pending:
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._futures.append(future)
         while len(self._futures) > self.MAX_UNDER_WAY:
-            self._futures.pop(0).wait()
+            self.wait(self._futures.pop(0))
+
+    def wait(self, future: torch.futures.Future) -> None:
+        """Waits for one. Raises its error; that of weights when the pass ends, which FSDP2 needs for the next one."""
+        try:
+            future.wait()  # on cuda only the current stream waits
+        except RuntimeError:
+            if self._weights is None or not self._weights.is_refused or torch._C._current_graph_task_id() < 0:
+                raise
+            if self._refused is None:
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self._refused = future
 
     def finish(self) -> None:
         """Waits. Raises the first error."""
         futures, self._futures = self._futures, []
+        if self._refused is not None:
+            for future in futures:  # they write to gradients
+                with contextlib.suppress(RuntimeError):
+                    future.wait()
+            futures, self._refused = [self._refused], None
         for future in futures:
             future.wait()
 
@@ -64,6 +83,9 @@ class FusedReduceScatter:
             a rule the model itself.
         wire_of: the number of a parameter's wire in the reduce-scatter.
     """
+
+    serves_as = "fusedcomm.attach"
+    place: Place = "in hosts"
 
     def __init__(
         self,
@@ -89,6 +111,11 @@ class FusedReduceScatter:
     def use(self, pending: Pending, verifier: Verifier) -> None:
         """Sets what is shared by the modules of a mesh. Called before the first reduce-scatter."""
         self._pending, self._verifier = pending, verifier
+        serve(self)
+
+    def served(self) -> list[torch.Tensor]:
+        """See :class:`fusedcomm.session.served.Server`."""
+        return [each.tensor for each in self.sharded.parameters] if self.sharded.uses(self) else []
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         memory = torch.empty(size, dtype=dtype, device=device)
@@ -125,12 +152,12 @@ class FusedReduceScatter:
             self._session.synchronizer.step = self.num_calls
         if self._verifier.is_due(len(self._before), call):
             self._pending.finish()
-            future.wait()
+            self._pending.wait(future)
             exact = torch.empty(output_tensor.numel(), dtype=torch.float32, device=output_tensor.device)
             reduce_scatter_single(exact, input_tensor.float(), group=group)
             self._verifier.add(call, self.sharded.name, output_tensor, exact * self._factor)
         elif is_read_at_once or async_op or self.sharded.device.type != "cpu":
-            future.wait()  # on cuda only the current stream waits
+            self._pending.wait(future)
         else:
             self._pending.add(future)
         return None
@@ -147,7 +174,9 @@ class FusedReduceScatter:
             exact = tensor.float().clone() if self._verifier.is_due(len(self._before), call) else None
         if self._session is not None:
             self._replicas.weigh_as(self._session.weights)
-        self._replicas.all_reduce(tensor, row, factor, self._is_last)
+        future = self._replicas.all_reduce(tensor, row, factor, self._is_last)
+        if future is not None:
+            self._pending.wait(future)
         if exact is not None:
             dist.all_reduce(exact, group=self.sharded.replicas)
             self._verifier.add(call, self.sharded.name, tensor, exact * factor)

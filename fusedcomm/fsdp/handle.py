@@ -26,11 +26,13 @@ class FsdpHandle(CommHandle):
     """
 
     _runs: Meshes | None
+    _shows: tuple[str, ...] = ("clip_grad_norm_", "grad_norm")
 
     def __init__(self, model: nn.Module, meshes: list[MeshSums]) -> None:
         super().__init__(Meshes(meshes))
         self._model = model
         self._guard = model.register_forward_pre_hook(self._refuse_adding) if self.runs.weights is not None else None
+        self._seal()
 
     def _let_go(self) -> None:
         if self._guard is not None:

@@ -1,14 +1,15 @@
 """The configurations of the two sums of an FSDP2 model: the reduce-scatter, and the all-reduce between replicas."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from fusedcomm.config import Checks, Config
 from fusedcomm.fsdp.comm import WireOf
+from fusedcomm.fsdp.grid import Grid
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
-from fusedcomm.session.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
     """The configurations, for the ranks with shards and for those with the same shards.
 
     Raises:
-        ValueError: an option has no effect on these sums, or hosts= does not fit the mesh.
+        ValueError: an option has no effect on these sums.
     """
     has_rows, has_replicas = (each is not None and each.size() > 1 for each in (group, replicas))
     feedback = config.feedback
@@ -49,7 +50,6 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
             f"fusedcomm: hosts={config.hosts!r} is not possible: a reduce-scatter has one level. A mesh of two "
             "dimensions (HSDP) has two: shards within a host, replicas between hosts"
         )
-    _check_given(config, group)
     within = Config(config.local_wire, sum="two-shot", hosts=None, chunks=config.chunks, feedback=of_rows)
 
     def wire_of(name: str, parameter: object) -> int:
@@ -58,31 +58,25 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
     return Sums(within, dataclasses.replace(between, hosts=None), wire_of)
 
 
-def _check_given(config: Config, group: dist.ProcessGroup) -> None:
-    """Raises ValueError if the hosts that the user gave are not the ranks with the shards of one copy."""
-    if config.groups == hosts.AUTO:
+def check_hosts(config: Config, grid: Grid) -> None:
+    """Raises ValueError, on all ranks of the mesh, if hosts= needs two levels, and shards or replicas are elsewhere."""
+    if config.hosts in (hosts.AUTO, None) or grid.num_shards == 1 or grid.num_replicas == 1:
         return
-    own = tuple(sorted(dist.get_process_group_ranks(group)))
-    found = hosts.given(config.groups, dist.get_world_size())
-    if own not in found.groups:
+    of_ranks: Sequence[Sequence[object]] = grid.hosts
+    if config.groups != hosts.AUTO:
+        found = hosts.given(config.groups, dist.get_world_size())
+        of_ranks = [[found.place(rank)[1] for rank in row] for row in grid.ranks]
+    for ranks, row in zip(grid.ranks, of_ranks, strict=True):
+        if len(set(row)) > 1:
+            raise ValueError(
+                f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: it needs the shards of a copy on one host, "
+                f"and those of ranks {list(ranks)} are on {sorted(set(row))}: make the mesh's last dimension the ranks "
+                "of a host"
+            )
+    between = {row[0] for row in of_ranks}
+    if len(between) < grid.num_replicas:
         raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: this rank shares its shards with ranks "
-            f"{list(own)}, and they must be the ranks of one host"
-        )
-
-
-def check_names(config: Config, rows: Session | None, replicas: Session | None) -> None:
-    """Raises ValueError if hosts="auto" was asked for, and shards or replicas are not where it needs them."""
-    if config.hosts in (hosts.AUTO, None) or config.groups != hosts.AUTO or rows is None or replicas is None:
-        return
-    within, between = set(rows.host_names), set(replicas.host_names)
-    if len(within) > 1:
-        raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} needs the shards of a copy on one host, and they are on "
-            f"{sorted(within)}: make the mesh's last dimension the ranks of a host"
-        )
-    if len(between) < replicas.world_size:
-        raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} needs replicas on different hosts, and {replicas.world_size} of them "
-            f"are on {sorted(between)}: give the hosts as lists of ranks, or leave hosts out"
+            f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: it needs replicas on different hosts, and "
+            f"{grid.num_replicas} of them are on {sorted(between)}: give the hosts as lists of ranks, or leave hosts "
+            "out"
         )

@@ -1,16 +1,18 @@
 """The sums of the modules that are on one mesh: their sessions, what sends them, and what is told of them."""
 
-import contextlib
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.fsdp.all_gather import WatchedAllGather
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
-from fusedcomm.fsdp.levels import Sums, check_names
+from fusedcomm.fsdp.grid import Grid, Traffic
+from fusedcomm.fsdp.levels import Sums, check_hosts
 from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.fsdp.verify import Verifier
@@ -37,7 +39,8 @@ class ModuleRow:
 @dataclasses.dataclass(frozen=True)
 class FsdpPlan:
     """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter, in `wire`;
-    `num_replicas`: ranks of the all-reduce that follows, in `wire_of_replicas`; 1 for neither. `residual_nbytes`: of
+    `num_replicas`: ranks of the all-reduce that follows, in `wire_of_replicas`; 1 for neither. `traffic`: of the host
+    that sends most; None with `off`. `residual_nbytes`: of
     this rank's error feedback in reduce-scatters. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
     then "off", too. `others`: plans of modules on further meshes."""
 
@@ -49,6 +52,7 @@ class FsdpPlan:
     scratch_nbytes: int
     residual_nbytes: int
     rows: tuple[ModuleRow, ...]
+    traffic: Traffic | None
     off: bool = False
     others: tuple["FsdpPlan", ...] = ()
 
@@ -77,6 +81,12 @@ class FsdpPlan:
         if exact and not self.off:
             lines.append(
                 f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
+            )
+        if self.traffic is not None:
+            gradients, parameters = self.traffic.gradients_nbytes / 2**20, self.traffic.parameters_nbytes / 2**20
+            lines.append(
+                f"  to other hosts a host sends {gradients:.2f} MiB of gradients and {parameters:.2f} MiB of "
+                "parameters in a step"
             )
         for row in self.rows:
             wires = f", {'+'.join(row.wires)}" if row.wires else ""
@@ -108,6 +118,9 @@ class MeshSums:
             for place, each in enumerate(sharded)
         ]
         self._share_weights()
+        if self.sessions:
+            self.grid = Grid.of(rows, None if between is None else between.session)
+            check_hosts(config, self.grid)
         groups = [session.process_group for session in self.sessions]
         self._verifier = Verifier(config.checks.verify_every, len(self.comms), groups)
 
@@ -120,8 +133,12 @@ class MeshSums:
         local: LocalOptions,
         announce: bool,
         problem: Exception | None,
+        made: list[Session],
     ) -> "MeshSums":
-        """Connects the ranks of this mesh. Raises this rank's `problem`, or another's, on every rank of it."""
+        """Connects the ranks of this mesh. Raises this rank's `problem`, or that of a rank that shares a session.
+
+        made: gets the sessions, also those before an error.
+        """
         group, replicas = sharded[0].process_group, sharded[0].replicas
         parameters = [p for each in sharded for p in each.parameters]
         # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
@@ -131,31 +148,28 @@ class MeshSums:
         }
         options = {"announce": announce, "also_agree": also_agree}
         device = sharded[0].device
-        with contextlib.ExitStack() as made:
-            rows, between = None, None
-            if sums.rows is not None:
-                try:
-                    rows = Session(sums.rows, group, None, local, device, reduces_rows=True, problem=problem, **options)
-                    made.callback(rows.stop, "fusedcomm could not attach")
-                except Exception as error:
-                    if sums.replicas is None:
-                        raise
-                    problem = problem or error  # for the ranks with the same shards, which are told next
-            if sums.replicas is not None:
-                wires = {p.name: config.wire_number(p.name, p.tensor) for p in parameters}
-                session = Session(sums.replicas, replicas, None, local, device, problem=problem, **options)
-                made.callback(session.stop, "fusedcomm could not attach")
-                between = ReplicaSums(session, wires)
-            check_names(config, rows, None if between is None else between.session)
-            attached = MeshSums(config, sums, rows, between, sharded, first_index)
-            made.pop_all()
-        return attached
+        rows, between = None, None
+        if sums.rows is not None:
+            try:
+                rows = Session(sums.rows, group, None, local, device, reduces_rows=True, problem=problem, **options)
+                made.append(rows)
+            except Exception as error:
+                if sums.replicas is None:
+                    raise
+                problem = problem or error  # for the ranks with the same shards, which are told next
+        if sums.replicas is not None:
+            wires = {p.name: config.wire_number(p.name, p.tensor) for p in parameters}
+            session = Session(sums.replicas, replicas, None, local, device, problem=problem, **options)
+            made.append(session)
+            between = ReplicaSums(session, wires)
+        return MeshSums(config, sums, rows, between, sharded, first_index)
 
     def _share_weights(self) -> None:
         """With both sums, the reduce-scatter gives its ranks' sum of weights to the all-reduce, which divides."""
         if self.weights is not None and self.rows is not None and self.between is not None:
-            self.rows.weights.defer()
-            self.between.session.weights.spread(num_ranks=self.num_shards * self.num_replicas)
+            rank = dist.get_rank()  # the two sums have different numbers for it
+            self.rows.weights.defer(rank)
+            self.between.session.weights.spread(self.num_shards * self.num_replicas, rank)
 
     @property
     def weights(self) -> "_C.PassWeights | None":
@@ -208,11 +222,6 @@ class MeshSums:
         for session in self.sessions:
             session.stop(reason)
 
-    def abandon(self) -> None:
-        """Stops what attached() has made, because another mesh could not be attached."""
-        for session in self.sessions:
-            session.stop("fusedcomm could not attach")
-
     def plan(self, others: tuple[FsdpPlan, ...] = ()) -> FsdpPlan:
         """The plan of these modules. `others`: plans of further meshes, which follow it."""
         if self.is_off:
@@ -229,9 +238,38 @@ class MeshSums:
             scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             rows=tuple(self._row(comm) for comm in self.comms),
+            traffic=None if self.is_off else self._traffic(self.grid),
             off=self.is_off,
             others=others,
         )
+
+    def _traffic(self, grid: Grid) -> Traffic:
+        """What the hosts of these ranks send."""
+        sums = []
+        if self.between is not None:
+            native = self.between.session.native_config
+            for comm in self.comms:
+                trained = [p for p in comm.sharded.parameters if p.is_trained]
+                slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
+                sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
+        return grid.traffic(
+            0 if self.rows is None else sum(comm.native().sent_nbytes for comm in self.comms),
+            0 if self.rows is None else sum(comm.sharded.gathered_nbytes for comm in self.comms),
+            sums,
+        )
+
+    def warn_of_hosts(self) -> None:
+        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more."""
+        if self.rows is None or self.between is None or self.grid.ranks[0][0] != dist.get_rank():
+            return
+        now, by_host = self._traffic(self.grid).nbytes, self._traffic(self.grid.by_host()).nbytes
+        if by_host < now:
+            warnings.warn(
+                f"fusedcomm: the shards of a copy lie on several hosts, so a host sends {now / 2**20:.2f} MiB to "
+                f"others in a step, and {by_host / 2**20:.2f} MiB if the last dimension of the mesh is the ranks of a "
+                "host",
+                stacklevel=4,
+            )
 
     def _row(self, comm: FusedReduceScatter) -> ModuleRow:
         trained = [p for p in comm.sharded.parameters if p.is_trained]
@@ -269,8 +307,8 @@ class Meshes(Runs):
 
     def __init__(self, meshes: list[MeshSums]) -> None:
         self.meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
-        self.pending = Pending()
         self.weights = self.meshes[0].weights
+        self.pending = Pending(None if self.weights is None else self.meshes[0].sessions[-1].weights)
         for mesh in self.meshes:
             mesh.start(self.pending)
 

@@ -73,6 +73,15 @@ class Sharded:
         return False
 
     @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of this rank's slices in the all-gathers of a step. There are two if the forward pass drops what it has
+        gathered; by default the model itself does not."""
+        policy, state = self.group.mp_policy, self.group.modules[0]._get_fsdp_state()
+        keeps = not self.group._reshard_after_forward or (state._auto_reshard_after_forward and not self.name)
+        sizes = (p.row_numel * (policy.param_dtype or p.tensor.dtype).itemsize for p in self.parameters)
+        return (1 if keeps else 2) * sum(sizes)
+
+    @property
     def reduces_further(self) -> bool:
         """Whether an all-reduce follows: HSDP, and replicate()."""
         return isinstance(self.group.mesh_info, DDPMeshInfo)
@@ -86,6 +95,10 @@ class Sharded:
     def is_trained(self) -> bool:
         """Whether a parameter requires a gradient now."""
         return any(each.is_trained for each in self.parameters)
+
+    def uses(self, reduce_scatter: ReduceScatter) -> bool:
+        """Whether FSDP2 calls this reduce-scatter of the module's."""
+        return self.group._reduce_scatter_comm is reduce_scatter
 
     def use(self, reduce_scatter: ReduceScatter, all_gather: AllGather) -> None:
         """Gives FSDP2 these collectives of the module."""
@@ -166,8 +179,8 @@ def sharded_modules(model: nn.Module) -> tuple[list[Sharded], ValueError | None]
             if sharded.has_own_comm:
                 problem = problem or ValueError(
                     f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
-                    f"{type(group._reduce_scatter_comm).__name__} already: call detach() on the handle that attached "
-                    "it, or attach before set_custom_reduce_scatter()"
+                    f"{type(group._reduce_scatter_comm).__name__} already: attach before "
+                    "set_custom_reduce_scatter(), or leave one of them out"
                 )
             found.append(sharded)
     return found, problem

@@ -63,11 +63,13 @@ class ReplicaSums:
         begins = not own.in_pass if task == -1 else task != self._weighed_task
         if rows is not None and begins:
             self._weighed_task = task
-            weight, unit = rows.last
-            own.set(weight, scale=unit)
+            own.follow(rows)
 
-    def all_reduce(self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float, is_last: bool) -> None:
-        """Replaces `tensor`, which has the gradients of `row`, one after another, by the sum × factor. Waits.
+    def all_reduce(
+        self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float, is_last: bool
+    ) -> torch.futures.Future | None:
+        """Replaces `tensor`, which has the gradients of `row`, one after another, by the sum × factor, when the future
+        is done; None: there is nothing to sum.
 
         Args:
             row: names and numels.
@@ -80,7 +82,6 @@ class ReplicaSums:
                 parts.append(tensor.narrow(0, begin, numel))
             begin += numel
         if not names:
-            return
+            return None
         factor *= self.session.world_size
-        sum_ = self._sum.run(names=names, tensors=parts, factor=factor, ends_step=is_last)
-        sum_.wait()  # on cuda only the current stream waits
+        return self._sum.run(names=names, tensors=parts, factor=factor, ends_step=is_last)

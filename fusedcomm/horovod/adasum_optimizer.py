@@ -9,6 +9,8 @@ import torch
 from fusedcomm.horovod.async_ops import allreduce_async_
 from fusedcomm.horovod.checks import Adasum
 from fusedcomm.horovod.handles import synchronize
+from fusedcomm.session.served import Place
+from fusedcomm.session.surface import Spelled
 
 TOO_MANY_PASSES = (
     "a gradient was computed more than backward_passes_per_step={} times before step(): raise "
@@ -37,15 +39,33 @@ def new_parameters(
     return new
 
 
-class AdasumOptimizer:
+class Served(Spelled):
+    """What both distributed optimizers are for the other front ends; see fusedcomm/session/served.py."""
+
+    serves_as = "a hvd.DistributedOptimizer"
+    place: Place = "alone"
+    is_replaced = False
+    param_groups: list[dict]
+
+    def served(self) -> list[torch.Tensor]:
+        """Its parameters; empty once a newer optimizer has one of them."""
+        return [] if self.is_replaced else [each for group in self.param_groups for each in group["params"]]
+
+    def refuse_replaced(self) -> None:
+        """Raises RuntimeError if a newer optimizer has the parameters."""
+        if self.is_replaced:
+            raise RuntimeError(
+                "fusedcomm: a newer hvd.DistributedOptimizer reduces gradients of these parameters: step with that one"
+            )
+
+
+class AdasumOptimizer(Served):
     """Stands before an optimizer's class among the bases; see optimizer.py.
 
     1. When a parameter's gradient is ready, the inner optimizer steps that parameter alone.
     2. The change is reduced with Adasum, and the parameter put back to where it was.
     3. step() waits, and adds the reduced changes.
     """
-
-    param_groups: list[dict]
 
     @property
     def weight(self) -> None:
@@ -76,6 +96,8 @@ class AdasumOptimizer:
         self._passes_left = dict.fromkeys(self._hooks, passes)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self.is_replaced:
+            return
         if self._passes_left[parameter] <= 0:
             raise AssertionError(TOO_MANY_PASSES.format(self.backward_passes_per_step))
         self._passes_left[parameter] -= 1
@@ -112,6 +134,7 @@ class AdasumOptimizer:
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the steps of all parameters and adds the reduced ones. Returns the closure's loss."""
+        self.refuse_replaced()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -74,7 +74,7 @@ def _accept_all(store: dist.Store, size: int, timeout: datetime.timedelta, about
     token, proof = (secrets.token_hex(TOKEN_NBYTES // 2) for _ in range(2))
     deadline = time.monotonic() + timeout.total_seconds()
     with _Door(token, proof, size) as door:
-        addresses = [[address, door.port] for address in own_addresses()]
+        addresses = [[address, door.port] for address in door.addresses]
         published = json.dumps({"token": token, "proof": proof, "addresses": addresses}).encode()
         store.set(ADDRESSES_KEY, signatures.signed(published, ADDRESSES_KEY))
         while len(door.ranks) < size - 1:
@@ -107,7 +107,9 @@ class _Door:
         self._token, self._proof, self._size = token, proof, size
         self.ranks: dict[int, _Guest] = {}
         self._guests: list[_Guest] = []  # without those in `ranks`; the oldest first
-        self._listener = socket.create_server(("", 0), backlog=size + MAX_STRANGERS)
+        self.addresses = own_addresses()
+        where = self.addresses[0] if len(self.addresses) == 1 else ""
+        self._listener = socket.create_server((where, 0), backlog=size + MAX_STRANGERS)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()

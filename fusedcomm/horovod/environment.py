@@ -6,7 +6,10 @@ Horovod's other variables are accepted: rank 0 says once which of those that are
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 DEFAULT_FUSION_NBYTES = 25 << 20
 
@@ -88,52 +91,69 @@ class Settings:
     elastic: bool
     check: bool
     interface: str | None
+    problem: ValueError | None
+    """That of the first variable that is not possible, which counts as not set until all ranks have been told."""
 
 
 def settings() -> Settings:
-    """Raises ValueError that names the variable, its value and what is possible."""
-    watches = not flag("HOROVOD_STALL_CHECK_DISABLE")
-    return Settings(
-        fusion_nbytes=whole("HOROVOD_FUSION_THRESHOLD"),
-        stall_warning_s=seconds("HOROVOD_STALL_CHECK_TIME_SECONDS") if watches else 0.0,
-        stall_shutdown_s=seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") if watches else 0.0,
-        timeout_s=seconds("HOROVOD_GLOO_TIMEOUT_SECONDS"),
-        dynamic_process_sets=flag("HOROVOD_DYNAMIC_PROCESS_SETS"),
+    """As the variables have them."""
+    problems: list[ValueError] = []
+
+    def told(read: Callable[..., T], name: str) -> T:
+        try:
+            return read(name)
+        except ValueError as error:
+            problems.append(error)
+            return read(name, _DEFAULTS[name])
+
+    watches = not told(flag, "HOROVOD_STALL_CHECK_DISABLE")
+    found = Settings(
+        fusion_nbytes=told(whole, "HOROVOD_FUSION_THRESHOLD"),
+        stall_warning_s=told(seconds, "HOROVOD_STALL_CHECK_TIME_SECONDS") if watches else 0.0,
+        stall_shutdown_s=told(seconds, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") if watches else 0.0,
+        timeout_s=told(seconds, "HOROVOD_GLOO_TIMEOUT_SECONDS"),
+        dynamic_process_sets=told(flag, "HOROVOD_DYNAMIC_PROCESS_SETS"),
         timeline=text("HOROVOD_TIMELINE"),
-        mark_cycles=flag("HOROVOD_TIMELINE_MARK_CYCLES"),
-        elastic=flag("HOROVOD_ELASTIC"),
-        check=flag("FUSEDCOMM_HOROVOD_CHECK"),
+        mark_cycles=told(flag, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        elastic=told(flag, "HOROVOD_ELASTIC"),
+        check=told(flag, "FUSEDCOMM_HOROVOD_CHECK"),
         interface=text("HOROVOD_GLOO_IFACE"),
+        problem=None,
     )
+    return dataclasses.replace(found, problem=next(iter(problems), None))
 
 
 _DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
 
 
+def _value(name: str) -> str:
+    return os.environ.get(name) or _DEFAULTS[name]
+
+
 def text(name: str) -> str | None:
     """None if it is neither set nor has a default."""
-    return os.environ.get(name) or _DEFAULTS[name] or None
+    return _value(name) or None
 
 
-def flag(name: str) -> bool:
+def flag(name: str, value: str | None = None) -> bool:
     """True for 1, true, yes and on; False for 0, false, no, off and nothing. Raises ValueError for other texts."""
-    value = (os.environ.get(name) or _DEFAULTS[name]).strip().lower()
+    value = (_value(name) if value is None else value).strip().lower()
     if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
         raise ValueError(f"{name}={value!r} is not possible: use 1 or 0")
     return value in ("1", "true", "yes", "on")
 
 
-def whole(name: str) -> int:
+def whole(name: str, value: str | None = None) -> int:
     """Raises ValueError for what is no whole number of at least 0."""
-    value = os.environ.get(name) or _DEFAULTS[name]
+    value = _value(name) if value is None else value
     if not value.strip().isdecimal():
         raise ValueError(f"{name}={value!r} is not possible: use a whole number, at least 0")
     return int(value)
 
 
-def seconds(name: str) -> float:
+def seconds(name: str, value: str | None = None) -> float:
     """Raises ValueError for what is no number of at least 0."""
-    value = os.environ.get(name) or _DEFAULTS[name]
+    value = _value(name) if value is None else value
     try:
         found = float(value)
     except ValueError:

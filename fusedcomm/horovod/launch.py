@@ -5,8 +5,10 @@ torch.distributed if the script has initialised it, HOROVOD_* variables, torchru
 one process.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import ipaddress
 import os
 from collections.abc import Callable
 
@@ -15,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import fusedcomm.horovod.rendezvous as rendezvous
 from fusedcomm.horovod.environment import Settings
+from fusedcomm.ranks.own_group import served_store
 
 SET_BY = "FUSEDCOMM_HOROVOD_SET_BY"
 """The process whose hvd.init() has set HOROVOD_RANK and so on. They then say nothing about how it was launched, nor
@@ -86,8 +89,17 @@ def _from_horovod_variables(timeout: datetime.timedelta) -> Launch:
     if where not in _stores:
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_master = rank == 0 and not is_hosted
-        _stores[where] = dist.TCPStore(*where, None, is_master, timeout, wait_for_workers=False, multi_tenant=True)
+        _stores[where] = _store_at(*where, is_master, timeout)
     return Launch(rank, size, _stores[where], timeout, is_horovods=True)
+
+
+def _store_at(host: str, port: int, is_master: bool, timeout: datetime.timedelta) -> dist.Store:
+    # A name may stand for loopback on its own host, where others must reach the store: it gets all interfaces. So does
+    # an address that is translated on its way, and this process may serve the port already.
+    if is_master:
+        with contextlib.suppress(ValueError, OSError):
+            return served_store(str(ipaddress.ip_address(host)), port, timeout, multi_tenant=True)
+    return dist.TCPStore(host, port, None, is_master, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def _number(name: str) -> int:

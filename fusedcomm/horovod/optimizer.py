@@ -1,18 +1,19 @@
 """DistributedOptimizer: reduces gradients over the ranks while the backward pass runs, and steps with the result."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fusedcomm.horovod.adasum_optimizer import AdasumOptimizer, name_of_place
+from fusedcomm.horovod.adasum_optimizer import AdasumOptimizer, Served, name_of_place
 from fusedcomm.horovod.checks import Adasum, Average, check_adasum
 from fusedcomm.horovod.compression import Compression, check_compression
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
 from fusedcomm.horovod.reduced_optimizer import ReducedOptimizer
 from fusedcomm.horovod.world import world
 from fusedcomm.literals import Weighted
+from fusedcomm.session.served import refuse_served, serve, servers_of
 
 Groups = int | list[list[torch.Tensor]] | None
 
@@ -49,10 +50,13 @@ def DistributedOptimizer(
     weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
         the attribute `weight` of what is returned before backward passes. Average only.
 
-    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible and before
-    hvd.init(), NotImplementedError for Adasum over some of the ranks or a number of ranks that is no power of 2. Its
-    synchronize() and step() raise HorovodInternalError if the ranks disagree or one is lost, and a backward pass raises
-    AssertionError if it is one too many for backward_passes_per_step.
+    It takes the place of an older one with one of its parameters, whose step() then raises RuntimeError.
+
+    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible, before
+    hvd.init(), and if something else synchronizes a parameter, NotImplementedError for Adasum over some of the ranks or
+    a number of ranks that is no power of 2. Its synchronize() and step() raise HorovodInternalError if the ranks
+    disagree or one is lost, and a backward pass raises AssertionError if it is one too many for
+    backward_passes_per_step.
     """
     check_compression(compression)
     if gradient_predivide_factor != 1.0 and (op != Average):
@@ -66,11 +70,14 @@ def DistributedOptimizer(
         raise ValueError(f"weighted={weighted!r} is not possible: use 'mean' or 'sum', with op=hvd.Average")
     names = parameter_names(optimizer, named_parameters)
     _check_groups(groups)
+    named = [(names[each], each) for group in optimizer.param_groups for each in group["params"]]
+    if process_set.included():
+        refuse_served(named, Served.serves_as, hooks=True, replaces=Served)
     if op == Adasum and world().size > 1:
         check_adasum(op, process_set, world().size)
         adasum = _taken_over(optimizer, AdasumOptimizer)
         adasum.set_up(names, compression, backward_passes_per_step)
-        return adasum
+        return _serving(adasum, named)
     reduced = _taken_over(optimizer, ReducedOptimizer)
     reduced.set_up(
         names=names,
@@ -83,7 +90,15 @@ def DistributedOptimizer(
         process_set=process_set,
         weighted=weighted,
     )
-    return reduced
+    return _serving(reduced, named) if process_set.included() else reduced
+
+
+def _serving(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
+    """`optimizer`, which takes the place of older distributed optimizers of the same parameters."""
+    for older in servers_of(parameter for _, parameter in named):
+        older.is_replaced = True  # type: ignore[attr-defined]  # others have been refused
+    serve(optimizer)
+    return optimizer
 
 
 def _taken_over(optimizer: torch.optim.Optimizer, behaviour: type) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.async_ops as async_ops
-from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY, new_parameters
+from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY, Served, new_parameters
 from fusedcomm.horovod.checks import REDUCED, Max, check_tensor
 from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.errors import HorovodInternalError
@@ -71,7 +71,7 @@ def _hook_of(optimizer: "ReducedOptimizer", unit: Unit, index: int) -> Callable[
     alive, its = weakref.ref(optimizer), weakref.ref(unit)
 
     def hook(_: Any, arriving: tuple[torch.Tensor | None, ...]) -> None:
-        if (found := alive()) is not None:
+        if (found := alive()) is not None and not found.is_replaced:
             found._on_gradient(its(), index, arriving[0])
 
     return hook
@@ -90,10 +90,9 @@ def split_list(values: list, num_parts: int) -> list[list]:
     return [values[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-class ReducedOptimizer:
+class ReducedOptimizer(Served):
     """Stands before an optimizer's class among the bases; see optimizer.py."""
 
-    param_groups: list[dict]
     _weight: OptimizerWeight | None
 
     @property
@@ -308,6 +307,7 @@ class ReducedOptimizer:
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
+        self.refuse_replaced()
         self._is_synchronized = True
         if self._is_alone() and self._weight is not None:
             self._weigh(self._units)

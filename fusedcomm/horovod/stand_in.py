@@ -63,10 +63,7 @@ def _module(name: str, contents: dict[str, Any]) -> types.ModuleType:
 
 
 def _mpi_ops() -> dict[str, Any]:
-    import fusedcomm.horovod.state as state
-
-    names = [name for name in ours.__all__ if name not in ("elastic", "install")]
-    return {"is_homogeneous": state.is_homogeneous, **{name: getattr(ours, name) for name in names}}
+    return {name: getattr(ours, name) for name in ours.__all__ if name not in ("elastic", "install")}
 
 
 def _util() -> dict[str, Any]:

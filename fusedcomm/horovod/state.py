@@ -87,7 +87,7 @@ def _wait_for_all(new: World) -> None:
 def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) -> World:
     store = launch.fresh(found)
     hostname = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    about = {"host": hostname, "sets": asked_for[1]}
+    about = {"host": hostname, "sets": asked_for[1], "problem": str(settings.problem or "")}
     star = connect(store, found.rank, found.size, found.timeout, about)
     hosts = [each["host"] for each in star.about]
     places = launch.places(found.rank, hosts, found.is_horovods)
@@ -126,14 +126,24 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
     )
     if found.rank == 0 and (ignored := environment.without_effect(os.environ)):
         LOGGER.warning("fusedcomm.horovod: %s", ignored)
-    differing = [rank for rank, each in enumerate(star.about) if list(map(list, each["sets"])) != _lists(asked_for[1])]
-    if differing:
+    if problem := _problem_of(star.about):
         new.coordinator.shutdown()
-        raise ValueError(
-            f"hvd.init(process_sets=…): rank {found.rank} has the sets {_lists(asked_for[1])}, and rank {differing[0]} "
-            f"{star.about[differing[0]]['sets']}: give every rank the same sets in the same order"
-        )
+        raise ValueError(problem)
     return new
+
+
+def _problem_of(abouts: list[dict[str, Any]]) -> str:
+    """Why the ranks cannot start, the same on every rank; empty if they can."""
+    for rank, about in enumerate(abouts):
+        if about["problem"]:
+            return f"hvd.init(): rank {rank} cannot start: {about['problem']}"
+        first, sets = (_lists(each["sets"]) for each in (abouts[0], about))
+        if sets != first:
+            return (
+                f"hvd.init(process_sets=…): rank 0 has the sets {first}, and rank {rank} {sets}: give every rank the "
+                "same sets in the same order"
+            )
+    return ""
 
 
 def _lists(sets: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -32,7 +32,7 @@ class OptimizerWeight:
         self._of_sums, self._name, self._process_set = of_sums, name, process_set
         self.value: float | None = None
         self._invalid = ""
-        self.passes = AddedPasses(self)
+        self.passes = AddedPasses(lambda: self)
         self._begin()
 
     def _begin(self) -> None:
@@ -45,6 +45,11 @@ class OptimizerWeight:
     def set(self, value: Any) -> None:
         """Takes what the user gives. TypeError if it is neither a number nor a tensor."""
         self.value, self._invalid = checked(value)
+
+    @property
+    def has_noted(self) -> bool:
+        """See :class:`AddedPasses`."""
+        return bool(self._scales)
 
     def forget_passes(self) -> None:
         """See :class:`AddedPasses`."""
@@ -79,6 +84,7 @@ class OptimizerWeight:
         self._enter_world()
         if self._average is not None:
             return
+        self.passes.forget_dropped()
         mark = 0.5 ** min(self._process_set.rank() or 0, _MAX_MARKED)
         is_missing = self.value is None
         marks = [mark * is_missing, mark * bool(self._invalid)]
@@ -89,12 +95,15 @@ class OptimizerWeight:
 
     def factor(self, is_alone: bool) -> float:
         """What multiplies the step's averages. Waits. RuntimeError on every rank if one has given no weight."""
-        noted, self._noted = self._noted, 0.0
-        self._scales.clear()
+        if is_alone:
+            self.passes.forget_dropped()
+        else:
+            self.send()  # nothing else may have been sent
+        noted = self._noted
+        self.forget_passes()
         if is_alone:
             values = [noted, float(self.value is None), float(bool(self._invalid))]
         else:
-            self.send()  # nothing else may have been sent
             handle, self._average = self._average, None
             assert handle is not None
             values = synchronize(handle).tolist()

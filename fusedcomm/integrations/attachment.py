@@ -13,6 +13,7 @@ from fusedcomm.attaching import attach, unwrapped
 from fusedcomm.autotune.auto import ConfigLike, chosen
 from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
+from fusedcomm.members.state import everybodys
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
@@ -92,12 +93,12 @@ class Attachment:
         self.handle = self._group = None
 
     def state_dict(self) -> dict:
-        """The state for a checkpoint that one file holds; empty if nothing is attached.
+        """The state for a checkpoint that one file holds. If nothing is attached what was loaded, or an empty one.
 
         With error feedback a collective call. Rank 0's state is complete; save that one.
         """
         if self.handle is None:
-            return {}
+            return self._loaded or {}
         if not isinstance(self.handle, Handle):
             return self.handle.state_dict(consolidated=True)
         mine = self.own_state()
@@ -105,9 +106,9 @@ class Attachment:
             return mine
         if not self._every_rank:
             return self.handle.state_dict(consolidated=True)
-        everybodys = [None] * dist.get_world_size(self._group) if mine["rank"] == 0 else None
-        dist.gather_object(mine, everybodys, dist.get_global_rank(self._group, 0), self._group)
-        return {RANKS: everybodys or [mine]}
+        is_first = mine["rank"] == 0
+        states = [state if is_first else None for state in everybodys(mine, self.handle.session, "state_dict()")]
+        return {RANKS: states if is_first else [mine]}
 
     def own_state(self) -> dict:
         """With DDP this rank's state, without a collective; empty if nothing is attached."""
@@ -162,7 +163,7 @@ def mean_of(states: list[dict]) -> dict:
         for name, values in state["residuals"].items():
             sums[name] = values + sums[name] if name in sums else values
     residuals = {name: total / len(states) for name, total in sums.items()}
-    return {**states[0], "rank": None, "world_size": None, "residuals": residuals}
+    return {**states[0], "rank": None, "world_size": None, "residuals": residuals, "residuals_of_encoders": {}}
 
 
 def need(owner: object, names: Iterable[str], trainer: str, tested: str) -> None:

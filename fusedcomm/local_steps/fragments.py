@@ -4,11 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fusedcomm.config import Config
 from fusedcomm.local_steps.shards import local, reshard
+from fusedcomm.local_steps.shards import place as shard_of
 from fusedcomm.native import _C
+from fusedcomm.session.session import Session
 
 BLOCK_NUMEL = 1024
 """Elements of a block that is merged or not, with sparse=…"""
@@ -182,6 +185,32 @@ def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config,
         Fragment(index, [each for each, of in zip(merged, numbers, strict=True) if of == index], groups, seed)
         for index in range(fragments)
     ]
+
+
+def record(fragments: Sequence[Fragment]) -> dict[str, object]:
+    """What ranks compare."""
+    merged = [(each, fragment.index) for fragment in fragments for each in fragment.merged]
+    return {
+        "shards": {each.name: shard_of(each.target) for each, _ in merged},
+        "parameters": [
+            [each.name, list(each.local.shape), str(each.target.dtype), each.wire, index] for each, index in merged
+        ],
+    }
+
+
+@torch.no_grad()
+def begin_equal(fragments: Sequence[Fragment], session: Session, is_equal: bool) -> None:
+    """Gives every rank the first rank's parameters, which are the first merged state. is_equal: the anchors are that
+    state already."""
+
+    def broadcast() -> None:
+        for fragment in fragments:
+            dist.broadcast(fragment.anchor, group=session.process_group, group_src=0)
+
+    if not is_equal and session.world_size > 1:
+        session.call(broadcast, "LocalSteps(…)")
+    for fragment in fragments:
+        fragment.write(fragment.anchor)
 
 
 def refuse_changed(

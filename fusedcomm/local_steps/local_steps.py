@@ -14,7 +14,7 @@ from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.literals import Merge, MergedState, MergeWeights
 from fusedcomm.local_steps import arguments, rules, shards, state
-from fusedcomm.local_steps.fragments import Fragment, cut, refuse_changed
+from fusedcomm.local_steps.fragments import Fragment, begin_equal, cut, record, refuse_changed
 from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
 from fusedcomm.local_steps.messages import Messages, Pending
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
@@ -23,10 +23,12 @@ from fusedcomm.local_steps.rules import Outer, OuterMaker
 from fusedcomm.local_steps.stats import Drift, LocalStats, StepTimer, collect
 from fusedcomm.local_steps.weights import Weights
 from fusedcomm.members.members import Members
+from fusedcomm.session.served import Place, refuse_served, serve
 from fusedcomm.session.session import Session
+from fusedcomm.session.surface import Surface
 
 
-class LocalSteps:
+class LocalSteps(Surface):
     """Merges the ranks' parameters every few optimizer steps, instead of their gradients in every step.
 
         comm = fusedcomm.LocalSteps(model, optimizer, every=30)
@@ -78,9 +80,16 @@ class LocalSteps:
         quiet: whether rank 0 does not report the plan.
 
     Raises:
-        ValueError, TypeError: an argument is not possible; the text says what is.
+        ValueError, TypeError: an argument is not possible, or another front end serves a parameter; the text says it.
         RuntimeError: the ranks do not agree (the same text on every rank), or the engine cannot run.
     """
+
+    _shows: tuple[str, ...] = ("add_weight", "finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
+    _kind = serves_as = "LocalSteps"
+    steps = turns = num_messages = num_missed = _finished_at = 0
+    merging: Merging | None = None
+    _hooks: Sequence[Any] = ()
+    _stand_in: StandIn | None = None
 
     def __init__(
         self,
@@ -117,6 +126,7 @@ class LocalSteps:
         check_quorum(quorum, timeout, num_ranks, self.schedule, members, model)
         if outer is not None and merge != "nesterov":
             raise ValueError(f"outer=… is for merge='nesterov', not for merge={merge!r}: leave it out")
+        self.place: Place = "across hosts" if isinstance(model, nn.Module) and shards.has_mates(model) else "alone"
         problem: Exception | None = None
         self.outer: Outer | None = None
         self.fragments: list[Fragment] = []
@@ -126,6 +136,7 @@ class LocalSteps:
             if members is None:
                 arguments.refuse_same_ranks(model, group)
                 shards.refuse_group([(name, target) for name, _, target in found], group)
+            refuse_served([pair[:2] for pair in found], self.serves_as, self.place, hooks=self.place == "alone")
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
             self.fragments = cut(found, cfg, self.schedule)
             if merge == "nesterov":
@@ -134,13 +145,10 @@ class LocalSteps:
             problem = error  # the other ranks are told
         device = self.fragments[0].anchor.device if self.fragments else torch.device("cpu")
         self.lock = threading.RLock()
-        self.steps = self.turns = self.num_messages = self.num_missed = self._finished_at = 0
         self.merges = [0] * fragments
         self.under_way: list[Pending] = []
         self.rest: list[int] = []
         """The fragments of the last messages of finish() that are still to be sent."""
-        self.merging: Merging | None = None
-        self._stand_in: StandIn | None = None
         if members is None:
             self.session = Session(cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem)
         else:
@@ -152,41 +160,36 @@ class LocalSteps:
         self.weights = Weights(weights, every, fragments, None if members is None and quorum is None else 1.0)
         self.drift = Drift(self.session.rank)
         self.timer = StepTimer()
-        if members is not None and members.joins is not None:
-            self._take_state()
+        if self.merging is not None and self.merging.members.joins is not None:
+            self.merging.take_state()
         else:
-            self._begin_equal(group)
+            if self.merging is not None:
+                self.merging.take_first_anchors()
+            begin_equal(self.fragments, self.session, is_equal=self.merging is not None)
         self._hooks = self._hook()
+        serve(self)
+        self._seal()
         if quorum is not None and timeout is not None:
             self._stand_in = StandIn(self, self.session.store("messages"), quorum, timeout)
         if self.session.rank == 0 and shards.is_first(target for _, _, target in found):
             log.report(self.plan, quiet)
 
+    def served(self) -> list[torch.Tensor]:
+        """See :class:`fusedcomm.session.served.Server`."""
+        return [each.parameter for fragment in self.fragments for each in fragment.merged] if self._hooks else []
+
     def _record(self) -> dict[str, object]:
-        return {
-            **self.schedule.record(),
-            "outer": None if self.outer is None else self.outer.record(),
-            "moves": list(self._moves),
-            "shards": {each.name: shards.place(each.target) for fragment in self.fragments for each in fragment.merged},
-            "parameters": [
-                [each.name, list(each.local.shape), str(each.target.dtype), each.wire, fragment.index]
-                for fragment in self.fragments
-                for each in fragment.merged
-            ],
-        }
+        outer = None if self.outer is None else self.outer.record()
+        return {**self.schedule.record(), "outer": outer, "moves": list(self._moves), **record(self.fragments)}
 
-    @alone
-    def _begin_equal(self, group: dist.ProcessGroup) -> None:
-        """Gives every rank the first rank's parameters, which are the first merged state."""
-        for fragment in self.fragments:
-            if group.size() > 1:
-                dist.broadcast(fragment.anchor, group=group, group_src=0)
-            fragment.write(fragment.anchor)
+    @property
+    def is_attached(self) -> bool:
+        """Whether merges follow the optimizer's steps; False after :meth:`detach`."""
+        return bool(self._hooks)
 
-    @alone
-    def _take_state(self) -> None:
-        assert self.merging is not None
-        self.merging.take_state()
+    def _described(self) -> str:
+        how = f"wire {self.session.config.wire}, merge {self.schedule.merge!r} every {self.schedule.every} steps"
+        return f"{how}, {self.session.world_size} ranks, {self.steps} steps"
 
     def use(self, session: Session) -> None:
         """Goes on over this session, of other ranks."""
@@ -444,7 +447,6 @@ class LocalSteps:
         (self.session if self.merging is None else self.merging).stop("LocalSteps was detached")
 
     def _refuse_ended(self) -> None:
-        if not self._hooks:
-            raise RuntimeError("fusedcomm: this LocalSteps is detached: make another one")
+        self.refuse_detached("nothing is merged")
         if self._stand_in is not None and self._stand_in.failure is not None:
             raise self._stand_in.failure

@@ -157,6 +157,17 @@ class Merging(Views):
 
     # ---- called on the main thread
 
+    @torch.no_grad()
+    def take_first_anchors(self) -> None:
+        """Takes the first rank's parameters, in a founder."""
+
+        def take(found: list) -> None:
+            for fragment, anchor in zip(self._of.fragments, found[0]["anchors"], strict=True):
+                fragment.anchor.copy_(anchor)
+
+        self._begin_equal([_MERGED], take, lambda decision: self.recover("", decision))
+
+    @torch.no_grad()
     def take_state(self) -> None:
         """Takes the merged state, in a rank that joins; its parameters begin as this state."""
         of = self._of
@@ -185,16 +196,24 @@ class Merging(Views):
     def before(self, number: int) -> None:
         """Installs the view that begins with this message, if one does."""
         self._refuse_missing()
-        while (decision := self.members.plane.boundary(number)) is not None:
+        while True:
+            decision = self.members.plane.boundary(number)
+            if decision is None:
+                if self._compare_places():
+                    return
+                continue
             if self._is_frozen:
                 self.recover("", decision)
                 continue
             began = time.monotonic()
             self._of.drain()  # which may lead to a later view
-            if decision.view.number > self.members.view:
+            is_new = decision.view.number > self.members.view
+            if is_new:
                 self._install_one(decision, began)
-                self.members.wait_for_others(INSTALL_TIMEOUT_S)  # the state that joiners take must not change
             self._tell()
+            if is_new:
+                # The state that joiners take must not change.
+                self.members.wait_for_others(INSTALL_TIMEOUT_S, in_view=True)
 
     def arrive(self, pending: Pending) -> None:
         """Waits for the mean of a message, whatever happens to the ranks."""

@@ -87,7 +87,8 @@ class Messages:
         self._session = session
         assert session.synchronizer is not None  # a session that has none raises where it is made
         self._synchronizer = session.synchronizer
-        self._synchronizer.choose_wires(lambda name, num_dims: self._wires.get(name, _C.EXACT_WIRE))
+        wires = self._wires  # not this object, which has the synchronizer
+        self._synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
         self._sum = _C.FusedSum(self._synchronizer)
 
     def send(self, pending: Pending) -> None:

@@ -26,6 +26,8 @@ class FragmentRow:
     num_parameters: int
     numel: int
     """Elements of the whole fragment."""
+    wire: str
+    """As its message is sent: few elements travel in fp32 whatever the wire is."""
     sum: str
     sent_nbytes: int
     """Bytes that this rank sends."""
@@ -65,34 +67,41 @@ class LocalPlan:
         return sum(row.line_nbytes for row in self.fragments) * self.s_per_byte
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether every merge waits for its message, whatever it takes, so that none can be hidden."""
+        return self.schedule.merge == "average" or self.schedule.state == "average"
+
+    @property
     def least_every(self) -> int | None:
         """The smallest `every` within which all messages are hidden: bytes fit on the line, and the delay is below it.
-        None if `step_s` is not known."""
+        None if `step_s` is not known, or if every merge waits for its message."""
         delay, of_line = self.least_delay, self._steps_for(self.line_s)
         return None if delay is None or of_line is None else max(delay + 1, of_line)
 
     @property
     def least_delay(self) -> int | None:
-        """The smallest `delay` that hides the largest message. None if `step_s` is not known."""
+        """The smallest `delay` that hides the largest message. None if `step_s` is not known, or if none can."""
+        if self.is_waited_for:
+            return None
         return self._steps_for(max(row.line_nbytes for row in self.fragments) * self.s_per_byte)
 
     def _steps_for(self, line_s: float) -> int | None:
         return None if self.step_s is None else max(1, math.ceil(line_s * _MARGIN / self.step_s))
 
     def __str__(self) -> str:
-        of = self.schedule
+        of, wires = self.schedule, " and ".join(dict.fromkeys(row.wire for row in self.fragments))
         lines = [
-            f"fusedcomm: local steps, merge {of.merge!r} every {of.every} steps, {of.delay} steps late, {self.wire}, "
+            f"fusedcomm: local steps, merge {of.merge!r} every {of.every} steps, {of.delay} steps late, {wires}, "
             f"{self.world_size} ranks",
-            f"  {'fragment':>8} {'elements':>12} {'sum':>9} {'sends MiB':>9}  parameters",
+            f"  {'fragment':>8} {'elements':>12} {'wire':>9} {'sum':>9} {'sends MiB':>9}  parameters",
         ]
         for row in self.fragments:
             lines.append(
-                f"  {row.index:>8} {row.numel:>12} {row.sum:>9} {row.sent_nbytes / _MIB:>9.3f}  {row.first}, … "
-                f"({row.num_parameters})"
+                f"  {row.index:>8} {row.numel:>12} {row.wire:>9} {row.sum:>9} {row.sent_nbytes / _MIB:>9.3f}  "
+                f"{row.first}, … ({row.num_parameters})"
             )
-        hides = ""
-        if self.step_s is not None:
+        hides = "; every merge waits for them" if self.is_waited_for else ""
+        if self.step_s is not None and not self.is_waited_for:
             hides = (
                 f"; a step takes {self.step_s:.3g} s, so every={self.least_every} is the least that hides them, with "
                 f"delay={self.least_delay}"
@@ -130,9 +139,11 @@ def make_plan(
         numel = sum(each.local.numel() for each in fragment.merged)
         sent = line = plan.sent_nbytes
         if session.hosts is not None and session.ranks_per_host > 1:
-            line = plan.sent_between_hosts_nbytes(session.ranks_per_host)
-        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, plan.sum, sent, line))
-        if session.config.residual_format is not None:
+            own = session.levels.own_host
+            line = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
+        wire = "+".join(layout.wire for layout in plan.layouts)
+        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, wire, plan.sum, sent, line))
+        if session.config.residual_format is not None and wire != "fp32":
             lossy = sum(each.local.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
             second = lossy // session.world_size if plan.sum == "two-shot" else 0
             residual_nbytes += _C.residual_nbytes(session.config.residual_format, lossy + second)

@@ -48,6 +48,11 @@ class Outer:
             rate = outer_rate(every, num_ranks)
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(everything, rate, MOMENTUM, nesterov=True)
         else:
+            if not callable(make):
+                raise TypeError(
+                    f"outer={type(make).__name__}(…) is an object, which cannot step the merged state: give a function "
+                    f"that makes it of a list of parameters, lambda parameters: torch.optim.SGD(parameters, lr=0.4)"
+                )
             self.optimizer = make(everything)
             if not isinstance(self.optimizer, torch.optim.Optimizer):
                 raise TypeError(
@@ -121,7 +126,16 @@ def merged(
 
 
 def average_state(optimizer: torch.optim.Optimizer, fragment: Fragment, messages: Messages) -> None:
-    """Replaces the optimizer's state of a fragment, what has its parameters' shapes, by means over the ranks; waits."""
+    """Replaces the optimizer's state of a fragment, what has its parameters' shapes, by means over the ranks; waits.
+
+    Raises ValueError if the optimizer has no state, or keeps it elsewhere.
+    """
+    if not any(optimizer.state.values()):
+        raise ValueError(
+            f"fusedcomm: state='average' averages what {type(optimizer).__name__}.state has, and it is empty: SGD "
+            "without momentum has none, and optimizers that divide their state over ranks keep it elsewhere. Use "
+            "state='local'"
+        )
     found = {
         f"{key} of {each.name}": local(value)
         for each in fragment.merged

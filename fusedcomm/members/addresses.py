@@ -89,11 +89,19 @@ class MembersFile:
         return MembersFile(text) if text is not None and is_path(text) else None
 
     def read(self) -> list[Noted]:
-        """What is noted, the newest first; of the newest job, where jobs are known. Empty without a file."""
+        """What is noted, the newest first; of the newest job, where jobs are known. Empty without a file.
+
+        Raises RuntimeError if it cannot be read, as a folder.
+        """
         try:
             lines = self.path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise RuntimeError(
+                f"fusedcomm: the members' addresses cannot be read from {env.MEMBERS}={str(self.path)!r}: {error}. "
+                "Name a file in a folder in which the ranks can write"
+            ) from error
         found = [Noted(match[1], match[2].strip("-")) for line in lines if (match := _LINE.fullmatch(line))]
         newest = next((noted.job for noted in reversed(found) if noted.job), "")
         return list(dict.fromkeys(noted for noted in reversed(found) if noted.job in ("", newest)))

@@ -112,10 +112,8 @@ class Agreement(Life):
         """A member has said that this process is not in its view of that number."""
         if self.view is None or number <= self.view.number:
             return
-        if self._uid in self._chain[0]:
-            self._fail(failures.expelled(self.view, number))
-        else:
-            self._out.put_off(number)
+        if not self._out.put_off(number) and self._uid in self._chain[0]:
+            self._fail(failures.expelled(self.view, number, self._out.reason(self._uid)))
 
     def _changed(self) -> None:
         if self.failure is None and self.view is not None:
@@ -247,7 +245,6 @@ class Agreement(Life):
         gone_number = max(ack["gone"] for ack in running.acks.values())
         if gone_number > self._chain[0].number:
             self._see_gone(gone_number)
-            self._abandon()
             self._consider()
             return
         if not self._has_quorum(list(running.participants), running.acks):
@@ -289,7 +286,7 @@ class Agreement(Life):
         if self._promised_to == sender and message["proposes"] != self._promised > message["committed"]:
             self._out.release(self._promised)  # its abort was lost with a connection
         self._hear_dead(sender, message)
-        if known is None or any(known[key] != message[key] for key in ("silent", "wants", "ready", "promised")):
+        if known is None or any(known[key] != message[key] for key in ("silent", "wants", "ready", "gone", "promised")):
             self._consider()
 
     def _hear_dead(self, sender: str, message: dict) -> None:
@@ -369,8 +366,8 @@ class Agreement(Life):
         view = View.from_json(message["decision"]["view"])
         if self.view is not None and view.number <= self.view.number:
             return
-        if self.view is None and (self._uid not in view or view.number <= self._put_off_by):
-            return  # a joiner hears of others' changes, and of views that had it before
+        if self.view is None and self._uid not in view:
+            return  # a joiner hears of others' changes
         if self._uid in view:
             self._chain = [View.from_json(known) for known in message["chain"]]
             self._out.gone(self._chain[0].number)
@@ -405,5 +402,6 @@ class Agreement(Life):
     def _see_gone(self, number: int) -> None:
         if self._chain and self._chain[0].number < number <= self._chain[-1].number:
             self._chain = [view for view in self._chain if view.number >= number]
+            self._abandon()  # its members are those of a view before, without who has joined since
             self._out.gone(number)
             self._out.broadcast(self.state())

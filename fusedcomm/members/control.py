@@ -56,13 +56,24 @@ class ControlPlane:
             raise ValueError(f"fusedcomm: silence_s={silence_s} is not possible: use seconds, more than 0")
         own = numeric_host(host)
         listening = listen(own)
-        self.member = Member(uid, own, listening.getsockname()[1], info)
+        self._member = member = Member(uid, own, listening.getsockname()[1], info)
         self._min_ranks, self._silence_s, self._job, self._is_closed = min_ranks, silence_s, job, False
         self._gate = Gate()
-        self._node = Node(self.member, min_ranks, silence_s, listening, self._gate)
+        self._node = Node(member, min_ranks, silence_s, listening, self._gate)
         if job is not None:
             self._node.loop.call(lambda: self._node.set_job(job))
         _PLANES.add(self)
+
+    @property
+    def member(self) -> Member:
+        """This process, as the last decision that the main thread has got names it: one that joins, and that a view
+        leaves out before it runs, joins anew with another uid."""
+        return self._member
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has left, or has failed."""
+        return self._is_closed or self._gate.failure is not None
 
     @property
     def address(self) -> str:
@@ -130,7 +141,7 @@ class ControlPlane:
         if not addresses:
             raise JoinRefusedError(problem)
         self._node.loop.call(lambda: self._node.join(addresses, info_to_check))
-        return self._gate.recover()
+        return self._named(self._gate.recover())
 
     def boundary(self, step: int) -> Decision | None:
         """To be called before each step begins. None: it runs in the same view."""
@@ -159,9 +170,15 @@ class ControlPlane:
         wanted = self._gate.wanted()
         self._node.loop.call(lambda: self._node.set_wants(wanted))
         try:
-            return self._gate.recover()
+            return self._named(self._gate.recover())
         finally:
             self._node.loop.call(lambda: self._node.set_wants(-1))
+
+    def _named(self, decision: Decision) -> Decision:
+        """The same decision, once this process goes by the name that it has there."""
+        own = (self._member.host, self._member.port)
+        self._member = next((m for m in decision.view.members if (m.host, m.port) == own), self._member)
+        return decision
 
     def install(self, view: View, timeout_s: float) -> bool:
         """This process can run in the view. Waits until all its members can: True. False: the view has been superseded,
@@ -197,6 +214,9 @@ class ControlPlane:
         if self._is_closed:
             return
         self._is_closed = True
+        self._gate.fail(
+            RuntimeError("fusedcomm: this process has left the members: to come back make new Members, with join=")
+        )
         self._node.loop.call(lambda: self._node.close(farewell))
         self._node.loop.stop()
 

@@ -39,8 +39,11 @@ def too_few(
     )
 
 
-def expelled(view: View, number: int) -> ExpelledError:
+def expelled(view: View, number: int, why: str) -> ExpelledError:
+    """why: what this process knows of its silence; empty if nothing."""
     return ExpelledError(
-        f"fusedcomm: this process, of view {view.number}, was silent to the others for too long, and they go on "
-        f"without it in view {number}. Start it again as one that joins"
+        f"fusedcomm: this process, of view {view.number}, was silent to the others for longer than their `silence`"
+        f"{f' ({why})' if why else ''}, and they go on without it in view {number}. Start it again as one that joins. "
+        "A process is silent, too, while a call holds Python's interpreter: then give Members(silence=…) more seconds "
+        "than the longest such call takes"
     )

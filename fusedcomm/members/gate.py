@@ -24,7 +24,7 @@ class Gate:
         self._immediate = False
         self._returned = -1  # number of the last decision that the main thread was given
         self._gone = -1
-        self._put_off = False
+        self._put_off = self._is_in = False  # _is_in: the main thread runs in a view, or was told that it may
         self.installed = -1
         self.finished: int | None = None
         self.entered = -1
@@ -36,6 +36,7 @@ class Gate:
         """Founders begin in this view."""
         with self._changed:
             self.installed = self._returned = self._gone = view.number
+            self._is_in = True
             self.finished, self.entered = view.step - 1, view.step - 1
 
     def freeze(self, number: int) -> None:
@@ -71,11 +72,13 @@ class Gate:
             self._gone = max(self._gone, number)
             self._notify()
 
-    def put_off(self) -> None:
-        """A joiner's decision does not count any more."""
+    def put_off(self) -> bool:
+        """A joiner's decision does not count any more. False if the main thread has acted on it."""
         with self._changed:
-            self._decision, self._put_off = None, True
-            self._notify()
+            if not self._is_in:
+                self._decision, self._put_off = None, True
+                self._notify()
+            return not self._is_in
 
     def fail(self, error: RuntimeError) -> None:
         with self._changed:
@@ -133,6 +136,7 @@ class Gate:
                 if self._frozen_by > number or self._put_off:
                     return False
                 if self._gone >= number:
+                    self._is_in = True
                     return True  # a later decision, if there is one, is for a later step
                 if self._decision is not None and self._decision.view.number > number:
                     return False

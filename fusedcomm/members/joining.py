@@ -23,25 +23,32 @@ class Joining:
     def __init__(
         self,
         loop: Loop,
-        me: Member,
         check: dict,
         patience_s: float,
         on_welcome: Callable[[Member, Channel, str], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        self._loop, self._me, self._check, self._patience_s = loop, me, check, patience_s
+        self._loop, self._check, self._patience_s = loop, check, patience_s
         self._on_welcome, self._on_refused = on_welcome, on_refused
         self._addresses: list[tuple[str, int]] = []
         self._attempt: Dial | Channel | None = None
         self._began = self._not_before = self._heard = 0.0
         self._is_active = False
         self._last = "no attempt was made"
+        self._proposed_by = ""
 
-    def begin(self, addresses: list[tuple[str, int]]) -> None:
+    def begin(self, me: Member, addresses: list[tuple[str, int]]) -> None:
         """addresses: (numeric host, port) of members; the first one is asked first."""
+        self._me = me
         self._addresses = addresses + [known for known in self._addresses if known not in addresses]
         self._is_active, self._not_before, self._heard = True, 0.0, time.monotonic()
         self.tick(time.monotonic())
+
+    def lose(self, uid: str) -> None:
+        """A process is dead or gone. If it was to propose this one, the next one may."""
+        if uid == self._proposed_by:
+            self._proposed_by = ""
+            self.begin(self._me, [])
 
     def tick(self, now: float) -> None:
         if not self._is_active:
@@ -89,7 +96,9 @@ class Joining:
         if answer == "welcome":
             self._is_active, self._attempt = False, None
             self._learn(reply)
-            self._on_welcome(Member.from_json(reply["member"]), channel, str(reply["job"]))
+            member = Member.from_json(reply["member"])
+            self._proposed_by = member.uid
+            self._on_welcome(member, channel, str(reply["job"]))
             return
         channel.close()
         if answer == "refused":

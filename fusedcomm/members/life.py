@@ -1,7 +1,5 @@
 """What a member knows of the agreement, and who lives in its eyes."""
 
-from typing import TypeVar
-
 from . import failures
 from .outlet import Outlet, Round
 from .quorum import clique, may_go_on
@@ -9,8 +7,6 @@ from .view import Member, View
 
 # Seconds before a minority stops: all that are silent have been noticed then, and the error names them.
 _FEW_S = 0.5
-
-Self = TypeVar("Self", bound="Life")
 
 
 class Life:
@@ -27,7 +23,6 @@ class Life:
         self._ack: dict | None = None  # the answer to what was promised last
         self._seen = 0
         self._ready = 0
-        self._put_off_by = -1
         self._wants = -1
         self._round: Round | None = None
         self._margin = 2
@@ -100,11 +95,3 @@ class Life:
         if self.failure is None:
             self.failure = error
             self._out.failed(error)
-
-    def of_a_joiner_again(self: Self, number: int) -> Self:
-        """The rules for this process, a joiner, when view `number` has put it off: it keeps its promises, and nothing
-        else. Older views do not count for it any more."""
-        again = type(self)(self._uid, self._min_ranks, self._out)
-        again._promised, again._seen, again.dead = self._promised, self._seen, self.dead
-        again._put_off_by = number
-        return again

@@ -41,11 +41,16 @@ class Loop:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain)
-        self._is_stopped = False
+        self._is_stopped, self._ticked = False, time.monotonic()
         self._thread = threading.Thread(target=self._run, name="fc-members-control", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def stood_s(self) -> float:
+        """Seconds since the last tick."""
+        return time.monotonic() - self._ticked
 
     def call(self, function: Callable[[], None]) -> None:
         """Has the loop call the function soon. Any thread may call this; calls keep their order."""
@@ -83,7 +88,7 @@ class Loop:
         """Closes all connections, and the port, in a forked child, which has no loop. They are not taken from the
         selector, because it is the parent's, too."""
         self._is_stopped = True
-        for key in list(self._selector.get_map().values()):
+        for key in list((self._selector.get_map() or {}).values()):  # None: the loop has ended before
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
@@ -101,25 +106,30 @@ class Loop:
             if not self._is_stopped:
                 self._is_stopped = True
                 self._on_error(error)
+        finally:
+            self._selector.close()
+            self._wake_in.close()
+            self._wake_out.close()
 
     def _serve_until_stopped(self) -> None:
         owner = os.getpid()
-        last = time.monotonic()
+        self._ticked = time.monotonic()
         while not self._is_stopped and os.getpid() == owner:
             ready = self._selector.select(_TICK_S)
             while ready:  # all that has arrived comes before any timer
                 self._serve(ready)
-                if time.monotonic() - last > _TICK_S:
+                if self.stood_s > _TICK_S:
                     break
                 ready = self._selector.select(0)
             self._run_calls()
             now = time.monotonic()
-            if now - last < _TICK_S:
+            stood_s = now - self._ticked
+            if stood_s < _TICK_S:
                 continue
-            if now - last > _TICK_S + _STOOD_STILL_S:
+            if stood_s > _TICK_S + _STOOD_STILL_S:
                 self._read_all()
-                self._on_stood_still(now - last)
-            last = now
+                self._on_stood_still(stood_s)
+            self._ticked = now
             self._on_tick(now)
         self._run_calls()
 

@@ -2,24 +2,31 @@
 
 import contextlib
 import datetime
-import json
 import os
 import socket
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm import env, log
-from fusedcomm.config import check
+from fusedcomm.config import check, choose_stall_after
 from fusedcomm.members import addresses
 from fusedcomm.members.control import ControlPlane, new_uid
+from fusedcomm.members.door import numeric_host
+from fusedcomm.members.packed import pack
+from fusedcomm.members.place import check_state, share_of
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import groups, torch_groups
-from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks import agreement, groups, torch_groups
+from fusedcomm.ranks.own_group import OwnGroup, served_store
+from fusedcomm.ranks.peers import Peers, private_store
+from fusedcomm.session.surface import Sealed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 PROGRESS = "progress"
 """The kind of request that asks a member for its last finished step."""
@@ -30,7 +37,7 @@ INSTALL_TIMEOUT_S = 1800.0
 """Seconds that the members of a new view wait for the last of them, which may be in a long forward pass."""
 
 
-class Members:
+class Members(Sealed):
     """The ranks that train together, which may be lost and may join while training runs.
 
     ::
@@ -67,9 +74,18 @@ class Members:
         JoinRefusedError: with "auto", nobody answers.
         ValueError: an argument or a variable is out of range.
 
+    ``with fusedcomm.Members(…) as members:`` leaves when the block ends. A copy, made with ``copy`` or ``pickle``, as
+    of a model that has members, is none of them: whatever is asked of it raises RuntimeError.
+
     Attributes:
+        joins: where this process joins; None if it is one of those that began.
         plane: how the members agree, for fusedcomm itself.
     """
+
+    _shows = (
+        *("address", "carry", "joins", "leave", "load_state_dict", "microbatches", "min_ranks", "num_microbatches"),
+        *("on_change", "portion", "rank", "ranks", "share", "size", "state_dict", "step", "view"),
+    )
 
     def __init__(
         self,
@@ -104,19 +120,18 @@ class Members:
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
-        own_host = host or _host_towards(near)
-        self._store = dist.TCPStore(
-            own_host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
-        )
+        own_host = _host_towards(near) if host is None else numeric_host(host)
+        self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
             "process": groups.describe_own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        job = None if join is not None else self._common_job()
+        gather = None if join is not None else _gathering(timeout)
+        job = None if gather is None else self._common_job(gather)
         self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
         self._noted: set[str] = set()
-        if self._file is not None:
+        if join is not None and self._file is not None:
             self._file.note([], "")  # fails now if it will
         self._current: View | None = None
         self._callbacks: list[Callable[[Decision], object]] = []
@@ -130,8 +145,11 @@ class Members:
         """(first, count): this rank's microbatches of the present step among those of all ranks."""
         self.weighs = True
         """Whether this rank's microbatches count, where their number is kept."""
-        if join is None:
-            self._found()
+        self.first_step = 0
+        """The step at which the training began that these members do: of the state that was loaded."""
+        self._seal()
+        if gather is not None:
+            self._found(gather)
 
     # ---- what users read
 
@@ -162,8 +180,9 @@ class Members:
 
     @property
     def step(self) -> int:
-        """Steps that have ended: synchronized backward passes, those before this process joined included."""
-        return 0 if self.training is None else self.training.step
+        """Steps that have ended: synchronized backward passes, those before this process joined included, and those
+        before the checkpoint whose state was loaded."""
+        return self.first_step + (0 if self.training is None else self.training.step)
 
     @property
     def share(self) -> int:
@@ -192,13 +211,15 @@ class Members:
 
         Raises:
             RuntimeError: no reducer has these members yet; on a rank that joins, the others do not carry such a name.
-            TypeError: an object has no ``state_dict()`` or no ``load_state_dict()``.
+            TypeError: an object has no ``state_dict()`` or no ``load_state_dict()``, or its state has something that
+                cannot be sent. Nothing is pickled, see members/packed.py.
         """
         for name, carried in objects.items():
             if not callable(getattr(carried, "state_dict", None)) or not callable(
                 getattr(carried, "load_state_dict", None)
             ):
                 raise TypeError(f"fusedcomm: carry({name}=…) needs an object with state_dict() and load_state_dict()")
+            pack(carried.state_dict(), f"carry({name}=…).state_dict()")
         if self.training is None:
             raise RuntimeError(
                 "fusedcomm: members.carry() comes after the reducer: give members= to DataParallel or GradReducer first"
@@ -206,6 +227,22 @@ class Members:
         for name, carried in objects.items():
             self.carried[name] = carried
             self.training.receive(name, carried)
+
+    def state_dict(self) -> dict[str, int]:
+        """The step, and how many microbatches all ranks have had, for a checkpoint; equal on all ranks, and good for
+        any number of them. Save it between steps."""
+        return {"step": self.step, "num_microbatches": self.num_microbatches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on at the step of :meth:`state_dict`. Load it on every rank that begins training, before the first step;
+        a rank that joins has the members' step already.
+
+        Raises ValueError for what is no state of Members; RuntimeError in a rank that joins, and once steps have ended,
+        unless it changes nothing. Ranks that have loaded different states raise RuntimeError, all of them, in the first
+        step.
+        """
+        check_state(state, {"step", "num_microbatches"}, "Members")
+        self.go_on_at(state["step"], state["num_microbatches"])
 
     def leave(self, reason: str = "it has left") -> None:
         """Tells the others that this process goes; they go on without it at once. Idempotent.
@@ -215,8 +252,56 @@ class Members:
         if self.training is not None and self._current is not None:
             self.wait_for_others(LEAVE_TIMEOUT_S)
         self.plane.leave(reason)
+        if self.training is not None:
+            self.training.close(reason)
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.leave("it has left" if error is None else f"it cannot go on: {error}")
+
+    def __repr__(self) -> str:
+        if "plane" not in vars(self):
+            return "<fusedcomm.Members: a copy, and none of them>"
+        if self._current is None:
+            return f"<fusedcomm.Members: at {self.address}, joins {self.joins}>"
+        left = ", has left" if self.plane.is_closed else ""
+        return (
+            f"<fusedcomm.Members: rank {self.rank} of {self.size} at {self.address}, view {self.view}, step "
+            f"{self.step}{left}>"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if "plane" not in vars(self) and not name.startswith("__"):
+            raise RuntimeError(
+                f"fusedcomm: {name!r} was asked of a copy of Members, made with copy or pickle, as of a model that has "
+                "them. A copy is none of the members: wrap the copied module with Members of its own, or only call it "
+                "without gradients"
+            )
+        raise AttributeError(f"fusedcomm.Members has no {name!r}, but {', '.join(dir(self))}")
+
+    def __reduce__(self) -> tuple:
+        return object.__new__, (type(self),)
 
     # ---- for fusedcomm itself
+
+    def go_on_at(self, step: int, num_microbatches: int) -> None:
+        """Training begins at this step, after so many microbatches."""
+        if (step, num_microbatches) == (self.step, self.num_microbatches):
+            return
+        if self.joins is not None:
+            raise RuntimeError(
+                f"fusedcomm: this rank joins, and has the members' place, step {self.step} after "
+                f"{self.num_microbatches} microbatches, not that of the state, {step} after {num_microbatches}: load "
+                "checkpoints only where members.joins is None"
+            )
+        if self.training is not None and self.training.step > 0:
+            raise RuntimeError(
+                f"fusedcomm: the state is of step {step} after {num_microbatches} microbatches, and these members have "
+                f"made {self.training.step} steps: load it on every rank before the first one"
+            )
+        self.first_step, self.num_microbatches = step, num_microbatches
 
     @property
     def current(self) -> View:
@@ -257,9 +342,8 @@ class Members:
         own, first = self.plane.member, view.members[0]
         host, port = first.info["store"]
         own_timeout = datetime.timedelta(seconds=first.info["timeout_s"])  # of sums: the same on all
-        is_host = first.uid == own.uid
-        timeout = datetime.timedelta(seconds=60)
-        store = self._store if is_host else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        # A client for each view: a thread that an earlier view has left behind holds its client while it waits there.
+        store = dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=60))
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
         backends = {"cpu": groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)}
@@ -268,50 +352,60 @@ class Members:
             backends["cuda"] = nccl
         return OwnGroup(of_view, rank, size, own_timeout, backends)
 
-    def wait_for_others(self, timeout_s: float, is_enough: Callable[[dict], bool] | None = None) -> None:
+    def wait_for_others(
+        self, timeout_s: float, is_enough: Callable[[dict], bool] | None = None, *, in_view: bool = False
+    ) -> None:
         """Waits until the others are as far as this rank, or are gone; at most so long.
 
-        is_enough: of what a member says of its progress. None: it has finished this rank's last step.
+        Args:
+            is_enough: of what a member says of its progress. None: it has finished this rank's last step.
+            in_view: whether it also ends when the members leave this view, in which case they may wait for this rank.
         """
         is_enough = is_enough or (lambda told: told["finished"] >= self.step - 1)
-        until = time.monotonic() + timeout_s
-        for member in self.current.members:
+        until, view = time.monotonic() + timeout_s, self.current
+
+        def waits() -> bool:
+            return time.monotonic() < until and not (in_view and self.plane.is_superseded(view))
+
+        for member in view.members:
             with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
-                while member.uid != self.plane.member.uid and time.monotonic() < until:
+                while member.uid != self.plane.member.uid and waits():
                     if is_enough(self.plane.request(member, PROGRESS, {})[0]):
                         break
                     time.sleep(_POLL_S)
 
-    def _common_job(self) -> str:
-        """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs."""
-        self._start = groups.private_store(dist.group.WORLD).under("members")
-        if dist.get_rank() == 0:
-            why = ""
-            try:
-                if self._file is not None:
+    def _common_job(self, gather: Callable[[str, object], list]) -> str:
+        """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs, or
+        if a rank cannot write to the file of members."""
+        why = ""
+        try:
+            if self._file is not None:
+                if dist.get_rank() == 0:
                     addresses.refuse_a_running_job(self._file)
-            except RuntimeError as error:
-                why = str(error)
-            self._start.set("job", json.dumps({"job": uuid.uuid4().hex, "why": why}))
-        told = json.loads(self._start.get("job"))
-        if told["why"]:
-            raise RuntimeError(told["why"])
-        return told["job"]
+                self._file.note([], "")
+        except RuntimeError as error:
+            why = str(error)
+        told = gather("job", {"job": uuid.uuid4().hex, "why": why})
+        for of_rank in told:
+            if of_rank["why"]:
+                raise RuntimeError(of_rank["why"])
+        return told[0]["job"]
 
-    def _found(self) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self._start.set(str(rank), json.dumps(self.plane.member.to_json()))
-        told = [json.loads(self._start.get(str(other))) for other in range(size)]
+    def _found(self, gather: Callable[[str, object], list]) -> None:
+        told = gather("members", self.plane.member.to_json())
         store = groups.innermost_store(dist.group.WORLD)
-        if rank == 0 and isinstance(store, dist.TCPStore):
+        if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
 
 
-def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
-    """(first, count) of rank `rank` among `total` pieces: the first ranks have one more if they cannot be divided."""
-    count, more = divmod(total, size)
-    return rank * count + min(rank, more), count + (rank < more)
+def _gathering(timeout: datetime.timedelta) -> Callable[[str, object], list]:
+    """gather(key, record) returns the records of all ranks that begin. A rank that is lost before it has called it is
+    named on the others. A collective call."""
+    group, what = dist.group.WORLD, "making its Members"
+    store = private_store(group, timeout, what)
+    peers = Peers(group, store, timeout, choose_stall_after(None, timeout.total_seconds()))
+    return lambda key, record: agreement.gather(peers, store.under(key), record, what)
 
 
 def _init_process_group() -> None:
@@ -328,7 +422,7 @@ def _init_process_group() -> None:
 def _host_towards(near: tuple[str, int] | None) -> str:
     """The address of the interface that leads there; nothing is sent."""
     if near is None:
-        return socket.gethostbyname(socket.gethostname())
+        return numeric_host(None)
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

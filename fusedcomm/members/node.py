@@ -1,5 +1,6 @@
 """A member's control thread: the parts put together."""
 
+import dataclasses
 import queue
 import socket
 import threading
@@ -39,19 +40,25 @@ class Node:
         self.check_join: Callable[[dict], str] = lambda info: ""
         self.handlers: dict[str, Handler] = {}
         self.loop = Loop(self._tick, self._stood_still, self._broke)
-        self.requests = Requests(me.uid, self.handlers, self._is_peer)
+        self.requests = Requests(self.handlers, self._is_peer)
         self._listening, self._min_ranks, self._silence_s = listening, min_ranks, silence_s
-        self._agreement = Agreement(me.uid, min_ranks, self)
-        self._peers = Peers(self.loop, me, silence_s, self, lambda: self._agreement.state())
+        self._make_anew()
         self._door = Door(self.loop, listening, self._hello)
         self._joining: Joining | None = None
         self._past: set[str] = set()
         self._reachable: frozenset[str] = frozenset()
-        self._freezes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._freezes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._is_closed = False
         self._num_put_off = 0
+        self._stood_s = 0.0  # for so long this process did not run the last time
         threading.Thread(target=self._run_freezes, name="fc-members-freeze", daemon=True).start()
         self.loop.start()
+
+    def _make_anew(self) -> None:
+        """All that belongs to this process's uid."""
+        self.requests.uid = self.me.uid
+        self._agreement = Agreement(self.me.uid, self._min_ranks, self)
+        self._peers = Peers(self.loop, self.me, self._silence_s, self, lambda: self._agreement.state())
 
     @property
     def view(self) -> View | None:
@@ -76,8 +83,8 @@ class Node:
         def refused(text: str) -> None:
             self.failed(JoinRefusedError(text))
 
-        self._joining = Joining(self.loop, self.me, check, 2 * self._silence_s, self._welcomed, refused)
-        self._joining.begin(addresses)
+        self._joining = Joining(self.loop, check, 2 * self._silence_s, self._welcomed, refused)
+        self._joining.begin(self.me, addresses)
 
     def set_ready(self, number: int) -> None:
         self._agreement.set_ready(number)
@@ -95,6 +102,7 @@ class Node:
         self._door.close()
         self._peers.close(farewell)
         self.requests.close()
+        self._freezes.put(None)
         self.loop.stop()
 
     def close_in_child(self) -> None:
@@ -133,7 +141,9 @@ class Node:
     def gone(self, number: int) -> None:
         self.gate.set_gone(number)
 
-    def put_off(self, number: int) -> None:
+    def put_off(self, number: int) -> bool:
+        if not self.gate.put_off():
+            return False
         view = self._agreement.view
         assert view is not None and self._joining is not None
         self._num_put_off += 1
@@ -144,12 +154,14 @@ class Node:
                     f"member was lost or does not hear it: see that every member reaches {self.me.address}"
                 )
             )
-            return
-        self.gate.put_off()
-        self._peers.close()
-        self._agreement = self._agreement.of_a_joiner_again(number)
+            return True
+        others = [(member.host, member.port) for member in view.members if member.uid != self.me.uid]
+        self._peers.close({"type": "goodbye", "reason": f"view {number} is without it, so it joins anew"})
+        self.me = dataclasses.replace(self.me, uid=f"{self.me.uid}+")
+        self._make_anew()
         self._update_reachable()
-        self._joining.begin([(member.host, member.port) for member in view.members if member.uid != self.me.uid])
+        self._joining.begin(self.me, others)
+        return True
 
     def send_away(self, uid: str) -> None:
         self._peers.drop_joiner(uid)
@@ -163,7 +175,11 @@ class Node:
         self.loop.call(lambda: self.close({"type": "goodbye", "reason": type(error).__name__}))
 
     def reason(self, uid: str) -> str:
-        return self._peers.reason(uid)
+        if uid != self.me.uid:
+            return self._peers.reason(uid)
+        stood_s = max(self._stood_s, self.loop.stood_s)
+        is_long = stood_s > self._silence_s / 2
+        return f"it stood still for {stood_s:.1f} s, and silence is {self._silence_s:g} s" if is_long else ""
 
     # Listener: what the connections say.
 
@@ -177,7 +193,7 @@ class Node:
     def on_dead(self, uid: str, reason: str) -> None:
         self._lost()
         self.requests.lose(uid)
-        if self._agreement.view is None:  # said by the member that was to propose this process, as it left
+        if self._agreement.view is None:  # perhaps said by the member that was to propose this process, as it left
             self.on_joiner_lost(uid, reason)
 
     def on_silence(self) -> None:
@@ -190,7 +206,7 @@ class Node:
 
     def on_joiner_lost(self, uid: str, reason: str) -> None:
         if self._agreement.view is None and self._joining is not None:
-            self._joining.begin([])  # the member that was to propose this process is gone: the next one may
+            self._joining.lose(uid)
         else:
             self._agreement.drop_joiner(uid)
 
@@ -226,6 +242,7 @@ class Node:
         self._agreement.tick(now)
 
     def _stood_still(self, seconds: float) -> None:
+        self._stood_s = seconds
         self._peers.stood_still(seconds)
 
     def _broke(self, error: Exception) -> None:
@@ -237,8 +254,7 @@ class Node:
         self.close(None)
 
     def _run_freezes(self) -> None:
-        while True:
-            then = self._freezes.get()
+        while (then := self._freezes.get()) is not None:
             try:
                 self.on_freeze()
             except Exception as error:

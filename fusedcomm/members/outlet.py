@@ -26,8 +26,9 @@ class Outlet(Protocol):
 
     def committed(self, decision: Decision, immediate: bool) -> None: ...
     def gone(self, number: int) -> None: ...
-    def put_off(self, number: int) -> None:
-        """This process, a joiner, is not in a view that was committed, and is to be proposed again."""
+    def put_off(self, number: int) -> bool:
+        """This process is not in view `number`, which was committed. If it has not run in a view yet, it joins anew,
+        by another uid, so that nobody waits for anything of the old one. False if it has run in one."""
 
     def heard_dead(self, uid: str, sender: str) -> None:
         """A member has proof that the process is dead."""

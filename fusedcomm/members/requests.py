@@ -34,8 +34,8 @@ class Requests:
     is_peer(uid): whether the member is in the view and neither dead nor silent.
     """
 
-    def __init__(self, uid: str, handlers: dict[str, Handler], is_peer: Callable[[str], bool]) -> None:
-        self._uid, self._handlers, self._is_peer = uid, handlers, is_peer
+    def __init__(self, handlers: dict[str, Handler], is_peer: Callable[[str], bool]) -> None:
+        self.uid, self._handlers, self._is_peer = "", handlers, is_peer
         self._lock = threading.Lock()
         self._open: dict[str, set[socket.socket]] = {}  # by the other's uid
         self._idle: dict[str, list[socket.socket]] = {}
@@ -76,10 +76,13 @@ class Requests:
     def lose(self, uid: str) -> None:
         """Ends all requests to and from the process."""
         with self._lock:
+            idle = self._idle.pop(uid, [])
             connections = list(self._open.get(uid, ()))
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        for connection in idle:
+            self._discard(uid, connection)
 
     def close(self) -> None:
         for uid in list(self._open):
@@ -121,7 +124,7 @@ class Requests:
             try:
                 connection.settimeout(_CONNECT_S)
                 connection.connect((member.host, member.port))
-                hello = {"role": "request", "job": self.job, "uid": self._uid, "to": member.uid}
+                hello = {"role": "request", "job": self.job, "uid": self.uid, "to": member.uid}
                 frames.send(connection, frames.HELLO, hello)
                 _, reply, _ = frames.receive(connection, max_payload_nbytes=0)
                 if reply.get("answer") == "ok" and reply.get("uid") == member.uid:

@@ -1,58 +1,21 @@
 """The state that a process which joins gets from the members: each sends a part of the bytes."""
 
 import concurrent.futures
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusedcomm.members.control import ControlPlane
 from fusedcomm.members.errors import MemberLostError
+from fusedcomm.members.packed import pack, unpack
 from fusedcomm.members.view import Member
+from fusedcomm.session.session import Session
 
 KIND = "state"
 """The kind of request. Its header names the object, the step and the bytes: [begin, end) of all tensors' bytes, one
-after another; without them the answer is what surrounds the tensors (`packed`)."""
-_TENSOR = "fusedcomm tensor"
-
-
-def pack(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """`value`, nested dicts, lists and tuples with tensors, as bytes without the tensors, and the tensors in order."""
-    tensors: list[torch.Tensor] = []
-
-    def without(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            tensors.append(part.detach())
-            return (_TENSOR, len(tensors) - 1, str(part.dtype).removeprefix("torch."), list(part.shape))
-        if isinstance(part, dict):
-            return {key: without(inner) for key, inner in part.items()}
-        if isinstance(part, (list, tuple)):
-            return type(part)(without(inner) for inner in part)
-        return part
-
-    skeleton = io.BytesIO()
-    torch.save(without(value), skeleton)
-    return skeleton.getvalue(), tensors
-
-
-def unpack(skeleton: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """The value of :func:`pack` with new, empty CPU tensors, and these in order."""
-    tensors: dict[int, torch.Tensor] = {}
-
-    def filled(part: Any) -> Any:
-        if isinstance(part, tuple) and len(part) == 4 and part[0] == _TENSOR:
-            _, index, dtype, shape = part
-            tensors[index] = torch.empty(shape, dtype=getattr(torch, dtype))
-            return tensors[index]
-        if isinstance(part, dict):
-            return {key: filled(inner) for key, inner in part.items()}
-        if isinstance(part, (list, tuple)):
-            return type(part)(filled(inner) for inner in part)
-        return part
-
-    value = filled(torch.load(io.BytesIO(skeleton), weights_only=True))
-    return value, [tensors[index] for index in sorted(tensors)]
+after another; without them the answer is what surrounds the tensors; see packed.py."""
 
 
 def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -85,6 +48,34 @@ def fill(tensors: Sequence[torch.Tensor], content: torch.Tensor) -> None:
             values = content[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape)
             tensor.copy_(values)
             at += nbytes
+
+
+def everybodys(value: Any, session: Session, call: str) -> Iterator[Any]:
+    """Every rank's `value`, in rank order; what it may have, packed.py says. A collective call, if all of it is read.
+    Nothing that a rank sends can run code here. `call`: the user's call that needs them, for reports.
+
+    Raises TypeError, with the same text on every rank, if a rank's `value` has something else."""
+    packed, problem = b"", ""
+    tensors: list[torch.Tensor] = []
+    try:
+        packed, tensors = pack(value, f"rank {session.rank}'s part of {call}")
+    except TypeError as error:
+        problem = str(error)
+    with session.calling(call):
+        told = session.gather("values", {"packed": packed.decode(), "problem": problem}, call)
+        for theirs in told:
+            if theirs["problem"]:
+                raise TypeError(theirs["problem"])
+        for rank, of_rank in enumerate(told):
+            theirs, empty = unpack(of_rank["packed"].encode())
+            content = torch.empty(nbytes_of(empty), dtype=torch.uint8, device=session.device)
+            if len(content):
+                if rank == session.rank:
+                    own = bytearray().join(ranges(tensors, 0, len(content)))
+                    content.copy_(torch.frombuffer(own, dtype=torch.uint8))
+                dist.broadcast(content, group=session.process_group, group_src=rank)
+                fill(empty, content.cpu())
+            yield theirs
 
 
 class Transfer:
@@ -137,7 +128,7 @@ def serve(
 
     def answer(header: dict) -> tuple[dict, list[memoryview]]:
         said, value = find(header)
-        skeleton, tensors = pack(value)
+        skeleton, tensors = pack(value, f"the state of {header['name']!r}")
         if "begin" not in header:
             return {**said, "nbytes": nbytes_of(tensors)}, [memoryview(skeleton)]
         return said, ranges(tensors, int(header["begin"]), int(header["end"]))

@@ -11,6 +11,8 @@ a rank joins        at a boundary between two steps: before_pass()
 import contextlib
 import dataclasses
 import time
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ class Training(Views, Runs):
             "model": sorted(model),
             **also_agree,
         }
-        self._native: _C.GradReducer | None = None
+        self._native: Callable[[], _C.GradReducer | None] = lambda: None  # it holds this object
         self._pending: Decision | None = None
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._noise_step = 0  # the synchronizer's number of the step under way
@@ -84,7 +86,7 @@ class Training(Views, Runs):
 
     def start(self, native: "_C.GradReducer") -> None:
         """Call it when the native reducer is made."""
-        self._native = native
+        self._native = weakref.ref(native)
         native.use(finish=self.finish, recover=self.recover)
         native.observe(self.session.native_device, self.before_pass)
 
@@ -109,7 +111,7 @@ class Training(Views, Runs):
     # ---- weights, of whichever session runs; see session/weights.py
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("set", "set_invalid", "note_pass", "forget_passes", "in_pass"):
+        if name in ("set", "set_invalid", "note_pass", "has_noted", "forget_passes"):
             return getattr(self.session.weights, name)
         raise AttributeError(name)
 
@@ -158,22 +160,43 @@ class Training(Views, Runs):
     def before_pass(self) -> None:
         """Installs the view that begins with this step, if one does."""
         self._refuse_missing()
+        self._noise_step = self.session.synchronizer.step
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
             self._pending = None
-            if decision is None:
+            if decision is not None:
+                self._go_over(decision)
+            elif self._compare_places():
                 return
-            began, old = time.monotonic(), self.session.synchronizer
-            old.wait_until_idle(ENDING_S)  # the optimizer, too: a rank that joins reads its parameters
-            self._install_one(decision, began)
-            self.session.synchronizer.take_over(old)
-            self._hand_over()
-            self._tell()
+
+    def _go_over(self, decision: Decision) -> None:
+        """Enters the next view between two steps."""
+        began, old = time.monotonic(), self.session.synchronizer
+        old.wait_until_idle(ENDING_S)  # the optimizer, too: a rank that joins reads its parameters
+        self._install_one(decision, began)
+        self.session.synchronizer.take_over(old)
+        self._hand_over()
+        self._tell()
+
+    def begin_equal(self, without: Collection[str]) -> None:
+        """Gives the founders the first rank's parameters and buffers, but for those of these names."""
+
+        def take(found: list) -> None:
+            self._write({name: tensor for name, tensor in (found[0] | found[1]).items() if name not in without})
+
+        with self._going_on():
+            self._begin_equal((_MODEL, _BUFFERS), take, self._go_over)
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self._model[name].copy_(tensor)
 
     def _hand_over(self) -> "_C.Synchronizer":
         """Gives the reducer the present session."""
-        assert self._native is not None
-        self._native.set_ranks(self.session.synchronizer, self.session.store("reducer"))
+        native = self._native()
+        assert native is not None
+        native.set_ranks(self.session.synchronizer, self.session.store("reducer"))
         return self.session.synchronizer
 
     def finish(self) -> bool:
@@ -208,7 +231,6 @@ class Training(Views, Runs):
 
     def _begin_step(self) -> None:
         self._num_shared = self.members.begin_step()
-        self._noise_step = self.session.synchronizer.step
         if self.members.microbatches is not None:
             self.session.weights.set(float(self.members.weighs))
 
@@ -218,7 +240,7 @@ class Training(Views, Runs):
             self._kept.end_kept_pass()
             self.step += 1
         if self.session.weights is not None:
-            self._weight_sum = self.session.weights.last[0]
+            self._weight_sum = self.session.weights.last_sum
         # Unless their number is kept, the step has had a batch more for each rank that joined after it was shared out.
         more = len(self._admitted) if self.members.microbatches is None else 0
         self.members.num_microbatches += self._num_shared + more
@@ -245,10 +267,7 @@ class Training(Views, Runs):
     def _take_state(self, joined: list[str]) -> None:
         """Takes the others' state, in a rank that joins with the processes of these uids."""
         said, tensors = self._received(_MODEL)
-        tensors |= self._received(_BUFFERS)[1]
-        with torch.no_grad():
-            for name, tensor in self._model.items():
-                tensor.copy_(tensors[name])
+        self._write(tensors | self._received(_BUFFERS)[1])
         self._missing = set(said["carries"])
         self.members.num_microbatches = said["microbatches"]
         self._num_shared = said["shared out"]

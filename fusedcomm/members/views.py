@@ -8,15 +8,16 @@ import abc
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fusedcomm.members import state
-from fusedcomm.members.errors import DamagedError
+from fusedcomm.members.errors import DamagedError, MemberLostError
 from fusedcomm.members.keeping import why_not
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
+from fusedcomm.members.packed import unpack
 from fusedcomm.members.view import Decision, Member, View
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
@@ -59,14 +60,24 @@ class Views(abc.ABC):
         self._changes: list[Change] = []
         self._lock = threading.Lock()  # guards session, and what the subclass says, against other threads
         self._missing: set[str] = set()  # what the others carry and this rank has not received
+        self._place: list[int] | None = None  # once the first step begins: this rank's, its step and microbatches
+        self._has_compared = members.joins is not None
         self._why_not_built: Exception = RuntimeError("fusedcomm: the members have changed before the first step")
+        self._is_equal = False  # whether this rank, a founder, has the first rank's state
         self._admitted: set[str] = set()  # the ranks that have joined since the last step
         self._to_tell: list[Decision] = []
+        self._has_told = threading.Event()  # cleared from a change by which ranks join until its callbacks have ended
+        self._has_told.set()
         self._sources: list[Member] = []  # from which a rank that joins gets the state
         plane = members.plane
         plane.on_freeze = self.freeze
         plane.handlers[PROGRESS] = lambda header: (
-            {"finished": self._progress(), "damaged": self._damage() is not None},
+            {
+                "finished": self._progress(),
+                "damaged": self._damage() is not None,
+                "place": self._place,
+                "compared": self._has_compared,
+            },
             [],
         )
         plane.handlers[state.KIND] = state.serve(self._find_state)
@@ -127,24 +138,33 @@ class Views(abc.ABC):
 
     def _find_state(self, header: dict) -> tuple[dict[str, object], Any]:
         name, step = str(header["name"]), int(header["step"])
+        self._has_told.wait(INSTALL_TIMEOUT_S)  # callbacks may change what a rank that joins gets
         if step != self.step:
             raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
+        if header.get("first") and not self._is_equal:
+            raise LookupError("this member has not taken the first rank's state")
         carried, value = self.members.carried, self._own_state(name)
         if value is None:
             if name not in carried:
                 raise LookupError(f"the members carry no {name!r}, but {sorted(carried)}")
             value = carried[name].state_dict()
-        return {"carries": sorted(carried), **self._said()}, value
+        return {"carries": sorted(carried), "first step": self.members.first_step, **self._said()}, value
 
     # ---- called on the main thread
 
     def stop(self, reason: str) -> None:
         """Leaves the members, once they have finished this rank's last step."""
-        with contextlib.suppress(RuntimeError):  # the plane has failed, and nobody needs anything of this rank
-            self.members.wait_for_others(ENDING_S)
-        self.session.synchronizer.abort(reason)
-        self.session.stop(reason)
-        self.members.plane.leave(reason)
+        self.members.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Ends the session, once this rank has left. Its channels end with whoever holds the reducer."""
+        with self._lock:
+            session = self.session
+        self._has_told.set()
+        if session is not None:
+            session.synchronizer.abort(reason)
+            session.synchronizer.leave(reason)
+            session.synchronizer.engine.free_workspaces()
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -170,15 +190,51 @@ class Views(abc.ABC):
         plane, began = self.members.plane, time.monotonic()
         self._missing = {"the state"}  # until the subclass knows what the others carry
         decision = plane.join(address, self._record())
-        own, joined = plane.member.uid, list(decision.joined)
+        joined = list(decision.joined)
         while not self._install(decision, began):
             decision = plane.recover()
-            if own in [member.uid for member in decision.joined]:  # else it has joined with the view before
+            if plane.member.uid in [
+                member.uid for member in decision.joined
+            ]:  # else it has joined with the view before
                 joined = list(decision.joined)
         self.step = decision.view.step
         uids = [member.uid for member in joined]
         self._sources = [member for member in decision.view.members if member.uid not in uids]
         return uids
+
+    def _begin_equal(
+        self, names: Sequence[str], take: Callable[[list], object], go_over: Callable[[Decision], object]
+    ) -> None:
+        """Gives the founders, before their first step, the first rank's objects of these names, by take(objects).
+
+        go_over(decision): enters the next view. If the first rank is lost, the next one asks all others: what one of
+        them has taken counts, else its own. A view is installed once all have come, so nobody takes anything meanwhile.
+        """
+        plane = self.members.plane
+        while not self._is_equal:
+            view = self.members.current
+            first, *others = view.members
+            is_first = first.uid == plane.member.uid
+            try:
+                sources = [first] if not is_first else others if view.number else []
+                taken = next(filter(None, (self._taken_from(source, names) for source in sources)), None)
+            except MemberLostError:
+                go_over(plane.recover())
+                continue
+            if taken is not None:
+                take(taken)
+            self._is_equal = is_first or taken is not None
+            if not self._is_equal and plane.is_superseded(view):
+                go_over(plane.recover())
+            elif not self._is_equal:
+                time.sleep(_POLL_S)
+
+    def _taken_from(self, source: Member, names: Sequence[str]) -> list | None:
+        """None if that rank has not taken them itself."""
+        self._sources = [source]
+        with contextlib.suppress(LookupError):
+            return [self._received(name, first=True)[1] for name in names]
+        return None
 
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
@@ -189,10 +245,11 @@ class Views(abc.ABC):
         carried.load_state_dict(self._received(name)[1])
         self._missing.discard(name)
 
-    def _received(self, name: str) -> tuple[dict, Any]:
-        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step})
+    def _received(self, name: str, **more: object) -> tuple[dict, Any]:
+        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step, **more})
         said, skeleton = transfer.skeleton()
-        value, tensors = state.unpack(skeleton)
+        self.members.first_step = said["first step"]
+        value, tensors = unpack(skeleton)
         state.fill(tensors, transfer.content(said["nbytes"], len(self._sources) if self._is_common(name) else 1))
         return said, value
 
@@ -202,6 +259,33 @@ class Views(abc.ABC):
                 f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the "
                 "same objects with members.carry() before the first step"
             )
+
+    def _compare_places(self) -> bool:
+        """Raises RuntimeError, on every founder, if they have not loaded the same state of Members. Call it as a step
+        begins; it does something before the first. False if the members leave the view: call it again in the next."""
+        if self._has_compared:
+            return True
+        members, places = self.members, []
+
+        def has_begun(told: dict) -> bool:
+            if told["place"] is not None:
+                places.append(told["place"])
+            return told["place"] is not None
+
+        self._place = [members.rank, members.step, members.num_microbatches]
+        places.append(self._place)
+        members.wait_for_others(INSTALL_TIMEOUT_S, has_begun, in_view=True)
+        if members.plane.is_superseded(members.current):
+            return False
+        self._has_compared = True
+        if any(place[1:] != self._place[1:] for place in places):
+            members.wait_for_others(ENDING_S, lambda told: told["compared"])
+            told = ", ".join(f"rank {rank} at step {step} after {count}" for rank, step, count in sorted(places))
+            raise RuntimeError(
+                f"fusedcomm: the ranks begin at different places, steps and microbatches: {told}. Load the same "
+                "members.state_dict() on every rank, or on none"
+            )
+        return True
 
     def _refuse_damage(self, failure: str) -> None:
         """Raises DamagedError if bits of the step before have changed on the way, on each rank that they have reached.
@@ -235,8 +319,11 @@ class Views(abc.ABC):
     def _tell(self) -> None:
         """Tells the user of the changes since the last call."""
         decisions, self._to_tell = self._to_tell, []
-        for decision in decisions:
-            self.members.tell(decision)
+        try:
+            for decision in decisions:
+                self.members.tell(decision)
+        finally:
+            self._has_told.set()
 
     def _old_members(self, decision: Decision) -> list[Member]:
         own = self.members.plane.member.uid
@@ -245,6 +332,8 @@ class Views(abc.ABC):
     def _install(self, decision: Decision, began: float) -> bool:
         """Makes the session of the decision's view. False if the members have agreed on another one meanwhile."""
         plane = self.members.plane
+        if decision.joined and self.session is not None:
+            self._has_told.clear()
         if not plane.install(decision.view, INSTALL_TIMEOUT_S):
             return False
         self._admitted |= {member.uid for member in decision.joined}

@@ -7,21 +7,98 @@ from typing import Any
 import torch
 
 from fusedcomm.config import AUTO, Config
+from fusedcomm.config.options import WITH_FEEDBACK
+from fusedcomm.literals import Wire
+from fusedcomm.members.training import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
+from fusedcomm.ranks import agreement
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.parameters import NamedParameter
+from fusedcomm.session.session import Session
 
 OptimizerClass = type[torch.optim.Optimizer]
 
 
-def rows_config(reducer: GradReducer) -> Config:
-    """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
+def check_reducer(reducer: object) -> None:
+    """Raises TypeError for what is no reducer, as a model, its parameters or a DistributedDataParallel; RuntimeError or
+    ValueError for one that is detached, has members or tries wires."""
+    if not isinstance(reducer, GradReducer):
+        raise TypeError(
+            "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
+            f"{type(reducer).__name__}: it is the first argument, as in ShardedOptimizer(fusedcomm.DataParallel("
+            "module), torch.optim.AdamW, params, lr=…). A DistributedDataParallel gives every rank all sums, so no "
+            "rank is left to own a part: wrap its module in a fusedcomm.DataParallel in its place"
+        )
     reducer.refuse_detached("no optimizer can own its parameters")
+    if isinstance(reducer.runs, Training):
+        raise ValueError(
+            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves: "
+            "make the GradReducer without members"
+        )
     if reducer.runs is not reducer.session:
         raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves, "
-            "and a wire from the start: make the GradReducer without members, and name its wire and bucket_mib"
+            "fusedcomm: a ShardedOptimizer needs its wire and buckets from the start, and this GradReducer searches "
+            "for them: name its config and its bucket_mib in place of 'auto'"
         )
+
+
+def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
+    """Raises ValueError."""
+    if update in WITH_FEEDBACK:
+        raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
+    Config(update)
+    if overlap and reducer.finds_unused:
+        raise ValueError(
+            "fusedcomm: overlap=True is not possible with find_unused_parameters=True: which parameters were used is "
+            "known when the backward pass ends. Leave one of them out"
+        )
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
+    """Numbers and names of hyperparameters, for a comparison of the ranks. What is on an accelerator, or of another
+    kind, is left out."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def record(
+    groups: list[dict[str, Any]], targets: list[Target], update: Wire, overlaps: bool, defaults: dict[str, Any]
+) -> dict[str, object]:
+    """What must be equal on all ranks."""
+    names = {id(target.tensor): target.name for target in targets}
+    return {
+        "update": update,
+        "overlap": overlaps,
+        "groups": [
+            {
+                "optimizer_class": group["optimizer_class"].__name__,
+                "params": [names.get(id(p)) for p in group["params"]],
+                **plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}),
+            }
+            for group in groups
+        ],
+        "whole": [target.name for target in targets if target.whole],
+        "arguments": plain(defaults),
+    }
+
+
+def why_unequal(session: Session, rates: list[dict[str, Any]]) -> str:
+    """Names the first of this rank's `rates` that another rank has otherwise. A collective call."""
+    found = agreement.difference(session.gather("rates", {"param_groups": rates}, "backward()"), session.peers)
+    return (
+        f"fusedcomm: hyperparameters differ: {found}. Each rank steps a part of the parameters, with its own: give "
+        "every rank the same, also where a scheduler changes them. Then call detach(), and make the GradReducer and "
+        "the ShardedOptimizer anew on every rank"
+    )
+
+
+def rows_config(reducer: GradReducer) -> Config:
+    """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
     if reducer.has_owner:
         raise RuntimeError(
             "fusedcomm: this GradReducer has a ShardedOptimizer already, and a parameter cannot have two: give one of "
@@ -65,6 +142,16 @@ def groups(
         if not isinstance(group, dict) or "params" not in group:
             raise TypeError("fusedcomm: params= is a list of parameters, or one of groups: dicts with 'params'")
         group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        if any(isinstance(p, tuple) for p in group["params"]):  # as torch's optimizers take them
+            group["param_names"] = [p[0] for p in group["params"] if isinstance(p, tuple)]
+            group["params"] = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]
+        strange = next((p for p in group["params"] if not isinstance(p, torch.Tensor)), None)
+        names = group["param_names"] if "param_names" in group else group["params"]
+        if strange is not None or len(names) != len(group["params"]):
+            raise TypeError(
+                f"fusedcomm: params= has {'a tensor' if strange is None else type(strange).__name__} beside others: "
+                "give parameters, or pairs of names and parameters as named_parameters() has them, or groups of either"
+            )
         group.setdefault("optimizer_class", kind)
         if not (
             isinstance(group["optimizer_class"], type) and issubclass(group["optimizer_class"], torch.optim.Optimizer)

@@ -6,7 +6,7 @@ import torch
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.optimizer.parts import Piece, Target, Unit, in_memory_order, shaped
+from fusedcomm.optimizer.parts import Piece, Target, Unit, fingerprint, in_memory_order, laid_out, shaped
 from fusedcomm.session.session import Session
 
 _SAME = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,6 +20,11 @@ def _is_exact(update: Config, target: Target) -> bool:
     return wire == "fp32" or _SAME.get(wire) == target.tensor.dtype
 
 
+def written_bits(target: Target) -> torch.Tensor:
+    """A fingerprint of the parameter's values, however they lie in memory."""
+    return fingerprint(target.tensor.detach().contiguous())
+
+
 def _in_row(row: torch.Tensor, piece: Piece) -> torch.Tensor:
     return row[piece.offset :][: piece.end - piece.begin]
 
@@ -30,6 +35,9 @@ class Exchange:
     What is sent of an element is its new value where the wire has it exactly, as fp32 has, and bf16 for a bf16
     parameter. Elsewhere it is the difference from what all ranks have to what the owner has, so what the wire has left
     out is in the next one.
+
+    An element of a parameter that has other bits than this object has written there was written by something else, and
+    the owner takes it over.
 
     Args:
         sums, updates: the sessions of the reduce-scatters and of the all-gathers.
@@ -66,6 +74,7 @@ class Exchange:
         all_values = all(self._is_value.values())
         # The gradients are summed when updates come, so these may take their place.
         self._results = self._rows if all_values or unit.dtype == torch.float32 else self._rows.float()
+        # What travels. Between two steps: this rank's elements of the parameters as they were last seen or written.
         self._sent = self.owned if all_values else torch.zeros_like(self.owned)
         self._own = [piece for piece in unit.pieces if piece.owner == rank]
         self.leaves = [(piece, self._view(self.owned, piece), self._view(self.sum, piece)) for piece in self._own]
@@ -73,7 +82,8 @@ class Exchange:
         for piece in unit.pieces:
             place = self._in_rows(self._rows, piece)
             self._of_target.setdefault(piece.target, []).append((piece, place))
-        self._seen: dict[int, int] = {}  # versions of own parameters when `owned` had them
+        self._loaded: dict[int, int] = {}  # of targets with a loaded master: fingerprint of the parameter it belongs to
+        self._seen = torch.zeros((), dtype=torch.int64, device=device)
         self.refresh(everything=True)
 
     def _native(self, session: Session, index: int, wires: list[int]) -> "_C.Rows":
@@ -90,14 +100,31 @@ class Exchange:
         """A piece in the rows of all ranks."""
         return _in_row(rows[piece.owner * self.unit.row_numel :], piece)
 
+    def _flat(self, target: int, tensor: torch.Tensor) -> torch.Tensor:
+        """[numel] of a parameter or its gradient: a view, or a copy where it lies otherwise than the parameter did."""
+        found = self._targets[target]
+        if tensor.shape != found.layout.shape:
+            raise RuntimeError(
+                f"{found.name} or its gradient has the shape {list(tensor.shape)}, and the parameter had "
+                f"{list(found.layout.shape)}: make the GradReducer and the ShardedOptimizer anew"
+            )
+        return in_memory_order(laid_out(tensor.detach(), found.layout))
+
     def _in_parameter(self, piece: Piece) -> torch.Tensor:
         """A piece in its parameter, wherever that lies now."""
-        return in_memory_order(self._targets[piece.target].tensor)[piece.begin : piece.end]
+        return self._flat(piece.target, self._targets[piece.target].tensor)[piece.begin : piece.end]
+
+    def _now(self) -> torch.Tensor:
+        """A copy of this rank's elements of the parameters: fp32 [row_numel]."""
+        now = torch.zeros_like(self.owned)
+        if self._own:
+            torch._foreach_copy_([_in_row(now, piece) for piece in self._own], list(map(self._in_parameter, self._own)))
+        return now
 
     def _view(self, row: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Of a piece in a row; of a whole parameter with its shape."""
         target = self._targets[piece.target]
-        return shaped(_in_row(row, piece), target.tensor) if target.whole else _in_row(row, piece)
+        return shaped(_in_row(row, piece), target.layout) if target.whole else _in_row(row, piece)
 
     @property
     def sent_nbytes(self) -> int:
@@ -127,7 +154,7 @@ class Exchange:
         for target, gradient in gradients.items():
             if target not in self._of_target:
                 continue
-            flat = in_memory_order(gradient)
+            flat = self._flat(target, gradient)
             for piece, place in self._of_target[target]:
                 places.append(place)
                 values.append(flat[piece.begin : piece.end])
@@ -141,36 +168,60 @@ class Exchange:
             rows=self._rows, own=self.sum, factor=factor, call=call, is_last=self._is_last
         )
 
-    def refresh(self, everything: bool = False) -> None:
-        """Takes over parameters that something else has changed since the last update, as loading a checkpoint does."""
-        with torch.no_grad():
-            for piece in self._own:
-                tensor = self._targets[piece.target].tensor
-                seen = self._seen.get(piece.target, tensor._version)
-                if everything or not self.keeps_master(piece) or seen != tensor._version:
-                    _in_row(self.owned, piece).copy_(self._in_parameter(piece))
-        self.note_versions()
+    @torch.no_grad()
+    def refresh(self, everything: bool = False) -> torch.Tensor:
+        """Takes over elements of parameters that something else has written, in whatever way, since this object did.
 
-    def trust_master(self, target: int) -> None:
-        """The next refresh() leaves a loaded master as it is: torch's set_state_dict() loads the model after it."""
-        self._seen.pop(target, None)
+        everything: all elements. Returns them as they are now."""
+        now = self._now()
+        # Where values travel, what was written follows from the fp32 copy.
+        written = self.owned.to(self.unit.dtype).float() if self._sent is self.owned else self._sent
+        for piece in self._own if self._sent is not self.owned else ():
+            loaded = self._loaded.get(piece.target)
+            if loaded is not None and loaded == written_bits(self._targets[piece.target]).item():
+                _in_row(written, piece).copy_(_in_row(now, piece))
+        self._loaded.clear()
+        # As bits, because NaN is not equal to itself.
+        is_other = now.view(torch.int32) != written.view(torch.int32)
+        self.owned.copy_(now if everything else torch.where(is_other, now, self.owned))
+        if self._sent is not self.owned:
+            self._sent.copy_(now)
+        return now
 
-    def note_versions(self) -> None:
-        """From now on own parameters count as changed if their version is another."""
-        self._seen = {piece.target: self._targets[piece.target].tensor._version for piece in self._own}
+    def begin(self) -> None:
+        """Before a pass in which this unit is stepped while parameters can still be written; see is_changed()."""
+        self._seen = fingerprint(self.refresh())
+
+    def is_changed(self) -> torch.Tensor:
+        """Whether this rank's elements of the parameters are others than at begin(), from which it has stepped."""
+        return fingerprint(self._now()) != self._seen
+
+    def names(self) -> list[str]:
+        """The parameters of which this rank owns elements here."""
+        return list(dict.fromkeys(self._targets[piece.target].name for piece in self._own))
+
+    def trust_master(self, target: int, bits: int) -> None:
+        """The next refresh() leaves a loaded master as it is if the parameter has these bits then, though something has
+        written them: torch's set_state_dict() loads the model after the optimizer."""
+        self._loaded[target] = bits
 
     def send(self, call: int) -> torch.futures.Future:
         """Begins to send this rank's updates to all ranks: apply() may be called when the future is done."""
         if self._sent is not self.owned:
             with torch.no_grad():
-                self._sent.copy_(self.owned)
+                torch.sub(self.owned, self._sent, out=self._sent)
                 for piece in self._own:
-                    if not self._is_value[piece]:
-                        _in_row(self._sent, piece).sub_(self._in_parameter(piece))
+                    if self._is_value[piece]:
+                        _in_row(self._sent, piece).copy_(_in_row(self.owned, piece))
         return self._native_updates.all_gather(rows=self._results, own=self._sent, call=call, is_last=self._is_last)
 
     def apply(self) -> None:
         """Writes all ranks' updates to the parameters."""
+        for i in self.unit.targets:
+            lies = self._targets[i].tensor.detach()
+            laid = laid_out(lies, self._targets[i].layout)
+            if laid is not lies:  # views of it can be written
+                self._targets[i].tensor.data = laid
         values: tuple[list, list] = ([], [])
         differences: tuple[list, list] = ([], [])
         for piece, is_value in self._is_value.items():
@@ -182,4 +233,5 @@ class Exchange:
                 torch._foreach_copy_(*values)
             if differences[0]:
                 torch._foreach_add_(*differences)
-        self.note_versions()
+            if self._sent is not self.owned:
+                self._sent.copy_(self._now())

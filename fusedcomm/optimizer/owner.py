@@ -12,11 +12,14 @@ import torch
 
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.parts import Target, index_by_id
+from fusedcomm.optimizer.trial import stand_in
 
 State = dict[str, Any]
 
 _FIRST_POLL_S, _LATER_POLL_S = 1.0, 0.5
 """Between two looks whether another rank has a problem."""
+_MOST_NAMED = 4
+"""Parameters in an error."""
 
 
 Started = concurrent.futures.Future[torch.futures.Future]
@@ -51,13 +54,15 @@ class StepError(RuntimeError):
 
 
 class Owner:
-    """Runs torch's optimizers on what this rank owns, unit by unit.
+    """Runs torch's optimizers on what this rank owns: with one call of step(), or where they overlap unit by unit.
 
     Args:
         groups: of the model's parameters, each with "optimizer_class".
         defaults: arguments of `main`, the class of groups that name none.
         overlaps: whether units are stepped while the backward pass goes on: on a CPU on a thread, on an accelerator on
             a stream.
+        counts: whether an optimizer changes its groups in a step. Then every group has a stand-in for the parameters
+            that other ranks own, so that all ranks' groups count alike.
 
     Attributes:
         groups: the optimizers' own groups, in the order of the model's.
@@ -73,6 +78,7 @@ class Owner:
         device: torch.device,
         overlaps: bool,
         main: type[torch.optim.Optimizer],
+        counts: bool,
     ) -> None:
         self._exchanges, self._overlaps, self._device = exchanges, overlaps, device
         self.leaves: dict[int, list[tuple[int, Any, torch.Tensor]]] = {}
@@ -84,8 +90,13 @@ class Owner:
                 self._sums[-1].append((piece.target, leaf, of_leaf))
         index_of = index_by_id(targets)
         own: list[dict[str, Any]] = []
+        self._stand_ins: list[tuple[set[int], torch.Tensor]] = []  # for these targets of a group
         for group in groups:
-            leaves = [leaf for p in group["params"] for _, _, leaf in self.leaves.get(index_of.get(id(p), -1), ())]
+            of_group = [index_of[id(p)] for p in group["params"] if id(p) in index_of]
+            leaves = [leaf for i in of_group for _, _, leaf in self.leaves.get(i, ())]
+            if counts and of_group:
+                self._stand_ins.append((set(of_group), stand_in(targets[of_group[0]])))
+                leaves.append(self._stand_ins[-1][1])
             own.append({**{k: v for k, v in group.items() if k not in ("optimizer_class", "whole")}, "params": leaves})
         self.optimizers: list[torch.optim.Optimizer] = []
         made: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
@@ -110,6 +121,12 @@ class Owner:
         """Groups of the model's parameters with the hyperparameters of the optimizers'."""
         return [{**group, "params": params} for _, group, params in self._made]
 
+    def common_defaults(self) -> dict[str, Any]:
+        """Of the optimizers, what all have: torch adds these to every group, and to schedulers they say what groups
+        have."""
+        first, *others = (each.defaults for each in self.optimizers)
+        return {key: value for key, value in first.items() if all(key in each for each in others)}
+
     def groups_with_optimizers(self) -> Sequence[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
         """Of each group its optimizer, the optimizer's group, and the model's parameters."""
         return self._made
@@ -123,8 +140,9 @@ class Owner:
         self._call = call
         self._reduced, self._started = {}, {}
         if self._overlaps:
-            self.hyperparameters = hyperparameters
             self._set(hyperparameters)
+            for exchange in self._exchanges:
+                exchange.begin()
 
     def reduce(self, index: int) -> None:
         """Begins the sum of a unit, whose gradients are there; where units overlap, also its step."""
@@ -136,7 +154,7 @@ class Owner:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             with self._stream, torch.no_grad():
                 self._reduced[index].wait()
-                self._step_unit(index, None)
+                self._step_unit(index)
                 self._started[index] = _known(self._exchanges[index].send(self._call))
             return
         if not self._has_thread:
@@ -149,7 +167,7 @@ class Owner:
     def _step_when_reduced(self, index: int, reduced: torch.futures.Future, started: Started, call: int) -> None:
         try:
             reduced.wait()
-            self._step_unit(index, None)
+            self._step_unit(index)
             started.set_result(self._exchanges[index].send(call))
         except Exception as error:
             started.set_exception(error)
@@ -169,8 +187,10 @@ class Owner:
         if not self._overlaps:
             self._set(hyperparameters)
             self.wait_for_sums(check)
+            for exchange in self._exchanges:
+                exchange.refresh()
+            self._step([each for sums in self._sums for each in sums], used)
             for index, exchange in enumerate(self._exchanges):
-                self._step_unit(index, used)
                 self._started[index] = _known(exchange.send(self._call))
         for index, exchange in enumerate(self._exchanges):
             _wait(self._started[index], check)
@@ -179,13 +199,36 @@ class Owner:
             sent.wait()  # on an accelerator the current stream waits
             exchange.apply()
 
-    def _set(self, hyperparameters: list[dict[str, Any]]) -> None:
-        for group, values in zip(self.groups, hyperparameters, strict=True):
-            group.update({key: value for key, value in values.items() if key in group})
+    def changed_parameters(self) -> str:
+        """Names of a unit's parameters of which one was written since begin(), where units overlap; empty if none."""
+        if not self._overlaps or not self._exchanges:
+            return ""
+        found = torch.stack([exchange.is_changed() for exchange in self._exchanges]).tolist()
+        names = next((each.names() for each, is_other in zip(self._exchanges, found, strict=True) if is_other), [])
+        return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
-    def _step_unit(self, index: int, used: set[int] | None) -> None:
-        self._exchanges[index].refresh()
-        own = [(leaf, of_leaf) for target, leaf, of_leaf in self._sums[index] if used is None or target in used]
+    def _set(self, hyperparameters: list[dict[str, Any]]) -> None:
+        self.hyperparameters = hyperparameters
+        for group, values in zip(self.groups, hyperparameters, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(values, params=params)
+
+    def _step_unit(self, index: int) -> None:
+        self._step(self._sums[index], None)
+        for (optimizer, group, _), given in zip(self._made, self.hyperparameters, strict=True):
+            changed = [key for key, value in group.items() if key != "params" and value is not given.get(key)]
+            if changed:
+                raise StepError(
+                    f"{type(optimizer).__name__}.step() has changed {', '.join(changed)} of its group, and with "
+                    "overlap it is called several times in a step: give the ShardedOptimizer overlap=False"
+                )
+
+    def _step(self, sums: list[tuple[int, torch.Tensor, torch.Tensor]], used: set[int] | None) -> None:
+        own = [(leaf, of_leaf) for target, leaf, of_leaf in sums if used is None or target in used]
+        own += [
+            (leaf, torch.zeros_like(leaf)) for of, leaf in self._stand_ins if used is None or not of.isdisjoint(used)
+        ]
         for leaf, of_leaf in own:
             leaf.grad = of_leaf
         try:

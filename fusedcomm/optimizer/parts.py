@@ -24,13 +24,18 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A parameter. `wire` and `update_wire` are the numbers of its wires; `whole`: one rank owns all of it."""
+    """A parameter. `wire` and `update_wire` are the numbers of its wires; `whole`: one rank owns all of it. `layout`:
+    without memory, with the shape and the strides that it had at first, which make the order of its elements."""
 
     name: str
     tensor: torch.Tensor
     wire: int
     update_wire: int
     whole: bool
+    layout: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", torch.empty_like(self.tensor, device="meta"))
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -207,9 +212,26 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which has the shape of `like`, or a copy of it that lies in memory as `like` does."""
+    sides = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+    if all(size == 1 or stride == other for size, stride, other in sides):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A view of `flat`, which has the elements of `like` in the order of its memory, with its shape."""
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the tensor's bits, 64 at a time: an int64 that says, without a copy, whether something has changed."""
+    flat = in_memory_order(tensor) if _is_dense(tensor) else tensor.detach().flatten()
+    per_word = 8 // flat.element_size()
+    if flat.numel() % per_word or flat.storage_offset() % per_word:
+        flat = torch.nn.functional.pad(flat, (0, per_word - flat.numel() % per_word))  # memory of its own
+    return flat.view(torch.int64).sum()
 
 
 def refuse(targets: Iterable[Target], is_sparse: Callable[[torch.Tensor], bool]) -> None:

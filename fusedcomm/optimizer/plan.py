@@ -10,6 +10,7 @@ from fusedcomm.config import Config
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner
 from fusedcomm.optimizer.parts import Target, index_by_id
+from fusedcomm.optimizer.trial import fresh_state, stand_in
 from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
@@ -102,28 +103,9 @@ def make_plan(
     )
 
 
-def fresh_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Sequence[torch.Tensor]
-) -> list[dict[str, Any]]:
-    """The state of these values before a step: what a step with gradients of zeros makes of copies, all zeros."""
-    copies = [value.detach().clone() for value in values]
-    for copy in copies:
-        copy.grad = torch.zeros_like(copy)
-    tried = type(optimizer)([{**{k: v for k, v in group.items() if k != "params"}, "params": copies}])
-    tried.step()
-    states = []
-    for copy in copies:
-        state = {}
-        for key, value in tried.state[copy].items():
-            state[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
-        states.append(state)
-    return states
-
-
 def _state_nbytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], target: Target) -> float:
     """Bytes of state for each element, found with a small parameter."""
-    shape = (4,) * max(target.tensor.dim(), 1) if target.whole else (16,)
-    small = torch.zeros(shape, dtype=torch.float32, device=target.tensor.device)
+    small = stand_in(target)
     (state,) = fresh_state(optimizer, group, [small])
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == small.shape]
     return sum(value.nbytes for value in tensors) / small.numel()

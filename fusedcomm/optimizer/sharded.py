@@ -1,31 +1,37 @@
 """``fusedcomm.ShardedOptimizer``: each rank steps the part of the parameters that it owns, and sends the update."""
 
+import json
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
 from fusedcomm.config import Config
-from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner, State, StepError
 from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.optimizer.seen import SeenGradients
+from fusedcomm.optimizer.trial import changed_by_steps
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.norm import refuse_nonfinite
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
+from fusedcomm.session.surface import Spelled
 
 _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grads_with_norm_."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     """Steps each parameter on the rank that owns it, between the two halves of the gradients' two-shot.
 
         reducer = fusedcomm.GradReducer(model, "int8")
@@ -46,13 +52,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: a :class:`GradReducer`, or a :class:`DataParallel`. Its wire carries the gradients.
         optimizer_class: a torch optimizer. Of AdamW, SGD and others that treat each element by itself, ranks own equal
             numbers of elements; of others, as Muon, whole parameters.
-        params: parameters or groups of them, which may name another class, ``{"params": […], "optimizer_class":
-            torch.optim.Muon, "lr": …}``. None: all of the reducer's in one group. Each must be in one group.
+        params: parameters, pairs of names and parameters, or groups of either, which may name another class,
+            ``{"params": […], "optimizer_class": torch.optim.Muon, "lr": …}``. None: all of the reducer's in one group.
+            Each must be in one group.
         update: the wire of the updates. "fp32" sends new values exactly, and "bf16" those of bf16 parameters. Else a
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
         overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
-            backward() and step(): no clipping, no GradScaler, no change of hyperparameters. None: if the reducer does
-            not look for unused parameters.
+            backward() and step(): no clipping, no GradScaler, no change of parameters or rates. Not possible with
+            optimizers that count their steps, nor with a reducer that looks for unused parameters. None: if possible.
         whole: whether a rank owns whole parameters. None: by the class.
         quiet: whether rank 0 does not report the plan.
         defaults: the optimizer's own arguments, ``lr=1e-3`` for example.
@@ -63,9 +70,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         RuntimeError: the reducer has made a pass, has a ShardedOptimizer already, or the ranks do not agree.
 
     ``step()`` raises RuntimeError on every rank if there was no backward pass before it, if some ranks do not call it,
-    or if gradients were changed since the backward pass.
+    or if gradients were changed since the backward pass, with overlap also parameters and hyperparameters.
     """
 
+    _weight_is = "the GradReducer's: reducer.weight, or DataParallel's"
     _step_supports_amp_scaling = True  # so a GradScaler calls step() in any case, and says what it has found
 
     def __init__(
@@ -81,61 +89,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,  # noqa: ANN401  (the optimizer's own)
     ) -> None:
         self._reducer = found = reducer.comm if isinstance(reducer, DataParallel) else reducer
-        if not isinstance(found, GradReducer):
-            raise TypeError(
-                "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
-                f"{type(found).__name__}"
-            )
-        config = arguments.rows_config(found)
-        if update in WITH_FEEDBACK:
-            raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
+        arguments.check_reducer(found)
+        problem: Exception | None = None
+        try:
+            config = arguments.rows_config(found)
+            arguments.check_options(found, update, overlap)
+        except (ValueError, RuntimeError) as error:
+            problem = error  # perhaps of this rank alone: the others are told
+        try:
+            found.meet("making a ShardedOptimizer", str(problem or "").removeprefix("fusedcomm: "))
+        except RuntimeError as error:
+            raise problem or error from None
         self._update = Config(update, sum="two-shot", hosts=None)
-        if overlap and found.finds_unused:
-            raise ValueError(
-                "fusedcomm: overlap=True is not possible with find_unused_parameters=True: which parameters were used "
-                "is known when the backward pass ends. Leave one of them out"
-            )
-        self._overlaps = not found.finds_unused if overlap is None else overlap
-        old, problem = found.session, None
+        old, changed = found.session, ""
         groups: list[dict[str, Any]] = []
+        param_names: list[list[str] | None] = []
         self._targets: list[Target] = []
         self._by_reducer: dict[int, int] = {}
         try:
             groups = arguments.groups(found, params, optimizer_class, defaults)
+            param_names = [group.pop("param_names", None) for group in groups]
             self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
-        except (TypeError, ValueError) as error:
+            changed = changed_by_steps(groups, self._targets, optimizer_class, defaults)
+            if changed and overlap:
+                raise ValueError(
+                    f"fusedcomm: {changed}, and with overlap it would be called several times in a step: leave out "
+                    "overlap=True"
+                )
+        except Exception as error:
             problem = error  # perhaps of this rank alone: the session tells the others
+        self._overlaps = not found.finds_unused and not changed if overlap is None else overlap
         self._updates = Session(
             self._update,
             old.process_group,
             None,
             old.local,
             old.device,
-            also_agree={"sharded": self._record(groups, update, defaults)},
+            also_agree={"sharded": arguments.record(groups, self._targets, update, self._overlaps, defaults)},
             problem=problem,
         )
         self._sums = self._replace_session(old, config)
         assert self._sums.synchronizer is not None
         self._synchronizer = self._sums.synchronizer
-        buckets = [[self._by_reducer[i] for i in bucket] for bucket in found.native.buckets_now()]
-        cut = units(buckets, self._targets, old.world_size, found.bucket_nbytes)
-        self.exchanges = [
-            Exchange(unit, self._targets, self._sums, self._updates, self._update, i, i + 1 == len(cut))
-            for i, unit in enumerate(cut)
-        ]
-        self._of_bucket = [
-            [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
-            for bucket in buckets
-        ]
-        self._owner = Owner(
-            self.exchanges, groups, self._targets, defaults, old.device, self._overlaps, optimizer_class
-        )
-        self._is_made = False
-        super().__init__(self._owner.outer_groups(), dict(self._owner.optimizers[0].defaults))
-        self._is_made = True
+        self._cut_into_units(found)
+        self._make_optimizers(groups, defaults, optimizer_class, bool(changed))
+        for group, names in zip(self.param_groups, param_names, strict=True):
+            if names is not None:
+                group["param_names"] = names
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
-        self._seen: dict[int, tuple[int, int]] = {}  # of each parameter's gradient in the pass: its id and version
+        self._gradients = SeenGradients(self._targets)
         self._num_handed = 0
         self._is_ready = self._is_unscaled = False
         self._used: set[int] = set()
@@ -145,18 +148,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- making it
 
-    def _record(self, groups: list[dict], update: str, defaults: dict) -> dict:
-        """What must be equal on all ranks."""
-        names = {id(target.tensor): target.name for target in self._targets}
-        return {
-            "update": update,
-            "overlap": self._overlaps,
-            "groups": [
-                [group["optimizer_class"].__name__, [names.get(id(p)) for p in group["params"]]] for group in groups
-            ],
-            "whole": [target.name for target in self._targets if target.whole],
-            "arguments": sorted(defaults),
-        }
+    def _cut_into_units(self, found: GradReducer) -> None:
+        buckets = [[self._by_reducer[i] for i in bucket] for bucket in found.native.buckets_now()]
+        cut = units(buckets, self._targets, self._sums.world_size, found.bucket_nbytes)
+        self.exchanges = [
+            Exchange(unit, self._targets, self._sums, self._updates, self._update, i, i + 1 == len(cut))
+            for i, unit in enumerate(cut)
+        ]
+        self._of_bucket = [
+            [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
+            for bucket in buckets
+        ]
+
+    def _make_optimizers(
+        self, groups: list[dict], defaults: dict, main: type[torch.optim.Optimizer], counts: bool
+    ) -> None:
+        """Raises what an optimizer raises, on every rank if one does."""
+        self._is_made, problem = False, None
+        try:
+            self._owner = Owner(
+                self.exchanges, groups, self._targets, defaults, self._sums.device, self._overlaps, main, counts
+            )
+            super().__init__(self._owner.outer_groups(), self._owner.common_defaults())
+        except Exception as error:  # perhaps on this rank alone
+            problem = error
+        try:
+            self._updates.confirm(problem)
+        except Exception:
+            self._sums.stop("a ShardedOptimizer could not be made")
+            self._reducer.session.watch()
+            raise
+        self._is_made = True
 
     def _replace_session(self, old: Session, config: Config) -> Session:
         """Gives the reducer a session whose sums are of rows."""
@@ -177,6 +199,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _hand_over_to(self, reducer: GradReducer) -> None:
         this = weakref.ref(self)
 
+        def begin() -> int:
+            optimizer = this()
+            return 0 if optimizer is None else zlib.crc32(json.dumps(optimizer._rates()).encode())
+
+        def why_unequal() -> str:
+            optimizer = this()
+            return "" if optimizer is None else arguments.why_unequal(optimizer._sums, optimizer._rates())
+
         def take(indices: list[int], gradients: list[torch.Tensor]) -> None:
             if (optimizer := this()) is not None:
                 optimizer._take(indices, gradients)
@@ -185,13 +215,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (optimizer := this()) is not None:
                 optimizer._end(used)
 
-        reducer.give_to(self._sums, take, end, self._detach)
+        reducer.give_to(self._sums, begin, why_unequal, take, end, self._detach)
 
     def _detach(self) -> None:
         self._owner.stop()
         self._updates.stop("the GradReducer was detached")
 
     # ---- the pass
+
+    def _rates(self) -> list[dict[str, Any]]:
+        """What must be equal on all ranks when a pass begins: the groups' arguments of their optimizers."""
+        made = self._owner.groups_with_optimizers()
+        return [
+            arguments.plain({key: group[key] for key in optimizer.defaults if key in group})
+            for group, (optimizer, _, _) in zip(self.param_groups, made, strict=True)
+        ]
 
     def _take(self, indices: list[int], gradients: list[torch.Tensor]) -> None:
         """On autograd's thread, with a bucket's gradients."""
@@ -207,8 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
             for target in targets:
-                grad = self._targets[target].tensor.grad
-                self._seen[target] = (0, 0) if grad is None else (id(grad), grad._version)
+                self._gradients.see(target)
             for index in self._of_bucket[self._num_handed]:
                 self.exchanges[index].take(of_bucket)
         for index in self._of_bucket[self._num_handed]:
@@ -245,37 +282,50 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "ShardedOptimizer.step() was called without a backward pass before it that was synchronized, or a "
                 "second time: call it once after each, on every rank"
             )
-        for target, seen in self._seen.items():
-            grad = self._targets[target].tensor.grad
-            if seen != ((0, 0) if grad is None else (id(grad), grad._version)):
-                native.refuse(
-                    f"the gradient of {self._targets[target].name} was changed or removed between backward() and "
-                    "step(). A ShardedOptimizer has summed it already: clip with optimizer.clip_grad_norm_(), and use "
-                    "fusedcomm.GradScaler in place of torch's"
-                )
         hyperparameters = self._hyperparameters()
+        self._refuse_changes(hyperparameters)
+        try:
+            self._owner.step(hyperparameters, self._used, self._reducer.note_step)
+        except StepError as error:
+            native.refuse(str(error))
+        if not self._overlaps:
+            for group, inner in zip(self.param_groups, self._owner.groups, strict=True):
+                group.update({key: value for key, value in inner.items() if key != "params"})
+        self._synchronizer.step += 1
+        self._end_pass()
+
+    def _refuse_changes(self, hyperparameters: list[dict[str, Any]]) -> None:
+        """Raises RuntimeError on every rank if what was summed, or stepped from, has changed since."""
+        native = self._reducer.native
+        if name := self._gradients.changed():
+            native.refuse(
+                f"the gradient of {name} was changed or removed between backward() and step(). A ShardedOptimizer has "
+                "summed it already: clip with optimizer.clip_grad_norm_(), and use fusedcomm.GradScaler in place of "
+                "torch's"
+            )
+        if written := self._owner.changed_parameters():
+            native.refuse(
+                f"parameters of a ShardedOptimizer were changed between backward() and step() (in {written}), and "
+                "owners have stepped already: change them before backward() or after step(), or give it overlap=False"
+            )
         if self._overlaps and hyperparameters != self._owner.hyperparameters:
             native.refuse(
                 "hyperparameters of a ShardedOptimizer were changed between backward() and step(), and owners have "
                 "stepped already: change them before backward(), or give it overlap=False"
             )
-        try:
-            self._owner.step(hyperparameters, self._used, native.check)
-        except StepError as error:
-            native.refuse(str(error))
-        for group, given, inner in zip(self.param_groups, hyperparameters, self._owner.groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key != "params" and value is not given[key]})
-        self._synchronizer.step += 1
-        self._end_pass()
 
     def _end_pass(self) -> None:
         self._is_ready = self._is_unscaled = False
-        self._seen.clear()
+        self._gradients.forget()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Of each group. Copies of tensors, which schedulers change in place."""
+        """Of each group. Where owners overlap, copies of tensors, which schedulers change in place."""
         return [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            {
+                k: v.clone() if self._overlaps and isinstance(v, torch.Tensor) else v
+                for k, v in group.items()
+                if k != "params"
+            }
             for group in self.param_groups
         ]
 
@@ -299,7 +349,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares = torch.zeros((), dtype=torch.float64, device=self._sums.device)
         for sums in self._own_sums():
             squares += sums.double().square().sum()
-        self._sums.sum_over_ranks([squares], "grad_norm()")
+        self._sum_over_ranks(squares, "grad_norm()")
         return squares.sqrt().float()
 
     def clip_grad_norm_(
@@ -322,7 +372,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sums = self._own_sums()
         found = torch.zeros(1, dtype=torch.float32, device=self._sums.device)
         torch._amp_foreach_non_finite_check_and_unscale_(sums, found, inv_scale.to(found.device))
-        self._sums.sum_over_ranks([found], "GradScaler.unscale_()")
+        self._sum_over_ranks(found, "GradScaler.unscale_()")
         self._is_unscaled = True
         return {found.device: found.clamp_(max=1.0)}
 
@@ -334,6 +384,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _own_sums(self) -> list[torch.Tensor]:
         return self._owner.wait_for_sums(self._reducer.native.check)
+
+    def _sum_over_ranks(self, tensor: torch.Tensor, what: str) -> None:
+        if tensor.device.type != "cpu":
+            self._sums.sum_over_ranks([tensor], what)  # only enqueues, and does not wait
+        else:
+            self._reducer.wait_for(dist.all_reduce(tensor, group=self._sums.process_group, async_op=True), what, True)
 
     def _refuse_overlap(self, what: str) -> None:
         if self._overlaps:
@@ -349,13 +405,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> State:
         """The state in torch's format. Tensors of a parameter's shape are DTensors, Shard(0) over the ranks, which
         torch.distributed.checkpoint loads on any number of ranks; torch's get_optimizer_state_dict() takes it, too. An
-        owner's fp32 copy is "master". A collective call between steps."""
+        owner's fp32 copy is "master", beside a fingerprint of the parameter, "written". A collective call between
+        steps. Raises RuntimeError, on every rank, if not all ranks call it, or if one calls it between backward() and
+        step() with overlap."""
+        self._reducer.meet("state_dict()", self._why_within(), self._is_ready)
+        for exchange in self.exchanges:
+            exchange.refresh()
         return state.state_dict(self, self._owner, self.exchanges, self._targets, self._sums)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Takes :meth:`state_dict`'s, of any number of ranks, or that of a plain optimizer of the same class. Load the
-        model first. A collective call between steps. Raises ValueError if it does not fit."""
+        model first. A collective call between steps. Raises ValueError if it does not fit, and RuntimeError as
+        :meth:`state_dict`."""
+        self._reducer.meet("load_state_dict()", self._why_within(), self._is_ready)
         state.load_state_dict(self, state_dict, self._owner, self.exchanges, self._targets)
+
+    def _why_within(self) -> str:
+        """Why there is no state now; empty if there is one."""
+        if not self._is_ready or not self._overlaps:
+            return ""
+        return (
+            "it was called between backward() and step(), and with overlap owners have stepped already, the parameters "
+            "not: call it after step(), or give the ShardedOptimizer overlap=False"
+        )
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Raises RuntimeError, for ``torch.distributed.algorithms.join.Join``: every rank has to step what it owns."""
+        raise RuntimeError(
+            "fusedcomm: Join is not possible with a ShardedOptimizer: a rank that has run out of batches would have to "
+            "step what it owns, too. Give each rank equally many batches, and leave Join out"
+        )
 
     def stats(self) -> Stats:
         """Counts and times of this rank, of gradients and updates together; times are those of the gradients."""

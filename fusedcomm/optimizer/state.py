@@ -4,6 +4,7 @@ What an owner has lies anywhere in a parameter. A checkpoint has each parameter'
 another number of ranks, other buckets and plain optimizers can load it.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fusedcomm.optimizer.exchange import Exchange
+from fusedcomm.members.state import everybodys
+from fusedcomm.optimizer.exchange import Exchange, written_bits
 from fusedcomm.optimizer.owner import Owner, State
-from fusedcomm.optimizer.parts import Target, in_memory_order, index_by_id, shaped
-from fusedcomm.optimizer.plan import fresh_state
+from fusedcomm.optimizer.parts import Target, in_memory_order, index_by_id, laid_out, shaped
+from fusedcomm.optimizer.trial import fresh_state
 from fusedcomm.session.session import Session
 
 MASTER = "master"
 """The key of an owner's fp32 copy."""
+WRITTEN = "written"
+"""The key of the fingerprint of the parameter that had the fp32 copy."""
 
 
 def state_dict(
@@ -31,12 +35,10 @@ def state_dict(
 ) -> State:
     """As torch's optimizers have it: {"state": {number: {key: value}}, "param_groups": […]}. A collective call."""
     mesh = DeviceMesh.from_group(session.process_group, session.device.type)
-    own = _own_state(owner, exchanges)
-    told: list[Any] = [None] * session.world_size
-    described = {i: {key: _description(value) for key, value in state.items()} for i, (_, state) in own.items()}
-    dist.all_gather_object(told, described, group=session.process_group)
+    own = _own_state(owner, exchanges, targets)
     known: dict[int, dict[str, Any]] = {}
-    for of_rank in told:
+    described = {i: {key: _description(value) for key, value in state.items()} for i, (_, state) in own.items()}
+    for of_rank in everybodys(described, session, "state_dict()"):
         for i, keys in of_rank.items():
             known.setdefault(i, keys)
     index_of = index_by_id(targets)
@@ -55,12 +57,18 @@ def state_dict(
     return {"state": state, "param_groups": groups}
 
 
+class _Pieces(list):
+    """Tensors with an element for each of a piece's, of all pieces of a parameter on this rank."""
+
+
 def _description(value: Any) -> Any:  # noqa: ANN401
-    """Of a tensor with an element for each of the piece's its dtype; of anything else the value."""
-    return value[0].dtype if isinstance(value, list) else value
+    """Of pieces their dtype; of anything else the value."""
+    return value[0].dtype if isinstance(value, _Pieces) else value
 
 
-def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[list, dict[str, Any]]]:
+def _own_state(
+    owner: Owner, exchanges: Sequence[Exchange], targets: Sequence[Target]
+) -> dict[int, tuple[list, dict[str, Any]]]:
     """By target: its pieces on this rank, and by key a list of their tensors [elements of the piece], or a value."""
     found: dict[int, tuple[list, dict[str, Any]]] = {}
     for i, leaves in owner.leaves.items():
@@ -71,9 +79,10 @@ def _own_state(owner: Owner, exchanges: Sequence[Exchange]) -> dict[int, tuple[l
         merged: dict[str, Any] = {}
         for key, first in states[0].items():
             is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
-            merged[key] = [in_memory_order(each[key]) for each in states] if is_of_elements else first
+            merged[key] = _Pieces(in_memory_order(each[key]) for each in states) if is_of_elements else first
         if any(exchanges[at].keeps_master(piece) for at, piece, _ in leaves):
-            merged[MASTER] = [in_memory_order(leaf) for _, _, leaf in leaves]
+            merged[MASTER] = _Pieces(in_memory_order(leaf) for _, _, leaf in leaves)
+            merged[WRITTEN] = written_bits(targets[i]).cpu()
         found[i] = [piece for _, piece, _ in leaves], merged
     return found
 
@@ -96,7 +105,7 @@ def _whole(
             if values.device.type != "cpu":  # the owner's stream has made it
                 values.record_stream(torch.accelerator.current_stream(values.device))
     dist.all_reduce(flat, group=session.process_group)  # an element has one owner: the others add zeros
-    whole = shaped(flat, target.tensor).contiguous()
+    whole = shaped(flat, target.layout).contiguous()
     if whole.dim() == 0:
         return whole
     return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
@@ -130,7 +139,7 @@ def load_state_dict(
             }
             _check(targets[i], whole[i])
     for group, of_saved in zip(groups, saved, strict=True):
-        group.update({key: value for key, value in of_saved.items() if key != "params" and key in group})
+        group.update(copy.deepcopy({key: value for key, value in of_saved.items() if key != "params"}))
     for exchange in exchanges:
         exchange.refresh(everything=True)
     for i, leaves in owner.leaves.items():
@@ -139,10 +148,11 @@ def load_state_dict(
             of_optimizer.pop(leaf, None)
             if i in whole:
                 state = {key: _part(targets[i], value, piece, leaf) for key, value in whole[i].items()}
-                master = state.pop(MASTER, None)
+                master, written = state.pop(MASTER, None), state.pop(WRITTEN, None)
                 if master is not None and exchanges[at].keeps_master(piece):
                     leaf.copy_(master)
-                    exchanges[at].trust_master(i)
+                    if written is not None:
+                        exchanges[at].trust_master(i, int(written))
                 of_optimizer[leaf] = state
 
 
@@ -159,7 +169,6 @@ def _part(target: Target, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  #
     """What a piece has of a value of the whole parameter's state."""
     if not isinstance(value, torch.Tensor) or value.shape != target.tensor.shape or value.dim() == 0:
         return value.clone() if isinstance(value, torch.Tensor) else value
-    ordered = torch.empty_like(target.tensor, dtype=value.dtype).copy_(value)
-    flat = in_memory_order(ordered)[piece.begin : piece.end]
-    part = shaped(flat, target.tensor) if target.whole else flat
+    flat = in_memory_order(laid_out(value.to(leaf.device), target.layout))[piece.begin : piece.end]
+    part = shaped(flat, target.layout) if target.whole else flat
     return part.to(leaf.dtype if value.is_floating_point() else value.dtype, copy=True)

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -19,8 +20,10 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, PeerLostError, Peers
 
-# Key of the reason why a rank cannot attach. Such a record has only PROBLEM and AT.
+# Key of the reason why a rank cannot attach. Such a record has only this and the two keys below.
 PROBLEM = "problem"
+# Key of whether that reason is another agreement's text, which names a rank already.
+IS_VERDICT = "is verdict"
 # Key of the time of that problem, in seconds since the epoch. The first problem may have caused later ones. Infinite
 # for a rank that only follows another one, whatever its clock says.
 AT = "at"
@@ -106,7 +109,8 @@ def agree_to_attach(peers: Peers, store: BoundedStore, record: dict, problem: Ex
         RuntimeError, PeerLostError: as :func:`agree`.
     """
     if problem is not None:
-        record = {PROBLEM: str(problem), AT: math.inf if isinstance(problem, GivenUpError) else time.time()}
+        at = math.inf if isinstance(problem, GivenUpError) else time.time()
+        record = {PROBLEM: str(problem), IS_VERDICT: isinstance(problem, DisagreementError), AT: at}
     verdict = None
     try:
         verdict = agree(peers, store, record, "attaching")
@@ -131,7 +135,7 @@ def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watc
         PeerLostError: a rank that has not called is lost.
     """
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
-    store.set(keys[peers.rank], json.dumps(record))
+    peers.call(lambda: store.set(keys[peers.rank], json.dumps(record)), what)
     missing = peers.wait(store, keys, what, is_watched=is_watched)
     if missing:
         forget(store, peers.rank)
@@ -139,7 +143,7 @@ def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watc
             f"fusedcomm: rank(s) {missing} did not take part within {peers.timeout.total_seconds():.0f} s: this is a "
             "collective call, which every rank of the process group has to make"
         )
-    return [json.loads(store.get(key)) for key in keys.values()]
+    return peers.call(lambda: [json.loads(store.get(key)) for key in keys.values()], what)
 
 
 def forget(store: BoundedStore, rank: int) -> None:
@@ -152,7 +156,8 @@ def _compare(peers: Peers, store: BoundedStore, own: dict, what: str) -> Verdict
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
     # No rank can attach; another rank's problem may be earlier. A rank that only follows waits for that one's record.
     if PROBLEM in own and own[AT] != math.inf:
-        return _first_problem([json.loads(store.get(key)) if store.check([key]) else {} for key in keys.values()])
+        records = [json.loads(store.get(key)) if store.check([key]) else {} for key in keys.values()]
+        return _first_problem(peers, records)
     missing = peers.wait(store, keys, what)
     if missing:
         return Verdict(
@@ -163,24 +168,33 @@ def _compare(peers: Peers, store: BoundedStore, own: dict, what: str) -> Verdict
     own = json.loads(json.dumps(own))
     records = [json.loads(store.get(key)) for key in keys.values()]
     if any(PROBLEM in record for record in records):
-        return _first_problem(records)
+        return _first_problem(peers, records)
+    found = difference([own, *records[1:]], peers)
+    if not found:
+        return Verdict()
+    return Verdict(
+        f"fusedcomm: the ranks do not agree: {found}. Give every rank the same arguments, model and versions."
+    )
+
+
+def difference(records: Sequence[object], peers: Peers) -> str:
+    """The first difference of a rank's record from rank 0's, as "lr is 0.1 on rank 0 and 0.2 on rank 1"; empty if all
+    are equal. records: what :func:`gather` returns."""
     for rank, record in enumerate(records):
-        difference = _first_difference(own, record)
-        if difference:
-            field, on_rank_0, on_rank = difference
-            on_rank_0, on_rank = repr(on_rank_0)[:_MAX_SHOWN], repr(on_rank)[:_MAX_SHOWN]
-            return Verdict(
-                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0} on rank 0 and {on_rank} on rank "
-                f"{rank}. Give every rank the same arguments, model and versions."
-            )
-    return Verdict()
+        found = _first_difference(records[0], record)
+        if found:
+            field, on_rank_0, on_rank = found[0], repr(found[1])[:_MAX_SHOWN], repr(found[2])[:_MAX_SHOWN]
+            return f"{field} is {on_rank_0} on {peers.title(0)} and {on_rank} on {peers.title(rank)}"
+    return ""
 
 
-def _first_problem(records: list[dict]) -> Verdict:
+def _first_problem(peers: Peers, records: list[dict]) -> Verdict:
     problems = {rank: record for rank, record in enumerate(records) if PROBLEM in record}
     rank = min(problems, key=lambda rank: (problems[rank].get(AT, 0.0), rank))
     cause = problems[rank][PROBLEM]
-    return Verdict(f"fusedcomm: rank {rank} cannot attach: {cause.removeprefix('fusedcomm: ')}", cause=cause)
+    if problems[rank][IS_VERDICT]:
+        return Verdict(cause, cause=cause)
+    return Verdict(f"fusedcomm: {peers.title(rank)} cannot attach: {cause.removeprefix('fusedcomm: ')}", cause=cause)
 
 
 def _first_difference(left: object, right: object, field: str = "") -> tuple[str, object, object] | None:

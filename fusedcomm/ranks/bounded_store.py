@@ -86,19 +86,19 @@ class BoundedStore:
     def delete_key(self, key: str) -> bool:
         return self._ask(lambda: self.native.delete_key(key), f"removing {key!r}")
 
-    def failure(self, error: Exception | str, asked: str) -> StoreError:
-        """The error of a request. asked: what was asked for; "reading 'key'" for example."""
+    def failure(self, error: Exception | str, asked: str, or_else: str = "") -> StoreError:
+        """The error of a request. asked: what was asked for; "reading 'key'" for example. or_else: another cause."""
         reason = (str(error).splitlines() or [type(error).__name__])[0]  # torch's text continues with a backtrace
         return StoreError(
             f"fusedcomm: the process group's store failed ({asked}): {reason}. It is {self._about}. That process was "
-            "killed, has left, is stopped or is cut off: look at its log, and restart the job"
+            f"killed, has left, is stopped or is cut off{or_else}: look at its log, and restart the job"
         )
 
     def _ask(self, request: Callable[[], T], asked: str) -> T:
         errand = Errand(request)
         timeout_s = self._timeout.total_seconds()
         if not errand.has_ended_within(timeout_s):
-            raise self.failure(f"no answer within {timeout_s:g} s", asked)
+            raise self.failure(f"no answer within {timeout_s:g} s", asked, ", or the link to it is full")
         try:
             return errand.result()
         except NotImplementedError:  # a store need not have every request

@@ -184,6 +184,13 @@ def describe_process(process_group: Group) -> str:
     return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
 
 
+def ranks_in_job(process_group: Group) -> list[int] | None:
+    """The numbers that the group's ranks have in the job; None if the group has all ranks, or is fusedcomm's own."""
+    if isinstance(process_group, OwnGroup) or process_group.size() == dist.get_world_size():
+        return None
+    return dist.get_process_group_ranks(process_group)
+
+
 def gloo_backend(process_group: Group) -> dist.Backend | None:
     """The group's backend for CPU tensors if that is gloo, else None."""
     with contextlib.suppress(RuntimeError):  # it has no backend for CPU tensors

@@ -38,6 +38,21 @@ class Hosts:
         return next((group.index(rank), host) for host, group in enumerate(self.groups) if rank in group)
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnHost:
+    """This rank's host, for counts of the bytes that go to others; without arguments one rank that is alone there."""
+
+    num_ranks: int = 1
+    num_links: int = 1
+    """Links that lead to other hosts, of the ring that an all-reduce makes of all ranks in their order."""
+
+    @classmethod
+    def of(cls, hosts: Sequence[object], rank: int) -> "OwnHost":
+        """That of `rank`. hosts: each rank's host, by name or number."""
+        own = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+        return cls(len(own), sum(hosts[(each + 1) % len(hosts)] != hosts[rank] for each in own))
+
+
 def ordered(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Sorts each host's ranks, and hosts by their lowest rank."""
     return tuple(sorted(tuple(sorted(group)) for group in groups))

@@ -34,6 +34,7 @@ _GRACE_S = 1.0
 same time passes after the store has failed: a rank whose loss caused that is named."""
 _ANSWER_S = 2.0
 """Seconds that the store has to say what ranks were doing, because it may never answer."""
+_UNKNOWN = "What it was doing is not known, because the store does not answer"
 
 _connections: "weakref.WeakKeyDictionary[groups.Group, _Connections]" = weakref.WeakKeyDictionary()
 
@@ -60,11 +61,17 @@ class Peers:
     ) -> None:
         self.rank, self.world_size, self.timeout = process_group.rank(), process_group.size(), timeout
         self.stall_after_s = stall_after_s
+        self._in_job = groups.ranks_in_job(process_group)
         self._store = store.under("peers")
         self._connections = _connections_of(process_group)
         self._poll_s = max(_POLL_S, self.world_size / _POLLS_PER_S)
         if self.world_size > 1:
-            self._store.set(f"who/{self.rank}", groups.describe_process(process_group))
+            who = groups.describe_process(process_group)
+            self.call(lambda: self._store.set(f"who/{self.rank}", who), "attaching")
+
+    def title(self, rank: int) -> str:
+        """A rank of the group as all ranks of the job know it: "rank 1", of a smaller group "rank 5 of the job"."""
+        return f"rank {rank}" if self._in_job is None else f"rank {self._in_job[rank]} of the job"
 
     def doing(self, what: str) -> None:
         """Publishes what this rank is doing from now on, for the reports of other ranks."""
@@ -173,9 +180,7 @@ class Peers:
     def _raise_cause(self, error: RuntimeError, what: str) -> NoReturn:
         """Raises PeerLostError if a rank is lost, StoreError if the store has failed, else `error`."""
         failure = self._store.failure(error, what) if isinstance(error, dist.DistNetworkError) else error
-        deadline = time.monotonic() + (_GRACE_S if isinstance(failure, StoreError) else 0.0)
-        while not (lost := self._connections.lost()) and time.monotonic() < deadline:
-            time.sleep(_FIRST_POLL_S)
+        lost = self._connections.lost_within(_GRACE_S if isinstance(failure, StoreError) else 0.0)
         if lost:
             failure = self._loss(lost, what)
         raise failure from (None if failure is error else error)
@@ -191,13 +196,8 @@ class Peers:
             raise self._loss(lost, what)
 
     def _loss(self, lost: Mapping[int, str], what: str) -> PeerLostError:
-        rank, cause = min(lost.items())
-        others = f" So are ranks {sorted(lost)[1:]}." if len(lost) > 1 else ""
-        return PeerLostError(
-            f"fusedcomm: rank {self.rank} of {self.world_size}: {self._name(rank)} is lost, and this rank waits for it "
-            f"while {what}. {self._last_seen(rank)}.{others} If it died, its own log says why; restart the job from a "
-            f"checkpoint. Its connection: {cause}"
-        )
+        name, seen = self._name(min(lost)), self._last_seen(min(lost))
+        return _loss(f"rank {self.rank} of {self.world_size}", lost, name, what, seen)
 
     def _report_stall(self, what: str, needed: Callable[[], Collection[int]] | None, waited_s: float) -> None:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -226,7 +226,7 @@ class Peers:
     def _last_seen(self, rank: int) -> str:
         doing = _answer(lambda: _text(self._store, f"doing/{rank}"))
         if doing is None:
-            return "What it was doing is not known, because the store does not answer"
+            return _UNKNOWN
         return f"It was last seen {doing}" if doing else "It has not come to attach"
 
 
@@ -234,6 +234,30 @@ def warn_alone(text: str, stacklevel: int) -> None:
     """Warns. Never raises, even if warnings are errors: this rank must not fail alone. stacklevel: of warnings.warn."""
     with suppress(Warning):
         warnings.warn(text, stacklevel=stacklevel)
+
+
+def private_store(process_group: groups.Group, timeout: datetime.timedelta, what: str = "attaching") -> BoundedStore:
+    """As groups.private_store(), but the loss of a rank, which may have hosted the store, is a PeerLostError.
+
+    what: what this rank is doing, for that error.
+    """
+    try:
+        return groups.private_store(process_group, timeout)
+    except StoreError as error:
+        lost = _connections_of(process_group).lost_within(_GRACE_S)
+        if not lost:
+            raise
+        own = f"rank {process_group.rank()} of {process_group.size()}"
+        raise _loss(own, lost, f"rank {min(lost)}", what, _UNKNOWN) from error
+
+
+def _loss(own: str, lost: Mapping[int, str], name: str, what: str, seen: str) -> PeerLostError:
+    """own, name: this rank and the first lost one, for people. seen: what is known of that one."""
+    others = f" So are ranks {sorted(lost)[1:]}." if len(lost) > 1 else ""
+    return PeerLostError(
+        f"fusedcomm: {own}: {name} is lost, and this rank waits for it while {what}. {seen}.{others} If it died, its "
+        f"own log says why; restart the job from a checkpoint. Its connection: {lost[min(lost)]}"
+    )
 
 
 class _Connections:
@@ -250,6 +274,13 @@ class _Connections:
             if self._sentinels is not None:
                 self._lost.update(self._sentinels.look())
             return dict(self._lost)
+
+    def lost_within(self, seconds: float) -> dict[int, str]:
+        """As lost(), for which a loss has so long to be noticed."""
+        deadline = time.monotonic() + seconds
+        while not (lost := self.lost()) and time.monotonic() < deadline:
+            time.sleep(_FIRST_POLL_S)
+        return lost
 
 
 def _connections_of(process_group: groups.Group) -> _Connections:

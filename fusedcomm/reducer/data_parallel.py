@@ -1,6 +1,5 @@
 """``fusedcomm.DataParallel``: the surface of DistributedDataParallel on top of a GradReducer."""
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +14,9 @@ from torch.nn.parallel.distributed import _find_tensors
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
 from fusedcomm.members.members import Members
-from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.members.training import Training
+from fusedcomm.ranks.bounded_store import StoreError
+from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.reducer import replicas
 from fusedcomm.reducer.ddp_arguments import (
     check_devices,
@@ -27,12 +28,14 @@ from fusedcomm.reducer.ddp_arguments import (
 )
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.reducer import GradReducer, release
+from fusedcomm.session.off import told
+from fusedcomm.session.served import servers_of
+from fusedcomm.session.surface import Spelled
 
 _MIB = 1 << 20
-_living: "weakref.WeakSet[DataParallel]" = weakref.WeakSet()
 
 
-class DataParallel(DistributedDataParallel):
+class DataParallel(Spelled, DistributedDataParallel):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``; gradients go through a :class:`GradReducer`.
 
     ::
@@ -155,9 +158,10 @@ class DataParallel(DistributedDataParallel):
             self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.parameters_to_ignore = replicas.ignored_names(module)
-        self.device = check_module(module, self.parameters_to_ignore)
-        self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
+        with told(None if members is not None else self.process_group):
+            self.parameters_to_ignore = replicas.ignored_names(module)
+            self.device = check_module(module, self.parameters_to_ignore)
+            self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
         self.dim, self.module = dim, module
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -189,7 +193,7 @@ class DataParallel(DistributedDataParallel):
         self._use_python_reducer = self.batched_grad_copy = self.skip_all_reduce_unused_params = False
         self.require_forward_param_sync = self._requires_sync = True
         self._last_was_local = False  # whether the last forward pass with gradients was in no_sync()
-        self._divides_by_active = self._was_taken_over = False
+        self._divides_by_active = False
         self._assign_modules_buffers()
 
     def _make_comm(self) -> None:
@@ -204,17 +208,16 @@ class DataParallel(DistributedDataParallel):
         release(self.module)  # the hooks end with this object, as those of DDP do
         self.reducer = DdpReducer(self.comm)
         self.comm.native.is_on = False  # until a forward pass
+        self.comm.serves_as, self.comm.place = "a fusedcomm.DataParallel", "in hosts"
         self._tell_whether_local()
-        _living.add(self)
 
     def _take_over(self) -> None:
         """Detaches the older wrappers of the module's parameters."""
-        own = {id(parameter) for parameter in self.module.parameters()}
-        for other in list(_living):
-            if not other.comm.is_attached or own.isdisjoint(map(id, other.comm.parameters_now())):
+        for other in servers_of(self.module.parameters()):
+            if not isinstance(other, GradReducer) or other.place == "alone":
                 continue
-            other.comm.detach()
-            other._was_taken_over = True
+            other.detach()
+            other.was_taken_over = True
             warn_alone(
                 "fusedcomm: the module is wrapped in a DataParallel again while an older one still exists: the older "
                 "one was detached, and its forward passes raise from now on",
@@ -231,16 +234,38 @@ class DataParallel(DistributedDataParallel):
             "broadcast_buffers": [with_buffers, self.forward_sync_buffers],
             "static_graph": self.static_graph,
         }
-        replicas.compare(self.comm.session, self.module, self.parameters_to_ignore, options)
-        if init_sync:
-            _sync_module_states(
+        session, ignored = self.comm.session, self.parameters_to_ignore
+        try:
+            replicas.compare(session, self.module, ignored, options)
+        except (PeerLostError, StoreError):
+            if self._options["members"] is None:  # else the others begin without the lost rank
+                raise
+        if not init_sync:
+            return
+        if isinstance(self.comm.runs, Training):
+            names = [name for name, _ in self.module.named_buffers() if not with_buffers or name in ignored]
+            self.comm.runs.begin_equal(without=[f"buffer {name}" for name in names])
+            return
+        session.call(
+            lambda: _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,
                 broadcast_bucket_size=self.broadcast_bucket_size,
                 src=0,
-                params_and_buffers_to_ignore=self.parameters_to_ignore,
+                params_and_buffers_to_ignore=ignored,
                 broadcast_buffers=with_buffers,
-            )
+            ),
+            "DataParallel(…)",
+        )
+
+    @property
+    def weight(self) -> float | None:
+        """What this rank weighs: ``comm.weight``, see :class:`fusedcomm.Handle`."""
+        return self.comm.weight
+
+    @weight.setter
+    def weight(self, value: float | torch.Tensor) -> None:
+        self.comm.weight = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -295,7 +320,7 @@ class DataParallel(DistributedDataParallel):
         """Makes a copy's reducer. Raises RuntimeError if gradients would not be synchronized."""
         if self.comm.is_copy:
             self._make_comm()
-        elif self._was_taken_over:
+        elif self.comm.was_taken_over:
             raise RuntimeError(
                 "fusedcomm: this DataParallel was detached when its module was wrapped in another one: use the newer "
                 "one, or wrap the module again, on every rank"
@@ -326,16 +351,18 @@ class DataParallel(DistributedDataParallel):
     # ---- copies
 
     def __getstate__(self) -> dict:
-        """As DDP: raises RuntimeError for another group than the default one."""
-        state = super().__getstate__()
-        state.pop("broadcast_buffers", None)  # a property
+        """As DDP: raises RuntimeError for another group than the default one. With members no group is needed: a copy
+        only computes, and refuses gradients."""
+        has_members = self._options["members"] is not None
+        state = self.__dict__.copy() if has_members else super().__getstate__()
+        for name in ("broadcast_buffers", "process_group", "reducer", "logger"):  # the first is a property
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict) -> None:
-        self.process_group = group_of(None, None)
+        self.process_group = None if state["_options"]["members"] is not None else group_of(None, None)
         nn.Module.__setstate__(self, state)
         self.logger, self.reducer = None, DdpReducer(self.comm)
-        self._was_taken_over = False
 
     # ---- uneven inputs
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import has_sparse_gradient
+from fusedcomm.session.served import refuse_served
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -88,13 +89,7 @@ def refuse(named: Named) -> None:
                 f"fusedcomm.GradReducer: _apply_optimizer_in_backward updates {name!r} before its gradient has been "
                 "averaged: call optimizer.step() after backward() instead"
             )
-        taken_by = _C.synchronized_by(tensor)
-        if taken_by:
-            raise ValueError(
-                f"fusedcomm.GradReducer: {taken_by} already synchronizes the parameter {name!r}, and its gradient "
-                "would be averaged twice: give each parameter to one of them. (detach() takes a GradReducer's "
-                "parameters away from it; a DistributedDataParallel has them as long as it exists)"
-            )
+    refuse_served(named, "a fusedcomm.GradReducer", hooks=True)
 
 
 def refuse_with_members(
@@ -130,6 +125,9 @@ def tensors_of(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch
     """What a rank that joins gets of the model, by name: the parameters, and a module's buffers."""
     tensors = {f"parameter {name}": tensor for name, tensor in named}
     if isinstance(module_or_named_parameters, nn.Module):
+        ignored = getattr(module_or_named_parameters, "_ddp_params_and_buffers_to_ignore", ())
+        whole = module_or_named_parameters.named_parameters()  # also those that cannot have gradients
+        tensors |= {f"parameter {name}": parameter for name, parameter in whole if not is_ignored(name, ignored)}
         tensors |= {f"buffer {name}": buffer for name, buffer in module_or_named_parameters.named_buffers()}
     return tensors
 

@@ -1,6 +1,7 @@
 """``fusedcomm.GradReducer``: averages gradients over the ranks, without DistributedDataParallel."""
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -28,9 +29,15 @@ from fusedcomm.reducer.parameters import (
 from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms, Measured
+from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
+from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
+from fusedcomm.session.state_dict import take_over
+
+_FIRST_PAUSE_S, _PAUSE_S = 1e-4, 0.5
+"""Seconds between two looks of :meth:`GradReducer.wait_for`, at first and later. Only the later ones ask the store."""
 
 _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
 """A module keeps its reducer alive."""
@@ -94,6 +101,11 @@ class GradReducer(GradientNorms):
 
     _kind = "GradReducer"
     _anew = "make a new GradReducer"
+    _shows: tuple[str, ...] = ("no_sync", "shadow_pass")
+    serves_as = "a fusedcomm.GradReducer"
+    place: Place = "alone"
+    was_taken_over = False
+    """Whether a newer DataParallel has the parameters."""
 
     def __init__(
         self,
@@ -108,18 +120,19 @@ class GradReducer(GradientNorms):
         quiet: bool = False,
         members: Members | None = None,
     ) -> None:
-        choice = Choice.of(config, bucket_mib)
-        space = choice.space
-        configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
-        local, quiet = local_options(local), quiet or env.quiet()
-        check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
-        check.flag("find_unused_parameters", find_unused_parameters)
+        with told(None if members is not None else process_group or dist.group.WORLD):
+            choice = Choice.of(config, bucket_mib)
+            space = choice.space
+            configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
+            local, quiet = local_options(local), quiet or env.quiet()
+            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
+            check.flag("find_unused_parameters", find_unused_parameters)
+            named = named_tensors(module_or_named_parameters)
+            sparse = ids_of_sparse(module_or_named_parameters)
+            if members is not None:
+                refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
         if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
-        named = named_tensors(module_or_named_parameters)
-        sparse = ids_of_sparse(module_or_named_parameters)
-        if members is not None:
-            refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
         parameters, problem = [], None
         try:
             refuse(named)
@@ -145,6 +158,7 @@ class GradReducer(GradientNorms):
             super().__init__(Session(configs[0], *arguments, **options))
         else:
             super().__init__(make_tuner(choice, space, *arguments, self._size, **options))
+        self._store, self._num_meetings = self.session.store("reducer"), 0
         self.native = _C.GradReducer(
             synchronizer=self.session.synchronizer,
             # Gradients arrive from the model's end to its beginning.
@@ -153,7 +167,7 @@ class GradReducer(GradientNorms):
             bucket_nbytes=self._size.caps()[1],
             find_unused=find_unused_parameters,
             every=every,
-            store=self.session.store("reducer"),
+            store=self._store,
             say=_say,
         )
         if isinstance(self.runs, Tuner):
@@ -171,6 +185,8 @@ class GradReducer(GradientNorms):
             self._module_of = weakref.ref(module_or_named_parameters)
             self._watch = ParameterWatch(module_or_named_parameters)
             self._ignored = ignored_names(module_or_named_parameters)
+        serve(self)
+        self._seal()
         if every > 1:
             self.note_passes()
         if self.session.rank == 0:
@@ -219,6 +235,75 @@ class GradReducer(GradientNorms):
         """At so many bytes of gradients a bucket is complete, the first one perhaps before."""
         return self._size.caps()[-1]
 
+    def meet(self, what: str, problem: str = "", within_step: bool = False) -> None:
+        """Returns once every rank has called this between the same backward passes. A collective call.
+
+        Raises RuntimeError, with the same text on every rank, if a rank has a `problem`, or as :meth:`wait_for`, also
+        if a rank is in torch.distributed's barrier() in place of this call. Arguments as there.
+        """
+        session = self.session
+        self._num_meetings += 1
+        meeting = f"meeting/{self._num_meetings}"
+        self._store.set(f"{meeting}/{session.rank}", problem)
+        # It also ends if another rank's barrier is the user's.
+        self.wait_for(dist.barrier(session.process_group, async_op=True), what, within_step)
+        problems = {}
+        for rank in range(session.world_size):
+            if not self._store.check([f"{meeting}/{rank}"]):
+                self._refuse_alone(what, f"{rank}, which called torch.distributed.barrier() in its place")
+            problems[rank] = _text(self._store, f"{meeting}/{rank}")
+        for rank, text in problems.items():
+            if text:
+                raise RuntimeError(f"fusedcomm: {what} on rank {rank}: {text}")
+
+    def wait_for(self, work: dist.Work, what: str, within_step: bool) -> None:
+        """Waits for a collective of the reducer's group. Raises RuntimeError, with the same text on every rank, if a
+        rank waits in the next backward pass instead, or in the step that this rank is within.
+
+        Args:
+            what: the user's call that needs all ranks, for reports.
+            within_step: whether an optimizer's step must follow before the next backward pass.
+        """
+        own = self.native.num_passes
+        places = [("pass", own, "backward pass")]
+        places += [("step", own - 1, "step() after backward pass")] if within_step else []
+
+        def wait() -> None:
+            pause_s = _FIRST_PAUSE_S
+            while not work.is_completed():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S)
+                if pause_s == _PAUSE_S:
+                    self.native.check()
+                    look()
+            work.wait()
+
+        def look() -> None:
+            for rank in range(self.session.world_size):
+                for key, first, where in places:
+                    at = int(_text(self._store, f"{key}/{rank}") or -1)
+                    if at >= first and not work.is_completed():
+                        self._refuse_alone(what, f"{rank}, which waits in {where} {at}")
+
+        with self.session.calling(what):
+            self.session.peers.call(wait, f"in {what}", is_watched=True)
+
+    def note_step(self) -> None:
+        """Call it while an optimizer's step waits for other ranks: those in :meth:`wait_for` then know where it is."""
+        self._store.set(f"step/{self.session.rank}", str(self.native.num_passes - 1))
+        self.native.check()
+
+    def _refuse_alone(self, what: str, where: str) -> None:
+        """As native.refuse(), with the same text on all ranks that find a problem at once."""
+        why = (
+            f"fusedcomm: rank {self.session.rank} of {self.session.world_size}: {what}, a collective call, was made "
+            f"here and not on rank {where}. Call it on every rank, between the same backward passes; what it returns "
+            "may be saved on one rank"
+        )
+        first = self._store.compare_set("problem", "", why).decode()
+        self.native.check()
+        raise RuntimeError(first)
+
     def has_sparse_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradient is sparse."""
         return id(parameter) in self._sparse
@@ -226,16 +311,18 @@ class GradReducer(GradientNorms):
     def give_to(
         self,
         session: Session,
+        begin: Callable[[], int],
+        why_unequal: Callable[[], str],
         take: Callable[[list[int], list[torch.Tensor]], None],
         end: Callable[[list[int]], None],
         detach: Callable[[], None],
     ) -> None:
-        """Gives gradients to an optimizer, which sums them with `session`; see Taker in reducer.h."""
-        self.native.give_to(take=take, end=end)
+        """Gives gradients to an optimizer, which sums them with `session`; see Taker in reducer.h. `session` takes over
+        what the reducer's session was given."""
+        take_over(session, self.session)
+        self.native.give_to(begin=begin, why_unequal=why_unequal, take=take, end=end)
         self.native.set_synchronizer(session.synchronizer)
         self._runs, self._end_owner = session, detach
-        if self._weight is not None:
-            self.weight = self._weight
 
     def _measured(self, also: Iterable[torch.Tensor]) -> Measured:
         if self.has_owner:
@@ -282,9 +369,8 @@ class GradReducer(GradientNorms):
     def why_local(self) -> str:
         """Why gradients of this rank are not synchronized although they should be; empty if all is well."""
         unknown = {} if self._watch is None else self._watch.unknown()
-        for name, parameter in unknown.items():
-            # functional_call() puts tensors of other types in place of parameters for the time of a call.
-            if name in self._ignored or not isinstance(parameter, nn.Parameter):
+        for name in unknown:
+            if name in self._ignored:
                 continue
             return (
                 f"the parameter {name} is not the one that the reducer was given, so its gradient would not be "
@@ -308,6 +394,11 @@ class GradReducer(GradientNorms):
 
 def _nothing() -> None:
     pass
+
+
+def _text(store: dist.Store, key: str) -> str:
+    """The text of a key; empty if the key is not set."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def release(module: nn.Module) -> None:

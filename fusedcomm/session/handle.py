@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,29 +11,39 @@ from torch import nn
 
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.runs import Runs
+from fusedcomm.session.served import Place
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
+from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import AddedPasses, give
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # typing has it from Python 3.11 on
-
     from fusedcomm.autotune.search import Tuning
     from fusedcomm.native import _C
 
 
-class CommHandle:
+class CommHandle(Surface):
     """One attachment of fusedcomm. Front ends derive from it.
 
     A copy, made with ``copy`` or ``pickle``, as of a trainer or a module that holds the handle, is attached to nothing:
     its ``detach()`` does nothing, and every other method raises RuntimeError. The original stays attached.
     """
 
-    _kind = "handle"
-    """What errors call the object."""
+    _shows: tuple[str, ...] = (
+        "is_copy",
+        "load_state_dict",
+        "nonfinite_report",
+        "plan",
+        "state_dict",
+        "stats",
+        "trace",
+        "tuning",
+        "weight",
+    )
     _anew = "call fusedcomm.attach again, and use the handle that it returns"
-    """What errors advise where the object is detached or a copy."""
+    serves_as = "fusedcomm.attach"
+    place: Place = "in hosts"
     _weight: float | None = None
     _added: AddedPasses | None = None
     """None where no pass only adds up."""
@@ -54,13 +65,13 @@ class CommHandle:
         """The module whose passes are traced."""
         return None
 
-    def _described(self) -> str:
-        """What runs, for repr(); waits for nothing."""
-        raise NotImplementedError
-
     def parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and frozen ones."""
         raise NotImplementedError
+
+    def served(self) -> Sequence[torch.Tensor]:
+        """See :class:`fusedcomm.session.served.Server`."""
+        return self.parameters_now() if self._attached else ()
 
     # ---- weights of ranks
 
@@ -100,7 +111,8 @@ class CommHandle:
         if self.runs.weights is None:
             return
         if self._added is None:
-            self._added = AddedPasses(self.runs.weights)
+            this = weakref.ref(self)  # hooks keep no handle
+            self._added = AddedPasses(lambda: this().runs.weights)
         self._added.announce(self.parameters_now())
 
     # ---- lifetime
@@ -141,19 +153,8 @@ class CommHandle:
 
     def refuse_detached(self, consequence: str) -> None:
         """Raises RuntimeError, with the consequence, if this object is detached or a copy."""
-        if not self._attached and self.runs is not None:
-            raise RuntimeError(f"fusedcomm: this {self._kind} is detached, so {consequence}: {self._anew}")
-
-    def __enter__(self) -> "Self":
-        """``with … as comm:`` detaches when the block ends, also if it ends with an error.
-
-        As :meth:`detach`, every rank must leave the block between steps.
-        """
-        self.refuse_detached("a block cannot detach it")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.detach()
+        if self.runs is not None:  # raises for a copy
+            super().refuse_detached(consequence)
 
     def __reduce__(self) -> tuple:
         # Hooks, process groups, threads and connections stay with the original.
@@ -218,11 +219,6 @@ class CommHandle:
             )
         return self.session.recorder.record(path, all_ranks, self._module())
 
-    def __repr__(self) -> str:
-        """One line, which waits for nothing: ``<fusedcomm.Handle: wire int8, sum auto, 2 ranks>``."""
-        text = "a copy, attached to nothing" if self.is_copy else self._described() if self._attached else "detached"
-        return f"<fusedcomm.{type(self).__name__}: {text}>"
-
     def __str__(self) -> str:
         """How gradients are sent now, in one line, and the statistics as a table."""
         if not self._attached:
@@ -236,8 +232,8 @@ class CommHandle:
 
         Without error feedback the state has only counts, and training does not depend on it. With error feedback it has
         this rank's residuals, which differ between ranks: save every rank's state, as with sharded optimizers, to go on
-        with the same number of ranks. No residual is lost. The bits of the next steps differ from an uninterrupted run,
-        because DDP begins with other buckets, and because a rank's residuals of means become residuals of its own.
+        with the same number of ranks. No residual is lost. The next steps have the bits of an uninterrupted run where
+        buckets are cut as they were, as GradReducer does; DDP begins with other buckets.
 
         Args:
             consolidated: whether to return the mean of the residuals over the ranks, equal on every rank. A collective

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fusedcomm.config import Config
 from fusedcomm.ranks import hosts
-from fusedcomm.ranks.hosts import Hosts
+from fusedcomm.ranks.hosts import Hosts, OwnHost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Levels:
     """None with ``hosts=None``, and if hosts have different numbers of ranks."""
     one_level_reason: str
     """Why sums have one level although `Config.hosts` is not None; empty if they have two, or with ``hosts=None``."""
-    ranks_on_host: int
-    """Ranks that share a host, on one level, too. 1 if hosts have different numbers of ranks."""
+    own_host: OwnHost
+    """This rank's host, on one level, too."""
     can_be_two: bool
     """Whether there are several hosts, by their names, each with the same number of ranks, at least two."""
 
@@ -31,17 +31,19 @@ class Levels:
         return self.ranks_per_host == other.ranks_per_host and (self.ranks_per_host == 1 or self.hosts == other.hosts)
 
 
-def find(config: Config, host_names: Sequence[str]) -> Levels:
-    """The levels for ranks on these hosts; the same on every rank.
+def find(config: Config, host_names: Sequence[str], rank: int) -> Levels:
+    """The levels for ranks on these hosts; the same on every rank, but for its own host.
 
     Raises:
         ValueError: `config` needs two levels, and the hosts do not fit it.
     """
     found, reason = hosts.even_of_names(host_names)
     can_be_two = not reason
+    host_of: Sequence[object] = host_names
     if config.needs_two_levels:
         by_name = config.groups == hosts.AUTO
         found = hosts.of_names(host_names) if by_name else hosts.given(config.groups, len(host_names))
+        host_of = [found.place(each)[1] for each in range(len(host_names))]
         reason = found.flat_reason
     if config.weighted is not None and config.feedback is not None and not reason:
         # On two levels a residual is of a host's ranks together, which have weights of their own.
@@ -51,7 +53,7 @@ def find(config: Config, host_names: Sequence[str]) -> Levels:
                 f"weighted={config.weighted!r} has one: use hosts=None, or leave one of the two out"
             )
         reason = "error feedback of weighted gradients has one"
-    ranks_on_host = found.ranks_per_host if found else 1
+    own_host = OwnHost.of(host_of, rank)
     if config.hosts is None:
-        return Levels(None, "", ranks_on_host, can_be_two)
-    return Levels(found, reason or config.one_level_reason, ranks_on_host, can_be_two)
+        return Levels(None, "", own_host, can_be_two)
+    return Levels(found, reason or config.one_level_reason, own_host, can_be_two)

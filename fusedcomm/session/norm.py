@@ -20,6 +20,8 @@ _other_norms: set[float] = set()
 class GradientNorms(CommHandle):
     """A handle with ``grad_norm()`` and ``clip_grad_norm_()``."""
 
+    _shows: tuple[str, ...] = ("clip_grad_norm_", "grad_norm")
+
     def grad_norm(
         self,
         norm_type: float = 2.0,

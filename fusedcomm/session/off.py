@@ -1,6 +1,7 @@
 """What stands in for a session where torch sums gradients: the ranks' agreement, and a state that is only kept."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from fusedcomm import env
 from fusedcomm.config import OFF, Config, LocalOptions, choose_stall_after
 from fusedcomm.ranks import agreement, groups
-from fusedcomm.ranks.peers import Peers
+from fusedcomm.ranks.peers import Peers, private_store
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.plan import Plan, predicted_rows
 from fusedcomm.session.runs import Runs
@@ -26,11 +27,23 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     record = {**agreement.versions(), "device": device.type, "world size": group.size(), "wire": OFF}
     with contextlib.suppress(RuntimeError):  # the group has no backend for the device, which torch itself reports
         timeout = groups.group_timeout(group, device)
-    store = groups.private_store(group, timeout)
+    store = private_store(group, timeout)
     peers = Peers(group, store, timeout, choose_stall_after(local.stall_after, timeout.total_seconds()))
     peers.doing("attaching: comparing its configuration with the others'")
     agreement.agree_to_attach(peers, store.under("plan"), record, problem)
     peers.doing("in training, with config='off'")
+
+
+@contextlib.contextmanager
+def told(group: groups.Group | None) -> Iterator[None]:
+    """Context of checks that may fail on this rank alone, before it attaches: an error is raised once the other ranks,
+    which attach to the group, have been told. None: there are no others to tell."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if group is not None:
+            agree_on_off(group, torch.device("cpu"), LocalOptions(), error)
+        raise
 
 
 class KeptState:
@@ -52,7 +65,11 @@ class KeptState:
         """Empty."""
         return {}
 
-    def restore_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+    def residuals_of_encoders(self) -> dict[str, tuple]:
+        """Empty."""
+        return {}
+
+    def restore_residuals(self, residuals: dict[str, torch.Tensor], *, of_encoders: dict[str, tuple]) -> None:
         """Nothing: a state with residuals has been refused."""
 
 

@@ -1,10 +1,12 @@
 """The parameters that an engine synchronizes: their names and their wires."""
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn.utils.stateless import _functional_call
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
@@ -103,6 +105,14 @@ def synchronized_parameters(
     return named_parameters(named, configs)
 
 
+def _is_in_functional_call() -> bool:
+    """Whether torch has put other tensors in the place of a module's parameters until a call returns."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 class ParameterWatch:
     """Notices that a module has other parameters than when this object was made: ``load_state_dict(assign=True)``, and
     whoever assigns a parameter or a module, puts them in the place of those that are synchronized.
@@ -117,7 +127,8 @@ class ParameterWatch:
         self._look_at(module)
 
     def unknown(self) -> dict[str, torch.Tensor]:
-        """The new parameters that require gradients, by all their names."""
+        """The new parameters that require gradients, by all their names. None of those that are there for one call, as
+        in ``torch.func.functional_call``, whose gradients are the caller's."""
         module = self._module()
         if module is None or self._ids() == self._seen:
             return {}
@@ -125,6 +136,8 @@ class ParameterWatch:
         found = {name: parameter for name, parameter in named if id(parameter) not in self._known}
         if not found:
             self._look_at(module)  # modules have other places, the parameters are the same
+        if found and _is_in_functional_call():
+            return {}
         return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
     def _look_at(self, module: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.ranks.hosts import Hosts, advice
+from fusedcomm.ranks.hosts import Hosts, OwnHost, advice
 from fusedcomm.session.parameters import NamedParameter
 
 _MIB = 1 << 20
@@ -35,8 +35,8 @@ class BucketRow:
     reason: str
     """Why the bucket is not sent in the configured wire; empty if it is."""
     sent_between_hosts_nbytes: int | None = None
-    """The sent bytes that go to other hosts; None where `Plan.hosts` is None. An all-reduce counts as a ring, which
-    leaves each host once."""
+    """The sent bytes that go to other hosts, as the mean of the ranks of this rank's host; None with ``hosts=None``. An
+    all-reduce counts as a ring in the order of ranks."""
 
 
 class Found(Protocol):
@@ -102,8 +102,9 @@ class Plan:
 
     @property
     def sent_between_hosts_nbytes(self) -> int | None:
-        """None where `hosts` is None."""
-        return None if self.hosts is None else sum(row.sent_between_hosts_nbytes for row in self.buckets)
+        """None with ``hosts=None``."""
+        rows = [row.sent_between_hosts_nbytes for row in self.buckets]
+        return None if None in rows or not (rows or self.hosts) else sum(rows)
 
     @property
     def headline(self) -> str:
@@ -169,8 +170,7 @@ class Plan:
         plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
         ratio = f", {self.sent_nbytes / plain:.3f} of an uncompressed all-reduce" if plain else ""
         lines.append(f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}")
-        if self.hosts is not None:
-            between = self.sent_between_hosts_nbytes
+        if (between := self.sent_between_hosts_nbytes) is not None:
             lines.append(
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
@@ -232,7 +232,7 @@ def _in_brackets(reason: str) -> str:
 def predicted_rows(
     native: "_C.WireConfig | None",
     world_size: int,
-    hosts: Hosts | None,
+    own_host: OwnHost | None,
     parameters: Sequence[NamedParameter],
     bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
@@ -253,26 +253,26 @@ def predicted_rows(
         dtype = members[0].tensor.dtype
         names = tuple(parameter.name for parameter in members)
         dtype = dtype.to_real() if dtype.is_complex else dtype
-        rows.append(_row(native, world_size, hosts, index, names, dtype, slices))
+        rows.append(_row(native, world_size, own_host, index, names, dtype, slices))
     return tuple(rows)
 
 
-def actual_rows(world_size: int, hosts: Hosts | None, synchronizer: "_C.Synchronizer") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, own_host: OwnHost | None, synchronizer: "_C.Synchronizer") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
     for index, record in enumerate(synchronizer.buckets()):
         names = tuple(record.parameters)
         if record.passthrough:
-            rows.append(_passthrough_row(world_size, hosts, index, names, record.dtype, record.numel))
+            rows.append(_passthrough_row(world_size, own_host, index, names, record.dtype, record.numel))
         else:
-            rows.append(_planned_row(hosts, index, names, record.dtype, record.numel, record.plan))
+            rows.append(_planned_row(own_host, index, names, record.dtype, record.numel, record.plan))
     return tuple(rows)
 
 
 def _row(
     config: "_C.WireConfig | None",
     world_size: int,
-    hosts: Hosts | None,
+    own_host: OwnHost | None,
     index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
@@ -280,13 +280,13 @@ def _row(
 ) -> BucketRow:
     numel = sum(numel for numel, _ in slices)
     if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return _passthrough_row(world_size, hosts, index, names, dtype, numel)
+        return _passthrough_row(world_size, own_host, index, names, dtype, numel)
     plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), slices)
-    return _planned_row(hosts, index, names, dtype, numel, plan)
+    return _planned_row(own_host, index, names, dtype, numel, plan)
 
 
 def _planned_row(
-    hosts: Hosts | None,
+    own_host: OwnHost | None,
     index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
@@ -303,16 +303,16 @@ def _planned_row(
         num_chunks=plan.num_chunks,
         sent_nbytes=plan.sent_nbytes,
         reason=plan.reason,
-        sent_between_hosts_nbytes=plan.sent_between_hosts_nbytes(hosts.ranks_per_host) if hosts else None,
+        sent_between_hosts_nbytes=own_host and plan.sent_between_hosts_nbytes(own_host.num_ranks, own_host.num_links),
     )
 
 
 def _passthrough_row(
-    world_size: int, hosts: Hosts | None, index: int, names: tuple[str, ...], dtype: torch.dtype, numel: int
+    world_size: int, own_host: OwnHost | None, index: int, names: tuple[str, ...], dtype: torch.dtype, numel: int
 ) -> BucketRow:
     nbytes = numel * dtype.itemsize
     sent = 2 * nbytes * (world_size - 1) // world_size
-    between = (sent // hosts.ranks_per_host if hosts.num_hosts > 1 else 0) if hosts else None
+    between = own_host and sent * own_host.num_links // own_host.num_ranks
     name = str(dtype).removeprefix("torch.")
     label = _C.bucket_label(index, names, nbytes)
     return BucketRow(label, names, nbytes, name, "exact", 1, sent, "sent as it is", between)

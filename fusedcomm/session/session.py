@@ -18,10 +18,11 @@ from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts, torch_groups
-from fusedcomm.ranks.bounded_store import BoundedStore
-from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
+from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
+from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
+from fusedcomm.session.record import record_of
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
@@ -91,7 +92,7 @@ class Session(Runs):
             self.peers = beside.peers
             self._store = beside._store.under(f"beside/{beside._num_beside}")
             self.host_names = beside.host_names
-            self.levels = levels.find(cfg, self.host_names)
+            self.levels = levels.find(cfg, self.host_names, self.rank)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
         synchronizer, problem = None, None
@@ -145,7 +146,7 @@ class Session(Runs):
         record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
         with contextlib.suppress(Exception):  # no backend for the device: check_backend says so below
             timeout = groups.group_timeout(self.process_group, self.device)
-        self._store = store = groups.private_store(self.process_group, timeout)
+        self._store = store = private_store(self.process_group, timeout)
         try:
             if problem is not None:
                 raise problem
@@ -154,7 +155,7 @@ class Session(Runs):
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            record = self._record(also_agree or {})
+            record = record_of(self, also_agree or {})
         except Exception as error:
             problem = error
         self.peers = Peers(self.process_group, store, timeout, stall_after_s)
@@ -163,7 +164,7 @@ class Session(Runs):
         self._agree(store, "plan", record, problem)
         # The ranks have agreed, so each has published its host name: reading the names does not wait.
         self.host_names = hosts.published_names(store, self.world_size)
-        self.levels = levels.find(self.config, self.host_names)
+        self.levels = levels.find(self.config, self.host_names, self.rank)
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
@@ -248,7 +249,7 @@ class Session(Runs):
     def native_config(self) -> "_C.WireConfig":
         """The engine's configuration."""
         config = self.effective_config
-        return config.native(config.chunks, self.ranks_per_host, self.levels.ranks_on_host)
+        return config.native(config.chunks, self.ranks_per_host, self.levels.own_host)
 
     @property
     def effective_config(self) -> Config:
@@ -281,8 +282,20 @@ class Session(Runs):
         """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
         if problem is not None and what == "ready" and not isinstance(problem, GivenUpError):
             with contextlib.suppress(RuntimeError):  # the store has failed, too
-                self._store.set(_GIVEN_UP, f"rank {self.rank} cannot attach: {problem}".replace("fusedcomm: ", ""))
+                why = f"{self.peers.title(self.rank)} cannot attach: {problem}"
+                self._store.set(_GIVEN_UP, why.replace("fusedcomm: ", ""))
         agreement.agree_to_attach(self.peers, store.under(what), record, problem)
+
+    def confirm(self, problem: Exception | None, stop: Callable[[str], object] | None = None) -> None:
+        """Raises what a rank has found since its session was made, this rank's `problem` first, once `stop` was called.
+        A collective call, at most one for each session."""
+        try:
+            self._agree(self._store, "confirmed", {}, problem)
+        except StoreError:
+            pass  # training needs no store; this rank has no problem, or that would have been raised
+        except Exception:
+            (stop or self.stop)("a rank could not attach")
+            raise
 
     def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":
         """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
@@ -299,29 +312,6 @@ class Session(Runs):
             self.config.needs_two_levels if two_levels is None else two_levels,
             self._reduces_rows,
         )
-
-    def _record(self, also_agree: dict[str, object]) -> dict[str, object]:
-        """What must be equal on all ranks, `also_agree` included. Causes stand before what follows from them.
-
-        LocalOptions may differ, except copy_engines: the bytes do not depend on them.
-        """
-        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
-        record = {
-            **agreement.versions(),
-            "device": self.device.type,
-            "world size": self.world_size,
-            "wire": AUTO if searched else self.config.wire,
-            **searched,
-            "config": self.config.record(),
-            "copy_engines": self.local.copy_engines,
-            **also_agree,
-        }
-        if self.parameters is not None:
-            record["parameters"] = {
-                "count": len(self.parameters),
-                "list": [[p.name, list(p.tensor.shape), str(p.tensor.dtype), p.wire] for p in self.parameters],
-            }
-        return record
 
     def store(self, name: str) -> dist.Store:
         """The part of this attachment's store that has this name."""
@@ -380,11 +370,15 @@ class Session(Runs):
             for tensor in tensors:
                 dist.all_reduce(tensor, group=self.process_group)
 
+        self.call(reduce, what)
+
+    def call(self, collective: Callable[[], object], what: str) -> None:
+        """Calls a collective of torch's over the group, whose error names a rank that is lost. `what`: in reports."""
         with self.calling(what):
             if self.device.type == "cpu":
-                self.peers.call(reduce, f"in {what}", is_watched=self._is_watched)
+                self.peers.call(collective, f"in {what}", is_watched=self._is_watched)
             else:
-                reduce()  # only enqueues, and does not wait
+                collective()  # only enqueues, and does not wait
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
         """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
@@ -394,11 +388,12 @@ class Session(Runs):
             off: whether the buckets go through DDP's own all-reduce and not through this session.
         """
         now = trainable(self.parameters)
-        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.synchronizer)
+        own_host = None if self.config.hosts is None else self.levels.own_host
+        rows = () if off else plan.actual_rows(self.world_size, own_host, self.synchronizer)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             native = None if off else self.native_config
-            rows = plan.predicted_rows(native, self.world_size, self.hosts, now, bucket_nbytes_caps)
+            rows = plan.predicted_rows(native, self.world_size, own_host, now, bucket_nbytes_caps)
         return plan.Plan(
             config=self.effective_config,
             world_size=self.world_size,

@@ -18,6 +18,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
     # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
     with torch.inference_mode(False), torch.no_grad():
         residuals = session.synchronizer.residuals()
+        of_encoders = {} if consolidated else session.synchronizer.residuals_of_encoders()
         if consolidated and session.uses_engine:
             residuals = _mean_over_ranks(session, residuals)
     return {
@@ -28,6 +29,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
         "nonfinite": session.synchronizer.nonfinite_by_parameter(),
         "error_feedback": session.config.residual_format,
         "residuals": residuals,
+        **({"residuals_of_encoders": of_encoders} if of_encoders else {}),
     }
 
 
@@ -43,9 +45,10 @@ def load_state_dict(session: Session, state: dict) -> None:
             stacklevel=3,
         )
         residuals = {}
+    of_encoders = state.get("residuals_of_encoders", {}) if residuals else {}
     # Each call checks its names before it changes anything. check() has checked everything else.
     with torch.inference_mode(False), torch.no_grad():
-        session.synchronizer.restore_residuals(residuals)
+        session.synchronizer.restore_residuals(residuals, of_encoders=of_encoders)
     session.synchronizer.restore_nonfinite(state["nonfinite"])
     session.synchronizer.step = state["step"]
 
@@ -53,7 +56,8 @@ def load_state_dict(session: Session, state: dict) -> None:
 def take_over(session: Session, old: Session) -> None:
     """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes.
 
-    `session` also does to the next pass what `old` was asked to do: adds up squares, takes out a loss scale.
+    `session` also does to the next pass what `old` was asked to do: weighs this rank and the passes that have only
+    added up, adds up squares, takes out a loss scale.
     """
     known = {parameter.name for parameter in session.parameters or []}
 
@@ -65,6 +69,7 @@ def take_over(session: Session, old: Session) -> None:
     counts = old.synchronizer.nonfinite_by_parameter()
     session.synchronizer.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
     session.synchronizer.step = old.synchronizer.step
+    session.synchronizer.weights.take_over(old.synchronizer.weights)
     session.synchronizer.epilogue.take_over(old.synchronizer.epilogue)
     # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
     ratio = session.world_size / old.world_size

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
@@ -39,13 +40,12 @@ def give(weights: "_C.PassWeights", value: object) -> float:
     if problem:
         weights.set_invalid(problem)
         return number
-    if weights.in_pass and torch._C._current_graph_task_id() >= 0:
+    if weights.set(number):
         warn_alone(
-            f"fusedcomm: comm.weight={value!r} was set within a backward pass whose first bucket had left, which had "
-            "the weight from before. The next pass is an error on every rank",
+            f"fusedcomm: comm.weight={value!r} was set within a backward pass that had the weight from before: its "
+            "first bucket had left, or its gradients are added to others. The next pass is an error on every rank",
             stacklevel=4,
         )
-    weights.set(number)
     return number
 
 
@@ -63,23 +63,37 @@ class Noting(Protocol):
     def note_pass(self) -> float:
         """Notes a pass. Returns what multiplies its gradients before they are added to others."""
 
+    @property
+    def has_noted(self) -> bool:
+        """Whether passes were noted since the last sum."""
+
     def forget_passes(self) -> None:
-        """Forgets the passes that were noted since the last sum: their gradients are gone."""
+        """Forgets these passes: their gradients are gone."""
 
 
 class AddedPasses:
-    """Tells `weights` of every backward pass, where the gradients of several passes add up before they are sent.
+    """Tells weights of every backward pass, where the gradients of several passes add up before they are sent.
 
     Gradients of means are multiplied by the pass's weight before they are added; those of sums are added as they are.
     It has a hook at every parameter, so it is made when the first pass that only adds up is announced.
+
+    A pass counts as long as a gradient that it was added to is kept. Users drop gradients in many ways, which call
+    nothing here: the gradients themselves tell, None or zeros.
+
+    Args:
+        weights: returns what is told now. What it returned before may have been replaced.
     """
 
-    def __init__(self, weights: Noting) -> None:
+    def __init__(self, weights: Callable[[], Noting]) -> None:
         self._weights = weights
         self._hooks: dict[
             int, tuple[Any, Any, RemovableHandle]
         ] = {}  # parameter, its node, hook; by the parameter's id
         self._is_noted, self._scale, self._task = False, 1.0, -1
+        self._added_to: dict[int, torch.Tensor] = {}  # the parameters that noted passes have reached, by id
+        # What the last pass has left, if that was zeros: of each gradient a reference and its version. Zeros that were
+        # zeros before and are untouched have not been dropped.
+        self._zeros: list[tuple[torch.Tensor, TensorWeakRef, int]] = []
 
     def announce(self, parameters: Iterable[torch.Tensor]) -> None:
         """Call before a pass: the parameters that require gradients are noted from now on."""
@@ -89,7 +103,11 @@ class AddedPasses:
                 # It does not keep this object alive, whose successor may have hooks on the same parameters.
                 # Unlike a hook of the tensor, one of its node is not called by torch.autograd.grad().
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._hooks[id(parameter)] = (parameter, node, node.register_prehook(_hook_of(weakref.ref(self))))
+                self._hooks[id(parameter)] = (
+                    parameter,
+                    node,
+                    node.register_prehook(_hook_of(weakref.ref(self), id(parameter))),
+                )
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has been announced."""
@@ -101,31 +119,59 @@ class AddedPasses:
             hook.remove()
         self._hooks.clear()
 
-    def _before_adding(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def forget_dropped(self) -> None:
+        """Between passes: forgets those whose gradients have been dropped since."""
+        if self._is_noted:
+            return
+        if not self._weights().has_noted:
+            self._added_to.clear()
+        elif not _any_left(self._added_to.values()) and not any(
+            parameter.grad is not None and reference() is parameter.grad and parameter.grad._version == version
+            for parameter, reference, version in self._zeros
+        ):
+            self._weights().forget_passes()
+            self._added_to.clear()
+        self._zeros = []
+
+    def _before_adding(self, key: int, gradient: torch.Tensor) -> torch.Tensor | None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         if not self._is_noted:
-            if all(parameter.grad is None for parameter, _, _ in self._hooks.values()):
-                self._weights.forget_passes()  # a pass before failed, or its gradients were dropped
-            self._is_noted, self._scale = True, self._weights.note_pass()
+            self.forget_dropped()
+            self._is_noted, self._scale = True, self._weights().note_pass()
+        self._added_to[key] = self._hooks[key][0]
         if self._scale == 1:
             return None
         return torch.zeros_like(gradient) if self._scale == 0 else gradient * self._scale
 
     def _at_end(self) -> None:
         # Within a node this is the end of a pass that a reentrant checkpoint has begun. The outer one goes on.
-        if torch._C._current_autograd_node() is None:
-            self._is_noted = False
+        if torch._C._current_autograd_node() is not None:
+            return
+        self._is_noted = False
+        if self._weights().has_noted and not _any_left(self._added_to.values()):
+            left = [each for each in self._added_to.values() if each.grad is not None]
+            self._zeros = [(each, TensorWeakRef(each.grad), each.grad._version) for each in left]
 
 
-def _hook_of(passes: "weakref.ref[AddedPasses]") -> Callable[[tuple], tuple | None]:
+def _any_left(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a gradient of these is there and not zero. As a rule one that is small tells."""
+    for each in sorted(parameters, key=torch.numel):
+        if each.requires_grad and each.grad is not None:
+            found = each.grad._values() if each.grad.is_sparse else each.grad
+            if found.any():
+                return True
+    return False
+
+
+def _hook_of(passes: "weakref.ref[AddedPasses]", key: int) -> Callable[[tuple], tuple | None]:
     def hook(gradients: tuple) -> tuple | None:
         found = passes()
         if found is None or gradients[0] is None:
             return None
-        scaled = found._before_adding(gradients[0])
+        scaled = found._before_adding(key, gradients[0])
         return None if scaled is None else (scaled,)
 
     return hook

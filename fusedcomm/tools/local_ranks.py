@@ -11,6 +11,8 @@ from multiprocessing import resource_tracker
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fusedcomm.ranks.own_group import served_store
+
 REPORTED = 2
 """Exit status of a rank that has printed why it failed."""
 
@@ -29,7 +31,7 @@ def run(command: str, num_ranks: int, function: Callable[..., int], *arguments: 
         KeyboardInterrupt: by Ctrl-C. All ranks have been ended.
     """
     # This process serves the store, on a free port that the system chooses, so no other program can take it first.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = served_store("127.0.0.1")
     # It would say which process it ends, beside the error of the rank that failed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     ranks = None

@@ -81,10 +81,9 @@ class Workers:
     """
 
     def __init__(self, args: argparse.Namespace, slots: list[str], address: str | None = None) -> None:
-        import torch.distributed as dist
-
         from fusedcomm.horovod import signatures
         from fusedcomm.horovod.control import own_addresses
+        from fusedcomm.ranks.own_group import served_store
 
         self.args, self.slots, self.key_name = args, slots, signatures.KEY
         # This process signs, and so do local workers, which inherit its variables.
@@ -98,13 +97,10 @@ class Workers:
             )
         # This process serves the store, at the address that workers are given, on a port that the system chooses.
         try:
-            listener = socket.create_server((self.address, 0))
+            self.server = served_store(self.address)
         except OSError as error:
             raise UsageError(f"this host cannot listen at {self.address}: {error}. Use an address of its own") from None
-        self.port = listener.getsockname()[1]
-        self.server = dist.TCPStore(
-            self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self.port = self.server.port
         self.where = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # rank 0 need not serve one
         if is_local and sys.platform == "linux":
             # Without this, gloo looks up this machine's host name, which does not always resolve.

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import os
 import subprocess
@@ -424,6 +425,7 @@ def test_a_steady_step_allocates_no_more_than_a_hook_that_does_nothing(allocatio
 
 
 def lifetimes(rank, world_size):
+    gc.collect()  # engines of tests before this one, in cycles
     before = threads_of_engine()
     ddp = DistributedDataParallel(Gradients((40, 40)))
     comm = fusedcomm.attach(ddp)

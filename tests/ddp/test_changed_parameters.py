@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from models import Gradients, error_of, integers, mean_of_integers, synchronize
+from models import Gradients, error_of, integers, mean_of_integers, synchronize, synchronized
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -99,6 +99,45 @@ def test_the_same_tensors_in_other_places_are_trained_on(ranks):
     means = [mean_of_integers(2, shape) for shape in SHAPES]
     for seen in ranks.run(in_other_places, world_size=2):
         assert all(torch.equal(a, b) for step in seen for a, b in zip(step, means, strict=True))
+
+
+def called_with_others(rank, world_size, front_end, kind):
+    """A step, a call with parameters that are there for that call alone, a step, and parameters that stay."""
+    call, _ = synchronized(front_end, Gradients(*SHAPES))
+    before = synchronize(call, gradients_of(rank))
+    for weight in call.parameters():
+        weight.grad = None
+    others = {name: p.detach() + 3 for name, p in call.named_parameters()}
+    if kind == "steps":  # as meta-learning has them: the gradient goes through them
+        others = {name: p * 2 + 3 for name, p in call.named_parameters()}
+    elif kind != "averages":
+        make = torch.nn.Parameter if kind == "parameters" else torch.Tensor.requires_grad_
+        others = {name: make(p) for name, p in others.items()}
+    with torch.set_grad_enabled(kind != "averages"):
+        loss = torch.func.functional_call(call, others, (gradients_of(rank),))
+    assert loss == sum(3 * each.sum() for each in gradients_of(rank))
+    own = [torch.zeros(shape) for shape in SHAPES]
+    if kind != "averages":
+        loss.backward()
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.parameters()]
+        if kind != "steps":
+            assert all(map(torch.equal, gradients_of(rank), (p.grad for p in others.values())))
+    for weight in call.parameters():
+        weight.grad = None
+    after = synchronize(call, gradients_of(rank))
+    load_by_assignment(call)
+    return before, own, after, error_of(RuntimeError, call, gradients_of(rank))
+
+
+@pytest.mark.parametrize("kind", ["averages", "tensors", "parameters", "steps"])
+@pytest.mark.parametrize("front_end", ["hook", "DataParallel"])
+def test_parameters_that_are_there_for_one_call_are_the_callers(ranks, front_end, kind):
+    means = [mean_of_integers(2, shape) for shape in SHAPES]
+    through = [2 * mean if kind == "steps" else torch.zeros_like(mean) for mean in means]
+    for before, own, after, text in ranks.run(called_with_others, front_end, kind, world_size=2):
+        for found, right in zip((before, own, after), (means, through, means), strict=True):
+            assert all(map(torch.equal, found, right))
+        assert "weights.0" in text
 
 
 def frozen_and_replaced(rank, world_size):

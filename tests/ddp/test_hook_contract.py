@@ -59,7 +59,7 @@ def registrations(rank, world_size):
 def test_one_hook_for_each_module(ranks):
     for errors in ranks.run(registrations, world_size=2):
         assert errors["logged name"] == "fusedcomm"
-        assert "already has fusedcomm attached" in errors["attach twice"]
+        assert "fusedcomm.attach already synchronizes the parameter" in errors["attach twice"]
         assert "can only be called once" in errors["register after attach"]
         assert "already has the communication hook comm_hook" in errors["attach after register"]
         assert "built-in communication hook" in errors["attach after builtin"]

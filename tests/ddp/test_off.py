@@ -30,7 +30,7 @@ def compared(rank, world_size):
     plan, stats = comm.plan(), comm.stats()
     with pytest.raises(RuntimeError, match="torch's own sums run, so fusedcomm has nothing to trace"):
         comm.trace("trace.json")
-    with pytest.raises(RuntimeError, match="already has fusedcomm attached"):
+    with pytest.raises(ValueError, match="fusedcomm.attach already synchronizes the parameter"):
         fusedcomm.attach(ddp, "int8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the copy is as good as the original, so nothing is to be said

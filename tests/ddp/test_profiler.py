@@ -97,6 +97,8 @@ def torchs_profiling_test(rank, world_size, config):
     class Attached(DistributedDataParallel):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
+            if handles:  # torch's test wraps one net twice
+                handles[-1].detach()
             handles.append(fusedcomm.attach(self, config, quiet=True))
 
     outcome = torchs_ddp_tests.run(rank, world_size, "test_ddp_profiling_torch_profiler", lambda: Attached)

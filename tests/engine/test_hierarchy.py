@@ -437,7 +437,7 @@ def by_default(rank, world_size, names, kwargs):
     plan, stats = comm.plan(), comm.stats()
     (row,) = plan.buckets
     assert stats.sent_nbytes == 3 * row.sent_nbytes
-    if plan.hosts is not None:
+    if kwargs.get("hosts", "auto") is not None:
         assert stats.sent_between_hosts_nbytes == 3 * row.sent_between_hosts_nbytes
     share = stats.sent_between_hosts_nbytes / stats.sent_nbytes
     return str(plan), seen.unique().tolist(), row.sum, share
@@ -453,8 +453,11 @@ ONE_LEVEL = "sums have one level, not two: "
         # A rank sends as many bytes to its host's other rank before and after, and to the other host between.
         (TWICE, {}, "2 hosts × 2 ranks, bf16 inside a host", "two-shot", 1 / 3),
         (TWICE, {"wire": "fp16"}, "2 hosts × 2 ranks, fp16 inside a host", "two-shot", 1 / 3),
-        (TWICE, {"wire": "fp32"}, ONE_LEVEL + "wire='fp32' keeps the bits of DDP's own all-reduce", "exact", 1 / 2),
-        (TWICE, {"sum": "direct"}, ONE_LEVEL + "sum='direct' has one", "direct", 1 / 2),
+        (TWICE, {"wire": "fp32"}, ONE_LEVEL + "wire='fp32' keeps the bits of DDP's own all-reduce", "exact", 1),
+        (TWICE, {"sum": "direct"}, ONE_LEVEL + "sum='direct' has one", "direct", 1),
+        # A ring goes on at every rank's neighbour: host by host it leaves a host once.
+        (list("aabb"), {"wire": "fp32"}, ONE_LEVEL + "wire='fp32' keeps the bits of DDP's own", "exact", 1 / 2),
+        (list("aaab"), {"wire": "fp32"}, ONE_LEVEL + "host a has 3 ranks, host b 1", "exact", (1 / 3, 1 / 3, 1 / 3, 1)),
         # Two of the three other ranks are on the other host.
         (TWICE, {"sum": "one-shot"}, ONE_LEVEL + "sum='one-shot' has one", "one-shot", 2 / 3),
         (TWICE, {"sum": "two-shot", "hosts": None}, "sum two-shot, 4 ranks", "two-shot", 2 / 3),
@@ -462,15 +465,15 @@ ONE_LEVEL = "sums have one level, not two: "
         (["a"] * 4, {"sum": "direct"}, ONE_LEVEL + "all 4 ranks are on one host", "direct", 0),
         (["a"] * 4, {"hosts": None}, "sum auto, 4 ranks", "two-shot", 0),
         (list("abcd"), {}, ONE_LEVEL + "every host has one rank", "two-shot", 1),
-        # Where hosts have different numbers of ranks, every rank counts as a host.
-        (["a", "a", "b", "c"], {}, ONE_LEVEL + "host a has 2 ranks, host b 1", "two-shot", 1),
+        (list("aabc"), {}, ONE_LEVEL + "host a has 2 ranks, host b 1", "two-shot", (2 / 3, 2 / 3, 1, 1)),
     ],
     ids=str,
 )
 def test_by_default_sums_have_two_levels_where_they_can_and_the_plan_says_why_not(
     ranks, names, kwargs, levels, sum_, share
 ):
-    for text, values, used, sent_between in ranks.run(by_default, names, kwargs):
+    shares = share if isinstance(share, tuple) else (share,) * 4
+    for (text, values, used, sent_between), share in zip(ranks.run(by_default, names, kwargs), shares, strict=True):
         assert levels in text and values == [1.5] and used == sum_
         assert sent_between == pytest.approx(share, rel=0.01)
         assert (ONE_LEVEL in text) == (ONE_LEVEL in levels)

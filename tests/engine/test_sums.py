@@ -5,7 +5,7 @@ contains.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import pytest
@@ -18,6 +18,7 @@ import fusedcomm
 from fusedcomm import chunks
 from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, Rounding, TwoLevels
 from fusedcomm.native import _C
+from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
@@ -72,11 +73,13 @@ def test_there_are_plans_of_every_sum_on_one_level_and_on_two():
 
 
 class Ranks:
-    """The buffers of `world_size` ranks. The ranks of a host are consecutive. A message is a list of pieces, one for
-    each part of a chunk. A piece counts, for each rank, how often that rank's gradients have been added to it."""
+    """The buffers of the ranks on these `hosts`, by number. On two levels `per_host` consecutive ones share a host. A
+    message is a list of pieces, one for each part of a chunk. A piece counts, for each rank, how often that rank's
+    gradients have been added to it."""
 
-    def __init__(self, plan: "_C.BucketPlan", world_size: int, per_host: int) -> None:
-        self.world_size, self.per_host = world_size, per_host
+    def __init__(self, plan: "_C.BucketPlan", hosts: Sequence[int], per_host: int = 1) -> None:
+        self.world_size, self.hosts, self.per_host = len(hosts), hosts, per_host
+        world_size = len(hosts)
         num_pieces = plan.layout.num_parts
         self.buffers = [{"gradients": [Counter({rank: 1})] * num_pieces} for rank in range(world_size)]
         self.sent_nbytes, self.between_hosts_nbytes = [0] * world_size, [0] * world_size
@@ -105,7 +108,7 @@ class Ranks:
     def received(self, step: "_C.Step", rank: int, group: list[int], read: list) -> list:
         own, n = group.index(rank), len(group)
         if step.operation == "all-reduce":
-            self.sent_nbytes[rank] += Fraction(2 * step.nbytes * (n - 1), n)  # a ring
+            self.count(rank, [rank, group[(own + 1) % n]], Fraction(2 * step.nbytes * (n - 1), n))  # a ring
             return [sum(pieces, Counter()) for pieces in zip(*(read[peer] for peer in group), strict=True)]
         if step.operation == "all-gather":
             self.count(rank, group, step.nbytes // n)
@@ -118,7 +121,13 @@ class Ranks:
         """Counts `nbytes` that a rank sends to each other rank of its group."""
         for peer in group:
             self.sent_nbytes[rank] += nbytes if peer != rank else 0
-            self.between_hosts_nbytes[rank] += nbytes if peer // self.per_host != rank // self.per_host else 0
+            self.between_hosts_nbytes[rank] += nbytes if self.hosts[peer] != self.hosts[rank] else 0
+
+    def between_hosts(self, rank: int) -> Fraction:
+        """Bytes of a chunk that a rank of the host of `rank` sends to other hosts, in the mean."""
+        of_ranks = zip(self.between_hosts_nbytes, self.hosts, strict=True)
+        of_host = [nbytes for nbytes, host in of_ranks if host == self.hosts[rank]]
+        return Fraction(sum(of_host)) / len(of_host)
 
 
 def parts(message: list, count: int) -> list[list]:
@@ -142,7 +151,7 @@ def sent_by_steps(plan: "_C.BucketPlan") -> int:
 
 def test_every_rank_ends_with_every_ranks_gradients_once_and_sends_the_bytes_of_the_plan():
     for plan, world_size, per_host, what in ALL:
-        ranks = Ranks(plan, world_size, per_host)
+        ranks = Ranks(plan, [rank // per_host for rank in range(world_size)], per_host)
         for step in plan.steps:
             ranks.do(step)
         everybodys = [Counter(range(world_size))] * plan.layout.num_parts
@@ -151,8 +160,12 @@ def test_every_rank_ends_with_every_ranks_gradients_once_and_sends_the_bytes_of_
         for sent_nbytes, between_nbytes in zip(ranks.sent_nbytes, ranks.between_hosts_nbytes, strict=True):
             assert plan.sent_nbytes == int(plan.num_chunks * sent_nbytes), what
             if per_host > 1 and plan.sum == "two-shot":
-                assert plan.sent_between_hosts_nbytes(per_host) == plan.num_chunks * between_nbytes, what
+                assert plan.sent_between_hosts_nbytes(per_host, 1) == plan.num_chunks * between_nbytes, what
         assert plan.sent_nbytes == sent_by_steps(plan), what
+
+
+LAYOUTS = ["0", "01", "001", "0101", "0001", "0110", "0122", "000111", "010101", "012012", "001122", "010203"]
+"""The host of each rank, besides all in which every host has the same number of consecutive ranks."""
 
 
 def test_the_bytes_between_hosts_on_one_level_are_those_that_its_ranks_send_to_other_hosts():
@@ -160,17 +173,19 @@ def test_the_bytes_between_hosts_on_one_level_are_those_that_its_ranks_send_to_o
     for plan, world_size, _, what in ALL:
         if plan.host_layouts:
             continue
-        for on_host in (number for number in range(1, world_size + 1) if world_size % number == 0):
-            ranks = Ranks(plan, world_size, on_host)
+        layouts = {tuple(map(int, layout)) for layout in LAYOUTS if len(layout) == world_size}
+        divisors = (number for number in range(1, world_size + 1) if world_size % number == 0)
+        for hosts in {*layouts, *(tuple(rank // number for rank in range(world_size)) for number in divisors)}:
+            ranks = Ranks(plan, hosts)
             for step in plan.steps:
                 ranks.do(step)
-            if plan.sum in ("exact", "direct"):  # a ring leaves each host once
-                between = [plan.sent_nbytes // on_host if on_host < world_size else 0]
-            else:
-                between = {plan.num_chunks * nbytes for nbytes in ranks.between_hosts_nbytes}
-            assert [plan.sent_between_hosts_nbytes(on_host)] == list(between), (what, on_host)
-            seen.add((plan.sum, on_host == 1, on_host == world_size))
-    assert {(sum, False, False) for sum in ("exact", "direct", "two-shot", "one-shot")} <= seen
+            for rank in range(world_size):
+                own = OwnHost.of(hosts, rank)
+                between = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
+                assert 0 <= plan.num_chunks * ranks.between_hosts(rank) - between < 2, (what, hosts, rank)
+            seen.add((plan.sum, hosts))
+    for sum_ in ("exact", "direct", "two-shot", "one-shot"):
+        assert {(sum_, tuple(map(int, layout))) for layout in LAYOUTS} <= seen
 
 
 # --- the formulae ---------------------------------------------------------------------------------------------------
@@ -238,7 +253,7 @@ def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
         assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
         assert plan.sent_nbytes == sent, (sum, wire)
         assert sent_by_steps(plan) == sent, (sum, wire)
-        assert plan.sent_between_hosts_nbytes(1) == sent, (sum, wire)
+        assert plan.sent_between_hosts_nbytes(1, 1) == sent, (sum, wire)
 
 
 @pytest.mark.sampled
@@ -255,7 +270,7 @@ def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, loca
         assert plan.host_layouts and plan.num_chunks == num_chunks
         assert plan.sent_nbytes == sent, wire
         assert sent_by_steps(plan) == sent, wire
-        assert plan.sent_between_hosts_nbytes(per_host) == between, wire
+        assert plan.sent_between_hosts_nbytes(per_host, 1) == between, wire
 
 
 def test_bytes_of_padded_messages_are_those_of_the_formula():
@@ -271,13 +286,13 @@ def test_bytes_of_padded_messages_are_those_of_the_formula():
             within, between = 0, (p - 1) * n if plan.sum == "one-shot" else 2 * n * (p - 1) // p
         assert plan.sent_nbytes == within + between, what
         if plan.host_layouts or per_host == 1:
-            assert plan.sent_between_hosts_nbytes(per_host) == between, what
+            assert plan.sent_between_hosts_nbytes(per_host, 1) == between, what
 
 
 def test_a_bucket_without_elements_sends_nothing():
     for sum, wire in SUMS_OF_WIRES:
         plan = _C.plan_bucket(chunks.native(_config(sum, wire), 4), 4, FP32, [(0, 0)])
-        assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1)) == (0, 0, 0), (sum, wire)
+        assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1, 1)) == (0, 0, 0), (sum, wire)
 
 
 # --- the lists ------------------------------------------------------------------------------------------------------

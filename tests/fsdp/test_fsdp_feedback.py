@@ -176,12 +176,17 @@ def loaded(rank, world_size, kind, config, path, expected):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("sharded", 2)), (("hsdp", 4), ("sharded", 2))],
+    ("before", "after", "feedback"),
+    [
+        (("sharded", 2), ("sharded", 3), UNSHARDED),
+        (("sharded", 3), ("sharded", 2), UNSHARDED),
+        (("hsdp", 4), ("sharded", 2), UNSHARDED),
+        (("replicate", 2), ("replicate", 3), Feedback()),  # residuals wait for their parameters
+    ],
     ids=str,
 )
-def test_the_state_is_loaded_on_another_number_of_ranks(ranks, tmp_path, before, after):
-    config = Config("int8", feedback=UNSHARDED)
+def test_the_state_is_loaded_on_another_number_of_ranks(ranks, tmp_path, before, after, feedback):
+    config = Config("int8", feedback=feedback)
     path = str(tmp_path / "checkpoint")
     (expected, *others) = ranks.run(saved, before[0], config, path, world_size=before[1])
     for other in others:

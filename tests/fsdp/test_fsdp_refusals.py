@@ -73,7 +73,7 @@ def _kinds(rank, world_size):
         fusedcomm.attach(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
     model = _model()
     handle = fusedcomm.attach(model, "bf16")
-    with pytest.raises(ValueError, match=r"FusedReduceScatter already.*detach"):
+    with pytest.raises(ValueError, match=r"fusedcomm.attach already synchronizes the parameter.*detach"):
         fusedcomm.attach(model, "bf16")
     handle.detach()
     handle.detach()

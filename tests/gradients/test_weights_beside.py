@@ -172,6 +172,95 @@ def test_dropped_passes_and_gradients_apart_count_nothing(ranks, front):
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
+def to_zeros(module):
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+DROPS = {
+    "nothing": lambda module: None,
+    "None": lambda module: module.zero_grad(),
+    "zeros": lambda module: module.zero_grad(set_to_none=False),
+    "zeros in place": lambda module: [parameter.grad.zero_() for parameter in module.parameters()],
+    "by data": lambda module: [parameter.grad.data.zero_() for parameter in module.parameters()],
+    "together": lambda module: torch._foreach_zero_([parameter.grad for parameter in module.parameters()]),
+    "assigned": to_zeros,
+}
+
+
+def with_windows_dropped(rank, world_size, front, kind):
+    """Steps whose first pass is dropped in each way on one rank or on both. Returns for each how far the gradients are
+    from those of what was kept."""
+    module, parts = model(), []
+    call, comm, no_sync = wrapped(front, module, Config("fp32", weighted=kind))
+
+    def go(number, count, factor=1.0):
+        comm.weight = count
+        loss = factor * sum_of_losses(call, *rows(rank, 0, number, count))
+        (loss if kind == "sum" else loss / count).backward()
+
+    def exact(passes, skipped=()):
+        """Of the (pass, rank, tokens), without the gradient of the passes `skipped`, whose tokens count."""
+        alone = model().double()
+        for number, of, count in passes:
+            if number not in skipped:
+                sum_of_losses(alone, *(x.double() for x in rows(of, 0, number, count))).backward()
+        return gradients_of(alone) / sum(count for *_, count in passes)
+
+    def note(name, expected):
+        found = gradients_of(module)
+        parts.append((name, float((found - expected).norm() / expected.norm())))
+        module.zero_grad(set_to_none=len(parts) % 2 == 0)
+
+    counts = [(40, 25), (5, 3), (7, 1)]
+    passes = [(number, of, count) for number, of_ranks in enumerate(counts) for of, count in enumerate(of_ranks)]
+    for name, drop in DROPS.items():
+        for droppers in ((0, 1), (1,)):
+            with no_sync():
+                go(0, counts[0][rank])
+            if rank in droppers:
+                drop(module)
+            with no_sync():
+                go(1, counts[1][rank])
+            go(2, counts[2][rank])
+            kept = [each for each in passes if each[0] != 0 or name == "nothing" or each[1] not in droppers]
+            note((name, droppers), exact(kept))
+    # Gradients that are zero count while they are kept, and a part of the gradients keeps its pass.
+    for name in ("nothing", "zeros in place", "assigned", "None"):
+        with no_sync():
+            go(0, counts[0][rank], factor=0.0)
+        DROPS[name](module)
+        go(1, counts[1][rank])
+        kept = [each for each in passes if each[0] < 2]
+        note((name, "of zeros"), exact(kept, skipped=(0,)) if name == "nothing" else exact(kept[2:]))
+    with no_sync():
+        go(0, counts[0][rank])
+    module[0].zero_grad(set_to_none=False)
+    go(1, counts[1][rank])
+    whole, later = exact(passes[:4]), exact(passes[:4], skipped=(0,))
+    first = sum(parameter.numel() for parameter in module[0].parameters())
+    note("a part", torch.cat([later[:first], whole[first:]]))
+    # A frozen parameter's gradient is none of this step's.
+    with no_sync():
+        go(0, counts[0][rank])
+    module[0].requires_grad_(False)
+    module[2].zero_grad(set_to_none=False)
+    left = [parameter.grad.clone() for parameter in module[0].parameters()]
+    if front != "ddp":  # DDP knows no frozen parameters
+        go(1, counts[1][rank])
+        assert all(map(torch.equal, left, (parameter.grad for parameter in module[0].parameters())))
+        assert torch.allclose(gradients_of(module[2]).double(), exact(passes[2:4])[first:], rtol=1e-4, atol=1e-6)
+    return parts
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+@pytest.mark.parametrize("front", ["ddp", "reducer", "parallel"])
+@pytest.mark.sampled
+def test_a_pass_counts_as_long_as_what_it_added_is_kept(ranks, front, kind):
+    for parts in ranks.run(with_windows_dropped, front, kind, world_size=2):
+        assert [part for part in parts if not part[1] < 1e-5] == []
+
+
 def traced(rank, world_size, path):
     call, comm, _ = wrapped("ddp", model(), Config("int8", weighted="mean"))
     comm.weight = 1 + rank
@@ -233,6 +322,60 @@ def test_a_weight_that_is_none_is_an_error_of_every_rank(ranks, name, front):
         assert "rank 1 " in text and "Give comm.weight a finite number" in text
         if rank == 1 or name in ("missing", "late"):
             assert BAD[name][1] in text
+
+
+def going_on(rank, world_size, name, front):
+    """The errors of five steps, the second of which has a bad weight of rank 1, and the last step's gradients."""
+    module, texts = model(), []
+    call, comm, _ = wrapped(front, module, Config("fp32", weighted="mean"))
+
+    def set_between_layers(_, inputs, output):
+        if late:
+            output.register_hook(lambda _: setattr(comm, "weight", 2))
+
+    module[1].register_forward_hook(set_between_layers)
+    for step in range(5):
+        comm.weight = -3 if (rank, name, step) == (1, "negative", 1) else 3
+        late = (rank, name, step) == (1, "late", 1)
+        module.zero_grad()
+        try:
+            (sum_of_losses(call, *rows(rank, 0, 0, 3)) / 3).backward()
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts, gradients_of(module)
+
+
+@pytest.mark.parametrize("front", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["negative", "late"])
+def test_a_bad_weight_ends_one_pass_on_every_rank_and_no_engine(ranks, name, front):
+    world_size, wrong = 4 if front == "hsdp" else 2, 2 if name == "late" else 1
+    (expected,) = one_process([[[3] * world_size]], world_size)
+    for texts, found in ranks.run(going_on, name, front, world_size=world_size):
+        assert [bool(text) for text in texts] == [step == wrong for step in range(5)]
+        assert texts[wrong].startswith("fusedcomm: rank 1 has set comm.weight ")
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def late_in_a_pass_that_adds_up(rank, world_size):
+    module, texts = model(), []
+    call, comm, no_sync = wrapped("ddp", module, Config("fp32", weighted="mean"))
+    for step in range(3):
+        comm.weight = 3
+        with no_sync() if step == 1 else contextlib.nullcontext():
+            loss = sum_of_losses(call, *rows(rank, 0, 0, 3))
+            if rank == 1 and step == 1:
+                module[0].weight.register_hook(lambda _: setattr(comm, "weight", 2))
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                texts.append((step, str(error)))
+    return texts
+
+
+def test_a_weight_that_is_late_for_a_pass_that_adds_up_is_an_error_of_the_next_one(ranks):
+    for ((step, text),) in ranks.run(late_in_a_pass_that_adds_up, world_size=2):
+        assert step == 2 and "rank 1 has set comm.weight within a backward pass" in text
 
 
 def refused(rank, world_size):

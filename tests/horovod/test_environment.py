@@ -1,5 +1,7 @@
 """Each variable has its effect; impossible values are errors that name the variable; ignored ones are said."""
 
+import re
+
 import pytest
 
 from fusedcomm.horovod import environment
@@ -23,8 +25,7 @@ def test_defaults_are_horovods_but_for_smaller_buckets():
 )
 def test_impossible_values_are_errors_that_name_the_variable(monkeypatch, name, value, hint):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{name}='{value}' is not possible: use .*{hint}"):
-        environment.settings()
+    assert re.match(f"{name}='{value}' is not possible: use .*{hint}", str(environment.settings().problem))
 
 
 def test_a_disabled_stall_check_neither_warns_nor_ends_the_job(monkeypatch):

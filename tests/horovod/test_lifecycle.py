@@ -54,7 +54,7 @@ def check_ranks(rank, size):
         with job():
             assert hvd.is_initialized()
             assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, size, rank, size)
-            assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+            assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1) and hvd.is_homogeneous()
             assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == (str(rank), str(size))
             assert hvd.global_process_set.ranks == list(range(size)) and hvd.global_process_set.size() == size
         assert not hvd.is_initialized()
@@ -67,11 +67,27 @@ def test_a_job_can_be_started_and_ended_again_and_again(ranks, size):
 
 def check_hosts(rank, size):
     with job(HOROVOD_HOSTNAME=("north", "south", "north")[rank]):
+        assert not hvd.is_homogeneous()
         return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
 def test_local_and_cross_ranks_follow_the_hosts(ranks):
     assert ranks.run(check_hosts, world_size=3) == [(0, 2, 0, 2), (0, 1, 1, 2), (1, 2, 0, 1)]
+
+
+def check_variable(rank, size):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("HOROVOD_FUSION_THRESHOLD", "64M")
+        return raised(hvd.init)
+
+
+def test_a_variable_that_is_not_possible_on_one_rank_is_told_to_all(ranks):
+    ((kind, said),) = set(ranks.run(check_variable, world_size=3))
+    assert kind == "ValueError"
+    assert said.startswith(
+        "hvd.init(): rank 1 cannot start: HOROVOD_FUSION_THRESHOLD='64M' is not possible: use a whole"
+    )
 
 
 def check_twice(rank, size):

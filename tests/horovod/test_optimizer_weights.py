@@ -58,6 +58,48 @@ def test_gradients_are_those_of_one_process_with_all_tokens(ranks, weighted, siz
     ranks.run(check_trained, weighted, compression, world_size=size)
 
 
+DROPS = {
+    "None": lambda optimizer, ours: optimizer.zero_grad(),
+    "zeros": lambda optimizer, ours: optimizer.zero_grad(set_to_none=False),
+    "by data": lambda optimizer, ours: [p.grad.data.zero_() for p in ours.parameters()],
+}
+
+
+def check_dropped(rank, size, weighted):
+    """The last rank drops its first pass, and in every second step has no other one."""
+    with job():
+        ours, last = model(), size - 1
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, ours.named_parameters(), weighted=weighted, backward_passes_per_step=2
+        )
+        for step, (drop, has_another) in enumerate((drop, another) for drop in DROPS for another in (True, False)):
+            alone, total = model().double(), 0
+            for number, count in enumerate((40, 3)):
+                for each in range(size):
+                    if each != last or (number == 1 and has_another):
+                        alone(rows(each, step, number, count).double()).square().sum().backward()
+                        total += count
+                if rank == last and number == 1 and not has_another:
+                    continue
+                optimizer.weight = count
+                loss = ours(rows(rank, step, number, count)).square().sum()
+                (loss / count if weighted == "mean" else loss).backward()
+                if rank == last and number == 0:
+                    DROPS[drop](optimizer, ours)
+            optimizer.synchronize()
+            for found, exact in zip(ours.parameters(), alone.parameters(), strict=True):
+                right = torch.zeros_like(found) if total == 0 else exact.grad / total
+                assert total == 0 and found.grad is None or torch.allclose(found.grad, right.float(), rtol=1e-4), drop
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("weighted", ["mean", "sum"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_dropped_pass_counts_nothing(ranks, weighted, size):
+    ranks.run(check_dropped, weighted, world_size=size)
+
+
 def check_bad(rank, size):
     with job():
         ours = model()

@@ -10,6 +10,7 @@ from plain_simulation import Net, Run
 from test_local_state import begun
 from test_local_steps import flat, local_steps
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -153,6 +154,21 @@ def test_the_optimizers_state_stays_local_or_is_averaged(ranks, state):
     assert torch.equal(first, second) == (state == "average")
 
 
+def no_state(rank, world_size):
+    """SGD without momentum has none; torch's ZeroRedundancyOptimizer keeps it elsewhere."""
+    for optimizer_of in (lambda p: torch.optim.SGD(p, 0.1), lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam)):
+        run, model = Run("average", every=1, delay=0), Net()
+        optimizer = optimizer_of(model.parameters())
+        comm = local_steps(run, model, optimizer, state="average")
+        with pytest.raises(ValueError, match="state='average' averages what .*state has, and it is empty"):
+            run.step(model, optimizer, rank, 1)
+        comm.detach()
+
+
+def test_a_state_that_is_not_the_optimizers_is_not_averaged_in_silence(ranks):
+    ranks.run(no_state, world_size=2)
+
+
 class Shadowed(Given):
     """Has a state that lies where the parameter lies, as schedule-free optimizers have."""
 
@@ -226,13 +242,18 @@ def test_hosts_train_with_ddp_inside_and_merge_between(ranks):
 
 
 def told(rank, world_size, path):
-    run = Run("nesterov", every=4, delay=2, fragments=2)
+    run = Run("nesterov", every=4, delay=2, fragments=2, width=100)
     model, optimizer, comm = begun(run, "int4")
     with comm.trace(path):
         for step in range(1, 13):
             run.step(model, optimizer, rank, step)
     stats, plan = comm.stats(), comm.plan(bits_s=1e6, step_s=1e-3)
     comm.detach()
+    blocking = begun(Run("average", every=4, delay=0))[2]
+    waits = blocking.plan(bits_s=1e6, step_s=1e-3)
+    blocking.detach()
+    assert waits.least_every is waits.least_delay is None
+    assert "every merge waits for them" in str(waits) and "hides" not in str(waits)
     return stats, plan, str(plan)
 
 
@@ -241,6 +262,8 @@ def test_statistics_plan_and_trace(ranks, tmp_path):
         assert (stats.steps, stats.merges, stats.under_way) == (12, 5, 1)
         assert 0 < stats.agreement <= 1 and 0 < stats.drift < 1 and stats.step_ms > 0
         assert stats.scalars()["merges"] == 5 and "drift" in str(stats)
+        # The first fragment has few elements.
+        assert [row.wire for row in plan.fragments] == ["fp32", "int4"] and "late, fp32 and int4, 2 ranks" in text
         assert plan.state_nbytes == plan.outer_nbytes == 4 * sum(row.numel for row in plan.fragments)
         assert plan.sent_nbytes == sum(row.sent_nbytes for row in plan.fragments)
         assert plan.line_s == pytest.approx(8e-6 * plan.sent_nbytes)

@@ -87,6 +87,11 @@ MODELS = [
         {"merge": "nesterov", "outer": lambda parameters: torch.optim.SGD(parameters[:1])},
         ["outer=…", "does not hold all"],
     ),
+    (
+        lambda: (model := Net(), torch.optim.SGD(model.parameters())),
+        {"merge": "nesterov", "outer": torch.optim.SGD(Net().parameters())},
+        ["outer=SGD(…) is an object", "give a function that makes it of a list of parameters"],
+    ),
 ]
 
 
@@ -101,7 +106,7 @@ def refused_models(rank, world_size):
             model, optimizer = made, made_optimizer
         else:
             kwargs = {"merge": kwargs.get("merge", "corrected")}
-        with pytest.raises((ValueError, RuntimeError)) as caught:
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
             fusedcomm.LocalSteps(model, optimizer, 10, quiet=True, **kwargs)
         texts.append((caught.typename, str(caught.value)))
     return texts
@@ -110,7 +115,7 @@ def refused_models(rank, world_size):
 def test_a_model_or_optimizer_that_cannot_be_merged_is_said_on_every_rank(ranks):
     first, second = ranks.run(refused_models, world_size=2)
     for (kind, text), (_, other), (_, _, words) in zip(first, second, MODELS, strict=True):
-        assert kind == "ValueError" and all(word in text for word in words), text
+        assert kind in ("ValueError", "TypeError") and all(word in text for word in words), text
         assert "rank 0 cannot attach" in other and all(word in other for word in words), other
 
 

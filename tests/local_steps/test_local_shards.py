@@ -275,9 +275,10 @@ def test_other_shards_replicas_and_unsharded_master_copies_are_refused(ranks):
     for rank, texts in enumerate(ranks.run(refused)):
         world, replicas, shapes, shards, masters = texts
         mates, twins = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
+        there = [f"rank {each} of the job" for each in ((0, 3) if rank in (0, 3) else (1, 2))]
         assert f"layers.0.weight is sharded over the ranks {mates}" in world and "the same shard, one of each" in world
         assert f"replicated over the ranks {twins}" in replicas and "nothing to merge" in replicas
         for name, text in (("layers.0.weight", shapes), ("weight", shards)):
             first, second = (f"'{shard} of 2 along Shard(dim=0)'" for shard in ((0, 1) if rank in (0, 3) else (1, 0)))
-            assert f"shards.{name} is {first} on rank 0 and {second} on rank 1" in text, text
+            assert f"shards.{name} is {first} on {there[0]} and {second} on {there[1]}" in text, text
         assert "masters['weight'] is no DTensor, and the parameter is a DTensor" in masters

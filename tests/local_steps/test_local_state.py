@@ -4,12 +4,14 @@ import io
 
 import pytest
 import torch
-from plain_simulation import Net, Run
+from plain_simulation import Run
 from test_local_steps import flat, local_steps
+
+from fusedcomm.config import Blocks, Chunks, Config, Feedback
 
 
 def begun(run, config="fp32", **kwargs):
-    model = Net()
+    model = run.model()
     optimizer = run.optimizer(model)
     return model, optimizer, local_steps(run, model, optimizer, config, **kwargs)
 
@@ -26,18 +28,21 @@ def read(data):
 
 
 def resumed(rank, world_size, run, config, at):
-    """(whether a run that was saved after `at` steps ends with the bits of one that was not, merges under way then)."""
+    """(whether a run that was saved after `at` steps ends with the bits of one that was not, merges under way then). It
+    is saved again as soon as it is loaded, before residuals have found their parameters."""
     whole, optimizer, comm = begun(run, config)
     for step in range(1, run.steps + 1):
         run.step(whole, optimizer, rank, step)
         if step == at:
             of_model, of_optimizer = file_of(whole.state_dict()), file_of(optimizer.state_dict())
             saved = file_of(comm.state_dict())
-    comm.detach()
-    model, optimizer, comm = begun(run, config)
-    model.load_state_dict(read(of_model))
-    optimizer.load_state_dict(read(of_optimizer))
-    comm.load_state_dict(read(saved))
+    for _ in range(2):
+        comm.detach()
+        model, optimizer, comm = begun(run, config)
+        model.load_state_dict(read(of_model))
+        optimizer.load_state_dict(read(of_optimizer))
+        comm.load_state_dict(read(saved))
+        saved = file_of(comm.state_dict())
     for step in range(at + 1, run.steps + 1):
         run.step(model, optimizer, rank, step)
     comm.detach()
@@ -50,6 +55,23 @@ def resumed(rank, world_size, run, config, at):
 def test_a_loaded_state_goes_on_as_if_nothing_had_been_interrupted(ranks, merge, at, under_way):
     run = Run(merge, every=6, delay=4, fragments=2, steps=23)
     assert ranks.run(resumed, run, "fp32", at, world_size=2) == [(True, under_way)] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size"),
+    [
+        ("int4", 3),
+        (Config("int8", feedback=Feedback("bf16"), chunks=Chunks(4096)), 3),
+        (Config("int4", feedback=Feedback(decay=0.9), blocks=Blocks(rotate=True)), 3),
+        (Config("int4", feedback=Feedback(), blocks=Blocks(rotate=True)), 2),
+        (Config("fp16", "two-shot", feedback=Feedback(), predivide=3), 3),
+        (Config("int4", feedback=Feedback(), hosts=[[0, 2], [1, 3]]), 4),
+    ],
+    ids=str,
+)
+def test_both_encoders_go_on_with_what_each_has_left_out(ranks, config, world_size):
+    run = Run("corrected", every=6, delay=4, fragments=2, steps=23, width=100)
+    assert ranks.run(resumed, run, config, 15, world_size=world_size) == [(True, 2)] * world_size
 
 
 def part_of_a_job(rank, world_size, run, config, files, first, last):

@@ -1,6 +1,7 @@
 """Kills ranks that train at random moments, lets others join, and checks that all have the same bits after every step.
 
     python tests/members/chaos.py --ranks 4 --kills 300 --wire int8
+    python tests/members/chaos.py --ranks 4 --kills 100 --in-turn       # ranks are replaced one by one
 
 Each process is forked from this one, which has imported everything, so that a rank starts in a moment.
 """
@@ -171,7 +172,7 @@ class Chaos:
         while self.watcher.read(0):
             pass
         oldest = min(self.alive, key=lambda pid: self.watcher.ready[pid]["at"])
-        victims = self.choose.sample(sorted(self.alive), num)
+        victims = [oldest] if self.args.in_turn else self.choose.sample(sorted(self.alive), num)
         self.num_oldest += oldest in victims
         killed = time.monotonic()
         for pid in victims:
@@ -264,6 +265,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--pause", type=float, default=0.005, help="seconds between steps")
     parser.add_argument("--spread", type=float, default=0.3, help="most seconds before a kill")
+    parser.add_argument("--in-turn", action="store_true", help="kill the oldest rank, one at a time")
     parser.add_argument("--twice", type=float, default=0.2, help="share of kills of two ranks")
     parser.add_argument("--early", type=float, default=0.5, help="share of joins at once after a kill")
     parser.add_argument("--seed", type=int, default=0)

@@ -63,8 +63,11 @@ class Trainee:
         self.values: dict[int, str] = {-1: ""}
         self.last = -1
         self.advanced = threading.Condition()
-        self.uid = f"{name}-{new_uid()[:6]}"
         self.plane: ControlPlane | None = None
+
+    @property
+    def uid(self) -> str:
+        return self.plane.member.uid
 
     def log(self, event: str, **fields) -> None:
         self.log_file.write(json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n")
@@ -73,7 +76,12 @@ class Trainee:
         s = self.settings
         info = {"port": self.data.getsockname()[1], "name": self.name}
         plane = ControlPlane(
-            self.uid, info, min_ranks=s.min_ranks, job=JOB if founds else None, silence_s=s.silence_s, host=s.host
+            f"{self.name}-{new_uid()[:6]}",
+            info,
+            min_ranks=s.min_ranks,
+            job=JOB if founds else None,
+            silence_s=s.silence_s,
+            host=s.host,
         )
         self.plane = plane
         plane.on_freeze = self.stopped.set

@@ -1,7 +1,6 @@
 """Ranks that train by local steps with members, follow a script, and write what each step left them; and what they
 must have, by a plain simulation."""
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ class MergeScript(Script):
     delay: int = 1
     fragments: int = 1
     merge: str = "corrected"
-    meets: int = 0  # the step before which the founders wait until a process is about to join
 
 
 class Net(torch.nn.Module):
@@ -72,9 +70,7 @@ class Merger(Rank):
             step = self.comm.steps + 1
             if step == self.script.hold.get(self.name):
                 wait_for(self.folder / "go")
-            plane = self.members.plane
-            while step == self.script.meets and plane._gate._hold is None and plane.view.number == 0:
-                threading.Event().wait(0.005)
+            self.meet(step)
             if self.dies(step, "before"):
                 self.die()
             for index, parameter in enumerate(self.model.parameters()):

@@ -51,7 +51,7 @@ def process():
 
 
 def _join_nobody(plane: ControlPlane) -> None:
-    with contextlib.suppress(JoinRefusedError):
+    with contextlib.suppress(RuntimeError):  # nobody answers, or the test has ended
         plane.join(unused(), {})
 
 
@@ -203,6 +203,13 @@ def test_a_file_has_the_newest_job_and_no_line_twice(tmp_path):
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="FUSEDCOMM_MEMBERS='.*none/members'.*No such file"):
         MembersFile(tmp_path / "none" / "members").note([], "")
+
+
+def test_a_file_that_is_a_folder_is_named_by_whoever_begins_or_joins(tmp_path, say):
+    for call in (lambda: addresses.refuse_a_running_job(MembersFile(tmp_path)), lambda: to_join(0.1)):
+        say(members=tmp_path, join=1)
+        with pytest.raises(RuntimeError, match=f"cannot be read from FUSEDCOMM_MEMBERS='{tmp_path}': .*Is a directory"):
+            call()
 
 
 def test_many_processes_note_whole_lines(tmp_path):

@@ -89,9 +89,10 @@ class Process:
         self.gate.set_gone(number)
 
     def put_off(self, number):
-        self.gate.put_off()
-        self.rules = self.rules.of_a_joiner_again(number)
-        self.waits_to_join = True
+        is_put_off = self.gate.put_off()
+        if is_put_off:
+            self.world.rename(self, f"{self.uid}+")
+        return is_put_off
 
     def send_away(self, uid):
         pass
@@ -216,6 +217,15 @@ class World:
         self.processes[uid] = Process(self, uid)
         return self.processes[uid]
 
+    def rename(self, process: Process, uid: str) -> None:
+        """The process joins anew by this uid; to the others the old one has ended."""
+        old, fresh = process.uid, Process(self, uid)
+        self.processes[old], self.processes[uid] = Process(self, old), process
+        self.processes[old].ended = True
+        process.uid, process.member, process.waits_to_join = uid, fresh.member, True
+        process.rules = Agreement(uid, self.min_ranks, process)
+        self.cuts |= {frozenset({uid, *pair} - {old}) for pair in self.cuts if old in pair}
+
     def is_cut(self, a: str, b: str) -> bool:
         return frozenset((a, b)) in self.cuts
 
@@ -247,9 +257,10 @@ class World:
 
     def deliver(self) -> None:
         waiting = [key for key, queue in self.links.items() if queue]
-        if not waiting:
-            return
-        source, target = self.random.choice(waiting)
+        if waiting:
+            self.pass_on(*self.random.choice(waiting))
+
+    def pass_on(self, source: str, target: str) -> None:
         message = self.links[source, target].popleft()
         process = self.processes[target]
         if process.ended or source in process.dead or self.is_cut(source, target):
@@ -312,8 +323,11 @@ class World:
                 joiner.waits_to_join = True
 
     def kill(self) -> None:
-        if len(self.alive()) > self.min_ranks:
-            self.random.choice(self.alive()).ended = True
+        alive = self.alive()
+        victim = self.random.choice(alive) if alive else None
+        with_state = [process for process in alive if process.values and process is not victim]
+        if len(with_state) >= self.min_ranks:
+            victim.ended = True
 
     def break_link(self) -> None:
         if self.links:
@@ -402,3 +416,56 @@ def test_one_step_has_one_group(kinds, request):
         except BaseException:
             print(f"kinds {kinds}, seed {seed}")
             raise
+
+
+def flow(world: World, *without: tuple[str, str]) -> None:
+    """Delivers all messages but those of the links `without`, and stops steps where that is asked."""
+    while True:
+        for process in world.alive():
+            while process.freezes:
+                process.freezes.pop(0)(process.gate.finished)
+        waiting = [link for link, queue in world.links.items() if queue and link not in without]
+        if not waiting:
+            return
+        world.pass_on(*waiting[0])
+
+
+def with_joiner(*late: tuple[str, str]) -> World:
+    """p0 to p3 are ready for view 1 with the joiner p4, which is ready, too; messages of the links `late` are late."""
+    world = World(0, num_founders=4, min_ranks=1, kinds="")
+    joiner = world.add("p4")
+    joiner.waits_to_join = False
+    tell_states(world)
+    world.processes["p0"].rules.add_joiner(joiner.member)
+    flow(world)
+    tell_states(world)  # to which the decision is the answer
+    for process in world.alive():
+        assert process.rules.view.uids == ("p0", "p1", "p2", "p3", "p4")
+        process.rules.set_ready(1)
+    flow(world, *late)
+    return world
+
+
+def tell_states(world: World) -> None:
+    for process in world.alive():
+        process.broadcast(process.rules.state())
+    flow(world)
+
+
+def lose(world: World, uid: str) -> None:
+    world.processes[uid].ended = True
+    world.processes["p0"].prove(uid)
+
+
+def test_a_view_that_goes_while_another_rank_is_lost_keeps_its_joiner():
+    world = with_joiner(*(("p1", uid) for uid in ("p0", "p2", "p3", "p4")))
+    lose(world, "p3")  # only p1 knows that the view has gone
+    flow(world)
+    assert world.processes["p0"].rules.view.uids == ("p0", "p1", "p2", "p4")
+
+
+def test_a_joiner_that_is_left_out_before_it_has_run_joins_anew():
+    joiner = with_joiner().processes["p4"]
+    assert joiner.uid in joiner.rules._chain[0]  # it knows that its view has gone, but its main thread has not looked
+    joiner.rules.expelled(2)
+    assert joiner.gate.failure is None and joiner.uid == "p4+" and joiner.waits_to_join

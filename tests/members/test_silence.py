@@ -21,7 +21,10 @@ def test_a_process_that_stood_still_is_expelled(tmp_path):
         crew.signal("m0", signal.SIGSTOP)
         crew.wait_steps(["m1", "m2"], 2)
         crew.signal("m0", signal.SIGCONT)
-        assert crew.wait_error("m0")["kind"] == "ExpelledError"
+        error = crew.wait_error("m0")
+        assert error["kind"] == "ExpelledError"
+        assert "it stood still for " in error["text"] and "and silence is 1.5 s" in error["text"]
+        assert "holds Python's interpreter: then give Members(silence=…) more" in error["text"]
         crew.wait_steps(["m1", "m2"], 2)
 
 
@@ -103,6 +106,23 @@ def test_a_joiner_dies_before_it_is_taken_in(tmp_path):
         crew.address("j0")
         crew.kill("j0")
         crew.wait_steps(["m0", "m1"], 2, more=4)
+
+
+def test_a_joiner_that_heard_of_a_death_does_not_go_on_joining(tmp_path):
+    """It is a member when those that it has asked to join are gone."""
+    with Crew(tmp_path, 3, silence_s=0.5) as crew:
+        crew.wait_steps(["m0", "m1", "m2"], 3)
+        crew.kill("m2")
+        crew.wait_steps(["m0", "m1"], 2)
+        crew.join("j0", by="m0", silence_s=0.5)
+        crew.wait_steps(["m0", "m1", "j0"], 3)
+        crew.join("j1", by="j0")
+        crew.wait_steps(["m0", "m1", "j0", "j1"], 4)
+        crew.kill("m0", "m1")
+        crew.wait_steps(["j0", "j1"], 2)
+        gone = time.monotonic()
+        while time.monotonic() - gone < 3 * 2 * 0.5:  # a joiner gives up after twice `silence_s`
+            crew.wait_steps(["j0", "j1"], 2)
 
 
 def test_the_member_leaves_that_was_to_take_a_joiner_in():

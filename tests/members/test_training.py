@@ -66,6 +66,32 @@ def test_a_rank_that_is_lost_before_the_first_step_takes_no_part(team):
     check_steps(run, range(8), ["1", "2"], ["1", "2"], config)
 
 
+@pytest.mark.parametrize(
+    "die",
+    few(
+        (
+            {"3": (LOST, "before"), "2": (2, "connecting")},
+            {"0": (LOST, "before"), "1": (2, "connecting")},  # each has hosted the store of a view
+            {"1": (1, "connecting")},
+        ),
+        {"3": (LOST, "before"), "2": (2, "connecting")},
+    ),
+)
+def test_a_rank_that_is_lost_as_a_view_connects_holds_up_nobody(team, die):
+    config = {"wire": "int8"}
+    run = team(config=config, num_founders=4, die=die)
+    left = [name for name in "0123" if name not in die]
+    check_steps(run, range(LOST, 8), left, left, config)
+
+
+def test_a_rank_that_is_lost_as_it_connects_its_first_view_holds_up_nobody(team):
+    config = {"wire": "int8"}
+    run = team(config=config, num_founders=2, num_steps=12, meets=4, die={"j": (1, "connecting")})
+    run.join("j", of="0")
+    check_steps(run, range(12), ["0", "1"], ["0", "1"], config)
+    assert run.read("0", "step.11")["view"] > 1  # the joiner has been a member
+
+
 @pytest.mark.full
 def test_the_last_rank_goes_on_alone(team):
     config = {"wire": "int8"}

@@ -5,6 +5,7 @@ A rank's gradients are whole numbers that depend on its name and the step, so a 
 
 import contextlib
 import datetime
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -25,6 +26,7 @@ import fusedcomm
 from fusedcomm import members as _package  # noqa: F401  (imported before processes are forked)
 from fusedcomm.members import state
 from fusedcomm.members.training import Training
+from fusedcomm.ranks import groups
 
 PRELOADED = ["trainees", "fusedcomm.reducer.reducer", "fusedcomm.local_steps.local_steps"]
 SHAPES = ((40, 33), (64, 32), (17, 128))
@@ -33,7 +35,8 @@ SHAPES = ((40, 33), (64, 32), (17, 128))
 
 @dataclass
 class Script:
-    """What all ranks do. die: by name, (step, moment); see Trainee."""
+    """What all ranks do. die: by name, (step, moment); see Trainee. Any rank may die "connecting", in place of `step`
+    the view whose connections it is about to make: 1 for the first that it connects."""
 
     folder: str
     config: dict[str, Any]
@@ -43,6 +46,7 @@ class Script:
     microbatches: int | None = None
     die: dict[str, tuple[int, str]] = field(default_factory=dict)
     late: tuple[str, int] | None = None  # a rank whose step never counts before the others have finished it
+    meets: int = -1  # the step before which the founders wait until a process is about to join
     hold: dict[str, int] = field(default_factory=dict)  # by name: a step before which it waits for the file "go"
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     silence: float = 10.0
@@ -78,19 +82,37 @@ class Rank:
         self.joins = address is not None
         torch.set_num_threads(1)
         if address is None:
-            store = dist.FileStore(str(self.folder / "store"), script.num_founders)
             timeout = datetime.timedelta(seconds=script.timeout_s)
             place = {"rank": int(name), "world_size": script.num_founders}
-            dist.init_process_group("gloo", store=store, timeout=timeout, **place)
+            dist.init_process_group("gloo", store=self.store(), timeout=timeout, **place)
+        if script.die.get(name, (0, ""))[1] == "connecting":
+            self.die_connecting(script.die[name][0])
+        self.write("founding", None)
+        if self.dies(0, "founding"):
+            for each in range(script.num_founders):  # a rank that is lost earlier ends torch's own call
+                wait_for(self.folder / f"{each}.founding")
+            self.die()
         self.members = fusedcomm.Members(
             join=address, min_ranks=script.min_ranks, microbatches=script.microbatches, silence=script.silence
         )
+
+    def store(self) -> dist.Store:
+        return dist.FileStore(str(self.folder / "store"), self.script.num_founders)
 
     def write(self, what: str, value: Any) -> None:
         """The file appears whole."""
         target = self.folder / f"{self.name}.{what}"
         torch.save(value, target.with_suffix(".new"))
         os.rename(target.with_suffix(".new"), target)
+
+    def die_connecting(self, view: int) -> None:
+        connect, numbers = groups.gloo_backend_over, itertools.count(1)
+        groups.gloo_backend_over = lambda *of_view: self.die() if next(numbers) == view else connect(*of_view)
+
+    def meet(self, step: int) -> None:
+        plane = self.members.plane
+        while step == self.script.meets and plane._gate._hold is None and plane.view.number == 0:
+            threading.Event().wait(0.005)
 
     def dies(self, step: int, moment: str) -> bool:
         return self.script.die.get(self.name) == (step, moment)
@@ -169,6 +191,7 @@ class Trainee(Rank):
     def step(self, step: int) -> None:
         if step == self.script.hold.get(self.name):
             wait_for(self.folder / "go")
+        self.meet(step)
         if self.dies(step, "before"):
             self.die()
         self.optimizer.zero_grad()

@@ -69,12 +69,13 @@ RollCall scene(const std::string& name) {
     call.answers[1] = at(12, 10, Stage::kPack);
     call.answers[0].unsent = {{"10.0.0.3", 950'000}};
     call.answers[0].per_s = {{"10.0.0.3", 260'000}};
-  } else if (name == "call" || name == "call of all") {
+  } else if (name == "call" || name == "call of all" || name == "call of one") {
     for (auto& [rank, state] : call.answers) {
       if (name == "call" && rank == 2) {
         state = at(10, 10);
         continue;
       }
+      if (name == "call of one" && rank != 2) continue;
       state = at(11, 10);
       state.job = RankState::Job::kCall;
       state.label = "state_dict()";
@@ -164,14 +165,21 @@ RollCall scene(const std::string& name) {
   } else if (name == "cut one way") {
     call.answers[3].unacked_ms = {{"10.0.0.1", 6'000}};
     call.answers[1] = at(12, 10, Stage::kPack);
-  } else if (name == "host down" || name == "full link" || name == "full link, late" || name == "neighbour heard") {
+  } else if (name == "host down" || name == "full link" || name == "full link, late" ||
+             name == "full link, neighbours" || name == "neighbour heard" || name == "neighbour heard, killed") {
     for (const int rank : {0, 1})
       call.answers[rank].unacked_ms = {{"10.0.0.3", name == "host down" ? 6'100 + rank : 0}};
     call.answers.erase(2);
     call.absent[2] = "process 1 on node";
-    call.absent_own[2] = {"127.0.0.1", "10.0.0.3"};
-    if (name != "host down") call.heard_s = {{"10.0.0.3", name == "full link, late" ? 1.5 : 0.25}, {"127.0.0.1", 0}};
+    call.absent_began[2].own = {"127.0.0.1", "10.0.0.3"};
+    call.absent_began[2].own_ends = {"127.0.0.1:9", "10.0.0.3:7"};
+    call.open_ends = {"10.0.0.3:8", name == "neighbour heard, killed" ? "10.0.0.3:6" : "10.0.0.3:7"};
+    if (name != "host down") call.heard_s = {{"10.0.0.3", name == "full link, late" ? 2.5 : 1.5}, {"127.0.0.1", 0}};
     if (name == "neighbour heard") call.answers[3].own.insert("10.0.0.3");
+    if (name == "full link, neighbours" || name == "neighbour heard, killed") {
+      call.answers[3].own.insert("10.0.0.3");
+      call.answers[3].unsent = {{"10.0.0.1", 95'000}};
+    }
   } else if (name == "over") {
     for (auto& [rank, state] : call.answers) state = at(12, 12);
   } else if (name != "network") {
@@ -325,6 +333,7 @@ RankState with_every_field() {
   state.chunk = 5;
   state.stage_s = -0.0;
   state.own = {"", "10.0.0.1", "fe80::1"};
+  state.own_ends = {"10.0.0.1:80"};
   state.unsent = {{"10.0.0.2", kMaxConnectionNbytes}, {"fe80::2", 0}};
   state.per_s = {{"10.0.0.2", 3}};
   state.unacked_ms = {{"10.0.0.3", 4}};
@@ -339,7 +348,7 @@ Opening opening_with_every_field() {
 auto tied(const RankState& state) {
   return std::tie(state.num_handed, state.num_ended, state.last_step, state.idle_s, state.job, state.label, state.step,
                   state.num_chunks, state.waits_s, state.at, state.stage, state.chunk, state.stage_s, state.own,
-                  state.unsent, state.per_s, state.unacked_ms, state.failure);
+                  state.own_ends, state.unsent, state.per_s, state.unacked_ms, state.failure);
 }
 
 auto tied(const Opening& opening) {
@@ -428,7 +437,7 @@ void check_unreadable() {
   const std::string to_own = none + none + none + none + none + none + none + none + none + none + none + none + none;
   check_problem(problem_of<RankState>(sealed("state", to_own + field("9223372036854775807"))),
                 "its field \"own\" has no length");
-  check_problem(problem_of<RankState>(sealed("state", to_own + none + field("1") + field("::1") + field("-1"))),
+  check_problem(problem_of<RankState>(sealed("state", to_own + none + none + field("1") + field("::1") + field("-1"))),
                 "its field \"unsent\" is -1, not from 0 to 1099511627776");
 }
 

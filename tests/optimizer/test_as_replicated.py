@@ -30,6 +30,7 @@ WAYS = {
     "scheduler": Way(scheduled=True),
     "scheduler sgd": Way(kind="sgd", scheduled=True),
     "weighted": Way(config=Config("fp32", sum="two-shot", weighted="mean")),
+    "weighted, every": Way(config=Config("fp32", sum="two-shot", weighted="sum"), accumulate=2, counts=True),
     "weighted, accumulated": Way(config=Config("fp32", sum="two-shot", weighted="mean"), accumulate=2),
 }
 # These are not possible with overlap.

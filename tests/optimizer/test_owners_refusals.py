@@ -87,8 +87,8 @@ ARGUMENTS = {
     "second": (second_owner, ["RuntimeError", "has a ShardedOptimizer already"]),
     "detached": (of_detached, ["RuntimeError", "detach"]),
     "trained": (of_trained, ["RuntimeError", "has begun"]),
-    "auto": (lambda m: on(m, "auto"), ["ValueError", "name its wire and bucket_mib"]),
-    "auto bucket_mib": (lambda m: on(m, bucket_mib="auto"), ["ValueError", "name its wire and bucket_mib"]),
+    "auto": (lambda m: on(m, "auto"), ["ValueError", "name its config and its bucket_mib"]),
+    "auto bucket_mib": (lambda m: on(m, bucket_mib="auto"), ["ValueError", "name its config and its bucket_mib"]),
     "exact": (lambda m: on(m, Config("fp32", sum="exact")), ["ValueError", "sum='exact'", "'two-shot'"]),
     "direct": (lambda m: on(m, Config("bf16", sum="direct")), ["ValueError", "sum='direct'", "'two-shot'"]),
     "one-shot": (lambda m: on(m, Config("int8", sum="one-shot")), ["ValueError", "sum='one-shot'", "'two-shot'"]),
@@ -130,13 +130,18 @@ def members(rank, world_size):
     text = refusal(fusedcomm.ShardedOptimizer, reducer, torch.optim.SGD, lr=0.1, quiet=True)
     reducer.detach()
     of_job.leave()
-    return text
+    search = fusedcomm.GradReducer(Mlp(), "fp32", bucket_mib="auto", quiet=True)
+    other = refusal(fusedcomm.ShardedOptimizer, search, torch.optim.SGD, lr=0.1, quiet=True)
+    search.detach()
+    return text, other
 
 
-def test_members_are_refused_since_a_lost_owner_takes_its_state_with_it(ranks):
-    for text in ranks.run(members, world_size=2):
+def test_members_and_searches_are_refused_each_with_its_reason(ranks):
+    for text, other in ranks.run(members, world_size=2):
         assert text.startswith("ValueError: fusedcomm: a ShardedOptimizer needs ranks that stay"), text
-        assert "without members" in text
+        assert "without members" in text and "bucket" not in text
+        assert other.startswith("ValueError: fusedcomm: a ShardedOptimizer needs its wire and buckets from"), other
+        assert "members" not in other and "in place of 'auto'" in other
 
 
 # Arguments on rank 0 and on the others, and words of the error of all.
@@ -145,7 +150,13 @@ DIFFERENT = [
     ({"overlap": True}, {"overlap": False}, ["overlap", "True on rank 0", "False on rank 1"]),
     ({"whole": True}, {"whole": None}, ["whole"]),
     ({"optimizer_class": torch.optim.SGD}, {"optimizer_class": torch.optim.AdamW}, ["'SGD' on rank 0", "'AdamW'"]),
-    ({"lr": 0.1}, {"betas": (0.9, 0.99)}, ["arguments", "'lr'", "'betas'"]),
+    ({"lr": 0.1}, {"betas": (0.9, 0.99)}, ["arguments.lr is 0.1 on rank 0 and None on rank 1"]),
+    ({"lr": 0.1}, {"lr": 0.2}, ["arguments.lr is 0.1 on rank 0 and 0.2 on rank 1"]),
+    (
+        {"params": lambda m: groups(m, slice(0, 99), lr=0.1)},
+        {"params": lambda m: groups(m, slice(0, 99), lr=0.3)},
+        ["groups[0].lr is 0.1 on rank 0 and 0.3 on rank 1"],
+    ),
 ]
 
 
@@ -155,7 +166,8 @@ def different(rank, world_size):
         torch.manual_seed(5)
         model = Net()
         reducer = reducer_of(model, FP32)
-        found.append(refusal(on, model, reducer=reducer, **kwargs[min(rank, 1)]))
+        own = {key: value(model) if key == "params" else value for key, value in kwargs[min(rank, 1)].items()}
+        found.append(refusal(on, model, reducer=reducer, **own))
         reducer.detach()
     return found
 
@@ -226,6 +238,19 @@ def other_rate(model, optimizer, reducer, rank):
     optimizer.step()
 
 
+def written(model, optimizer, reducer, rank):
+    loss_of(model, rank, 9).backward()
+    for p in model.parameters():
+        p.data = p.data + 0.25
+    optimizer.step()
+
+
+def written_gradient(model, optimizer, reducer, rank):
+    loss_of(model, rank, 9).backward()
+    model.wide.weight.grad.data.clamp_(-1e-4, 1e-4)
+    optimizer.step()
+
+
 def shadow(model, optimizer, reducer, rank):
     reducer.shadow_pass()
 
@@ -247,6 +272,8 @@ MISTAKES = {
     "frozen": (frozen, None, ["requires_grad of wide.weight"]),
     "frozen_at_the_end": (frozen_at_the_end, None, ["requires_grad of head.weight"]),
     "other_rate": (other_rate, True, ["hyperparameters", "overlap=False"]),
+    "written": (written, True, ["parameters", "were changed between backward() and step()", "overlap=False"]),
+    "written_gradient": (written_gradient, None, ["the gradient of wide.weight", *CHANGED]),
     "shadow": (shadow, None, ["shadow_pass()", "ShardedOptimizer", "equally many batches"]),
 }
 

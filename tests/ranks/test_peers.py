@@ -302,7 +302,8 @@ def test_a_request_to_a_silent_store_ends_and_its_error_says_which_store():
         store.under("here").check(["key"])
     assert str(caught.value) == (
         "fusedcomm: the process group's store failed (looking for 'key'): no answer within 0.2 s. It is a store of a "
-        "test. That process was killed, has left, is stopped or is cut off: look at its log, and restart the job"
+        "test. That process was killed, has left, is stopped or is cut off, or the link to it is full: look at its "
+        "log, and restart the job"
     )
 
 

@@ -91,7 +91,7 @@ def taken(rank, world_size):
 
 def test_a_parameter_has_one_synchronizer(ranks):
     for again, named, in_ddp, later in ranks.run(taken, world_size=2):
-        assert "another fusedcomm.GradReducer already synchronizes the parameter 'layers.0.weight'" in again
+        assert "a fusedcomm.GradReducer already synchronizes the parameter 'layers.0.weight'" in again
         assert "already synchronizes the parameter 'mine'" in named
         assert "a DistributedDataParallel already synchronizes the parameter 'layers.0.weight'" in in_ddp
         assert "a DistributedDataParallel synchronizes the parameter layers." in later and "too" in later

@@ -1,11 +1,12 @@
 """States that are saved and loaded: real ranks over gloo, with checkpoints and with other numbers of ranks."""
 
+import io
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, attach_to, normal, synchronize
+from models import Gradients, attach_to, normal, reducer_of, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -256,3 +257,79 @@ def saved_often(rank, world_size):
 
 def test_the_store_does_not_fill_up_with_every_checkpoint(ranks):
     assert ranks.run(saved_often, world_size=2) == [[False, False, True]] * 2
+
+
+# ---- the same bits
+
+
+def of_ddp(config):
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    return ddp, fusedcomm.attach(ddp, config, quiet=True)
+
+
+def of_reducer(config):
+    model = Gradients((64, 96), (40, 50), (3, 1000))
+    return model, reducer_of(model, config, bucket_mib=0.02)
+
+
+def of_owners(config):
+    model, comm = of_reducer(config)
+    model.optimizer = fusedcomm.ShardedOptimizer(
+        comm, torch.optim.SGD, lr=0.1, update="int8", overlap=False, quiet=True
+    )
+    return model, comm
+
+
+def file_of(*states):
+    torch.save(states, file := io.BytesIO())
+    return file.getvalue()
+
+
+def trained(rank, model, comm, steps):
+    """What a step ends with: gradients, or a ShardedOptimizer's parameters."""
+    optimizer = getattr(model, "optimizer", None)
+    weights = getattr(model, "module", model).weights
+    for step in steps:
+        if comm.session.config.weighted:
+            comm.weight = 1 + (rank + step) % 3
+        found = synchronize(model, [normal(rank, 10 * step + i, each.shape) for i, each in enumerate(weights)])
+        if optimizer is not None:
+            optimizer.step()
+            found = [each.detach().clone() for each in weights]
+    return found
+
+
+def resumed_twice(rank, world_size, make, config):
+    """Whether a run that was saved, loaded, saved at once and loaded again has the bits of one that went on."""
+    model, comm = make(config)
+    trained(rank, model, comm, range(3))
+    states = [getattr(each, "state_dict", dict)() for each in (model, comm, getattr(model, "optimizer", None))]
+    file = file_of(*states)
+    expected = trained(rank, model, comm, range(3, 6))
+    for _ in range(2):
+        comm.detach()
+        model, comm = make(config)
+        of_model, of_comm, of_optimizer = torch.load(io.BytesIO(file), weights_only=False)
+        model.load_state_dict(of_model)
+        comm.load_state_dict(of_comm)
+        if of_optimizer:
+            model.optimizer.load_state_dict(of_optimizer)
+        file = file_of(model.state_dict(), comm.state_dict(), of_optimizer and model.optimizer.state_dict())
+    found = trained(rank, model, comm, range(3, 6))
+    comm.detach()
+    return [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (of_ddp, Config("int4", wires={"1d": "int4"}, feedback=Feedback())),
+        (of_reducer, Config("int8", feedback=Feedback("bf16"))),
+        (of_reducer, Config("int8", feedback=Feedback(), weighted="mean")),
+        (of_owners, Config("int8", feedback=Feedback())),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks, make, config):
+    for same in ranks.run(resumed_twice, make, config, world_size=3):
+        assert all(same)

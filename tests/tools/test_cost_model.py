@@ -193,7 +193,7 @@ def test_two_levels_sum_within_hosts_first():
     hosts = cluster(8, ranks_per_host=4, local=LOCAL)
     assert step_s(config, hosts, one_bucket()) == pytest.approx(by_hand)
     sent = predict(one_bucket(), Choice(config, 1 << 40), hosts).sent_nbytes
-    assert sent == 4 * plan.sent_between_hosts_nbytes(4)
+    assert sent == 4 * plan.sent_between_hosts_nbytes(4, 1)
 
 
 def test_sums_on_two_levels_have_networks_of_their_own():

@@ -2,6 +2,7 @@
 error. test_watch_store.py: over a store whose connections fail. test_watch_hosts.py: between hosts."""
 
 import datetime
+import itertools
 import os
 import re
 import signal
@@ -159,18 +160,27 @@ def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks)
             assert "rank 2 (process" in warned and "is missing" in warned
 
 
-def slow(rank, world_size, victim, stall_after, folder, forged=None):
+def slow(rank, world_size, victim, stall_after, folder, forged=None, is_slow_twice=False):
     """Trains. In step 3 the `victim` begins its backward pass only after the others have warned about it; if
     `stall_after` is None, 3 s late, which is too early for a warning. Then five more steps follow.
 
     Returns whether the means were right, what was written to stderr in step 3 and later, and the seconds that detaching
-    took. `forged`: a text that rank 0 puts into the store as roll call 1.
+    took. `forged`: a text that rank 0 puts into the store as roll call 1. `is_slow_twice`: the victim also hands over
+    its second bucket of step 3 only after another roll call.
     """
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
     if forged is not None and rank == 0:
         comm.session._store.set("watch/call/1", forged)
         comm.session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
+    store = comm.session.store("watch")
+
+    def wait_for_a_call(gradient):
+        number = next(number for number in itertools.count(1) if not store.check([f"call/{number}"]))
+        while not store.check([f"report/{number}"]):
+            time.sleep(0.1)
+        return gradient
+
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronize(ddp, gradients, steps=3)
     log = folder / f"{rank}.log"
@@ -180,7 +190,10 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
         elif rank == victim:
             for other in {*range(world_size)} - {victim}:
                 wait_for_words("is slow", folder / f"{other}.log")
+        hook = ddp.module.weights[0].register_hook(wait_for_a_call) if rank == victim and is_slow_twice else None
         means = synchronize(ddp, gradients)
+        if hook is not None:
+            hook.remove()
         means += synchronize(ddp, gradients, steps=5)
     warned = log.read_text()
     started = time.monotonic()
@@ -190,13 +203,15 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
 
 
 def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
-    for rank, (right, warned, detached) in enumerate(ranks.run(slow, 1, patient(2), tmp_path, world_size=3)):
+    outcomes = ranks.run(slow, 1, patient(2), tmp_path, None, True, world_size=3)
+    for rank, (right, warned, detached) in enumerate(outcomes):
         assert right and detached < patient(5)
         if rank == 1:
             assert warned == ""
             continue
-        # The roll call's number is open: on a busy machine an earlier step may have stalled.
-        assert len(re.findall(r"Warning: fusedcomm: roll call \d+ of 3 ranks", warned)) == 1
+        # The roll call's number is open, and on a busy machine other steps may stall, too.
+        calls = re.split(r"Warning: fusedcomm: roll call \d+ of 3 ranks", warned)[1:]
+        (warned,) = [call for call in calls if "in step 3" in call]
         assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
         assert "ranks 0, 2 wait in step 3 for the all-reduce of chunk 1/" in warned

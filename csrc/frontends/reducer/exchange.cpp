@@ -47,7 +47,7 @@ void GradReducer::agree_on_order() {
 void GradReducer::send_flags() {
   flags_of_all_ = nullptr;
   if (world_size_ == 1) return;
-  std::vector<int64_t> numbers = {wants_new_order_};
+  std::vector<int64_t> numbers = {wants_new_order_, taker_ ? taker_->begin() : 0};
   numbers.insert(numbers.end(), trained_.words().begin(), trained_.words().end());
   wants_new_order_ = false;
   flags_of_all_ = gather(numbers, "the list of trained parameters");
@@ -58,9 +58,11 @@ void GradReducer::check_flags() {
   const at::Tensor of_all = wait_for_numbers(flags_of_all_);
   flags_of_all_ = nullptr;
   Flags of_rank_0(parameters_.size()), of_rank(parameters_.size());
-  of_rank_0.assign(of_all[0].const_data_ptr<int64_t>() + 1);
+  constexpr int64_t kNumBefore = 2;  // numbers that are no flags
+  of_rank_0.assign(of_all[0].const_data_ptr<int64_t>() + kNumBefore);
   for (int64_t rank = 1; rank < world_size_; ++rank) {
-    of_rank.assign(of_all[rank].const_data_ptr<int64_t>() + 1);
+    if (of_all[rank][1].item<int64_t>() != of_all[0][1].item<int64_t>()) give_up(taker_->why_unequal());
+    of_rank.assign(of_all[rank].const_data_ptr<int64_t>() + kNumBefore);
     if (of_rank == of_rank_0) continue;
     size_t index = 0;
     while (of_rank[index] == of_rank_0[index]) ++index;
@@ -124,13 +126,16 @@ void GradReducer::wait(const FuturePtr& future) {
     std::unique_lock<std::mutex> lock(done->mutex);
     for (auto poll = kFirstPoll; !done->changed.wait_for(lock, poll, [&] { return done->is_set; }); poll = kLaterPoll) {
       lock.unlock();
+      if (!membership_) problem_.note_pass(rank_, pass_);
       // Members go on without a rank that has a problem.
       const std::string problem = membership_ ? "" : problem_.read();
       if (!problem.empty()) give_up(problem);
       lock.lock();
     }
   }
-  if (future->hasError() && membership_) throw Interrupted(future->tryRetrieveErrorMessage());
+  // No rank is lost where all refuse a weight.
+  const bool is_refused = future->hasError() && synchronizer_->weights().is_refused();
+  if (future->hasError() && membership_ && !is_refused) throw Interrupted(future->tryRetrieveErrorMessage());
   if (future->hasError()) {
     // Another rank's problem may have caused this one.
     const std::string problem = problem_.read();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -17,6 +18,8 @@ class Problem {
 
   // Publishes `text`, unless another rank was first. A store that does not answer within kStoreTimeout is left alone.
   void publish(const std::string& text);
+  // Tells that `rank` waits in backward pass number `pass`: a rank that waits for it elsewhere then knows where it is.
+  void note_pass(int rank, int64_t pass);
   // What a rank has published; empty if none has, or if the store does not answer within kStoreTimeout.
   std::string read();
 

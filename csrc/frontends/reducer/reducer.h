@@ -52,6 +52,10 @@ struct Membership {
 
 // Takes gradients in place of the synchronizer, as an optimizer does whose ranks own parts of the parameters.
 struct Taker {
+  // Called when a pass begins, with the reducer's lock. Returns a number that must be the same on every rank.
+  std::function<int64_t()> begin;
+  // Called on every rank if one has another number, with the reducer's lock. Returns why, the same on every rank.
+  std::function<std::string()> why_unequal;
   // Takes a bucket's gradients, in the order of `indices` into the reducer's parameters. It may read them until it
   // returns. A gradient that this rank has not got is zero. Called with the reducer's lock.
   std::function<void(const std::vector<size_t>& indices, const std::vector<at::Tensor>& gradients)> take;
@@ -115,6 +119,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // From now on gradients are not summed here. Buckets keep the order of `parameters`, and the parameters that require
   // gradients in the next pass are those of all passes. Call it before the first pass.
   void give_to(Taker taker);
+  // Backward passes that have begun, of those that are synchronized.
+  int64_t num_passes() const;
   // The buckets' parameters, for those that require gradients now.
   Buckets buckets_now() const;
   // Throws if this rank has failed or another one has published a problem.

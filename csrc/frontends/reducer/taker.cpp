@@ -14,6 +14,11 @@ void GradReducer::give_to(Taker taker) {
   taker_ = std::move(taker);
 }
 
+int64_t GradReducer::num_passes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return pass_ + 1;
+}
+
 Buckets GradReducer::buckets_now() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return cut_for(order_, trained_now());

@@ -67,7 +67,11 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         help="line rate of a host in Gbit/s: adds the time that each choice's bytes need on it (not known)",
     )
     probe.add_argument(
-        "--json", type=Path, metavar="PATH", default=DEFAULT_JSON, help=f"file for all findings ({DEFAULT_JSON})"
+        "--json",
+        type=Path,
+        metavar="PATH",
+        default=DEFAULT_JSON,
+        help=f"file for all findings, whose folder is made ({DEFAULT_JSON})",
     )
     probe.set_defaults(run=_run, parser=probe)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.autotune.search import Candidate
-from fusedcomm.ranks.hosts import of_names
+from fusedcomm.ranks.hosts import OwnHost, of_names
 from fusedcomm.tools.arguments import ACCEPT, COMPARED
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.choices import (
@@ -125,7 +125,7 @@ class _Probe:
     def __init__(self, team: Team, settings: Settings, task: Task, measuring_s: float, progress: Progress) -> None:
         self._team, self._settings, self._task, self._progress = team, settings, task, progress
         self._ends = time.monotonic() + measuring_s
-        self._ranks_per_host, self._by_host, self._uneven = hosts_of(team)
+        self._own_host, self._by_host, self._uneven = hosts_of(team)
         self._seen: dict[Candidate, Seen] = {}
         self._not_tried: list[Candidate] = []
 
@@ -165,7 +165,7 @@ class _Probe:
         """Steps with the choices, in turns; none if there is nothing to compare."""
         budget_s = self._budget_s(stage)
         # Later steps replace those of an earlier stage. Each stage compares with DDP's own all-reduce.
-        found = in_turns(self._team, self._task, wanted, self._ranks_per_host, budget_s) if len(wanted) > 1 else {}
+        found = in_turns(self._team, self._task, wanted, self._own_host, budget_s) if len(wanted) > 1 else {}
         self._seen |= found
         self._not_tried += [choice for choice in wanted if choice not in self._seen]
         return found
@@ -180,7 +180,7 @@ class _Probe:
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "device": self._team.device.type,
             "world_size": self._team.world_size,
-            "ranks_per_host": self._ranks_per_host,
+            "ranks_per_host": self._own_host.num_ranks,
             "by_host": self._by_host,
             "uneven_hosts": self._uneven,
             "torch_threads": torch.get_num_threads(),
@@ -229,11 +229,12 @@ def agreed_task(team: Team, settings: Settings) -> Task:
     return task
 
 
-def hosts_of(team: Team) -> tuple[int, bool, str]:
-    """(ranks of a host, 1 if all are on one or hosts are uneven; whether sums can have two levels; why hosts are
-    uneven, empty if they are not). A collective call."""
+def hosts_of(team: Team) -> tuple[OwnHost, bool, str]:
+    """(this rank's host, of one rank if all are on one or hosts are uneven; whether sums can have two levels; why
+    hosts are uneven, empty if they are not). A collective call."""
+    names = team.gather(socket.gethostname())
     try:
-        hosts = of_names(team.gather(socket.gethostname()))
+        hosts = of_names(names)
     except ValueError as error:
-        return 1, False, str(error)
-    return 1 if hosts.num_hosts == 1 else hosts.ranks_per_host, not hosts.flat_reason, ""
+        return OwnHost(), False, str(error)
+    return OwnHost() if hosts.num_hosts == 1 else OwnHost.of(names, team.rank), not hosts.flat_reason, ""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.autotune.search import Candidate
 from fusedcomm.ddp.attach import attach
 from fusedcomm.ddp.handle import Handle
+from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.choices import Seen, config_of, own_cap_mb, way_of
 from fusedcomm.tools.probe.team import Team
@@ -45,7 +46,7 @@ def synchronized(
     ddp = DistributedDataParallel(
         model, process_group=team.group, init_sync=init_sync, bucket_cap_mb=own_cap_mb(choice)
     )
-    handle = None if config is None else attach(ddp, config, quiet=True)
+    handle = None if config is None else attach(ddp, config, quiet=True, in_turns=True)
     try:
         yield ddp, handle
     finally:
@@ -96,7 +97,7 @@ def alone(team: Team, task: Task, budget_s: float) -> list[float]:
 
 
 def in_turns(
-    team: Team, task: Task, choices: Sequence[Candidate], ranks_per_host: int, budget_s: float
+    team: Team, task: Task, choices: Sequence[Candidate], own_host: OwnHost, budget_s: float
 ) -> dict[Candidate, Seen]:
     """What steps with each of the choices show. Choices for which the budget is too small are left out, the last ones
     first; MIN_CHOICES are tried whatever it takes. A collective call.
@@ -106,7 +107,7 @@ def in_turns(
 
     Args:
         choices: DDP's own all-reduce first; the others are compared with it.
-        ranks_per_host: 1 if all ranks are on one host, or if hosts have different numbers of ranks.
+        own_host: of one rank if all ranks are on one host, or if hosts have different numbers of ranks.
 
     Raises:
         ProbeError: on every rank, if gradients differ between ranks after a backward pass.
@@ -122,7 +123,7 @@ def in_turns(
         if len(seen) >= MIN_CHOICES and left_s <= 0:
             break
         share_s = left_s * (len(group) - 1) / (len(group) - 1 + len(others))
-        found = _turns(team, task, group, ranks_per_host, share_s, MIN_CHOICES if not seen else 1)
+        found = _turns(team, task, group, own_host, share_s, MIN_CHOICES if not seen else 1)
         seen = found | seen
         if len(found) < len(group):
             break
@@ -130,7 +131,7 @@ def in_turns(
 
 
 def _turns(
-    team: Team, task: Task, choices: Sequence[Candidate], ranks_per_host: int, budget_s: float, least: int
+    team: Team, task: Task, choices: Sequence[Candidate], own_host: OwnHost, budget_s: float, least: int
 ) -> dict[Candidate, Seen]:
     """What steps with the choices show that fit the budget, at least of the first `least` ones."""
     began = time.perf_counter()
@@ -156,7 +157,7 @@ def _turns(
                 index = (index + turn) % len(modules)
                 turns[index].append(take_steps(team, modules[index][0], task, 1 + STEPS_OF_A_TURN)[1:])
         numel = sum(parameter.numel() for parameter in task[0].parameters() if parameter.requires_grad)
-        sent = [_sent(team, handle, numel, ranks_per_host) for _, handle in modules]
+        sent = [_sent(team, handle, numel, own_host) for _, handle in modules]
     off = [statistics.mean(turn) for turn in turns[0]]
     return {
         choice: Seen(
@@ -168,16 +169,16 @@ def _turns(
     }
 
 
-def _sent(team: Team, handle: Handle | None, numel: int, ranks_per_host: int) -> tuple[int, int | None]:
+def _sent(team: Team, handle: Handle | None, numel: int, own_host: OwnHost) -> tuple[int, int | None]:
     """Bytes of a step that (a rank sends, its host sends to other hosts; None if that is not known)."""
     if handle is None:
         ring = round(2 * (team.world_size - 1) / team.world_size * 4 * numel)
-        return ring, ring  # a ring leaves each host once
+        return ring, ring * own_host.num_links
     plan = handle.plan()
-    if ranks_per_host == 1:
+    if own_host.num_ranks == 1:
         return plan.sent_nbytes, plan.sent_nbytes
     between = plan.sent_between_hosts_nbytes
-    return plan.sent_nbytes, None if between is None else between * ranks_per_host
+    return plan.sent_nbytes, None if between is None else between * own_host.num_ranks
 
 
 def check_gradients(team: Team, model: nn.Module, way: str) -> None:

@@ -1,6 +1,6 @@
 """The ranks of the probe. They act at the same time, and agree on what they measured."""
 
-import pickle
+import json
 from collections.abc import Callable
 
 import torch
@@ -40,19 +40,18 @@ class Team:
         return values.tolist()
 
     def gather(self, value: object) -> list:
-        """The values of all ranks, in rank order. A collective call.
+        """The values (JSON-serializable) of all ranks, in rank order. A collective call.
 
         It does what ``dist.all_gather_object`` does, which needs numpy.
         """
-        own = pickle.dumps(value)
+        own = json.dumps(value).encode()
         (nbytes,) = self.slowest([len(own)])
-        # pickle ignores the zeros after a shorter rank's value.
         padded = torch.zeros(int(nbytes), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         padded = padded.to(self.device)
         everybodys = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(everybodys, padded, group=self.group)
-        return [pickle.loads(bytes(theirs.tolist())) for theirs in everybodys]
+        return [json.loads(bytes(theirs.tolist()).rstrip(b"\0")) for theirs in everybodys]
 
     def agree_on_errors(self, error: str) -> None:
         """Raises ProbeError on every rank if `error` is not empty on one of them. A collective call."""

@@ -1,0 +1,39 @@
+"""Whether gradients were changed between a backward pass and step()."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fusedcomm.optimizer.parts import Target, fingerprint
+
+
+class SeenGradients:
+    """The gradients of a pass: their ids and versions, and fingerprints, because a write through .data moves no
+    version."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._seen: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+
+    def see(self, target: int) -> None:
+        """Notes the present gradient of a target."""
+        self._seen[target] = self._now(target)
+
+    def changed(self) -> str:
+        """The name of a parameter with another gradient than it had; empty if there is none."""
+        now = {target: self._now(target) for target in self._seen}
+        changed = [target for target, (seen, _) in self._seen.items() if seen != now[target][0]]
+        if not changed and now:
+            both = [torch.stack([bits for _, bits in each.values()]) for each in (self._seen, now)]
+            changed = [target for target, is_other in zip(now, (both[0] != both[1]).tolist(), strict=True) if is_other]
+        return self._targets[changed[0]].name if changed else ""
+
+    def forget(self) -> None:
+        """Ends the pass."""
+        self._seen.clear()
+
+    def _now(self, target: int) -> tuple[tuple[int, int], torch.Tensor]:
+        tensor = self._targets[target].tensor
+        if tensor.grad is None:
+            return (0, 0), torch.zeros((), dtype=torch.int64, device=tensor.device)
+        return (id(tensor.grad), tensor.grad._version), fingerprint(tensor.grad)
