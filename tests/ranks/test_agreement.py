@@ -109,7 +109,7 @@ def sharded_optimizer(is_bad):
 LOCAL = {
     ddp_with_builtin_hook: "already has a built-in communication hook",
     attached_twice: "already synchronizes the parameter",
-    searched: "/no/such/file",
+    searched: "Feedback(unsharded=True)",
     hook_with_a_state: "of another program",
     lambda is_bad: fusedcomm.GradReducer([] if is_bad else Gradients((50, 2))): "no parameters that could have",
     lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), every=0 if is_bad else 1): "every=0",
