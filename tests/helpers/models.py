@@ -59,10 +59,10 @@ def synchronized(
     if front_end == "FSDP2":
         return fully_shard(model), fusedcomm.attach(model, config, quiet=True)
     options = {"find_unused_parameters": find_unused, "process_group": group}
-    if front_end == "reducer":
-        return model, reducer_of(model, config, bucket_mib=bucket_mib, **options)
     if bucket_mib is not None:
-        options["bucket_cap_mb"] = bucket_mib
+        options["bucket_mib" if front_end == "reducer" else "bucket_cap_mb"] = bucket_mib
+    if front_end == "reducer":
+        return model, reducer_of(model, config, **options)
     if front_end == "DataParallel":
         wrapper = fusedcomm.DataParallel(model, config=config, quiet=True, **options)
         return wrapper, wrapper.comm
