@@ -72,7 +72,7 @@ def test_a_whole_probe_needs_no_numpy(tmp_path):
 
 PLAN = """
 from fusedcomm.tools import cli
-print(cli.main("plan --ranks 8 --nic-gbps 25 --model bert-large --step-ms 300".split()))
+print(cli.main("plan --params bert-large --hosts 8 --nic-gbps 25 --step-ms 300".split()))
 """
 
 COMPILE = """
