@@ -18,8 +18,8 @@ LR = 2.0**-8
 
 @dataclass
 class MergeScript(Script):
-    """die: by name, (step, moment): "before" the optimizer's step, or "handed", once a message of that step is with the
-    engine. every: "4s" is of a clock that advances by a second in each step."""
+    """die: by name, (step, moment): "before" the optimizer's step, or "handed", once a message of that step, or of
+    the next that has one, is with the engine. every: "4s" is of a clock that advances by a second in each step."""
 
     every: int | str = 4
     delay: int = 1
@@ -63,7 +63,8 @@ class Merger(Rank):
 
         def send_and_die(pending: Any) -> None:
             send(pending)
-            if self.dies(self.comm.steps, "handed"):
+            step, moment = script.die.get(name, (0, ""))
+            if moment == "handed" and self.comm.steps >= step:
                 self.die()
 
         self.comm.messages.send = send_and_die

@@ -21,7 +21,8 @@ import fusedcomm
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import Config, Feedback, LocalOptions
 from fusedcomm.devices import cpu
-from fusedcomm.ranks import peers
+from fusedcomm.native import _C
+from fusedcomm.ranks import groups, peers
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 
 STALL_AFTER_S = patient(2)
@@ -355,3 +356,22 @@ def test_a_rank_that_can_start_no_thread_tells_the_others_so(ranks):
     assert own[0].startswith(f"fusedcomm: {cause}") and "Resource temporarily unavailable" in own[0], own
     for told in (first, last):
         assert "rank 1 cannot attach: " in told[0] and cause in told[0], told
+
+
+def given_up(rank, world_size):
+    """Rank 0 calls a collective alone, and both give up the group. Seconds until the last of it has ended here."""
+    group = dist.new_group()
+    sentinels = _C.PeerSentinels(backend=groups.gloo_backend(group), tag=peers._TAG)
+    if rank == 0:
+        dist.barrier(group, async_op=True)
+    dist.destroy_process_group(group)
+    del group
+    began = time.monotonic()
+    del sentinels
+    return time.monotonic() - began
+
+
+def test_the_end_of_a_group_does_not_wait_for_a_collective_that_never_ends(ranks):
+    """Until the group's timeout, in whichever thread happened to collect it."""
+    seconds = ranks.run(given_up, world_size=2, leaves_waiting=True)
+    assert max(seconds) < patient(30), seconds
