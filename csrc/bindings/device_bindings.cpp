@@ -195,8 +195,7 @@ void bind_devices(py::module_& m) {
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));
   py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
-      .def(py::init<BackendPtr, at::Device, bool>(), py::arg("backend"), py::arg("device"), py::kw_only(),
-           py::arg("owns") = false);
+      .def(py::init<BackendPtr, at::Device>(), py::arg("backend"), py::arg("device"));
 }
 
 }  // namespace fusedcomm

@@ -56,7 +56,7 @@ class Training(Views, Runs):
     ) -> None:
         super().__init__(members, device)
         self._model = model
-        self._config = with_codes_kept(config, local, members, device)
+        self._config = with_codes_kept(config, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
