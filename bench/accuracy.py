@@ -76,8 +76,7 @@ class Way:
         )
 
 
-# int2 is refused without feedback.
-TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES if wire != "int2"]
+TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES]
 ROTATED = [Way(f"{way.wire} rotated", way.wire, way.sum, rotate=True) for way in TWO_SHOT if _C.has_scales(way.wire)]
 OTHERS = [
     Way("fp32 exact", "fp32", "exact"),

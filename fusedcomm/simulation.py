@@ -10,7 +10,6 @@ from fusedcomm import chunks
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import (
     ONE_DIMENSIONAL,
-    WITH_FEEDBACK,
     Checks,
     Config,
     Feedback,
@@ -318,9 +317,9 @@ def _added_by_transport(
 
 
 def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
-    """Without residuals a single step feeds nothing back: None, or what a wire that is refused without it has."""
+    """The feedback to simulate. None without residuals: a single step feeds nothing back."""
     if residuals is None:
-        return config.feedback if config.wire in WITH_FEEDBACK else None
+        return None
     if config.feedback is not None and config.feedback.format != residuals.format:
         raise ValueError(
             f"feedback={config.feedback!r} does not match residuals in {residuals.format!r}: use Residuals("

@@ -17,8 +17,7 @@ PER_BYTE = {WIRE_IDS[wire]: 8 // _C.code_nbits(wire) for wire in _C.WIRES if _C.
 """The elements whose codes share a byte, of wires in which several do."""
 
 CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
-"""Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4 of two, in
-int2 of four."""
+"""Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4 of two."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
 """Bytes of one scale, by wire: 4 for fp32, 2 for bf16. 4 if there are none: the kernels take a pointer all the same."""

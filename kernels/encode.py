@@ -62,7 +62,7 @@ def encode_and_store(
     """Rounds `y` (fp32 [TILE]), tile number `tile` of a part, and writes its first `numel` elements.
 
     sections: the part's (scales, codes). Elements of `y` past the end of the part must be zeros. The padding after the
-    part's last scale, and in int2 after its last code, is zeroed. Returns the written codes decoded, fp32 [TILE].
+    part's last scale is zeroed. Returns the written codes decoded, fp32 [TILE].
     """
     TILE: tl.constexpr = y.shape[0]
     scales_out, codes_out = sections
@@ -75,10 +75,6 @@ def encode_and_store(
             pad = num_scales + tl.arange(0, IN_16_BYTES)
             end = tl.cdiv(num_scales, IN_16_BYTES) * IN_16_BYTES
             tl.store(scales_out + pad, tl.zeros([IN_16_BYTES], scales.dtype), mask=pad < end)
-            if BLOCK // per_code(WIRE) < 16:  # 32 elements of int2 are 8 bytes
-                num_codes = part_numel // per_code(WIRE)
-                pad = num_codes + tl.arange(0, 16)
-                tl.store(codes_out + pad, tl.zeros([16], tl.int8), mask=pad < tl.cdiv(num_codes, 16) * 16)
     else:
         codes = encode(y, WIRE) if noise is None else stochastic_encode(y, noise, WIRE)
         decoded = decode(codes, WIRE)

@@ -90,7 +90,7 @@ def with_fp8_sign(v, bits, code, subnormal):
 def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
     """(codes, scales, decoded) of `y` (fp32 [TILE]), rounded stochastically if `noise` (uint32 [TILE]) is not None.
 
-    codes: int8 [TILE // per_code(WIRE)]. scales: fp32 [TILE // BLOCK]; in int4 and int2 bf16 as int16.
+    codes: int8 [TILE // per_code(WIRE)]. scales: fp32 [TILE // BLOCK]; in int4 bf16 as int16.
     decoded: fp32 [TILE]. Where `y` is not finite it may be wrong, as long as y - decoded is not finite there either.
     """
     TILE: tl.constexpr = y.shape[0]
@@ -154,12 +154,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     else:
         values = whole - ROUND_TO_INTEGER
     decoded = tl.reshape(values * spread(factors, PER_BLOCK), (TILE,))
-    if per_code(WIRE) == 4:
-        even, odd = tl.split(tl.reshape(codes & 3, (TILE // 4, 2, 2)))
-        pairs = even | (odd << 2)
-        low, high = tl.split(pairs)
-        return (low | (high << 4)).to(tl.int8), scales, decoded
-    elif per_code(WIRE) == 2:
+    if per_code(WIRE) == 2:
         low, high = tl.split(tl.reshape(codes, (TILE // 2, 2)))
         return ((low & 0xF) | (high << 4)).to(tl.int8), scales, decoded
     else:

@@ -28,10 +28,10 @@ def tile_of(wire: str, block_numel: int) -> int:
 
 def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: int) -> int:
     """Registers of a thread for max_registers(). With 64 these use a stack: with Triton 3.6 sums that change the wire,
-    on sm_120 packs of int4, int2 and of gradients of 16 bits."""
+    on sm_120 packs of int4 and of gradients of 16 bits."""
     if kernel == "reduce" and in_wire not in (None, wire):
         return 128
-    return 80 if kernel == "pack" and (wire in ("int4", "int2") or grad_nbytes == 2) else 64
+    return 80 if kernel == "pack" and (wire == "int4" or grad_nbytes == 2) else 64
 
 
 def max_registers(

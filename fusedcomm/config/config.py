@@ -12,7 +12,6 @@ from fusedcomm.config.options import (
     ALWAYS_SHOWN,
     SUMS,
     WIRES,
-    WITH_FEEDBACK,
     WITH_SCALES,
     WITHOUT_SCALES,
     Blocks,
@@ -52,7 +51,7 @@ class Config(Options):
 
     Args:
         wire: the dtype that is sent: "fp32", "bf16", "fp16", or codes with one scale for each block of elements:
-            "int8", "fp8" (e4m3), "int4", or with `feedback` only "int2".
+            "int8", "fp8" (e4m3), "int4".
         sum: how buckets are summed.
             "exact": all-reduce in fp32.
             "direct": all-reduce in the 16-bit wire.
@@ -124,7 +123,6 @@ class Config(Options):
         if self.predivide != "auto":
             check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
-        self._check_feedback()
         self._check_blocks()
         self._check_fallback()
         self._check_hosts()
@@ -150,16 +148,6 @@ class Config(Options):
                 raise ValueError(
                     f"sum='direct' adds the whole bucket in {self.wire} and cannot send wires[{pattern!r}]='fp32' "
                     "exactly: use sum='two-shot', or leave the pattern out"
-                )
-
-    def _check_feedback(self) -> None:
-        named = {"wire": self.wire, **{f"wires[{pattern!r}]": wire for pattern, wire in self.wires.items()}}
-        for field, wire in named.items():
-            if wire in WITH_FEEDBACK and self.feedback is None:
-                raise ValueError(
-                    f"{field}={wire!r} needs error feedback: without it a third of every gradient's norm would be "
-                    "lost. Use feedback=fusedcomm.Feedback(), for FSDP2's reduce-scatters Feedback(unsharded=True), or "
-                    "wire='int4'"
                 )
 
     def _check_blocks(self) -> None:

@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
 
 from fusedcomm.config import check
-from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithFeedback, WireWithoutScales
+from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
 WIRES: tuple[Wire, ...] = tuple(_C.WIRES)
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
-WITH_FEEDBACK: tuple[Wire, ...] = get_args(WireWithFeedback)
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
 ROUNDINGS: tuple[RoundingKind, ...] = ("nearest", "stochastic")
@@ -45,8 +43,8 @@ class Blocks(Options):
     """The blocks of a wire with scales.
 
     Args:
-        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4
-            and int2. The wires of `Config.wires` always have the default.
+        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
+            The wires of `Config.wires` always have the default.
         rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantized, and by its inverse
             after they are decoded. An outlier then costs its block less accuracy. This helps int4 on heavy-tailed
             gradients. An Inf or NaN turns its whole run into NaN.
@@ -104,7 +102,7 @@ class Feedback(Options):
         unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
             the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
         decay: what both encoders' residuals are multiplied by before they are added to the next gradients, above 0 and
-            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for 2 to 4 bits
+            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for int4
             between seldom merges (:class:`fusedcomm.LocalSteps`), where .9 to .95 is usual.
     """
 

@@ -217,8 +217,8 @@ def test_stochastic_rounding_is_right_in_the_mean_and_goes_to_a_neighbour(wire):
     generator = torch.Generator().manual_seed(1)
     # The first element sets the scale. All others lie between neighboring values of the wire.
     y = torch.cat([torch.tensor([100.0]), torch.rand(63, generator=generator) * 90 - 45])
-    # int4's and int2's scales differ by the rounding; noise of a half rounds to the nearest with the stochastic one.
-    half = torch.full_like(y, 0.5) if wire in ("int4", "int2") else None
+    # int4's scales differ by the rounding; noise of a half rounds to the nearest with the stochastic one.
+    half = torch.full_like(y, 0.5) if wire == "int4" else None
     nearest = reference.decode(*reference.encode(y, wire, 64, half), wire, 64)
     num_draws = len(noise_of_steps())
     drawn = reference.encode(y.repeat(num_draws), wire, 64, noise_of_steps().view(-1))  # a block for each step

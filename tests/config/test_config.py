@@ -155,8 +155,7 @@ def test_two_ways_to_say_the_same_are_agreed_on():
 def test_biases_and_norms_are_exact_on_wires_with_scales_unless_something_else_is_said_of_them():
     bias = torch.zeros(3)
     for wire in fusedcomm.WIRES:
-        feedback = Feedback() if wire == "int2" else None
-        default, all_alike = Config(wire, feedback=feedback), Config(wire, feedback=feedback, wires={"1d": wire})
+        default, all_alike = Config(wire), Config(wire, wires={"1d": wire})
         assert default.exempts_1d == _C.has_scales(wire) and not all_alike.exempts_1d
         assert default.wire_number("head.bias", torch.zeros(3, 3)) == 0 == all_alike.wire_number("head.bias", bias)
     first = Config("int8", wires={"head.*": "bf16"})

@@ -11,7 +11,7 @@ from patience import HANG_S
 
 import fusedcomm
 from fusedcomm import literals
-from fusedcomm.config import RESIDUALS, ROUNDINGS, SUMS, WIRES, WITH_FEEDBACK, WITHOUT_SCALES
+from fusedcomm.config import RESIDUALS, ROUNDINGS, SUMS, WIRES, WITHOUT_SCALES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +67,6 @@ def test_types_have_the_names_that_the_engine_has():
     for of_type, names in (
         (literals.Wire, WIRES),
         (literals.WireWithoutScales, WITHOUT_SCALES),
-        (literals.WireWithFeedback, WITH_FEEDBACK),
         (literals.Sum, SUMS),
         (literals.RoundingKind, ROUNDINGS),
         (literals.ResidualFormat, RESIDUALS),

@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, feedback_of, synchronize
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -197,7 +197,6 @@ BITS = {
     "fp8": 8 + 32 / 128,
     "int8": 8 + 32 / 128,
     "int4": 4 + 16 / 32,
-    "int2": 2 + 16 / 32,
 }
 """By wire dtype: bits of an element, including its share of its block's scale."""
 NUMEL = 8 * 12 * 1024
@@ -215,8 +214,8 @@ def message_nbytes(wire: str) -> int:
 
 
 def _config(sum: str, wire: str, chunks: Chunks | None = None, hosts: TwoLevels | str = "auto") -> Config:
-    """The same wire for all parameters, with the feedback that int2 needs and that sends nothing."""
-    return Config(wire, sum, wires={"1d": wire}, feedback=feedback_of(wire), chunks=chunks or Chunks(), hosts=hosts)
+    """The same wire for all parameters."""
+    return Config(wire, sum, wires={"1d": wire}, chunks=chunks or Chunks(), hosts=hosts)
 
 
 def wires_beside(local_wire: str) -> list[str]:

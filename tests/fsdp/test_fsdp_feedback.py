@@ -113,9 +113,7 @@ def nothing_is_lost(rank, world_size, kind, config):
         ("sharded", Config("int8", feedback=UNSHARDED, wires={"second.*": "bf16"}), 3),
         ("Shard(1)", Config("int4", feedback=UNSHARDED), 2),
         ("hsdp", Config("int8", feedback=Feedback()), 2),  # (1, 2)
-        ("sharded", Config("int2", feedback=UNSHARDED), 3),
         ("hsdp", Config("int4", feedback=UNSHARDED), 4),
-        ("hsdp", Config("int2", feedback=UNSHARDED, hosts=2), 4),  # bf16 within hosts, int2 between them
         ("hsdp", Config("int4", feedback=UNSHARDED, hosts=2), 4),  # bf16 within hosts
         ("hsdp", Config("int4", feedback=Feedback(), hosts=TwoLevels(2, local_wire="fp32")), 4),
         ("replicate", Config("int8", feedback=Feedback()), 2),

@@ -31,7 +31,6 @@ def bits(rank, world_size, num_steps, wire, kwargs):
         ("int8", {"feedback": Feedback(), "hosts": TwoLevels([[0, 1], [2, 3]], "fp32")}),
         ("int4", {"blocks": Blocks(rotate=True), **STOCHASTIC_BF16, "hosts": [[0, 2], [1, 3]]}),
         ("bf16", {**STOCHASTIC_BF16, "hosts": TwoLevels([[3, 1], [0, 2]], "fp16")}),
-        ("int2", {"feedback": Feedback(), "hosts": [[0, 3], [1, 2]]}),
     ],
     ids=str,
 )
@@ -58,8 +57,6 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs):
         ("fp8", {"rounding": Rounding("stochastic"), "feedback": Feedback()}),
         ("int4", {"blocks": Blocks(rotate=True), "feedback": Feedback()}),
         ("int4", {"blocks": Blocks(rotate=True), **STOCHASTIC_BF16}),
-        ("int2", {"feedback": Feedback("bf16")}),
-        ("int2", {"blocks": Blocks(64, rotate=True), "rounding": Rounding("stochastic"), "feedback": Feedback()}),
     ],
     ids=str,
 )
@@ -118,7 +115,7 @@ def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
     [
         ("int8", {"sum": "two-shot", "feedback": Feedback("bf16")}, 3),
         ("int4", {"sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback("bf16")}, 3),
-        ("int2", {"sum": "one-shot", "feedback": Feedback()}, 3),
+        ("int4", {"sum": "one-shot", "feedback": Feedback()}, 3),
         ("fp16", {"sum": "two-shot", "predivide": 3, "feedback": Feedback()}, 3),
         ("fp16", {"sum": "one-shot", "predivide": 0.7, "feedback": Feedback()}, 2),
     ],

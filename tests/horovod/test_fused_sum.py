@@ -101,7 +101,6 @@ def bits(rank, world_size, config, factors):
         ("int8", {"feedback": Feedback("bf16", decay=0.5)}),
         ("fp8", {"rounding": Rounding("stochastic"), "feedback": Feedback()}),
         ("int4", {"blocks": Blocks(rotate=True), "feedback": Feedback()}),
-        ("int2", {"feedback": Feedback()}),
     ],
     ids=str,
 )

@@ -23,11 +23,11 @@ if __name__ != "__main__":
 
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 ROTATED = ("int8", "int4")  # compiled for every capability; fp8 differs only in the code before and after the rotation
 GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5, "int2": 0.25}
-BLOCKS = {"int4": 32, "int2": 32}  # elements of a block; other wires have 128
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
+BLOCKS = {"int4": 32}  # elements of a block; other wires have 128
 TILE = 2048
 NUM_THREADS = 128
 SM_REGISTERS = 65536
@@ -73,9 +73,6 @@ ENCODERS = [
     ("reduce", "fp8", None, {"stochastic": True, "feedback": "fp32"}),
     ("reduce", "int4", None, {"stochastic": True}),
     ("reduce", "int4", None, {"stochastic": True, "feedback": "bf16", "in_wire": "bf16", "rotated": True}),
-    ("pack", "int2", "float32", {"feedback": "fp32"}),
-    ("reduce", "int2", None, {"stochastic": True, "feedback": "bf16", "in_wire": "bf16", "rotated": True}),
-    ("unpack", "int2", "float32", {"sums": True}),
 ]
 
 RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2}
@@ -211,8 +208,8 @@ def check_full_tiles(code, kernel, wire, dtype):
         "reduce": (wire_nbytes, wire_nbytes),
         "scale": (grad, grad),
     }[kernel]
-    # A thread has 16 elements of a tile, and sums access nothing wider than codes: 8 bytes in int4, 4 in int2.
-    narrow = {"int4": 8, "int2": 4} if kernel == "reduce" else {}
+    # A thread has 16 elements of a tile, and sums access nothing wider than codes: 8 bytes in int4.
+    narrow = {"int4": 8} if kernel == "reduce" else {}
     assert max(loaded, stored) * numel == narrow.get(wire, 16)
     for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
         found = accesses(code["ptx"], verb, nbytes, predicated=kernel == "reduce")
@@ -302,7 +299,7 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
         assert loads - of_plain >= TILE // (NUM_THREADS * numel)
     if feedback is None:
         return
-    # A code counts as at least one byte: int4 has two codes in a byte, int2 four.
+    # A code counts as at least one byte: int4 has two codes in a byte.
     widest = max(
         RESIDUAL_NBYTES[feedback], *(max(1, CODE_NBYTES[w]) for w in (wire, in_wire)), GRAD_NBYTES.get(dtype, 0)
     )

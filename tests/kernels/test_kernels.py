@@ -36,9 +36,9 @@ interpreter.mend()
 # Under the interpreter numpy warns of every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 BLOCKS = WIRES[3:]
-ROTATED = ("int8-rotated", "fp8-rotated", "int4-rotated", "int2-rotated")
+ROTATED = ("int8-rotated", "fp8-rotated", "int4-rotated")
 CHUNK_NBYTES = 1 << 40  # more than any bucket here
 POISON = 0xA5
 GUARD_NBYTES = 64
@@ -370,8 +370,7 @@ def around(values):
 
 
 def blocks_around_codes(wire):
-    """fp32 [num_blocks, 32]. Each block contains the greatest value of a code, in int4 and int2 the least: its scale is
-    1."""
+    """fp32 [num_blocks, 32]. Each block contains the greatest value of a code, in int4 the least: its scale is 1."""
     if wire == "fp8":
         values = torch.arange(256).to(torch.uint8).view(reference.WIRE_DTYPES[wire]).float()
         values = values[values.isfinite() & (values >= 0)].unique()
@@ -383,8 +382,6 @@ def blocks_around_codes(wire):
         changes = (line * (9856 - 29 * line * line) / 8192).round().diff().nonzero().view(-1)
         values = torch.cat([values, line[changes], line[changes + 1]]).unique()
         greatest = -8.0
-    elif wire == "int2":
-        values, greatest = torch.arange(3).float(), -2.0
     else:
         greatest = 127.0
         values = torch.arange(int(greatest) + 1).float()
@@ -428,7 +425,7 @@ def test_special_values(device, wire_format, scale):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 def test_rounds_to_the_nearest_code(device, wire):
     blocks = blocks_around_codes(wire)
     # Includes inverses of scales that are not powers of two.
@@ -506,13 +503,13 @@ def test_every_16_bit_code(device, wire):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 def test_every_8_bit_code(device, wire):
     """Includes codes and scales that pack never writes."""
     bits = torch.tensor(
         [0x3F80, 0x3E9A, 0x0000, 0x8000, 0x0001, 0x00A1, 0x7F80, 0x7FC1, 0xFF81, 0x7F7F, 0x0D80, 0xC123]
     )
-    numel = 256 * {"int4": 2, "int2": 4}.get(wire, 1)
+    numel = 256 * (2 if wire == "int4" else 1)
     scales = bits.repeat_interleave(numel // 32).to(torch.int16)
     if wire in ("int8", "fp8"):
         scales = torch.stack([torch.full_like(scales, 0x1234), scales], dim=1).flatten()

@@ -43,7 +43,7 @@ MOST_OF_SEVERAL = 1.17
 """Of unpack of several messages in wires with scales. A warp's scales fill half of a sector of 32 bytes; the other half
 is counted again when the next warp reads it, from the cache. So are a tile's words of the tables, for each warp."""
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "int8-rotated", "fp8", "fp8-rotated", "int4", "int4-rotated", "int2")
+WIRES = ("fp32", "bf16", "fp16", "int8", "int8-rotated", "fp8", "fp8-rotated", "int4", "int4-rotated")
 
 GPUS = {"H100": (3.35e12, 132 * 128 * 1.755e9), "A100": (2.039e12, 108 * 128 * 1.41e9)}
 """(bytes/s of memory, instructions/s of all threads) from NVIDIA's data sheets: H100 SXM5, A100 SXM4 80 GB. A
@@ -81,7 +81,7 @@ class Row:
 
 def layout_of(wire: str, num_parts: int = 1) -> "_C.BucketLayout":
     """NUMEL elements in each part, in blocks of the wire's default size."""
-    return bucket_layout(wire, 32 if wire[:4] in ("int4", "int2") else 128, num_parts, 0, num_parts * NUMEL)
+    return bucket_layout(wire, 32 if wire[:4] == "int4" else 128, num_parts, 0, num_parts * NUMEL)
 
 
 def run_pack(wire: str, noisy: bool = False) -> int:

@@ -27,7 +27,6 @@ struct Avx2 {
   using F = __m256;
   using N = __m256i;
   using M = __m256i;
-  using Codes = CodeList<Int8, E4m3, Int4, Int2>;
   static constexpr int kLanes = 8;
   static constexpr int kStreamNbytes = 32;
 
@@ -126,7 +125,6 @@ struct Avx2 {
   // Codes rounded to nearest even, in the low byte of each element.
   static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
   static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(compressed(value)); }
-  static __m256i code(Int2, F value) { return _mm256_min_epi32(_mm256_cvtps_epi32(value), _mm256_set1_epi32(1)); }
   static F compressed(F value) {
     const F cubic = mul(mul(value, value), broadcast(Int4::kInverseCubic));
     return mul(value, sub(broadcast(Int4::kInverseLinear), cubic));
@@ -143,7 +141,6 @@ struct Avx2 {
     return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
   }
   static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
-  static __m256i code(Int2, F value, __m256i noise) { return floor_code<Int2>(add_noise(value, noise)); }
   // See Scalar. The guess may be fused: any near one gives the same code.
   static __m256i code(Int4, F value, __m256i noise) {
     const F down = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f));
@@ -193,16 +190,6 @@ struct Avx2 {
     const __m256i fours = _mm256_shuffle_epi8(pairs, _mm256_set1_epi32(0x0C080400));
     return _mm_unpacklo_epi16(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
   }
-  // The result is in the low 4 bytes: 16 bits of the elements of `first`, then those of `second`.
-  static __m128i pack_codes(Int2, __m256i first, __m256i second) {
-    const __m256i places = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), mask = _mm256_set1_epi32(3);
-    const __m256i low = _mm256_sllv_epi32(_mm256_and_si256(first, mask), places);
-    const __m256i high = _mm256_slli_epi32(_mm256_sllv_epi32(_mm256_and_si256(second, mask), places), 16);
-    const __m256i eight = _mm256_or_si256(low, high);
-    const __m128i four = _mm_or_si128(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_or_si128(four, _mm_unpackhi_epi64(four, four));
-    return _mm_or_si128(two, _mm_srli_epi64(two, 32));
-  }
 
   // fp8 to nearest even; the second half of the work is on 16-bit words. A magnitude's code is the code of the first
   // value of its binade plus the number of steps from that value. A magnitude below the least normal one is treated as
@@ -238,18 +225,11 @@ struct Avx2 {
   static __m128i to_codes(Int4, F first, F second) {
     return pack_codes(Int4(), code(Int4(), first), code(Int4(), second));
   }
-  static __m128i to_codes(Int2, F first, F second) {
-    return pack_codes(Int2(), code(Int2(), first), code(Int2(), second));
-  }
   template <class Code>
   static void store_bytes(Code, uint8_t* p, __m128i bytes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
   static void store_bytes(Int4, uint8_t* p, __m128i bytes) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes); }
-  static void store_bytes(Int2, uint8_t* p, __m128i bytes) {
-    const int four = _mm_cvtsi128_si32(bytes);
-    std::memcpy(p, &four, sizeof(four));
-  }
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
     store_bytes(Code(), p, to_codes(Code(), first, second));
@@ -265,9 +245,6 @@ struct Avx2 {
   }
   static void stream_codes(Int4, uint8_t* p, F first, F second) {
     _mm_stream_si64(reinterpret_cast<long long*>(p), _mm_cvtsi128_si64(to_codes(Int4(), first, second)));
-  }
-  static void stream_codes(Int2, uint8_t* p, F first, F second) {
-    _mm_stream_si32(reinterpret_cast<int*>(p), _mm_cvtsi128_si32(to_codes(Int2(), first, second)));
   }
 
   static F load_int8(const uint8_t* p) {
@@ -316,16 +293,6 @@ struct Avx2 {
     load_whole(p, first_code, second_code);
     first = _mm256_fmadd_ps(first_code, factor_of(first_code, scale), first);
     second = _mm256_fmadd_ps(second_code, factor_of(second_code, scale), second);
-  }
-  // A left shift moves an element's two bits to the top, a right shift moves them down and extends their sign.
-  static void load_codes(Int2, const uint8_t* p, F& first, F& second) {
-    int four;
-    std::memcpy(&four, p, sizeof(four));
-    const __m256i codes = _mm256_set1_epi32(four);
-    const __m256i low = _mm256_sllv_epi32(codes, _mm256_setr_epi32(30, 28, 26, 24, 22, 20, 18, 16));
-    const __m256i high = _mm256_sllv_epi32(codes, _mm256_setr_epi32(14, 12, 10, 8, 6, 4, 2, 0));
-    first = _mm256_cvtepi32_ps(_mm256_srai_epi32(low, 30));
-    second = _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 30));
   }
 
   template <int kDistance>

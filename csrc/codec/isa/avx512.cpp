@@ -32,7 +32,6 @@ struct Avx512 {
   using F = __m512;
   using N = __m512i;
   using M = __m512i;
-  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 16;
   static constexpr int kStreamNbytes = 64;
 

@@ -129,7 +129,7 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
 
 // No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
 // L(1 + 2^-24)², less than half a step beyond L. With a bf16 scale, rounding may have lowered the scale by 2^-9 of it:
-// in int4 |y·inverse| < 8.04, in int2 < 2.01. The code is at least kLeast, and one beyond L becomes L.
+// in int4 |y·inverse| < 8.04. The code is at least kLeast, and one beyond L becomes L.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {

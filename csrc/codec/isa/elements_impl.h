@@ -15,13 +15,13 @@
 //   greatest(const M*, uint32_t*)                 what kMaxima M hold, at once: hardly slower than of one M
 //   kStreamNbytes          the alignment in bytes that stream() needs; 0: V has no stores that bypass the caches
 //   fence()                must follow the last stream()
-// V::Codes lists the codes that V reads and writes itself; CodesOf leaves the others to Scalar. For 2·kLanes elements:
+// For 2·kLanes elements of each code:
 //   load_codes(Code, const uint8_t*, F&, F&)         the values of codes, except NaN and Inf, which are never sent
 //   load_scaled_codes(Code, const uint8_t*, F, F&, F&)  instead of load_codes: the values times a scale
 //   add_scaled_codes(Code, const uint8_t*, F, F&, F&)   besides, if it is faster: adds these
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step,
-//                                                    in int4 below 8.04, in int2 below 2.01; 8 and 2 become 7 and 1
-//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; magnitudes of fp8, int4 and int2
+//                                                    in int4 below 8.04; a code of 8 becomes 7
+//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; magnitudes of fp8 and int4
 //                                                    exceed kGreatest by at most 8 ulps
 // For rotations:
 //   mix<distance>(F)       (a, b) ← (a + b, a - b) for all pairs of elements that far apart; distance < kLanes

@@ -15,7 +15,6 @@ struct Neon {
   using F = float32x4x2_t;
   using N = uint32x4x2_t;
   using M = uint32x4x2_t;
-  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 8;
   static constexpr int kStreamNbytes = 0;
 

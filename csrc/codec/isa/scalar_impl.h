@@ -2,7 +2,7 @@
 // element, which has the arithmetic of all of them. See elements_impl.h for what a vector type provides.
 //
 // A wire with scales has a code here: a struct of constants, Scalar's `code` (to nearest even and stochastically) and
-// `value`, and a place in AllCodes. The other instruction sets may leave a code to Scalar; see CodesOf.
+// `value`, and a place in AllCodes.
 #pragma once
 
 #include <cstdint>
@@ -67,22 +67,11 @@ struct Int4 {
   static constexpr float kInverseLinear = 9856.0f / 8192.0f, kInverseCubic = 29.0f / 8192.0f;
 };
 
-// Code c, from -2 to 1, is c times the scale, whose sign is chosen as int4's: the element of greatest magnitude has the
-// code -2. Small elements are zeros until their residuals have grown.
-struct Int2 {
-  static constexpr Wire kWire = Wire::kInt2;
-  using Scale = Bf16;
-  static constexpr int kNbits = 2;
-  static constexpr bool kSignedScale = true;
-  static constexpr float kLeast = -2.0f, kGreatest = 1.0f;
-  static constexpr uint32_t kGreatestCode = 0x1, kLeastCode = 0x2;
-};
-
 template <class... Code>
 struct CodeList {};
 
 // The code of every wire with scales, in the order of their BlockKernels.
-using AllCodes = CodeList<Int8, E4m3, Int4, Int2>;
+using AllCodes = CodeList<Int8, E4m3, Int4>;
 
 // Bytes of the codes of `numel` elements; for an element that is not the first of its byte, the byte's index.
 template <class Code>
@@ -168,7 +157,6 @@ struct Scalar {
   using F = float;
   using N = uint32_t;
   using M = uint32_t;
-  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 1;
   static constexpr int kStreamNbytes = 0;
 
@@ -267,12 +255,10 @@ struct Scalar {
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
-  static uint32_t code(Int4, F value) { return without_opposite<7>(whole(compressed(value))); }
-  static uint32_t code(Int2, F value) { return without_opposite<1>(whole(value)); }
-  // One more than the greatest code becomes the greatest, without a branch.
-  template <int32_t kGreatest>
-  static uint32_t without_opposite(uint32_t code) {
-    return code + static_cast<uint32_t>((kGreatest - static_cast<int32_t>(code)) >> 31);
+  // A code of 8 becomes 7, without a branch.
+  static uint32_t code(Int4, F value) {
+    const uint32_t code = whole(compressed(value));
+    return code + static_cast<uint32_t>((7 - static_cast<int32_t>(code)) >> 31);
   }
   static F compressed(F value) { return value * (Int4::kInverseLinear - value * value * Int4::kInverseCubic); }
   static constexpr F level(F code) { return code * (Int4::kLinear + code * code * Int4::kCubic); }
@@ -285,7 +271,6 @@ struct Scalar {
     return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
-  static uint32_t code(Int2, F value, uint32_t noise) { return floor_code<Int2>(value + noise_value(noise)); }
   // The code is c or c + 1, with level(c) ≤ value < level(c + 1): c if value - level(c) < down·step. With the levels'
   // inverse, exact between levels, it would be floor(inverse(value) + 1 - down). `compressed` is within 0.05 of that
   // inverse, so rounding compressed(value) - down guesses the code or the one below it, and the comparison, of the
@@ -332,7 +317,6 @@ struct Scalar {
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
   static F value(Int4, uint32_t code) { return level(number(code)); }
   static F number(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
-  static F value(Int2, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 6) >> 6); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     first = value(Code(), code_at<Code>(p, 0));
@@ -371,11 +355,6 @@ struct Scalar {
 
 // ---- the codes of a vector type
 
-template <class Code, class List>
-constexpr bool kListed = false;
-template <class Code, class... Listed>
-constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
-
 // Whether V has load_scaled_codes and add_scaled_codes for Code.
 template <class V, class Code, class = void>
 constexpr bool kLoadsScaled = false;
@@ -392,9 +371,8 @@ constexpr bool kAddsScaled<
     std::void_t<decltype(V::add_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
                                              std::declval<typename V::F&>()))>> = true;
 
-// How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
-// Code, else by Scalar's, one element after the other. They are read from element i on.
-template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
+// How V reads, times their block's scale, and writes 2·kLanes elements of Code. They are read from element i on.
+template <class V, class Code>
 struct CodesOf {
   using F = typename V::F;
   static void load(const uint8_t* codes, int64_t i, F scale, F& first, F& second) {
@@ -411,36 +389,6 @@ struct CodesOf {
   static void stream(uint8_t* p, F first, F second) { V::stream_codes(Code(), p, first, second); }
   static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
     V::store_codes(Code(), p, first, second, noise);
-  }
-};
-
-template <class V, class Code>
-struct CodesOf<V, Code, false> {
-  using F = typename V::F;
-
-  static void load(const uint8_t* codes, int64_t i, F scale, F& first, F& second) {
-    alignas(64) float values[2 * V::kLanes];
-    for (int k = 0; k < 2 * V::kLanes; ++k) values[k] = Scalar::value(Code(), code_at<Code>(codes, i + k));
-    first = V::mul(V::load(values), scale);
-    second = V::mul(V::load(values + V::kLanes), scale);
-  }
-  static void store(uint8_t* p, F first, F second) {
-    put(p, first, second, [](int, float value) { return Scalar::code(Code(), value); });
-  }
-  static void stream(uint8_t* p, F first, F second) { store(p, first, second); }
-  static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
-    put(p, first, second, [noise](int k, float value) { return Scalar::code(Code(), value, noise[k]); });
-  }
-
- private:
-  template <class Function>
-  static void put(uint8_t* p, F first, F second, Function code) {
-    alignas(64) float values[2 * V::kLanes];
-    uint32_t codes[2 * V::kLanes];
-    V::store(values, first);
-    V::store(values + V::kLanes, second);
-    for (int k = 0; k < 2 * V::kLanes; ++k) codes[k] = code(k, values[k]);
-    pack<Code>(p, codes, 2 * V::kLanes);
   }
 };
 

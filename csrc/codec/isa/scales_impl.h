@@ -29,8 +29,8 @@ inline void set_scale(uint32_t top, float* scale, float* inverse) {
   *inverse = Code::kGreatest / absmax;
 }
 
-// To nearest, the element of greatest magnitude gets the least code, -8 or -2. Stochastically, values stay within the
-// levels of ±7 or ±1 and the scale is rounded up: a value that had to be clamped would make the mean wrong.
+// To nearest, the element of greatest magnitude gets the least code, -8. Stochastically, values stay within the
+// levels of ±7 and the scale is rounded up: a value that had to be clamped would make the mean wrong.
 template <bool kStochastic, class Code>
 inline void set_scale(uint32_t top, Bf16* scale, float* inverse) {
   static_assert(Code::kSignedScale);
