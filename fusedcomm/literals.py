@@ -12,7 +12,6 @@ Search: TypeAlias = Literal["auto"]
 Off: TypeAlias = Literal["off"]
 """In place of a wire: DDP's own all-reduce."""
 Sum: TypeAlias = Literal["auto", "exact", "direct", "two-shot", "one-shot"]
-RoundingKind: TypeAlias = Literal["nearest", "stochastic"]
 ResidualFormat: TypeAlias = Literal["fp32", "bf16"]
 Weighted: TypeAlias = Literal["mean", "sum"]
 Merge: TypeAlias = Literal["corrected", "nesterov", "average"]

@@ -32,7 +32,6 @@ def options(
     tile: int,
     plain_registers: int = 64,
     rotated: bool = False,
-    stochastic: bool = False,
     feedback: str | None = None,
     sums: bool = False,
 ) -> dict[str, object]:
@@ -41,7 +40,7 @@ def options(
         "num_warps": NUM_WARPS,
         "num_stages": 1,  # no loop is pipelined through shared memory
         "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
-        "maxnreg": max_registers(tile, plain_registers, rotated, stochastic, feedback, sums),
+        "maxnreg": max_registers(tile, plain_registers, rotated, feedback, sums),
     }
 
 

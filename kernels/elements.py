@@ -105,13 +105,6 @@ def from_fp16_bits(bits):
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
-def floor(x):
-    """The floor of x for |x| < 2^22; a zero gives +0. tl.floor is not used, because it flushes a denormal to zero."""
-    nearest = (x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER
-    return nearest - tl.where(nearest > x, 1.0, 0.0)
-
-
 # ---- gradients
 
 

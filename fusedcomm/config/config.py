@@ -19,7 +19,6 @@ from fusedcomm.config.options import (
     Chunks,
     Feedback,
     Options,
-    Rounding,
     TwoLevels,
 )
 from fusedcomm.literals import Sum, Weighted, Wire
@@ -68,7 +67,6 @@ class Config(Options):
         predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
             divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
         blocks: a :class:`Blocks`: how many elements share a scale, and whether they are rotated.
-        rounding: a :class:`Rounding`: to nearest or stochastic.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
         checks: a :class:`Checks`: which errors are measured, and what follows from them.
@@ -93,7 +91,6 @@ class Config(Options):
     wires: Mapping[str, Wire] = dataclasses.field(default_factory=dict)
     predivide: float | Literal["auto"] = "auto"
     blocks: Blocks = Blocks()
-    rounding: Rounding = Rounding()
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
     checks: Checks = Checks()
@@ -114,7 +111,7 @@ class Config(Options):
             )
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
-        for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks), ("checks", Checks)):
+        for name, kind in (("blocks", Blocks), ("chunks", Chunks), ("checks", Checks)):
             check.kind(name, getattr(self, name), kind)
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
@@ -235,11 +232,6 @@ class Config(Options):
         """The format of residuals, "fp32" or "bf16". None: no residuals are kept."""
         return None if self.feedback is None else self.feedback.format
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether encoders round at random."""
-        return self.rounding.kind == "stochastic"
-
     # ---- the wires of parameters
 
     @property
@@ -353,8 +345,6 @@ class Config(Options):
             chunks_in_flight=chunks.in_flight,
             rotate=rotate,
             others=others,
-            stochastic=self.is_stochastic,
-            seed=self.rounding.seed,
             error_feedback=self.residual_format,
             feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
             ranks_per_host=ranks_per_host,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fusedcomm.config import check
-from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithoutScales
+from fusedcomm.literals import ResidualFormat, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
@@ -12,7 +12,6 @@ WIRES: tuple[Wire, ...] = tuple(_C.WIRES)
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
-ROUNDINGS: tuple[RoundingKind, ...] = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
 
 # The greatest int64.
@@ -60,30 +59,6 @@ class Blocks(Options):
             if self.numel & (self.numel - 1):
                 raise ValueError(f"Blocks(numel)={self.numel} is not possible: use {possible}")
         check.flag("Blocks(rotate)", self.rotate)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Rounding(Options):
-    """How encoders round.
-
-    Args:
-        kind: "nearest", or "stochastic": up or down at random, such that the mean of many roundings is exact. Nearest
-            has half the worst error. Stochastic does not round small values in the same direction every time.
-        seed: for "stochastic" only; from 0 to 2^64 - 1. The same seed, step and buckets give the same bits on any
-            device.
-    """
-
-    kind: RoundingKind = "nearest"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check.choice("Rounding(kind)", self.kind, ROUNDINGS)
-        check.whole("Rounding(seed)", self.seed, 0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")
-        if self.seed and self.kind == "nearest":
-            raise ValueError(
-                f"Rounding(kind='nearest', seed={self.seed}): rounding to nearest draws no random numbers, so the seed "
-                "has no effect: use kind='stochastic' with it, or leave the seed out"
-            )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

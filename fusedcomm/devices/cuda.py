@@ -116,7 +116,6 @@ def kernel_variants(
     return variants.engine_variants(
         cfg.formats,
         grad_dtypes,
-        stochastic=cfg.is_stochastic,
         feedback=cfg.residual_format,
         measured=cfg.checks.measure_every > 0,
         local_wire=cfg.local_wire if two_levels else None,

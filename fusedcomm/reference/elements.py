@@ -18,17 +18,8 @@ y is the fp32 value that is encoded, and L the greatest value of a code: GREATES
                scale = absmax / 8 if the block has an element of -absmax, else -absmax / 8: one element of greatest
                magnitude has the code -8, and one with the other sign 7; absmax counts as at most the greatest bf16
                number; the scale is rounded to bf16; inverse = 1 / scale; codes beyond 7 become 7
-               rounded stochastically: scale = absmax / level(7) rounded up to bf16, so that no value has to be cut off
     decode   the code's value as fp32; with blocks that · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
                (in int8 and fp8 L · scale may overflow to Inf where absmax is near the greatest float)
-
-Stochastic rounding replaces "to nearest even" as follows. u in [0, 1) comes from `noise`. Scales and values that are
-not finite are rounded as above.
-
-    int8             floor(y · inverse + u)
-    int4             from the level at or below v up to the next one if v − level ≥ (1 − u)·(next − level)
-    floats           add u·2^(bits dropped) to the bits of the magnitude, then truncate; below the least normal number,
-                     where the step is constant, floor(magnitude / step + u) steps
 """
 
 import torch
@@ -97,19 +88,14 @@ def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return canonical(y.to(dtype))
 
 
-def encode(
-    y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL, u: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> tuple[torch.Tensor, torch.Tensor]:
     """Wire codes of `y` (fp32 [numel]) and the scales of its blocks of `block` elements.
 
-    Rounds stochastically if `u` (fp32 [numel], in [0, 1)) is given, else to nearest even. Returns (codes, scales):
-    codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)]; scales
+    Returns (codes, scales): codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)]; scales
     [ceil(numel / block)] in fp32, for int4 in bf16, and empty if the wire has no scales. Elements missing from
     the last block count as zeros.
     """
     if wire not in GREATEST_CODE:
-        if u is not None and wire != "fp32":
-            y = torch.where(y.isfinite(), _stochastic_float(y, u, WIRE_DTYPES[wire]), y)
         return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
     if y.numel() == 0:
         return y.new_empty(0, dtype=WIRE_DTYPES[wire]), y.new_empty(0, dtype=scale_dtype(wire))
@@ -122,17 +108,13 @@ def encode(
     absmax = torch.where(normal, absmax, greatest)
     if wire in _NBITS:
         is_negative = (blocks == -absmax[:, None]).any(dim=1)
-        scales = _signed_scales(wire, absmax, is_negative if u is None else None)
+        scales = _signed_scales(wire, absmax, is_negative)
         inverse = torch.ones_like(scales) / scales
     else:
         scales = absmax / greatest
         inverse = greatest / absmax
     v = blocks * inverse[:, None]
-    if u is None:
-        codes = _nearest_code(v, wire)
-    else:
-        codes = _stochastic_code(v, torch.nn.functional.pad(u, (0, -u.numel() % block)).view_as(v), wire)
-    codes = torch.where(normal[:, None], codes, 0.0)
+    codes = torch.where(normal[:, None], _nearest_code(v, wire), 0.0)
     codes = torch.where(blocks == torch.inf, GREATEST_CODE[wire], codes)
     codes = torch.where(blocks == -torch.inf, LEAST_CODE[wire], codes)
     scales = torch.where(normal, scales, 0.0)
@@ -140,17 +122,13 @@ def encode(
     return _stored(codes.view(-1)[: y.numel()], wire), scales
 
 
-def _signed_scales(wire: str, absmax: torch.Tensor, is_negative: torch.Tensor | None) -> torch.Tensor:
+def _signed_scales(wire: str, absmax: torch.Tensor, is_negative: torch.Tensor) -> torch.Tensor:
     """fp32 [num_blocks], each a bf16 number: the scales of blocks by their absmax (fp32 [num_blocks]).
 
-    With `is_negative` (bool [num_blocks]: whether an element is -absmax) the element of greatest magnitude gets the
-    least code, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding,
-    values stay within the greatest code's and scales are rounded up.
+    The element of greatest magnitude gets the least code, and if both signs have that magnitude, the negative one does:
+    `is_negative` (bool [num_blocks]) tells whether an element is -absmax.
     """
     absmax = absmax.clamp(max=_BF16_GREATEST)
-    if is_negative is None:
-        bits = (absmax / torch.full_like(absmax, GREATEST_CODE[wire])).view(torch.int32)
-        return (bits + 0xFFFF >> 16 << 16).view(torch.float32)
     return round_to(torch.where(is_negative, absmax, -absmax) / -LEAST_CODE[wire], torch.bfloat16).float()
 
 
@@ -169,35 +147,6 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
     if wire == "int8":
         return v.round().clamp(least, greatest)
     return v.clamp(least, greatest).to(WIRE_DTYPES[wire]).float()
-
-
-def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
-    """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
-    if wire == "int4":
-        levels = _levels(v)
-        v = v.clamp(levels[0], levels[-1])
-        below = (torch.bucketize(v, levels, right=True) - 1).clamp(0, 14)
-        low, high = levels[below], levels[below + 1]
-        return torch.where(v - low >= (1 - u) * (high - low), high, low)
-    rounded = (v + u).floor() if wire == "int8" else _stochastic_float(v, u, WIRE_DTYPES[wire])
-    return rounded.clamp(LEAST_CODE[wire], GREATEST_CODE[wire])
-
-
-def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32: finite `v` (fp32) rounded stochastically to the precision of `dtype`; may exceed its greatest value."""
-    mantissa_nbits, least_exponent = {
-        torch.bfloat16: (7, -126),
-        torch.float16: (10, -14),
-        torch.float8_e4m3fn: (3, -6),
-    }[dtype]
-    magnitude = v.abs()
-    dropped = 23 - mantissa_nbits
-    bits = magnitude.view(torch.int32) + (u * 2.0**dropped).to(torch.int32)
-    value = (bits >> dropped << dropped).view(torch.float32)
-    if dtype != torch.bfloat16:  # bf16 has fp32's exponents, so truncation serves its subnormals as well
-        step = 2.0 ** (least_exponent - mantissa_nbits)
-        value = torch.where(magnitude < 2.0**least_exponent, (magnitude / step + u).floor() * step, value)
-    return value.copysign(v)
 
 
 def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:

@@ -137,7 +137,6 @@ class Plan:
             (
                 config.wire,
                 *(["rotated"] if config.blocks.rotate else []),
-                *(["rounded stochastically"] if config.is_stochastic else []),
                 *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )

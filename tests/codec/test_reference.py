@@ -314,26 +314,12 @@ def test_the_greatest_int4_values_do_not_overflow():
     greatest = torch.finfo(torch.float32).max
     y = torch.zeros(2, 32)
     y[:, 0], y[:, 1] = torch.tensor([greatest, -greatest]), torch.tensor([-greatest, 2.0**126])
-    for u in (None, torch.full((64,), 0.999)):
-        codes, scales = reference.encode(y.view(-1), "int4", 32, u)
-        decoded = reference.decode(codes, scales, "int4", 32).view(2, 32)
-        # Of two greatest elements the positive one has the level of 7 for 8.
-        assert decoded.isfinite().all() and (decoded[:, :1] / y[:, :1] - 1).abs().max() < 1.02 - level(7) / 8
+    codes, scales = reference.encode(y.view(-1), "int4", 32)
+    decoded = reference.decode(codes, scales, "int4", 32).view(2, 32)
+    # Of two greatest elements the positive one has the level of 7 for 8.
+    assert decoded.isfinite().all() and (decoded[:, :1] / y[:, :1] - 1).abs().max() < 1.02 - level(7) / 8
     codes, scales = reference.encode(y[1], "int4", 32)
     assert reference.decode(codes, scales, "int4", 32)[0] == -torch.finfo(torch.bfloat16).max
-
-
-def test_no_stochastic_int4_code_is_cut_off():
-    """Or the mean would be wrong. So the scale leaves room for every element and is rounded up."""
-    y = signed(32 * 20_000, seed=8, spread=60).view(-1, 32)
-    y = y[y.abs().amax(dim=1) >= 2.0**-100]
-    u = torch.rand(y.numel(), generator=torch.Generator().manual_seed(9)) * (1 - 2.0**-16)
-    codes, scales = reference.encode(y.view(-1), "int4", 32, u)
-    steps = scales.double()[:, None]
-    exact = y.double() / steps
-    values = reference.values_of_codes(codes, "int4").view(-1, 32).double()
-    assert (values - exact).abs().max() < level(7) - level(6) + 2**-20
-    assert exact.abs().max() <= level(7) and exact.abs().amax(dim=1).min() > level(7) / (1 + 2**-7)
 
 
 def test_an_odd_number_of_int4_codes():

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, TwoLevels
 from fusedcomm.integrations.attachment import Attachment
 from fusedcomm.native import _C
 
@@ -19,7 +19,6 @@ EVERYTHING = Config(
     "two-shot",
     wires={"*.0": "fp32", "1d": "int8"},
     blocks=Blocks(64, rotate=True),
-    rounding=Rounding("stochastic", seed=3),
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
     checks=Checks(verify_every=5, fallback=Fallback(0.5, "fp32")),
@@ -29,7 +28,7 @@ EVERYTHING = Config(
 # --- one object ------------------------------------------------------------------------------------------------------
 
 SHAPE = (70, 90)
-CONFIG = Config("int8", "two-shot", blocks=Blocks(64), rounding=Rounding("stochastic", seed=7), chunks=Chunks(4096))
+CONFIG = Config("int8", "two-shot", blocks=Blocks(64), chunks=Chunks(4096))
 
 
 def gradient_of(rank):
@@ -108,7 +107,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "sum": "auto",
         "wires": {},
         "blocks": Blocks(),
-        "rounding": Rounding(),
         "feedback": None,
         "chunks": Chunks(),
         "checks": Checks(),

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, Rounding, TwoLevels
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
@@ -451,7 +451,7 @@ def counted(rank, world_size, kwargs, num_steps):
         {"wire": "int8", "sum": "one-shot"},
         {"wire": "fp16", "sum": "two-shot"},
         {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
-        {"wire": "fp8", "wires": {"1d": "fp8"}, "rounding": Rounding("stochastic"), "feedback": Feedback()},
+        {"wire": "fp8", "wires": {"1d": "fp8"}, "feedback": Feedback()},
         {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
     ],
     ids=str,

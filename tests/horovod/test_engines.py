@@ -21,7 +21,6 @@ from fusedcomm.config import (
     Config,
     Fallback,
     Feedback,
-    Rounding,
     TwoLevels,
 )
 from fusedcomm.horovod import engines
@@ -35,7 +34,7 @@ CONFIGS = [
     *(Config(wire) for wire in WIRES),
     Config("int8", wires={"b.*": "bf16", "a.*": "int4", "1d": "fp32"}),
     Config("fp16", "two-shot", predivide=0.1, chunks=Chunks(5000, 3)),
-    Config("int4", blocks=Blocks(64, True), rounding=Rounding("stochastic", 2**64 - 1), feedback=Feedback("bf16")),
+    Config("int4", blocks=Blocks(64, True), feedback=Feedback("bf16")),
     Config("bf16", hosts=TwoLevels([[0, 2], [1, 3]], "fp16")),
     Config("bf16", hosts=[[0, 1], [2, 3]]),
     Config("bf16", hosts=2),

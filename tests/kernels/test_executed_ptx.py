@@ -46,7 +46,7 @@ def test_compiled_kernels_give_the_bytes_of_the_oracle(executed, wire_format, fl
 def test_compiled_encoders_round_and_keep_residuals_as_the_oracle(executed, wire_format, feedback, dtype):
     numels = [TILE + 300, TILE]
     layout = bucket_layout(wire_format, 128, 2, 0, sum(numels))
-    check_steps([layout], [numels], [], "cpu", True, feedback, dtype, tile=TILE)
+    check_steps([layout], [numels], [], "cpu", feedback, dtype, tile=TILE)
 
 
 @pytest.mark.sampled

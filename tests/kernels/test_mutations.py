@@ -59,7 +59,7 @@ def counts() -> None:
 
 def steps(wire_format: str) -> None:
     layout = bucket_layout(wire_format, 128, 2, 0, 2 * TILE + 300)
-    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", True, "bf16", torch.float32, tile=TILE)
+    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", "bf16", torch.float32, tile=TILE)
 
 
 CHECKS = {
