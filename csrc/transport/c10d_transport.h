@@ -86,8 +86,7 @@ class HostTransport : public C10dTransport {
 // own in the same order.
 class StreamTransport : public C10dTransport {
  public:
-  StreamTransport(const BackendPtr& backend, c10::Device device)
-      : C10dTransport(backend, backend), device_(device) {}
+  StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
   StreamTransport(const StreamTransport&) = default;
   ~StreamTransport() override;
 
