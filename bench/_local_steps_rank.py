@@ -62,7 +62,6 @@ def ways(every: int, delay: int) -> dict[str, dict | None]:
         f"H={every} corrected int8": local("int8", merge="corrected", delay=late),
         f"H={every} corrected int4": local("int4", merge="corrected", delay=late),
         f"H={every} corrected int4 no feedback": local(Config("int4"), merge="corrected", delay=late),
-        f"H={every} corrected int2": local("int2", merge="corrected", delay=late),
         f"H={every} corrected int4 4 fragments": local("int4", merge="corrected", delay=late, fragments=4),
     }
     if delay == USUAL_DELAY:

@@ -32,7 +32,6 @@ _STAGES = {
         "pack",
         {f"{wire}-feedback": name for wire, name in _CODES.items() if wire != "fp8"},
     ),
-    "… rounded stochastically": ("pack", {"int8-stochastic": "int8", "int4-stochastic": "int4"}),
     "reduce: four ranks' codes to those of their mean": ("reduce", _CODES),
     "unpack": ("unpack", _CODES),
     "… that sums two ranks' messages": ("sum", _CODES),

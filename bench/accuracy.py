@@ -30,7 +30,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import fusedcomm
-from fusedcomm.config import Blocks, Config, Rounding
+from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
 from fusedcomm.tools.demo import training as demo
 
@@ -56,28 +56,24 @@ class Way:
     sum: str
     rotate: bool = False
     reversed: bool = False  # ranks in reverse order
-    rounding: str = "nearest"
     error_feedback: str | None = None
 
     def mean(
         self,
         grads: Sequence[Tensor],
         exempt_mask: Tensor | None = None,
-        step: int = 0,
         residuals: fusedcomm.Residuals | None = None,
     ) -> Tensor:
         grads = list(grads)[:: -1 if self.reversed else 1]
         return fusedcomm.simulate(
             grads,
-            Config(self.wire, sum=self.sum, blocks=Blocks(rotate=self.rotate), rounding=Rounding(self.rounding)),
+            Config(self.wire, sum=self.sum, blocks=Blocks(rotate=self.rotate)),
             exempt_mask=exempt_mask,
-            step=step,
             residuals=residuals,
         )
 
 
-# int2 is refused without feedback.
-TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES if wire != "int2"]
+TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES]
 ROTATED = [Way(f"{way.wire} rotated", way.wire, way.sum, rotate=True) for way in TWO_SHOT if _C.has_scales(way.wire)]
 OTHERS = [
     Way("fp32 exact", "fp32", "exact"),
@@ -92,10 +88,8 @@ TRAINING_WAYS = [
     UNMODIFIED,
     REPEAT,
     *[way for way in [*TWO_SHOT, *ROTATED] if way.name in ("bf16", "int8", "fp8", "int4", "int4 rotated")],
-    Way("int4 stochastic", "int4", "two-shot", rounding="stochastic"),
     Way("int4, feedback", "int4", "two-shot", error_feedback="fp32"),
     Way("int4, feedback in bf16", "int4", "two-shot", error_feedback="bf16"),
-    Way("int4 stochastic, feedback", "int4", "two-shot", rounding="stochastic", error_feedback="fp32"),
     Way("int4 rotated, feedback", "int4", "two-shot", rotate=True, error_feedback="fp32"),
 ]
 
@@ -321,7 +315,7 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     errors, norm_errors = [], []
     for step in range(steps):
         grads = rank_gradients(task, model, batches)
-        mean = way.mean(grads, exempt, step, residuals)
+        mean = way.mean(grads, exempt, residuals)
         if step % GRADIENT_ERROR_EVERY == 0:
             right = torch.stack(grads).mean(dim=0, dtype=torch.float64)
             errors.append(((mean - right).square().sum() / right.square().sum()).item())

@@ -109,7 +109,6 @@ class Codec:
         exact: collections.abc.Sequence[torch.Tensor],
         scale: float,
         out: torch.Tensor,
-        noise: tuple[int, int, int, int] | None = None,
         residual: tuple[str, torch.Tensor, int] | None = None,
     ) -> int: ...
     def reduce(
@@ -118,10 +117,8 @@ class Codec:
         parts: torch.Tensor,
         scale: float,
         out: torch.Tensor,
-        noise: tuple[int, int, int, int] | None = None,
         residual: tuple[str, torch.Tensor, int] | None = None,
         chunk: int = 0,
-        first_part: int = 0,
         to: BucketLayout | None = None,
         num_parts: int = 1,
     ) -> None: ...
@@ -373,7 +370,6 @@ class KernelKey:
         grad_dtype: torch.dtype | None = None,
         rotated: bool = False,
         in_wire: str | None = None,
-        stochastic: bool = False,
         feedback: str | None = None,
         sums: bool = False,
     ) -> None: ...
@@ -389,8 +385,6 @@ class KernelKey:
     def kernel(self) -> str: ...
     @property
     def rotated(self) -> bool: ...
-    @property
-    def stochastic(self) -> bool: ...
     @property
     def sums(self) -> bool: ...
     @property
@@ -474,10 +468,8 @@ class Rows:
     def __init__(
         self, *, synchronizer: Synchronizer, index: int, pieces: collections.abc.Sequence[tuple[str, int, int]]
     ) -> None: ...
-    def all_gather(self, *, rows: torch.Tensor, own: torch.Tensor, call: int, is_last: bool) -> typing.Any: ...
-    def reduce_scatter(
-        self, *, rows: torch.Tensor, own: torch.Tensor, factor: float, call: int, is_last: bool
-    ) -> typing.Any: ...
+    def all_gather(self, *, rows: torch.Tensor, own: torch.Tensor, is_last: bool) -> typing.Any: ...
+    def reduce_scatter(self, *, rows: torch.Tensor, own: torch.Tensor, factor: float, is_last: bool) -> typing.Any: ...
     @property
     def residual_nbytes(self) -> int: ...
     @property
@@ -516,9 +508,7 @@ class Step:
     def writes(self) -> str: ...
 
 class StreamTransport(C10dTransport):
-    def __init__(
-        self, backend: torch._C._distributed_c10d.Backend, device: torch.device, *, owns: bool = False
-    ) -> None: ...
+    def __init__(self, backend: torch._C._distributed_c10d.Backend, device: torch.device) -> None: ...
 
 class Synchronizer:
     def __init__(

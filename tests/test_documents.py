@@ -236,7 +236,6 @@ def numbers(line: str) -> list[float]:
     [
         "Config",
         "Blocks",
-        "Rounding",
         "Feedback",
         "Chunks",
         "Checks",

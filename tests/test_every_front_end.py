@@ -14,7 +14,6 @@ from models import (
     Gradients,
     by_kind,
     constant,
-    feedback_of,
     integers,
     no_sync_of,
     synchronize,
@@ -261,7 +260,7 @@ def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, kind, consolidat
 
 def accumulated(rank, world_size, wire, front_end):
     model = Gradients((5000,))
-    config = Config(wire, wires={"1d": wire}, feedback=feedback_of(wire))
+    config = Config(wire, wires={"1d": wire})
     forward, comm = synchronized(front_end, model, config)
     no_sync, gradient = no_sync_of(forward, comm), [torch.full((5000,), float(rank + 1))]
     synchronize(forward, gradient, steps=2)

@@ -8,7 +8,6 @@
 
 #include "codec/slices.h"
 #include "wire/layout.h"
-#include "wire/noise_key.h"
 
 namespace fusedcomm {
 
@@ -40,15 +39,6 @@ struct Residual {
   int64_t numel = 0;
 };
 
-// How lossy elements are rounded.
-struct Encoding {
-  // Stochastic rounding if true, else rounding to nearest even.
-  bool stochastic = false;
-  // Used only if `stochastic` is true.
-  NoiseKey noise;
-  Residual residual;
-};
-
 struct PackArgs {
   const BucketLayout& layout;
   int64_t chunk;
@@ -57,8 +47,8 @@ struct PackArgs {
   float scale;
   // A message of layout.chunk_nbytes(). pack writes this layout's piece of every part and zeroes the piece's padding.
   std::byte* out;
-  // A residual must have layout.padded_numel() elements.
-  Encoding encoding = {};
+  // Has layout.padded_numel() elements.
+  Residual residual = {};
 };
 
 // Sums from.num_parts encodings of one part of `from`, and encodes the sum as `num_parts` parts of `to`. A part of
@@ -74,12 +64,10 @@ struct ReduceArgs {
   // `num_parts` consecutive parts, to.part_stride bytes apart.
   std::byte* out;
   int64_t num_parts = 1;
-  // Used by `encoding` only: the index of the chunk in the bucket.
+  // Used by `residual` only: the index of the chunk in the bucket.
   int64_t chunk = 0;
-  // Used by `encoding` only: the index, among the chunk's parts of `to`, of the first part written.
-  int64_t first_part = 0;
-  // A residual must have the elements of to.num_chunks · num_parts parts.
-  Encoding encoding = {};
+  // Has the elements of to.num_chunks · num_parts parts.
+  Residual residual = {};
 };
 
 struct UnpackArgs {

@@ -63,7 +63,7 @@ void check_reduce(const ReduceArgs& args) {
     throw std::invalid_argument("reduce: a part of " + std::to_string(from.lossy_numel) + " elements cannot become " +
                                 std::to_string(args.num_parts) + " parts of " + std::to_string(to.lossy_numel));
   }
-  check_encoding(args.encoding, args.to.num_chunks * args.num_parts * to.lossy_numel);
+  check_residual(args.residual, args.to.num_chunks * args.num_parts * to.lossy_numel);
 }
 
 void check_messages(const BucketLayout& layout, int64_t num_messages) {
@@ -134,7 +134,7 @@ Codec::~Codec() = default;
 
 int64_t Codec::pack(const PackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.slices);
-  check_encoding(args.encoding, args.layout.padded_numel());
+  check_residual(args.residual, args.layout.padded_numel());
   const bool streamed = args.layout.chunk_nbytes() >= kStreamedChunkNbytes;
   std::atomic<int64_t> nonfinite{0};
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool first_of_part) {

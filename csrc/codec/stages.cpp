@@ -150,14 +150,14 @@ int64_t pack_tiles(const KernelTable& kernels, const PackArgs& args, const Unit&
   const BucketLayout& layout = args.layout;
   std::byte* const part = args.out + part_place(layout, unit.part);
   const int64_t part_begin = (args.chunk * layout.num_parts + unit.part) * layout.part.lossy_numel;
-  TileEncoder encoder(kernels, layout, args.encoding, layout.rotated);
+  TileEncoder encoder(kernels, layout, args.residual, layout.rotated);
   alignas(64) float tile[kMaxTileNumel];
   int64_t nonfinite = 0;
   for (int64_t first = 0; first < unit.numel;) {
     const int64_t numel = std::min(encoder.tile_numel(), unit.numel - first);
     nonfinite += gather(kernels, cursor, numel, args.scale, tile, grad);
     const int64_t begin = part_begin + unit.first + first;
-    encoder.encode(tile, numel, begin, begin, {layout, {unit.part, false, unit.first + first, numel}, part});
+    encoder.encode(tile, numel, begin, {layout, {unit.part, false, unit.first + first, numel}, part});
     first += numel;
   }
   return nonfinite;
@@ -216,7 +216,7 @@ int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& 
   const Cursor cursor(list, covered(range, unit));
   const Section<std::byte> out(layout, unit, args.out + part_place(layout, unit.part));
   const Format grad = format_of(list.dtype());
-  if (!unit.exact && is_special(args.encoding)) return pack_tiles(kernels, args, unit, cursor, grad);
+  if (!unit.exact && args.residual.data) return pack_tiles(kernels, args, unit, cursor, grad);
   if (!unit.exact && has_scales(layout.wire)) {
     return pack_blocks(kernels, {kernels, layout, out}, cursor, unit.numel, args.scale, grad, streamed);
   }
@@ -229,8 +229,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   std::byte* const part = args.out + part_place(to, unit.part);
   const bool rotates = to.rotated && !args.from.rotated;
   const int fp32 = index_of(Format::kFp32);
-  TileEncoder encoder(kernels, to, args.encoding, rotates);
-  const int64_t lossy_begin = (args.chunk * to.num_parts + args.first_part + unit.part) * to.part.lossy_numel;
+  TileEncoder encoder(kernels, to, args.residual, rotates);
   const int64_t residual_begin = (args.chunk * args.num_parts + unit.part) * to.part.lossy_numel;
   alignas(64) float acc[kMaxTileNumel];
   for (int64_t first = unit.first; first < unit.first + unit.numel;) {
@@ -240,9 +239,9 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
     sum_unit(kernels, args.from, args.parts, {0, tile.exact, unit.part * section_numel + first, tile.numel}, acc);
     if (tile.exact) {
       kernels.convert[fp32][fp32](acc, out.codes, tile.numel, args.scale, false);
-    } else if (is_special(args.encoding)) {
+    } else if (args.residual.data) {
       kernels.scale[fp32](acc, tile.numel, args.scale);
-      encoder.encode(acc, tile.numel, lossy_begin + first, residual_begin + first, out);
+      encoder.encode(acc, tile.numel, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
       const BlockKernels& blocks = kernels.blocks[scaled_index(to.wire)];
       const QuantizeFn quantize = rotates ? blocks.quantize_rotated[fp32] : blocks.quantize[fp32];

@@ -322,8 +322,7 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     ReduceArgs args{job.plan->host_layouts[i], parts, 1, job.plan->layouts[i], out};
     args.num_parts = place_.num_hosts;
     args.chunk = chunk;
-    args.first_part = place_.local_rank * place_.num_hosts;
-    args.encoding = job.payloads[i].local_reduce;
+    args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
   if (chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
@@ -337,8 +336,7 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
     from.num_parts = place_.num_hosts;  // on one level, the number of ranks
     ReduceArgs args{from, parts, job.plan->reduce_scale, to, out};
     args.chunk = chunk;
-    args.first_part = place_.part();
-    args.encoding = job.payloads[i].reduce;
+    args.residual = job.payloads[i].reduce;
     device_->reduce(args);
   }
 }

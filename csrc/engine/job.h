@@ -18,13 +18,13 @@
 
 namespace fusedcomm {
 
-// The elements of one of a bucket's layouts, and how they are rounded.
+// The elements of one of a bucket's layouts, and the residuals of its encoders.
 struct Payload {
   BucketSlices slices;
   // What unpack writes to, if it needs other tables than pack. On two levels pack's tables are of the plan's host
   // layout, and unpack's are of its layout.
   std::optional<BucketSlices> unpacked;
-  Encoding pack, local_reduce, reduce;
+  Residual pack, local_reduce, reduce;
 };
 
 // The plan of a bucket that is not planned, because the codec does not carry it.

@@ -94,7 +94,6 @@ struct Bucket {
   // This rank's row of a reduce-scatter or an all-gather.
   struct OwnRow {
     at::Tensor tensor;  // contiguous, [elements of a row], of any dtype that gradients may have
-    uint32_t call = 0;  // the number of the bucket's earlier calls. It selects the noise of stochastic rounding.
     bool is_sent = false;
   };
   // If it is set, the gradients are a row for each rank. Unless it is sent, they are only read, and it gets the sum of

@@ -146,7 +146,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   const auto [record, turn] = take_turn(bucket, unit);
 
   auto future = make_future(device_);
-  auto job = make_job(bucket, record, turn.step, *engine_, transport_->place(), future);
+  auto job = make_job(bucket, record, *engine_, future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
   job->digest = digests_.begin_bucket(bucket, *job);
   if (record->passthrough) {

@@ -112,7 +112,7 @@ class Synchronizer {
   // where warnings are errors that would fail on this rank alone.
   std::vector<std::string> take_notices();
 
-  // Backward passes so far. The number selects the noise of stochastic rounding.
+  // Backward passes so far.
   int64_t step() const;
   void restore_step(int64_t step);
 

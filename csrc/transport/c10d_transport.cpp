@@ -187,8 +187,7 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 // end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
   const WithoutGil no_gil;
-  std::vector<BackendPtr> own = own_backends();
-  if (owns_) own.push_back(backends()[static_cast<size_t>(Channel::kScatter)]);
+  const std::vector<BackendPtr> own = own_backends();
   const auto all = take_backends();  // they may end here, before the GIL is taken again
   if (own.empty() || given_up()) return;
   end_soon([own, device = device_] {

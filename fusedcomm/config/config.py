@@ -12,7 +12,6 @@ from fusedcomm.config.options import (
     ALWAYS_SHOWN,
     SUMS,
     WIRES,
-    WITH_FEEDBACK,
     WITH_SCALES,
     WITHOUT_SCALES,
     Blocks,
@@ -20,7 +19,6 @@ from fusedcomm.config.options import (
     Chunks,
     Feedback,
     Options,
-    Rounding,
     TwoLevels,
 )
 from fusedcomm.literals import Sum, Weighted, Wire
@@ -52,7 +50,7 @@ class Config(Options):
 
     Args:
         wire: the dtype that is sent: "fp32", "bf16", "fp16", or codes with one scale for each block of elements:
-            "int8", "fp8" (e4m3), "int4", or with `feedback` only "int2".
+            "int8", "fp8" (e4m3), "int4".
         sum: how buckets are summed.
             "exact": all-reduce in fp32.
             "direct": all-reduce in the 16-bit wire.
@@ -69,7 +67,6 @@ class Config(Options):
         predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
             divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
         blocks: a :class:`Blocks`: how many elements share a scale, and whether they are rotated.
-        rounding: a :class:`Rounding`: to nearest or stochastic.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
         checks: a :class:`Checks`: which errors are measured, and what follows from them.
@@ -94,7 +91,6 @@ class Config(Options):
     wires: Mapping[str, Wire] = dataclasses.field(default_factory=dict)
     predivide: float | Literal["auto"] = "auto"
     blocks: Blocks = Blocks()
-    rounding: Rounding = Rounding()
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
     checks: Checks = Checks()
@@ -115,7 +111,7 @@ class Config(Options):
             )
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
-        for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks), ("checks", Checks)):
+        for name, kind in (("blocks", Blocks), ("chunks", Chunks), ("checks", Checks)):
             check.kind(name, getattr(self, name), kind)
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
@@ -124,7 +120,6 @@ class Config(Options):
         if self.predivide != "auto":
             check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
-        self._check_feedback()
         self._check_blocks()
         self._check_fallback()
         self._check_hosts()
@@ -150,16 +145,6 @@ class Config(Options):
                 raise ValueError(
                     f"sum='direct' adds the whole bucket in {self.wire} and cannot send wires[{pattern!r}]='fp32' "
                     "exactly: use sum='two-shot', or leave the pattern out"
-                )
-
-    def _check_feedback(self) -> None:
-        named = {"wire": self.wire, **{f"wires[{pattern!r}]": wire for pattern, wire in self.wires.items()}}
-        for field, wire in named.items():
-            if wire in WITH_FEEDBACK and self.feedback is None:
-                raise ValueError(
-                    f"{field}={wire!r} needs error feedback: without it a third of every gradient's norm would be "
-                    "lost. Use feedback=fusedcomm.Feedback(), for FSDP2's reduce-scatters Feedback(unsharded=True), or "
-                    "wire='int4'"
                 )
 
     def _check_blocks(self) -> None:
@@ -246,11 +231,6 @@ class Config(Options):
     def residual_format(self) -> str | None:
         """The format of residuals, "fp32" or "bf16". None: no residuals are kept."""
         return None if self.feedback is None else self.feedback.format
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether encoders round at random."""
-        return self.rounding.kind == "stochastic"
 
     # ---- the wires of parameters
 
@@ -365,8 +345,6 @@ class Config(Options):
             chunks_in_flight=chunks.in_flight,
             rotate=rotate,
             others=others,
-            stochastic=self.is_stochastic,
-            seed=self.rounding.seed,
             error_feedback=self.residual_format,
             feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
             ranks_per_host=ranks_per_host,

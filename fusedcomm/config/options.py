@@ -2,19 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
 
 from fusedcomm.config import check
-from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithFeedback, WireWithoutScales
+from fusedcomm.literals import ResidualFormat, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
 WIRES: tuple[Wire, ...] = tuple(_C.WIRES)
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
-WITH_FEEDBACK: tuple[Wire, ...] = get_args(WireWithFeedback)
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
-ROUNDINGS: tuple[RoundingKind, ...] = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
 
 # The greatest int64.
@@ -45,8 +42,8 @@ class Blocks(Options):
     """The blocks of a wire with scales.
 
     Args:
-        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4
-            and int2. The wires of `Config.wires` always have the default.
+        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
+            The wires of `Config.wires` always have the default.
         rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantized, and by its inverse
             after they are decoded. An outlier then costs its block less accuracy. This helps int4 on heavy-tailed
             gradients. An Inf or NaN turns its whole run into NaN.
@@ -65,30 +62,6 @@ class Blocks(Options):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Rounding(Options):
-    """How encoders round.
-
-    Args:
-        kind: "nearest", or "stochastic": up or down at random, such that the mean of many roundings is exact. Nearest
-            has half the worst error. Stochastic does not round small values in the same direction every time.
-        seed: for "stochastic" only; from 0 to 2^64 - 1. The same seed, step and buckets give the same bits on any
-            device.
-    """
-
-    kind: RoundingKind = "nearest"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check.choice("Rounding(kind)", self.kind, ROUNDINGS)
-        check.whole("Rounding(seed)", self.seed, 0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")
-        if self.seed and self.kind == "nearest":
-            raise ValueError(
-                f"Rounding(kind='nearest', seed={self.seed}): rounding to nearest draws no random numbers, so the seed "
-                "has no effect: use kind='stochastic' with it, or leave the seed out"
-            )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class Feedback(Options):
     """Error feedback: the encoders' errors of one step are added to the gradients of the next. Rounding then delays
     gradients instead of changing them.
@@ -104,7 +77,7 @@ class Feedback(Options):
         unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
             the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
         decay: what both encoders' residuals are multiplied by before they are added to the next gradients, above 0 and
-            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for 2 to 4 bits
+            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for int4
             between seldom merges (:class:`fusedcomm.LocalSteps`), where .9 to .95 is usual.
     """
 

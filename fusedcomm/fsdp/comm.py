@@ -145,9 +145,7 @@ class FusedReduceScatter:
         self._factor = factor_of(op, self._session.world_size)
         call, self.num_calls = self.num_calls, self.num_calls + 1
         is_last = self._is_last
-        future = native.reduce_scatter(
-            rows=input_tensor, own=output_tensor, factor=self._factor, call=call, is_last=is_last
-        )
+        future = native.reduce_scatter(rows=input_tensor, own=output_tensor, factor=self._factor, is_last=is_last)
         if is_last:
             self._session.synchronizer.step = self.num_calls
         if self._verifier.is_due(len(self._before), call):

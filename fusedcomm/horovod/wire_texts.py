@@ -4,9 +4,9 @@ request itself."""
 import dataclasses
 import json
 
-from fusedcomm.config import WIRES, Blocks, Checks, Chunks, Config, Feedback, Rounding, TwoLevels, check
+from fusedcomm.config import WIRES, Blocks, Checks, Chunks, Config, Feedback, TwoLevels, check
 
-_GROUPS = {"blocks": Blocks, "rounding": Rounding, "feedback": Feedback, "chunks": Chunks}
+_GROUPS = {"blocks": Blocks, "feedback": Feedback, "chunks": Chunks}
 
 
 def text_of(config: Config) -> str:

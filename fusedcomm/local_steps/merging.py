@@ -109,7 +109,7 @@ class Merging(Views):
             "turns": of.turns,
             "merges": list(of.merges),
             "rest": list(of.rest),
-            "noise step": self.session.synchronizer.step,
+            "synchronizer step": self.session.synchronizer.step,
         }
 
     def _own_state(self, name: str) -> Any:
@@ -179,7 +179,7 @@ class Merging(Views):
             buffer.copy_(buffers[name])
         of.steps, of.turns, of.merges, of.rest = said["steps"], said["turns"], said["merges"], said["rest"]
         of.num_messages = self.step
-        self.session.synchronizer.step = said["noise step"]
+        self.session.synchronizer.step = said["synchronizer step"]
         self._missing = set(said["carries"])
         if not self._missing:
             of.take_first_turn()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
@@ -30,17 +30,12 @@ class KeepingSession(UnexplainedSession):
         return config.native(config.chunks, keeps_messages=True)
 
 
-def with_codes_kept(config: Config, local: LocalOptions, members: Members, device: torch.device) -> Config:
+def with_codes_kept(config: Config, members: Members, device: torch.device) -> Config:
     """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo, "
             "or on cuda, over NCCL. Leave out members="
-        )
-    if local.copy_engines:
-        raise ValueError(
-            "fusedcomm: the windows of LocalOptions(copy_engines=True) belong to one communicator, and members make one"
-            " for each view: leave it out with members"
         )
     if device.type == "cuda" and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         raise ValueError(

@@ -56,7 +56,7 @@ class Training(Views, Runs):
     ) -> None:
         super().__init__(members, device)
         self._model = model
-        self._config = with_codes_kept(config, local, members, device)
+        self._config = with_codes_kept(config, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
@@ -72,7 +72,7 @@ class Training(Views, Runs):
         self._native: Callable[[], _C.GradReducer | None] = lambda: None  # it holds this object
         self._pending: Decision | None = None
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
-        self._noise_step = 0  # the synchronizer's number of the step under way
+        self._synchronizer_step = 0  # its number of the step under way
         self._weight_sum = 0.0  # of the ranks' weights in the last step
         self._num_shared = 0  # microbatches of this step when it began
         members.plane.handlers[_MEANS] = self._serve_means
@@ -133,7 +133,7 @@ class Training(Views, Runs):
         return {
             "microbatches": self.members.num_microbatches,
             "shared out": self._num_shared,
-            "noise step": self._noise_step,
+            "synchronizer step": self._synchronizer_step,
         }
 
     def _own_state(self, name: str) -> Any:
@@ -160,7 +160,7 @@ class Training(Views, Runs):
     def before_pass(self) -> None:
         """Installs the view that begins with this step, if one does."""
         self._refuse_missing()
-        self._noise_step = self.session.synchronizer.step
+        self._synchronizer_step = self.session.synchronizer.step
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
             self._pending = None
@@ -276,4 +276,4 @@ class Training(Views, Runs):
         else:
             self.members.portion = (0, 1)
             self.session.weights.set(0.0)
-        self.session.synchronizer.step = said["noise step"]
+        self.session.synchronizer.step = said["synchronizer step"]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fusedcomm.config import AUTO, Config
-from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
 from fusedcomm.members.training import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
@@ -44,8 +43,6 @@ def check_reducer(reducer: object) -> None:
 
 def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
     """Raises ValueError."""
-    if update in WITH_FEEDBACK:
-        raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
     Config(update)
     if overlap and reducer.finds_unused:
         raise ValueError(

@@ -224,7 +224,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "no_sync()"
             )
         if self._num_handed == 0:
-            self._owner.begin(self._synchronizer.step, self._hyperparameters())
+            self._owner.begin(self._hyperparameters())
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))

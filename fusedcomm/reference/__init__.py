@@ -10,9 +10,6 @@ encoded. elements.py defines the codes of each wire.
     reduce   ((part 0 + part 1) + part 2) … in fp32, · scale, encoded again
     unpack   x = decoded · scale, rounded to the gradient's dtype
 
-With stochastic rounding each element has its own noise, from `noise`. A rotated element has that of its place after the
-rotation.
-
 With error feedback, an encoder keeps a residual for each lossy element, padding included: the rounding error of the
 last step. It first adds the residual to y, so an element's rounding errors do not add up over the steps:
 
@@ -36,7 +33,6 @@ from fusedcomm.reference.elements import (
     unrotate,
     values_of_codes,
 )
-from fusedcomm.reference.noise import FIRST_HOST, REDUCER, NoiseKey, noise
 from fusedcomm.reference.stages import Feedback, pack, part_bytes, reduce, unpack
 from fusedcomm.reference.sums import all_reduce_mean, slice_list, taken
 
@@ -53,10 +49,6 @@ __all__ = [
     "scaled",
     "unrotate",
     "values_of_codes",
-    "FIRST_HOST",
-    "REDUCER",
-    "NoiseKey",
-    "noise",
     "Feedback",
     "pack",
     "part_bytes",

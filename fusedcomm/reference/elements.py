@@ -18,19 +18,8 @@ y is the fp32 value that is encoded, and L the greatest value of a code: GREATES
                scale = absmax / 8 if the block has an element of -absmax, else -absmax / 8: one element of greatest
                magnitude has the code -8, and one with the other sign 7; absmax counts as at most the greatest bf16
                number; the scale is rounded to bf16; inverse = 1 / scale; codes beyond 7 become 7
-               rounded stochastically: scale = absmax / level(7) rounded up to bf16, so that no value has to be cut off
-    int2     codes are c = -2 … 1, and level(c) = c; c = v to nearest even, v = y · inverse; a code of 2 becomes 1
-               scales as those of int4, with -2 in place of -8 and 1 in place of 7
     decode   the code's value as fp32; with blocks that · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
                (in int8 and fp8 L · scale may overflow to Inf where absmax is near the greatest float)
-
-Stochastic rounding replaces "to nearest even" as follows. u in [0, 1) comes from `noise`. Scales and values that are
-not finite are rounded as above.
-
-    int8, int2       floor(y · inverse + u)
-    int4             from the level at or below v up to the next one if v − level ≥ (1 − u)·(next − level)
-    floats           add u·2^(bits dropped) to the bits of the magnitude, then truncate; below the least normal number,
-                     where the step is constant, floor(magnitude / step + u) steps
 """
 
 import torch
@@ -44,19 +33,18 @@ WIRE_DTYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
-    "int2": torch.uint8,
 }
-"""Dtype of each wire's codes. int4 has two codes in a byte and int2 four, the first element's in the lowest bits."""
+"""Dtype of each wire's codes. int4 has two codes in a byte, the first element's in the lowest bits."""
 
 LEVELS = tuple(n * (832 + 3 * n * n) / 1024 for n in range(-8, 8))
 """The values of int4's codes, in order: of -8 first. Exact in fp32."""
 
 # The greatest and the least value of a code in each wire that has scales.
-GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": LEVELS[-1], "int2": 1.0}
-LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": LEVELS[0], "int2": -2.0}
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": LEVELS[-1]}
+LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": LEVELS[0]}
 
 # Bits of the wires in which several codes share a byte. Their scales are bf16.
-_NBITS = {"int4": 4, "int2": 2}
+_NBITS = {"int4": 4}
 
 _LEAST_ABSMAX = 2.0**-100
 """Blocks with a smaller absmax become zeros, so that scale and inverse are never near overflow or denormal."""
@@ -100,19 +88,14 @@ def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return canonical(y.to(dtype))
 
 
-def encode(
-    y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL, u: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> tuple[torch.Tensor, torch.Tensor]:
     """Wire codes of `y` (fp32 [numel]) and the scales of its blocks of `block` elements.
 
-    Rounds stochastically if `u` (fp32 [numel], in [0, 1)) is given, else to nearest even. Returns (codes, scales):
-    codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)], for int2 [ceil(numel / 4)]; scales
-    [ceil(numel / block)] in fp32, for int4 and int2 in bf16, and empty if the wire has no scales. Elements missing from
+    Returns (codes, scales): codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)]; scales
+    [ceil(numel / block)] in fp32, for int4 in bf16, and empty if the wire has no scales. Elements missing from
     the last block count as zeros.
     """
     if wire not in GREATEST_CODE:
-        if u is not None and wire != "fp32":
-            y = torch.where(y.isfinite(), _stochastic_float(y, u, WIRE_DTYPES[wire]), y)
         return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
     if y.numel() == 0:
         return y.new_empty(0, dtype=WIRE_DTYPES[wire]), y.new_empty(0, dtype=scale_dtype(wire))
@@ -125,17 +108,13 @@ def encode(
     absmax = torch.where(normal, absmax, greatest)
     if wire in _NBITS:
         is_negative = (blocks == -absmax[:, None]).any(dim=1)
-        scales = _signed_scales(wire, absmax, is_negative if u is None else None)
+        scales = _signed_scales(wire, absmax, is_negative)
         inverse = torch.ones_like(scales) / scales
     else:
         scales = absmax / greatest
         inverse = greatest / absmax
     v = blocks * inverse[:, None]
-    if u is None:
-        codes = _nearest_code(v, wire)
-    else:
-        codes = _stochastic_code(v, torch.nn.functional.pad(u, (0, -u.numel() % block)).view_as(v), wire)
-    codes = torch.where(normal[:, None], codes, 0.0)
+    codes = torch.where(normal[:, None], _nearest_code(v, wire), 0.0)
     codes = torch.where(blocks == torch.inf, GREATEST_CODE[wire], codes)
     codes = torch.where(blocks == -torch.inf, LEAST_CODE[wire], codes)
     scales = torch.where(normal, scales, 0.0)
@@ -143,24 +122,19 @@ def encode(
     return _stored(codes.view(-1)[: y.numel()], wire), scales
 
 
-def _signed_scales(wire: str, absmax: torch.Tensor, is_negative: torch.Tensor | None) -> torch.Tensor:
+def _signed_scales(wire: str, absmax: torch.Tensor, is_negative: torch.Tensor) -> torch.Tensor:
     """fp32 [num_blocks], each a bf16 number: the scales of blocks by their absmax (fp32 [num_blocks]).
 
-    With `is_negative` (bool [num_blocks]: whether an element is -absmax) the element of greatest magnitude gets the
-    least code, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding,
-    values stay within the greatest code's and scales are rounded up.
+    The element of greatest magnitude gets the least code, and if both signs have that magnitude, the negative one does:
+    `is_negative` (bool [num_blocks]) tells whether an element is -absmax.
     """
     absmax = absmax.clamp(max=_BF16_GREATEST)
-    if is_negative is None:
-        bits = (absmax / torch.full_like(absmax, GREATEST_CODE[wire])).view(torch.int32)
-        return (bits + 0xFFFF >> 16 << 16).view(torch.float32)
     return round_to(torch.where(is_negative, absmax, -absmax) / -LEAST_CODE[wire], torch.bfloat16).float()
 
 
-def _levels(like: torch.Tensor, wire: str = "int4") -> torch.Tensor:
-    """fp32 [16] or [4]: what the codes of int4 or int2 stand for, from the least on."""
-    levels = LEVELS if wire == "int4" else (-2.0, -1.0, 0.0, 1.0)
-    return torch.tensor(levels, dtype=torch.float32, device=like.device)
+def _levels(like: torch.Tensor) -> torch.Tensor:
+    """fp32 [16]: what the codes of int4 stand for, from the least on."""
+    return torch.tensor(LEVELS, dtype=torch.float32, device=like.device)
 
 
 def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
@@ -170,38 +144,9 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
         # Hardly ever another level than the nearest; NaNs get any.
         code = (v * (9856 / 8192 - v * v * (29 / 8192))).round().clamp(-8, 7).nan_to_num()
         return _levels(v)[(code + 8).long()]
-    if wire in ("int8", "int2"):
+    if wire == "int8":
         return v.round().clamp(least, greatest)
     return v.clamp(least, greatest).to(WIRE_DTYPES[wire]).float()
-
-
-def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
-    """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
-    if wire == "int4":
-        levels = _levels(v)
-        v = v.clamp(levels[0], levels[-1])
-        below = (torch.bucketize(v, levels, right=True) - 1).clamp(0, 14)
-        low, high = levels[below], levels[below + 1]
-        return torch.where(v - low >= (1 - u) * (high - low), high, low)
-    rounded = (v + u).floor() if wire in ("int8", "int2") else _stochastic_float(v, u, WIRE_DTYPES[wire])
-    return rounded.clamp(LEAST_CODE[wire], GREATEST_CODE[wire])
-
-
-def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32: finite `v` (fp32) rounded stochastically to the precision of `dtype`; may exceed its greatest value."""
-    mantissa_nbits, least_exponent = {
-        torch.bfloat16: (7, -126),
-        torch.float16: (10, -14),
-        torch.float8_e4m3fn: (3, -6),
-    }[dtype]
-    magnitude = v.abs()
-    dropped = 23 - mantissa_nbits
-    bits = magnitude.view(torch.int32) + (u * 2.0**dropped).to(torch.int32)
-    value = (bits >> dropped << dropped).view(torch.float32)
-    if dtype != torch.bfloat16:  # bf16 has fp32's exponents, so truncation serves its subnormals as well
-        step = 2.0 ** (least_exponent - mantissa_nbits)
-        value = torch.where(magnitude < 2.0**least_exponent, (magnitude / step + u).floor() * step, value)
-    return value.copysign(v)
 
 
 def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
@@ -210,7 +155,7 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
         return codes.to(WIRE_DTYPES[wire])
     nbits = _NBITS[wire]
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % (8 // nbits)))
-    levels = _levels(codes, wire)
+    levels = _levels(codes)
     # Two's complement of the code's own width: the upper half of the levels has the codes from 0 on.
     numbers = (torch.bucketize(codes, levels) - len(levels) // 2) % len(levels)
     places = torch.arange(0, 8, nbits, dtype=torch.int64, device=codes.device)
@@ -218,11 +163,11 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
-    """fp32: the values of stored codes, without scales. Each byte of `codes` has two values in int4, four in int2."""
+    """fp32: the values of stored codes, without scales. Each byte of `codes` has two values in int4."""
     if wire not in _NBITS:
         return codes.float()
     nbits = _NBITS[wire]
-    levels = _levels(codes, wire)
+    levels = _levels(codes)
     places = torch.arange(0, 8, nbits, dtype=torch.int64, device=codes.device)
     numbers = (codes.long()[:, None] >> places & (1 << nbits) - 1).view(-1)
     return levels[(numbers + len(levels) // 2) % len(levels)]

@@ -18,7 +18,6 @@ from fusedcomm.reference.elements import (
     scaled,
     unrotate,
 )
-from fusedcomm.reference.noise import NoiseKey, noise
 
 RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -51,22 +50,21 @@ def pack(
     lossy_flat: torch.Tensor,
     exact_flat: torch.Tensor,
     scale: float,
-    key: NoiseKey | None = None,
     feedback: Feedback | None = None,
 ) -> torch.Tensor:
     """The bytes of one chunk in this layout: uint8 [layout.num_parts · layout.part.nbytes].
 
     `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's elements, in fp32, bf16 or
-    fp16. `scale` is the factor for every element. `key` turns on stochastic rounding, `feedback` error feedback. Raises
+    fp16. `scale` is the factor for every element. `feedback` turns on error feedback. Raises
     ValueError if they have other lengths.
     """
     _check_numels(layout, lossy_flat, exact_flat)
     lossy_numel = layout.part.lossy_numel
-    begin = chunk * layout.num_parts * lossy_numel
     lossy = torch.cat(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
-    codes, scales = _encode(layout, lossy, begin, begin, key, feedback, rotated=layout.rotated)
+    begin = chunk * layout.num_parts * lossy_numel
+    codes, scales = _encode(layout, lossy, begin, feedback, rotated=layout.rotated)
     exacts = [
         _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
         for p in range(layout.num_parts)
@@ -79,10 +77,8 @@ def reduce(
     layout: "_C.BucketLayout",
     parts: torch.Tensor,
     scale: float,
-    key: NoiseKey | None = None,
     feedback: Feedback | None = None,
     chunk: int = 0,
-    first_part: int = 0,
     to: "_C.BucketLayout | None" = None,
     num_parts: int = 1,
 ) -> torch.Tensor:
@@ -90,8 +86,7 @@ def reduce(
 
     `parts`, uint8 [layout.num_parts · layout.part.nbytes], holds every rank's encoding of the same part, in rank order,
     which is the order of summation. `to` None means `layout`. A part of `layout` must have as many elements as
-    `num_parts` parts of `to`. `key` turns on stochastic rounding, `feedback` error feedback. Only these use `chunk` and
-    `first_part`, the number within the chunk of the first part written.
+    `num_parts` parts of `to`. `feedback` turns on error feedback, which alone uses `chunk`.
     """
     to = layout if to is None else to
     lossy_sum, exact_sum = None, None
@@ -100,13 +95,10 @@ def reduce(
         lossy_sum = lossy if lossy_sum is None else lossy_sum + lossy
         exact_sum = exact if exact_sum is None else exact_sum + exact
     numel = to.part.lossy_numel * num_parts
-    first = (chunk * to.num_parts + first_part) * to.part.lossy_numel
     codes, scales = _encode(
         to,
         scaled(lossy_sum, scale),
         chunk * numel,
-        first,
-        key,
         feedback,
         rotated=to.rotated and not layout.rotated,  # rotated values stay rotated, and so does their residual
     )
@@ -119,18 +111,15 @@ def _encode(
     layout: "_C.BucketLayout",
     y: torch.Tensor,
     begin: int,
-    first: int,
-    key: NoiseKey | None,
     feedback: Feedback | None,
     rotated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `y`, whose noise starts at element `first` and whose residual starts at element `begin`."""
+    """Codes and scales of `y`, whose residual starts at element `begin`."""
     end = begin + y.numel()
     if feedback is not None:
         residual = load_residual(feedback.residual, feedback.format)
         y = y + residual[begin:end]
-    u = None if key is None else noise(key, first, y.numel(), y.device)
-    codes, scales = encode(rotate(y) if rotated else y, layout.wire, layout.block_numel, u)
+    codes, scales = encode(rotate(y) if rotated else y, layout.wire, layout.block_numel)
     if feedback is not None:
         decoded = decode(codes, scales, layout.wire, layout.block_numel)
         left_out = y - (unrotate(decoded) if rotated else decoded)

@@ -79,8 +79,6 @@ class Plan:
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
     kept_nbytes: int = 0
     """With members: bytes of the codes and means that this rank keeps of all buckets."""
-    transfers: str = ""
-    """On cuda: what moves the bytes, and why. Empty on cpu and when `off`."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -108,8 +106,6 @@ class Plan:
         if self.one_level_reason and not self.off:
             hosts = self.config.groups or self.config.hosts
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
-        if self.transfers:
-            lines.append(f"  transfers: {self.transfers}")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.buckets or not self.frozen:
@@ -141,7 +137,6 @@ class Plan:
             (
                 config.wire,
                 *(["rotated"] if config.blocks.rotate else []),
-                *(["rounded stochastically"] if config.is_stochastic else []),
                 *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )

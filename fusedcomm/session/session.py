@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import chunks, env
-from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, groups, hosts, torch_groups
+from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
 from fusedcomm.session import levels, plan, weights
@@ -100,7 +100,7 @@ class Session(Runs):
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
-            with fitting, self._windows.allocated() if self._windows else contextlib.nullcontext():
+            with fitting:
                 synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
@@ -110,8 +110,6 @@ class Session(Runs):
                     grad_device=device,
                     checks=cfg.native_checks(),
                 )
-            if self._windows:
-                self._while_connecting(self._windows.register)
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
@@ -151,7 +149,6 @@ class Session(Runs):
             if problem is not None:
                 raise problem
             self.config.refuse_on(self.device.type)
-            self.local.refuse_copy_engines(auto=AUTO in (also_agree or {}))
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
@@ -168,11 +165,10 @@ class Session(Runs):
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
-        self.local.refuse_copy_engines(num_hosts=len(set(self.host_names)))
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
-        self.s_per_byte, self.codec, self._windows = path.s_per_byte, path.codec, path.windows
+        self.s_per_byte, self.codec = path.s_per_byte, path.codec
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
@@ -199,7 +195,7 @@ class Session(Runs):
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
-        self.s_per_byte, self._windows = beside.s_per_byte, None
+        self.s_per_byte = beside.s_per_byte
         self._transport = beside._transport
         return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
@@ -408,7 +404,6 @@ class Session(Runs):
             off=off,
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
-            transfers="" if off else torch_groups.transfers(self.device, self.local.copy_engines),
         )
 
     def max_over_ranks(self, value: float, what: str) -> float:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.autotune import tuner
 from fusedcomm.autotune.auto import Auto, name_of
-from fusedcomm.config import Checks, Config, Fallback, Feedback, Rounding
+from fusedcomm.config import Checks, Config, Fallback, Feedback
 from fusedcomm.native import _C
 
 NUMEL = 20000
@@ -336,7 +336,6 @@ def guarded(rank, world_size):
         "int8",
         "two-shot",
         wires={"1d": "int8"},
-        rounding=Rounding("stochastic"),
         checks=Checks(verify_every=2, measure_every=3, fallback=Fallback(0.5)),
     )
     comm = fusedcomm.attach(ddp, Auto((checked,)), quiet=True)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, TwoLevels
 from fusedcomm.integrations.attachment import Attachment
 from fusedcomm.native import _C
 
@@ -19,7 +19,6 @@ EVERYTHING = Config(
     "two-shot",
     wires={"*.0": "fp32", "1d": "int8"},
     blocks=Blocks(64, rotate=True),
-    rounding=Rounding("stochastic", seed=3),
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
     checks=Checks(verify_every=5, fallback=Fallback(0.5, "fp32")),
@@ -29,7 +28,7 @@ EVERYTHING = Config(
 # --- one object ------------------------------------------------------------------------------------------------------
 
 SHAPE = (70, 90)
-CONFIG = Config("int8", "two-shot", blocks=Blocks(64), rounding=Rounding("stochastic", seed=7), chunks=Chunks(4096))
+CONFIG = Config("int8", "two-shot", blocks=Blocks(64), chunks=Chunks(4096))
 
 
 def gradient_of(rank):
@@ -108,7 +107,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "sum": "auto",
         "wires": {},
         "blocks": Blocks(),
-        "rounding": Rounding(),
         "feedback": None,
         "chunks": Chunks(),
         "checks": Checks(),
@@ -155,8 +153,7 @@ def test_two_ways_to_say_the_same_are_agreed_on():
 def test_biases_and_norms_are_exact_on_wires_with_scales_unless_something_else_is_said_of_them():
     bias = torch.zeros(3)
     for wire in fusedcomm.WIRES:
-        feedback = Feedback() if wire == "int2" else None
-        default, all_alike = Config(wire, feedback=feedback), Config(wire, feedback=feedback, wires={"1d": wire})
+        default, all_alike = Config(wire), Config(wire, wires={"1d": wire})
         assert default.exempts_1d == _C.has_scales(wire) and not all_alike.exempts_1d
         assert default.wire_number("head.bias", torch.zeros(3, 3)) == 0 == all_alike.wire_number("head.bias", bias)
     first = Config("int8", wires={"head.*": "bf16"})

@@ -21,7 +21,6 @@ from traces import read
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.config import Chunks, Config, LocalOptions
-from fusedcomm.ranks import torch_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -382,23 +381,6 @@ def test_options_for_the_cpu_are_refused(local, words):
     with one_rank_group():
         with pytest.raises(ValueError, match=words):
             fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), local=local)
-
-
-def test_copy_engines_are_refused_by_name_or_give_the_same_gradients():
-    """One rank: this shows that windows are registered and that their group ends, not that copy engines run."""
-    with one_rank_group():
-        ddp = DistributedDataParallel(Gradients((5000,)).cuda())
-        local = LocalOptions(copy_engines=True)
-        if reason := torch_groups.why_no_copy_engines(torch.device("cuda", 0)):
-            with pytest.raises(RuntimeError, match="copy_engines=True\\) is not possible here") as error:
-                fusedcomm.attach(ddp, "int8", local=local, quiet=True)
-            assert reason in str(error.value)
-            return
-        comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot"), local=local, quiet=True)
-        (seen,) = synchronize(ddp, [torch.full((5000,), 3.0).cuda()])
-        assert seen.unique().tolist() == [3.0]
-        assert "by copy engines if NCCL agrees" in str(comm.plan())
-        comm.detach()
 
 
 def test_gradients_on_cuda_over_gloo_are_refused():

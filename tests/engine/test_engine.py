@@ -5,17 +5,17 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, beside_the_users_own_sums, constant, feedback_of, integers, mean_of_integers, synchronize
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronize
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env, reference
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
-CODEC_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2")
+CODEC_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 TWO_BY_TWO = [[0, 1], [2, 3]]
 SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
 
@@ -65,9 +65,7 @@ def test_means_are_exact_where_the_wire_can_carry_them(ranks, world_size, dtype,
 def gradient_and_mean(rank, world_size, wire, rotate, numel, sum):
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     ddp = DistributedDataParallel(Gradients((numel,)))
-    fusedcomm.attach(
-        ddp, Config(wire, sum, wires={"1d": wire}, blocks=Blocks(rotate=rotate), feedback=feedback_of(wire))
-    )
+    fusedcomm.attach(ddp, Config(wire, sum, wires={"1d": wire}, blocks=Blocks(rotate=rotate)))
     return gradient, synchronize(ddp, [gradient])[0]
 
 
@@ -120,13 +118,11 @@ def test_a_workspace_holds_two_chunks_or_every_ranks_in_one_shot(ranks, world_si
 # --- results do not depend on chunks, slots, threads, instruction set, or the run -----------------------------------
 
 AT_ONCE = [
-    *((wire, {"sum": "two-shot"}, world_size) for wire in CODEC_WIRES[:-1] for world_size in (2, 3)),
-    *((wire, {"hosts": TWO_BY_TWO, "rounding": Rounding("stochastic", 3)}, 4) for wire in ("bf16", "int8", "int4")),
-    *((wire, {}, 4) for wire in CODEC_WIRES[:-1]),
+    *((wire, {"sum": "two-shot"}, world_size) for wire in CODEC_WIRES for world_size in (2, 3)),
+    *((wire, {"hosts": TWO_BY_TWO}, 4) for wire in ("bf16", "int8", "int4")),
+    *((wire, {}, 4) for wire in CODEC_WIRES),
     ("bf16", {"sum": "direct"}, 2),
-    ("int4", {"rounding": Rounding("stochastic"), "sum": "two-shot"}, 3),
-    ("int4", {"rounding": Rounding("stochastic"), "feedback": Feedback(), "sum": "two-shot"}, 3),
-    ("int2", {"feedback": Feedback(), "sum": "two-shot"}, 3),
+    ("int4", {"feedback": Feedback(), "sum": "two-shot"}, 3),
 ]
 
 
@@ -211,7 +207,7 @@ def nonfinite_result(rank, world_size, wire, kwargs):
 @pytest.mark.parametrize(
     ("world_size", "wire", "kwargs"),
     [
-        *((2, wire, {"sum": "two-shot", "feedback": feedback_of(wire)}) for wire in CODEC_WIRES),
+        *((2, wire, {"sum": "two-shot"}) for wire in CODEC_WIRES),
         *((4, wire, {"sum": sum}) for wire, sum in (("fp32", "exact"), ("bf16", "direct"), ("fp16", "direct"))),
         *((4, wire, {"hosts": TWO_BY_TWO, "chunks": Chunks(8192)}) for wire in ("fp8", "int4")),
     ],
@@ -231,7 +227,7 @@ def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire
 def shapes_result(rank, world_size, wire, hosts):
     shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=hosts, feedback=feedback_of(wire)))
+    fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=hosts))
     gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
     return [seen.unique().tolist() for seen in synchronize(ddp, gradients, steps=3)]
 
@@ -240,8 +236,8 @@ def shapes_result(rank, world_size, wire, hosts):
 @pytest.mark.parametrize("hosts", [None, TWO_BY_TWO], ids=str)
 @pytest.mark.parametrize("wire", CODEC_WIRES)
 def test_empty_single_and_odd_sized_parameters(ranks, wire, hosts):
-    # Ranks hold -1, 1, 3, 5, so the mean is 2. A block of equal values is quantized without error, except in int4
-    # and int2, whose scale is rounded to bf16.
+    # Ranks hold -1, 1, 3, 5, so the mean is 2. A block of equal values is quantized without error, except in int4,
+    # whose scale is rounded to bf16.
     mean = [constant(2.0, wire)]
     for on_rank in ranks.run(shapes_result, wire, hosts):
         assert on_rank == [[], mean, mean, [], mean, [], mean]

@@ -15,14 +15,12 @@ from scripts import printed_by_two_ranks
 import fusedcomm
 from fusedcomm.config import (
     WIRES,
-    WITH_FEEDBACK,
     Blocks,
     Checks,
     Chunks,
     Config,
     Fallback,
     Feedback,
-    Rounding,
     TwoLevels,
 )
 from fusedcomm.horovod import engines
@@ -32,13 +30,11 @@ from fusedcomm.native import _C
 
 # ---- texts
 
-WITHOUT_FEEDBACK = tuple(wire for wire in WIRES if wire not in WITH_FEEDBACK)
 CONFIGS = [
-    *(Config(wire) for wire in WITHOUT_FEEDBACK),
-    Config("int2", feedback=Feedback()),
+    *(Config(wire) for wire in WIRES),
     Config("int8", wires={"b.*": "bf16", "a.*": "int4", "1d": "fp32"}),
     Config("fp16", "two-shot", predivide=0.1, chunks=Chunks(5000, 3)),
-    Config("int4", blocks=Blocks(64, True), rounding=Rounding("stochastic", 2**64 - 1), feedback=Feedback("bf16")),
+    Config("int4", blocks=Blocks(64, True), feedback=Feedback("bf16")),
     Config("bf16", hosts=TwoLevels([[0, 2], [1, 3]], "fp16")),
     Config("bf16", hosts=[[0, 1], [2, 3]]),
     Config("bf16", hosts=2),
@@ -55,7 +51,7 @@ def test_a_text_names_the_whole_configuration(config):
 
 
 def test_a_configuration_without_options_is_named_by_its_wire():
-    assert [text_of(Config(wire)) for wire in WITHOUT_FEEDBACK] == list(WITHOUT_FEEDBACK)
+    assert [text_of(Config(wire)) for wire in WIRES] == list(WIRES)
     feedback = {"format": "fp32", "unsharded": False, "decay": 1.0}
     assert json.loads(text_of(Config("int8", feedback=Feedback()))) == {"wire": "int8", "feedback": feedback}
 

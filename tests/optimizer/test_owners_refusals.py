@@ -92,7 +92,6 @@ ARGUMENTS = {
     "direct": (lambda m: on(m, Config("bf16", sum="direct")), ["ValueError", "sum='direct'", "'two-shot'"]),
     "one-shot": (lambda m: on(m, Config("int8", sum="one-shot")), ["ValueError", "sum='one-shot'", "'two-shot'"]),
     "verified": (lambda m: on(m, Config("int8", checks=Checks(9))), ["ValueError", "verify_every", "leave them out"]),
-    "int2": (lambda m: on(m, update="int2"), ["ValueError", "update='int2'", "'int8' or 'bf16'"]),
     "no wire": (lambda m: on(m, update="int9"), ["ValueError", "int9"]),
     "overlap": (
         lambda m: on(m, overlap=True, find_unused_parameters=True),

@@ -41,7 +41,7 @@ def gathered(rank, world_size, config, pieces, own_dtype, dtype):
         own = own_row(rank, call, pieces, own_dtype)
         before = own.clone()
         all_rows = torch.full((world_size * rows.row_numel,), torch.nan, dtype=dtype)
-        rows.all_gather(rows=all_rows, own=own, call=call, is_last=True).wait()
+        rows.all_gather(rows=all_rows, own=own, is_last=True).wait()
         assert torch.equal(own, before)  # it is read only
         found.append(all_rows.view(world_size, -1))
     session.stop("the test has ended")
