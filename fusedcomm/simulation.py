@@ -11,7 +11,6 @@ from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import (
     ONE_DIMENSIONAL,
     WITH_FEEDBACK,
-    Checks,
     Config,
     Feedback,
     ResidualFormat,
@@ -85,9 +84,7 @@ def simulate(
     exempt = _flat_mask(exempt_mask, grads[0])
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**32:
         raise ValueError(f"step={step!r} is not possible: use a whole number from 0 to 2^32 - 1")
-    config = dataclasses.replace(
-        config, wires={ONE_DIMENSIONAL: config.wire}, checks=Checks(), feedback=_feedback(config, residuals)
-    )
+    config = dataclasses.replace(config, wires={ONE_DIMENSIONAL: config.wire}, feedback=_feedback(config, residuals))
     factors = _pack_factors(config, weights, world_size)
     if weights is not None and not any(factors):
         return torch.zeros_like(grads[0])

@@ -239,8 +239,6 @@ def numbers(line: str) -> list[float]:
         "Rounding",
         "Feedback",
         "Chunks",
-        "Checks",
-        "Fallback",
         "TwoLevels",
         "LocalOptions",
         "Auto",

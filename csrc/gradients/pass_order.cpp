@@ -8,14 +8,13 @@ namespace fusedcomm {
 
 PassOrder::Turn PassOrder::take(const Bucket& bucket, const void* record) {
   if (!bucket.is_alone) check(bucket, record);
-  Turn turn{step_, num_passes_, num_buckets_, bucket.is_last && !bucket.is_alone};
+  Turn turn{step_, num_passes_, bucket.is_last && !bucket.is_alone};
   if (bucket.own_row) {
     turn.step = bucket.own_row->call;
   } else if (bucket.is_last || bucket.is_alone) {
     ++step_;
     ++num_passes_;
   }
-  if (turn.ends_pass) num_buckets_ = bucket.index + 1;
   return turn;
 }
 

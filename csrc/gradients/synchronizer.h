@@ -20,7 +20,6 @@
 #include "gradients/bucket_record.h"
 #include "gradients/error_monitor.h"
 #include "gradients/kept_pass.h"
-#include "gradients/pass_digest.h"
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
@@ -32,8 +31,8 @@ class Synchronizer {
  public:
   // All ranks must have the same options.
   struct Options {
-    int wire_1d = 0;  // wire number of parameters that appear later and have at most one dimension
-    ErrorMonitorOptions monitor;
+    int wire_1d = 0;            // wire number of parameters that appear later and have at most one dimension
+    int64_t measure_every = 0;  // steps from one measured step to the next; 0: never
   };
 
   // parameters: empty if they are added as they appear in buckets, e.g. for a hook that is registered without the
@@ -117,12 +116,10 @@ class Synchronizer {
   void restore_step(int64_t step);
 
   PassWeights& weights() { return weights_; }
-  PassDigests& digests() { return digests_; }
   const ErrorMonitor& monitor() const { return monitor_; }
   // Waits for the device, so that the monitor's results can be read.
   void settle() const;
-  // The records of the last backward pass, by bucket index. A record is null from the bucket's fallback to its next
-  // hand-over.
+  // The records of the last backward pass, by bucket index.
   std::vector<BucketRecordPtr> buckets() const;
 
  private:
@@ -130,9 +127,6 @@ class Synchronizer {
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   std::string text_of(const Bucket& bucket);
-  // Call it before the first bucket of a backward pass, if buckets are verified.
-  void begin_pass();
-  void fall_back(const ErrorMonitor::Failing& failing);
   // Keeps the bucket's messages for others, and gives the job codes that it has already.
   void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
             const FuturePtr& future);
@@ -154,7 +148,6 @@ class Synchronizer {
   ErrorMonitor monitor_;
   PassWeights weights_;
   KeptPass kept_;
-  PassDigests digests_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

@@ -10,13 +10,13 @@ from fusedcomm import patterns
 from fusedcomm.config import check
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
+    MOST,
     SUMS,
     WIRES,
     WITH_FEEDBACK,
     WITH_SCALES,
     WITHOUT_SCALES,
     Blocks,
-    Checks,
     Chunks,
     Feedback,
     Options,
@@ -72,7 +72,9 @@ class Config(Options):
         rounding: a :class:`Rounding`: to nearest or stochastic.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
-        checks: a :class:`Checks`: which errors are measured, and what follows from them.
+        measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
+            rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
+            bytes for each element if there is no fp32 residual. 0: never.
         hosts: which ranks share a host, so that sums have two levels, first within hosts, then between them.
             "auto": ranks with the same host name share one. Sums have two levels where several hosts have equally many
             ranks, at least two, and where `sum` and `wire` allow it ("fp32" with sum="auto" keeps the bits of DDP's
@@ -97,7 +99,7 @@ class Config(Options):
     rounding: Rounding = Rounding()
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
-    checks: Checks = Checks()
+    measure_every: int = 1000
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
     weighted: Weighted | None = None
 
@@ -115,8 +117,9 @@ class Config(Options):
             )
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
-        for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks), ("checks", Checks)):
+        for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks)):
             check.kind(name, getattr(self, name), kind)
+        check.whole("measure_every", self.measure_every, 0, MOST, "a whole number of steps, or 0 for never")
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
         if self.weighted is not None:
@@ -126,7 +129,6 @@ class Config(Options):
         self._check_wires()
         self._check_feedback()
         self._check_blocks()
-        self._check_fallback()
         self._check_hosts()
         self.native(_ANY_CHUNKS)
 
@@ -167,23 +169,6 @@ class Config(Options):
             raise ValueError(
                 f"Blocks(numel={self.blocks.numel}) has no effect with wire={self.wire!r}, which has no scales: use a "
                 f"wire with scales ({', '.join(WITH_SCALES)}), or leave numel out"
-            )
-
-    def _check_fallback(self) -> None:
-        fallback = self.checks.fallback
-        if fallback is None:
-            return
-        if self.sum in ("exact", "direct"):
-            raise ValueError(
-                f"{fallback} changes the wire of buckets, which sum={self.sum!r} does not allow: use sum='auto', "
-                "'two-shot' or 'one-shot'"
-            )
-        wires = self.numbered_wires
-        if not any(wire != fallback.wire and _C.exactness(wire) < _C.exactness(fallback.wire) for wire in wires):
-            is_lossy = any(wire != "fp32" for wire in (self.wire, *self.wires.values()))
-            raise ValueError(
-                f"{fallback} is no more exact than wire={self.wire!r}, so no bucket could fall back: "
-                + ("use Fallback(error, wire='fp32'), or leave it out" if is_lossy else "leave the fallback out")
             )
 
     def _check_hosts(self) -> None:
@@ -261,8 +246,6 @@ class Config(Options):
         "fp32" is not among them, unless it is `wire`: its number is EXACT_WIRE.
         """
         others = [wire for wire in self.wires.values() if wire != "fp32"]
-        if self.checks.fallback is not None and self.checks.fallback.wire != "fp32":
-            others.append(self.checks.fallback.wire)
         return tuple(dict.fromkeys((self.wire, *others)))
 
     @property
@@ -320,11 +303,6 @@ class Config(Options):
     def refuse_on(self, device_type: str) -> None:
         """Raises ValueError for an option that a session for gradients on this kind of device does not have."""
         self.refuse_unsharded()
-        if self.checks.digest and device_type != "cpu":
-            raise ValueError(
-                f"fusedcomm: Checks(digest=True) is not possible for gradients on {device_type}: digests are taken of "
-                "messages in host memory only. Leave it out, which means none here"
-            )
 
     @property
     def exempts_1d(self) -> bool:
@@ -374,17 +352,6 @@ class Config(Options):
             ranks_on_host=own_host.num_ranks,
             links_of_host=own_host.num_links,
             keeps_messages=keeps_messages,
-        )
-
-    def native_checks(self) -> "_C.ErrorMonitorOptions":
-        """What the synchronizer measures, and what follows."""
-        fallback = self.checks.fallback
-        return _C.ErrorMonitorOptions(
-            verify_every=self.checks.verify_every,
-            measure_every=self.checks.measure_every,
-            fallback_error=fallback.error if fallback else 0.0,
-            fallback_wire=self.number_of(fallback.wire if fallback else self.wire),
-            digest=self.checks.digest is not False,
         )
 
     def is_one_shot(self, world_size: int) -> bool:

@@ -15,7 +15,6 @@ from fusedcomm.fsdp.grid import Grid, Traffic
 from fusedcomm.fsdp.levels import Sums, check_hosts
 from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
-from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
@@ -121,8 +120,6 @@ class MeshSums:
         if self.sessions:
             self.grid = Grid.of(rows, None if between is None else between.session)
             check_hosts(config, self.grid)
-        groups = [session.process_group for session in self.sessions]
-        self._verifier = Verifier(config.checks.verify_every, len(self.comms), groups)
 
     @staticmethod
     def attached(
@@ -205,7 +202,7 @@ class MeshSums:
     def start(self, pending: Pending) -> None:
         """Takes the place of torch's own reduce-scatters, and watches its all-gathers."""
         for comm in [] if self.is_off else self.comms:
-            comm.use(pending, self._verifier)
+            comm.use(pending)
             sharded = comm.sharded
             all_gather = sharded.all_gather
             if self.rows is not None and sharded.device.type == "cpu":
@@ -294,7 +291,7 @@ class MeshSums:
         """Counts and times of this rank."""
         if self.is_off:
             return Stats(off=True)
-        return dataclasses.replace(self.sessions[0].stats(), verified=self._verifier.kept)
+        return self.sessions[0].stats()
 
 
 class Meshes(Runs):

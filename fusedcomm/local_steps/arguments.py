@@ -124,11 +124,6 @@ def configuration(config: "Config | Wire") -> Config:
             f"Config(weighted={found.weighted!r}) weighs backward passes, and here are none: use "
             "LocalSteps(weights='steps')"
         )
-    if found.checks.verify_every:
-        raise ValueError(
-            f"Checks(verify_every={found.checks.verify_every}) verifies buckets of backward passes, and here are none: "
-            "leave it out"
-        )
     if found.sum == "direct":
         raise ValueError(
             "sum='direct' adds everything in the wire, and a merge has numbers that must stay exact: use sum='auto'"

@@ -52,8 +52,6 @@ def with_codes_kept(config: Config, local: LocalOptions, members: Members, devic
             f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
             "when a rank is lost: with members use sum='auto' or 'two-shot'"
         )
-    if config.checks.verify_every:
-        raise ValueError("fusedcomm: verify_every compares with sums that keep no codes: leave it out with members")
     if members.microbatches is not None and config.weighted != "mean":
         raise ValueError(
             "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"

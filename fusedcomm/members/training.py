@@ -213,7 +213,6 @@ class Training(Views, Runs):
 
     def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()
-        self._refuse_damage(failure)
         self.session.synchronizer.wait_until_idle(ENDING_S)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()

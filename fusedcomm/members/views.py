@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from fusedcomm.members import state
-from fusedcomm.members.errors import DamagedError, MemberLostError
+from fusedcomm.members.errors import MemberLostError
 from fusedcomm.members.keeping import why_not
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
 from fusedcomm.members.packed import unpack
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.bounded_store import Errand
 from fusedcomm.ranks.own_group import OwnGroup
@@ -74,7 +73,6 @@ class Views(abc.ABC):
         plane.handlers[PROGRESS] = lambda header: (
             {
                 "finished": self._progress(),
-                "damaged": self._damage() is not None,
                 "place": self._place,
                 "compared": self._has_compared,
             },
@@ -120,13 +118,6 @@ class Views(abc.ABC):
     def _progress(self) -> int:
         """The last step that has ended; -2 before this rank could begin one."""
         return self.step - 1 if self._has_tried and not self._missing else -2
-
-    def _damage(self) -> "_C.DigestComparison | None":
-        """What the ranks' digests say, if bits have changed between them."""
-        with self._lock:
-            session = self.session
-        found = None if session is None else session.synchronizer.last_digests()
-        return None if found is None or found.agrees else found
 
     def freeze(self) -> None:
         """Stops the engine: no step finishes until the members have another view. On a device collectives under way end
@@ -286,25 +277,6 @@ class Views(abc.ABC):
                 "members.state_dict() on every rank, or on none"
             )
         return True
-
-    def _refuse_damage(self, failure: str) -> None:
-        """Raises DamagedError if bits of the step before have changed on the way, on each rank that they have reached.
-
-        If only the means differ between ranks, those that most ranks have are right, and a rank with others leaves.
-        """
-        found = self._damage()
-        if found is None:
-            return
-        failure = failure or found.text()
-        if found.outvoted and len(found.outvoted) < len(found.means):
-            if self.session.rank not in found.outvoted:
-                return  # the others leave
-            self.members.plane.leave("its means of a step were not those of most ranks")
-            failure += ". This rank has left, and the others go on"
-        else:
-            # To one that has not received all digests this rank would only be lost, and it would go on.
-            self.members.wait_for_others(ENDING_S, lambda told: told["damaged"])
-        raise DamagedError(failure)
 
     # ---- from one view to the next
 

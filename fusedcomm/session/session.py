@@ -108,7 +108,7 @@ class Session(Runs):
                     parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                     wire_1d=cfg.wire_number_1d,
                     grad_device=device,
-                    checks=cfg.native_checks(),
+                    measure_every=cfg.measure_every,
                 )
             if self._windows:
                 self._while_connecting(self._windows.register)
