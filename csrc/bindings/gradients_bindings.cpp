@@ -132,6 +132,8 @@ void bind_synchronizer(py::module_& m) {
            py::arg("of_encoders") = std::map<std::string, EncoderResiduals>(), NoGil())
       .def_property("step", py::cpp_function(&Synchronizer::step, NoGil()),
                     py::cpp_function(&Synchronizer::restore_step, NoGil()))
+      .def("before_every", &Synchronizer::before_every, py::arg("every"), py::arg("call"))
+      .def("begin_pass", &Synchronizer::begin_pass, NoGil())
       .def("run", [](Synchronizer& synchronizer,
                      const Bucket& bucket) { return returned(&Synchronizer::run, synchronizer, bucket); })
       .def(
@@ -158,6 +160,15 @@ void bind_synchronizer(py::module_& m) {
           },
           py::arg("timeout_s"), NoGil())
       .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      // Every rank's `numbers`, int64 [world_size, n]; waits for the other ranks. A collective call.
+      .def(
+          "gather",
+          [](const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what) {
+            const FuturePtr future = gather(synchronizer, numbers, what);
+            future->waitAndThrow();
+            return future->value().toTensor();
+          },
+          py::arg("numbers"), py::arg("what"), NoGil())
       .def("begin_call", &begin_call, py::arg("what"), NoGil())
       .def("end_call", &end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("explain", &Synchronizer::explain, py::arg("failure"), NoGil())

@@ -132,6 +132,18 @@ std::string Synchronizer::text_of(const Bucket& bucket) {
   return make_label(bucket.index, names, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
+void Synchronizer::before_every(int64_t every, std::function<void()> call) {
+  call_every_ = every;
+  call_ = std::move(call);
+}
+
+void Synchronizer::begin_pass() {
+  const int64_t num_ended = num_begun_++;
+  if (call_every_ == 0 || num_ended == 0 || num_ended % call_every_ != 0) return;
+  engine_->device().check_caller();  // first: a graph capture would record the work of the call, or fail because of it
+  call_();
+}
+
 FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const GradientsPtr& gradients = bucket.gradients;

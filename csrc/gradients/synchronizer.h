@@ -42,6 +42,13 @@ class Synchronizer {
   // Ends the engine and the transport without holding the GIL.
   ~Synchronizer();
 
+  // Calls `call` ahead of every `every`th backward pass but the first, so that every rank calls it ahead of the same
+  // one. Call this before the first pass.
+  void before_every(int64_t every, std::function<void()> call);
+  // Call it ahead of the first bucket of each backward pass, without a lock and without the GIL. Throws what the
+  // function given above throws.
+  void begin_pass();
+
   // Submits a bucket and returns at once. The future receives Bucket::result() or the error. Every rank must submit the
   // same buckets, in the order of their indices.
   FuturePtr run(const Bucket& bucket);
@@ -138,6 +145,9 @@ class Synchronizer {
   const Options options_;
   const c10::Device device_;
   const pid_t process_;
+  int64_t call_every_ = 0;  // 0: never
+  int64_t num_begun_ = 0;   // passes; never restored, because all ranks must agree
+  std::function<void()> call_;
   mutable std::mutex mutex_;  // guards the members from here to wire_of_
   mutable Parameters parameters_;
   BucketRecords records_;

@@ -10,6 +10,7 @@ from fusedcomm import patterns
 from fusedcomm.config import check
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
+    COMPARE,
     MOST,
     SUMS,
     WIRES,
@@ -23,7 +24,7 @@ from fusedcomm.config.options import (
     Rounding,
     TwoLevels,
 )
-from fusedcomm.literals import Sum, Weighted, Wire
+from fusedcomm.literals import Compare, Sum, Weighted, Wire
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
@@ -75,6 +76,12 @@ class Config(Options):
         measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
             rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
             bytes for each element if there is no fp32 residual. 0: never.
+        compare_every: steps between comparisons of the parameters, which should be equal on all ranks. In such a step
+            each rank sends a checksum of its parameters, 8 bytes, before the first bucket. None: never. With FSDP2 only
+            replicas (HSDP, replicate()) are compared.
+        compare: what a difference is. It names the ranks that differ from most, the parameters, and how far they are
+            apart. "warn": rank 0 warns, once. "raise": RuntimeError on every rank. With members a rank that most others
+            outvote always leaves with DamagedError.
         hosts: which ranks share a host, so that sums have two levels, first within hosts, then between them.
             "auto": ranks with the same host name share one. Sums have two levels where several hosts have equally many
             ranks, at least two, and where `sum` and `wire` allow it ("fp32" with sum="auto" keeps the bits of DDP's
@@ -100,6 +107,8 @@ class Config(Options):
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
     measure_every: int = 1000
+    compare_every: int | None = 1000
+    compare: Compare = "warn"
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
     weighted: Weighted | None = None
 
@@ -119,6 +128,10 @@ class Config(Options):
         check.choice("sum", self.sum, SUMS)
         for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks)):
             check.kind(name, getattr(self, name), kind)
+        if self.compare_every is not None:
+            possible = "a whole number of steps, 1 or more, or None for never"
+            check.whole("compare_every", self.compare_every, 1, MOST, possible)
+        check.choice("compare", self.compare, COMPARE)
         check.whole("measure_every", self.measure_every, 0, MOST, "a whole number of steps, or 0 for never")
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)

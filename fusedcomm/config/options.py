@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from fusedcomm.config import check
-from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithFeedback, WireWithoutScales
+from fusedcomm.literals import Compare, ResidualFormat, RoundingKind, Sum, Wire, WireWithFeedback, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
@@ -16,6 +16,7 @@ WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
 ROUNDINGS: tuple[RoundingKind, ...] = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
+COMPARE: tuple[Compare, ...] = get_args(Compare)
 
 MOST = 2**63 - 1
 """The greatest int64."""

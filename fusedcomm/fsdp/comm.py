@@ -164,6 +164,8 @@ class FusedReduceScatter:
             self.num_calls += 1
         else:
             self._replicas.weigh_as(self._session.weights)
+        if self._is_last:
+            self._replicas.session.synchronizer.begin_pass()  # parameters change after it, so any moment of it will do
         future = self._replicas.all_reduce(tensor, row, factor, self._is_last)
         if future is not None:
             self._pending.wait(future)

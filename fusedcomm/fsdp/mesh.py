@@ -16,6 +16,7 @@ from fusedcomm.fsdp.levels import Sums, check_hosts
 from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.native import _C
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
@@ -158,6 +159,7 @@ class MeshSums:
             wires = {p.name: config.wire_number(p.name, p.tensor) for p in parameters}
             session = Session(sums.replicas, replicas, None, local, device, problem=problem, **options)
             made.append(session)
+            session.use_comparison([(p.name, p.tensor) for p in parameters])
             between = ReplicaSums(session, wires)
         return MeshSums(config, sums, rows, between, sharded, first_index)
 
@@ -337,6 +339,12 @@ class Meshes(Runs):
     def stats(self) -> Stats:
         """The statistics of all meshes together."""
         return together([mesh.stats() for mesh in self.meshes if mesh.is_off == self.is_off])
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        """See :meth:`CommHandle.compare_parameters`; the first difference between replicas."""
+        self.pending.finish()
+        found = [mesh.between.session.compare_parameters() for mesh in self.meshes if mesh.between is not None]
+        return next((each for each in found if each is not None), None)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""

@@ -16,11 +16,12 @@ def text_of(config: Config) -> str:
         ValueError: `config` is no Config, measures errors of backward passes, or has feedback of reduce-scatters.
     """
     check.kind("config", config, Config)
-    if config.measure_every != Config().measure_every:
-        raise ValueError(
-            f"measure_every={config.measure_every!r} is not possible here: operations come one by one, and belong to "
-            "no backward pass whose errors could be measured. Leave it out, or use fusedcomm.GradReducer"
-        )
+    for name in ("measure_every", "compare_every", "compare"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not possible here: operations come one by one, and belong to no "
+                "backward pass. Leave it out, or use fusedcomm.GradReducer"
+            )
     config.refuse_unsharded()
     defaults = dataclasses.asdict(Config())
     fields = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}

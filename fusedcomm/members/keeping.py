@@ -1,6 +1,7 @@
 """Sessions whose buckets keep what is needed to sum them again, and what they and their members refuse."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ class UnexplainedSession(Session):
 
 class KeepingSession(UnexplainedSession):
     """A session whose buckets keep their codes and means."""
+
+    def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
 
     @property
     def native_config(self) -> "_C.WireConfig":

@@ -23,6 +23,8 @@ EVERYTHING = Config(
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
     measure_every=5,
+    compare_every=None,
+    compare="raise",
     hosts=TwoLevels([[0, 1]], "fp16"),
 )
 
@@ -112,6 +114,8 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "feedback": None,
         "chunks": Chunks(),
         "measure_every": 1000,
+        "compare_every": 1000,
+        "compare": "warn",
         "hosts": "auto",
     }.items():
         changed = dataclasses.replace(EVERYTHING, **{field: value})

@@ -60,7 +60,9 @@ def synchronized(
         return fully_shard(model), fusedcomm.attach(model, config, quiet=True)
     options = {"find_unused_parameters": find_unused, "process_group": group}
     if front_end == "reducer":
-        return model, reducer_of(model, config, bucket_mib=bucket_mib, **options)
+        if bucket_mib is not None:
+            options["bucket_mib"] = bucket_mib
+        return model, reducer_of(model, config, **options)
     if bucket_mib is not None:
         options["bucket_cap_mb"] = bucket_mib
     if front_end == "DataParallel":
