@@ -10,7 +10,6 @@ from fusedcomm import chunks
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import (
     ONE_DIMENSIONAL,
-    Checks,
     Config,
     Feedback,
     ResidualFormat,
@@ -78,9 +77,7 @@ def simulate(
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
-    config = dataclasses.replace(
-        config, wires={ONE_DIMENSIONAL: config.wire}, checks=Checks(), feedback=_feedback(config, residuals)
-    )
+    config = dataclasses.replace(config, wires={ONE_DIMENSIONAL: config.wire}, feedback=_feedback(config, residuals))
     factors = _pack_factors(config, weights, world_size)
     if weights is not None and not any(factors):
         return torch.zeros_like(grads[0])

@@ -238,8 +238,6 @@ def numbers(line: str) -> list[float]:
         "Blocks",
         "Feedback",
         "Chunks",
-        "Checks",
-        "Fallback",
         "TwoLevels",
         "LocalOptions",
         "Auto",

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Checks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.simulation import simulate
 
 MAKERS = {
@@ -159,10 +159,10 @@ def with_simulation(rank, config):
 
 
 WAYS = {
-    "DDP": (with_ddp, Config("int8", feedback=Feedback(), checks=Checks(verify_every=1))),
+    "DDP": (with_ddp, Config("int8", feedback=Feedback())),
     "DDP, int4": (with_ddp, Config("int4")),
-    "DataParallel": (with_data_parallel, Config("int8", checks=Checks(measure_every=1))),
-    "FSDP2, verified": (with_fsdp, Config("int8", checks=Checks(verify_every=1))),
+    "DataParallel": (with_data_parallel, Config("int8", measure_every=1)),
+    "FSDP2": (with_fsdp, Config("int8")),
     "FSDP2, feedback": (with_fsdp, Config("int8", feedback=Feedback(unsharded=True))),
     "Horovod": (with_horovod, None),
     "simulation": (with_simulation, None),

@@ -9,7 +9,6 @@
 
 #include "bindings/bindings.h"
 #include "codec/codec.h"
-#include "codec/crc32c.h"
 #include "gradients/grad_dtype.h"
 #include "wire/names.h"
 
@@ -103,15 +102,6 @@ int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices
 
 void bind_codec(py::module_& m) {
   m.def("available_isas", &available_isas);
-  m.def("crc32c_ways", &crc32c_ways);
-  // data: uint8, of which it takes the CRC.
-  m.def(
-      "crc32c",
-      [](const at::Tensor& data, uint32_t before, const std::string& way) {
-        check_on_cpu(data, "data");
-        return crc32c_by(way, data.const_data_ptr(), static_cast<int64_t>(data.nbytes()), before);
-      },
-      py::arg("data"), py::arg("before") = 0, py::arg("way") = crc32c_ways().back());
   py::class_<Codec>(m, "Codec")
       .def(py::init<const std::string&, int>(), py::arg("isa") = "auto", py::arg("num_threads") = 1)
       .def("pack", &pack, py::arg("layout"), py::arg("chunk"), py::arg("lossy"), py::arg("exact"), py::arg("scale"),

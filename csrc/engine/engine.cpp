@@ -214,9 +214,7 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
   }
   return lane.run(std::move(underway->event),
                   stage(job, step.stage, chunk, [this, &own = *job, &step, chunk, from = from.data, to = to.data] {
-                    if (own.digest) own.digest->before(own, step, chunk, from);
                     run_codec(own, step, chunk, from, to);
-                    if (own.digest) own.digest->after(own, step, chunk, to);
                   }));
 }
 
@@ -372,7 +370,6 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
   board_->end(job->number, std::move(done));
   // A profiler may end as soon as the bucket's result is there. After a failure other stages may still be running.
   if (!error) job->profiler = nullptr;
-  if (job->digest) job->digest->end();
   job->on_done(error);
 }
 

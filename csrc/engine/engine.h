@@ -66,8 +66,6 @@ class Engine {
 
   // Fails all jobs under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
-  // Fails all jobs under way and to come with `error`, whose text stays as it is.
-  void fail(std::exception_ptr error) { failure_->fail_as(std::move(error)); }
   bool has_failed() const { return failure_->has_failed(); }
   // Whether it takes no more jobs: it was stopped, or a job has failed.
   bool has_ended() const { return failure_->get() != nullptr; }

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "codec/args.h"
-#include "engine/digest.h"
 #include "engine/plan.h"
 #include "engine/profiler.h"
 #include "engine/stage.h"
@@ -71,8 +70,6 @@ struct BucketJob {
     return unpack_factor ? static_cast<float>(plan->unpack_scale * *unpack_factor) : plan->unpack_scale;
   }
 
-  // Null if ranks do not compare what they have received. Only with gradients in host memory.
-  std::shared_ptr<BucketDigest> digest;
   // Null if no profiler watches. Released before on_done is called, except after a failure.
   std::shared_ptr<const JobProfiler> profiler;
 

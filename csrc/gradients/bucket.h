@@ -82,7 +82,7 @@ struct Bucket {
   // the gradients of its parameters. May be empty.
   std::function<void()> check;
   // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last only
-  // ends a step of the statistics, and neither norms nor loss scales nor verifications include the bucket.
+  // ends a step of the statistics.
   bool is_alone = false;
   // Whether it holds zeros, in place of those of a rank that has no backward pass, as under Join.
   bool is_shadow = false;

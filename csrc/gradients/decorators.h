@@ -31,15 +31,6 @@ void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& 
 void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
            const PassWeightPtr& weight);
 
-// Takes the digest of gradients that are summed in place. Call it last: it sees them as the transport has left them.
-void digest_result(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients);
-
-// Submits the job, and after it an exact sum of the same gradients, and compares the results. The job's on_done is
-// called after both. weight: null without weights.
-void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                     const BucketRecordPtr& record, const PassWeightPtr& weight, Engine* engine,
-                     const std::shared_ptr<TensorTransport>& transport, ErrorMonitor* monitor);
-
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
 // replace the gradients by their mean, exactly; weight: null without weights. One run is summed in place; separate
 // tensors are summed in a copy, which is written back. The future receives the run, the first tensor, or the mean of a

@@ -8,12 +8,11 @@ namespace fusedcomm {
 
 PassOrder::Turn PassOrder::take(const Bucket& bucket, const void* record) {
   if (!bucket.is_alone) check(bucket, record);
-  const Turn turn{num_passes_, num_buckets_, bucket.is_last && !bucket.is_alone};
+  const Turn turn{num_passes_, bucket.is_last && !bucket.is_alone};
   if (!bucket.own_row && (bucket.is_last || bucket.is_alone)) {
     ++step_;
     ++num_passes_;
   }
-  if (turn.ends_pass) num_buckets_ = bucket.index + 1;
   return turn;
 }
 

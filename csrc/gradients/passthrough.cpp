@@ -136,14 +136,6 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   const double pack_factor = weight ? weight->pack : 1;
   PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, pack_factor)
                                                     : dense_stages(transport, gradients, pack_factor);
-  if (job->digest && !gradients->is_sparse()) {
-    stages.unpack = [unpack = std::move(stages.unpack), digest = job->digest, gradients] {
-      if (unpack) unpack();
-      for (const at::Tensor& mean : gradients->tensors()) {
-        digest->add_result(mean.const_data_ptr(), static_cast<int64_t>(mean.nbytes()));
-      }
-    };
-  }
   if (weight) {
     stages.unpack = [unpack = std::move(stages.unpack), result, gradients, weight] {
       if (unpack) unpack();

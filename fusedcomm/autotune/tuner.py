@@ -15,7 +15,7 @@ from fusedcomm import log
 from fusedcomm.autotune.auto import name_of
 from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.autotune.turns import Turns, preferred
-from fusedcomm.config import AUTO, OFF, Checks, Config, LocalOptions
+from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.session.parameters import NamedParameter, numbered
@@ -101,7 +101,7 @@ class Tuner(Runs):
         except ValueError as error:
             problem = problem or error
         # What stands in for off sends nothing, so it measures nothing.
-        base = Config("fp32", checks=Checks(measure_every=0)) if has_off else configs[0]
+        base = Config("fp32", measure_every=0) if has_off else configs[0]
         self._base = Session(
             base,
             process_group,

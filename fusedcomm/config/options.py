@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import get_args
 
 from fusedcomm.config import check
-from fusedcomm.literals import ResidualFormat, Sum, Wire, WireWithoutScales
+from fusedcomm.literals import Compare, ResidualFormat, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
@@ -13,9 +14,10 @@ WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
 RESIDUALS = _C.RESIDUAL_FORMATS
+COMPARE: tuple[Compare, ...] = get_args(Compare)
 
-# The greatest int64.
-_MOST = 2**63 - 1
+MOST = 2**63 - 1
+"""The greatest int64."""
 
 LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 4096, 1 << 30
 
@@ -116,66 +118,6 @@ class Chunks(Options):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Fallback(Options):
-    """A more exact wire for buckets whose error is too large.
-
-    A bucket falls back if `Checks.verify_every` finds that the error of its mean exceeds `error`. From the second step
-    after that on, its parameters with a less exact wire are sent in `wire`. A warning says so once, with the numbers.
-    With `Config.feedback` a result also contains residuals of earlier steps, which count as error here. After attaching
-    again, a restart or a change of the process group, all buckets start with `Config.wire` again.
-
-    Args:
-        error: the relative error beyond which a bucket falls back.
-        wire: "bf16", "fp16" or "fp32"; must be more exact than `Config.wire` or a wire of `Config.wires`.
-    """
-
-    error: float
-    wire: WireWithoutScales = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
-
-    def __post_init__(self) -> None:
-        check.positive("Fallback(error)", self.error, "a relative error greater than 0, e.g. 0.5")
-        check.choice("Fallback(wire)", self.wire, WITHOUT_SCALES)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Checks(Options):
-    """Which errors are measured during training, and what follows from them.
-
-    Args:
-        verify_every: steps between verifications. In such a step one bucket, another each time, is also summed exactly
-            in fp32 and compared; ``stats().verified`` has the errors. The step waits for the extra bytes. 0: never.
-        measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
-            rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
-            bytes for each element if there is no fp32 residual. 0: never.
-        fallback: a :class:`Fallback`. None: buckets keep their wire.
-        digest: whether ranks compare in each step, by CRC-32C, what they received in the step before. Bits that a
-            network card, a cable or memory has changed then end training on every rank, with an error that names the
-            ranks and the links; without it the ranks' parameters would differ from then on, in silence. None: for
-            gradients on cpu. True is an error on cuda.
-    """
-
-    verify_every: int = 0
-    measure_every: int = 1000
-    fallback: Fallback | None = None
-    digest: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.digest is not None:
-            check.flag("Checks(digest)", self.digest)
-        for option in ("verify_every", "measure_every"):
-            possible = "a whole number of steps, or 0 for never"
-            check.whole(f"Checks({option})", getattr(self, option), 0, _MOST, possible)
-        if self.fallback is None:
-            return
-        check.kind("Checks(fallback)", self.fallback, Fallback)
-        if self.verify_every == 0:
-            raise ValueError(
-                f"Checks(verify_every=0, fallback={self.fallback}): no bucket is verified, so none can fall back: set "
-                "verify_every to a number of steps, or leave fallback out"
-            )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class TwoLevels(Options):
     """Sums on two levels, for links between hosts that are slower than those within a host.
 
@@ -206,7 +148,7 @@ class TwoLevels(Options):
             object.__setattr__(self, "groups", self._ordered())
         elif self.groups != hosts.AUTO:
             possible = "'auto', the number of ranks on each host, or a list of each host's ranks, [[0, 1], [2, 3]]"
-            check.whole("hosts", self.groups, 1, _MOST, possible)
+            check.whole("hosts", self.groups, 1, MOST, possible)
 
     def _ordered(self) -> tuple[tuple[int, ...], ...]:
         if not all(

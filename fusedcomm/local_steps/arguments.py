@@ -124,11 +124,12 @@ def configuration(config: "Config | Wire") -> Config:
             f"Config(weighted={found.weighted!r}) weighs backward passes, and here are none: use "
             "LocalSteps(weights='steps')"
         )
-    if found.checks.verify_every:
-        raise ValueError(
-            f"Checks(verify_every={found.checks.verify_every}) verifies buckets of backward passes, and here are none: "
-            "leave it out"
-        )
+    for name in ("compare_every", "compare"):
+        if getattr(found, name) not in (None, getattr(Config(), name)):
+            raise ValueError(
+                f"{name}={getattr(found, name)!r} compares parameters between backward passes, and here they differ "
+                "until they are merged; merged states are compared with every message: leave it out"
+            )
     if found.sum == "direct":
         raise ValueError(
             "sum='direct' adds everything in the wire, and a merge has numbers that must stay exact: use sum='auto'"

@@ -238,7 +238,6 @@ class Merging(Views):
         """Goes over to the next view, with the messages under way. first: the decision on it, if it is known."""
         began = time.monotonic()
         with self._going_on():
-            self._refuse_damage(failure)
             for _ in range(MAX_FAILURES):
                 decision, first = first or self.members.plane.recover(), None
                 if self._fetch(decision) and self._install(decision, began):

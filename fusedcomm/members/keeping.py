@@ -1,6 +1,7 @@
 """Sessions whose buckets keep what is needed to sum them again, and what they and their members refuse."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ class UnexplainedSession(Session):
 
 class KeepingSession(UnexplainedSession):
     """A session whose buckets keep their codes and means."""
+
+    def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
 
     @property
     def native_config(self) -> "_C.WireConfig":
@@ -47,8 +51,6 @@ def with_codes_kept(config: Config, members: Members, device: torch.device) -> C
             f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
             "when a rank is lost: with members use sum='auto' or 'two-shot'"
         )
-    if config.checks.verify_every:
-        raise ValueError("fusedcomm: verify_every compares with sums that keep no codes: leave it out with members")
     if members.microbatches is not None and config.weighted != "mean":
         raise ValueError(
             "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"

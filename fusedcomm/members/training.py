@@ -26,6 +26,7 @@ from fusedcomm.members.views import ENDING_S, MAX_FAILURES, Views
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.parameters import NamedParameter
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.runs import Runs
@@ -167,7 +168,15 @@ class Training(Views, Runs):
             if decision is not None:
                 self._go_over(decision)
             elif self._compare_places():
-                return
+                return self._compare_when_due()
+
+    def _compare_when_due(self) -> None:
+        every = self._config.compare_every
+        if every is not None and self.step and self.step % every == 0:
+            self.compare_parameters()
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        return self._compared([(p.name, p.tensor) for p in self._arguments[0]], self._config.compare)
 
     def _go_over(self, decision: Decision) -> None:
         """Enters the next view between two steps."""
@@ -213,7 +222,6 @@ class Training(Views, Runs):
 
     def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()
-        self._refuse_damage(failure)
         self.session.synchronizer.wait_until_idle(ENDING_S)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()

@@ -21,6 +21,7 @@ from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
 from fusedcomm.session import levels, plan, weights
+from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
 from fusedcomm.session.record import record_of
 from fusedcomm.session.runs import Runs
@@ -108,7 +109,7 @@ class Session(Runs):
                     parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                     wire_1d=cfg.wire_number_1d,
                     grad_device=device,
-                    checks=cfg.native_checks(),
+                    measure_every=cfg.measure_every,
                 )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
@@ -128,6 +129,7 @@ class Session(Runs):
             raise
         self.synchronizer = synchronizer
         self.weights = weights.used(synchronizer, cfg)
+        self.use_comparison([(p.name, p.tensor) for p in parameters or []])
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         self.recorder = Recorder(synchronizer, self._store, self.peers, place)
@@ -375,6 +377,20 @@ class Session(Runs):
                 self.peers.call(collective, f"in {what}", is_watched=self._is_watched)
             else:
                 collective()  # only enqueues, and does not wait
+
+    def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Compares these parameters every `compare_every` backward passes. Call it before the first."""
+        self._comparison = Comparison(self, named)
+        if self.config.compare_every is not None and self._comparison.named:
+            due = weakref.WeakMethod(self._compare_when_due)  # the engine must not keep the session
+            self.synchronizer.before_every(self.config.compare_every, lambda: due()())
+
+    def _compare_when_due(self) -> None:
+        self._comparison.when_due()
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
+        return self._comparison.now()
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
         """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.integrations.attachment import Attachment
 from fusedcomm.native import _C
 
@@ -21,7 +21,9 @@ EVERYTHING = Config(
     blocks=Blocks(64, rotate=True),
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
-    checks=Checks(verify_every=5, fallback=Fallback(0.5, "fp32")),
+    measure_every=5,
+    compare_every=None,
+    compare="raise",
     hosts=TwoLevels([[0, 1]], "fp16"),
 )
 
@@ -109,7 +111,9 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "blocks": Blocks(),
         "feedback": None,
         "chunks": Chunks(),
-        "checks": Checks(),
+        "measure_every": 1000,
+        "compare_every": 1000,
+        "compare": "warn",
         "hosts": "auto",
     }.items():
         changed = dataclasses.replace(EVERYTHING, **{field: value})
@@ -131,8 +135,7 @@ def test_a_configuration_is_shown_as_one_would_write_it():
         assert eval(repr(config), vars(fusedcomm.config)) == config
     assert repr(Config("bf16", hosts="auto")) == "Config(wire='bf16')"
     assert repr(Config("bf16", hosts=None)) == "Config(wire='bf16', hosts=None)"
-    checks = Checks(verify_every=5, fallback=Fallback(0.5))
-    assert repr(checks) == "Checks(verify_every=5, fallback=Fallback(error=0.5, wire='bf16'))"
+    assert repr(Feedback("bf16")) == "Feedback(format='bf16')"
 
 
 def test_a_configuration_cannot_be_changed_from_outside():

@@ -27,7 +27,6 @@ config = fusedcomm.Config(
     sum="two-shot",
     wires={"lm_head.*": "bf16", "1d": "fp32"},
     feedback=fusedcomm.Feedback("bf16"),
-    checks=fusedcomm.Checks(verify_every=5, fallback=fusedcomm.Fallback(0.5, "fp32")),
     hosts=fusedcomm.TwoLevels("auto", "fp16"),
 )
 wire: fusedcomm.Wire = "bf16"
@@ -52,7 +51,6 @@ FAULTS = {
     'sum="two-shot"': 'sum="two_shot"',
     '"lm_head.*": "bf16"': '"lm_head.*": "bfloat16"',
     'Feedback("bf16")': 'Feedback("fp8")',
-    'Fallback(0.5, "fp32")': 'Fallback(0.5, "int8")',
     'TwoLevels("auto", "fp16")': 'TwoLevels("auto", "int8")',
     'Auto(("bf16", "int8"': 'Auto(("bf16", "off"',
     "comm.plan().sent_nbytes": "comm.plan().sent_bytes",

@@ -4,15 +4,12 @@ error names both values of a pair."""
 import pytest
 
 import fusedcomm
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, LocalOptions, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
 
 
 def words_of(value):
     """A value's test id. It must be the same in every process, and a lambda's text has an address in memory."""
     return str(value) if isinstance(value, list) else "make"
-
-
-OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +32,12 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Config(blocks=64), ["blocks=64", "a fusedcomm.Blocks(…)"]),
         (lambda: Config(feedback=True), ["feedback=True", "a fusedcomm.Feedback(…)"]),
         (lambda: Config(chunks=4096), ["chunks=4096", "a fusedcomm.Chunks(…)"]),
-        (lambda: Config(checks=100), ["checks=100", "a fusedcomm.Checks(…)"]),
+        (lambda: Config(compare_every=0), ["compare_every=0", "1 or more, or None for never"]),
+        (lambda: Config(compare_every=2.5), ["compare_every=2.5", "whole number"]),
+        (lambda: Config(compare="stop"), ["compare='stop'", "'raise'"]),
+        (lambda: Config(measure_every=-3), ["measure_every=-3", "0 for never"]),
+        (lambda: Config(measure_every=1.5), ["measure_every=1.5", "whole number"]),
+        (lambda: Config(measure_every=2**70), [f"measure_every={2**70}", "number of steps"]),
         (lambda: Config(hosts="by rack"), ["hosts='by rack'", "'auto'"]),
         (lambda: Config(hosts=[[0, "1"]]), ["hosts=[[0, '1']] is not possible", "use 'auto'"]),
         (lambda: Config(hosts=[]), ["hosts=[]", "it has no ranks"]),
@@ -57,15 +59,6 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Chunks(2**62), [f"Chunks(nbytes)={2**62}", "from 4096 to 1073741824"]),
         (lambda: Chunks(in_flight=0), ["Chunks(in_flight)=0", "1 to 64"]),
         (lambda: Chunks(in_flight=65), ["Chunks(in_flight)=65", "1 to 64"]),
-        (lambda: Checks(verify_every=-1), ["Checks(verify_every)=-1", "number of steps, or 0"]),
-        (lambda: Checks(verify_every=1.5), ["Checks(verify_every)=1.5", "whole number"]),
-        (lambda: Checks(measure_every=-3), ["Checks(measure_every)=-3", "0 for never"]),
-        (lambda: Checks(measure_every=2**70), [f"Checks(measure_every)={2**70}", "number of steps"]),
-        (lambda: Checks(1, fallback=0.5), ["Checks(fallback)=0.5", "a fusedcomm.Fallback(…)"]),
-        (lambda: Fallback(0), ["Fallback(error)=0", "greater than 0"]),
-        (lambda: Fallback(float("nan")), ["Fallback(error)=nan", "greater than 0"]),
-        (lambda: Fallback(10**400), ["Fallback(error)=1000", "greater than 0"]),
-        (lambda: Fallback(0.5, "int8"), ["Fallback(wire)='int8'", "'bf16'"]),
         (lambda: LocalOptions(stall_after=-1), ["stall_after=-1", "a number of seconds from 0.1 to 1e9"]),
         (lambda: LocalOptions(codec_threads=0), ["codec_threads=0", "1 to 256"]),
         (lambda: LocalOptions(codec_threads=100000), ["codec_threads=100000", "1 to 256"]),
@@ -107,16 +100,6 @@ def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
         (lambda: Config("bf16", predivide=2.0), ["predivide=2", "wire='bf16'", "fp16"]),
         (lambda: Config("fp32", feedback=Feedback()), ["Feedback('fp32')", "wire='fp32'", "rounds nothing"]),
         (lambda: Config(sum="direct", feedback=Feedback("bf16")), ["Feedback('bf16')", "sum='direct'", "two-shot"]),
-        (lambda: Checks(fallback=Fallback(0.5)), ["verify_every=0", "Fallback(error=0.5, wire='bf16')"]),
-        (
-            lambda: Config(sum="direct", checks=OFF_BY),
-            ["Fallback(error=0.5, wire='bf16')", "sum='direct'", "'two-shot'"],
-        ),
-        (lambda: Config("bf16", checks=OFF_BY), ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='bf16'"]),
-        (
-            lambda: Config("fp32", checks=OFF_BY),
-            ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='fp32'", "leave the fallback out"],
-        ),
         (
             lambda: Config("fp32", "exact", hosts=TwoLevels()),
             ["hosts=TwoLevels()", "sum='exact' has one", "'two-shot'"],

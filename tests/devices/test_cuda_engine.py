@@ -17,7 +17,7 @@ from models import Gradients, Mlp, Sparse, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback
+from fusedcomm.config import Blocks, Chunks, Config, Feedback
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
@@ -71,13 +71,12 @@ def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes
         flat = torch.cat([gradient.flatten() for gradient in seen])
         bits = (torch.where(flat.isnan(), torch.nan, flat) if any_nan else flat).view(torch.uint8)
         # As text, because some errors are NaN, which equals nothing.
-        told = str(stats.verified), str(stats.quantization_error)
+        told = str(stats.quantization_error)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
     return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
 
 
 CHUNKED = Chunks(4096)
-MEASURED = Checks(verify_every=1, measure_every=1)
 KEPT_IN_BF16 = {"feedback": Feedback("bf16")}
 ROTATED_INT4 = {"wires": {"1d": "int4"}, "blocks": Blocks(rotate=True), "chunks": CHUNKED}
 EXEMPT = {"weights.[24]": "fp32"}
@@ -87,7 +86,7 @@ CONFIGS = {
     "fp32 two-shot": Config("fp32", "two-shot"),
     "bf16": Config("bf16"),
     "bf16 two-shot chunked": Config("bf16", "two-shot", chunks=CHUNKED),
-    "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}, checks=Checks(verify_every=1)),
+    "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}),
     "fp16 direct": Config("fp16", "direct"),
     "int8": Config("int8", "two-shot"),
     "int8 rotated": Config("int8", "two-shot", blocks=Blocks(rotate=True)),
@@ -111,7 +110,7 @@ CONFIGS = {
         "int4", "two-shot", blocks=Blocks(rotate=True), chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16
     ),
     "two levels measured": Config(
-        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, checks=MEASURED, hosts=[[0, 3], [1, 2]]
+        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, measure_every=1, hosts=[[0, 3], [1, 2]]
     ),
     "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
     "int4 one-shot rotated": Config("int4", "one-shot", **ROTATED_INT4, **KEPT_IN_BF16),
@@ -120,12 +119,12 @@ CONFIGS = {
         "one-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "fp16", "1d": "fp8"},
         feedback=Feedback("bf16"),
-        checks=MEASURED,
+        measure_every=1,
     ),
     "fp32 one-shot": Config("fp32", "one-shot"),
     "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
-    "measured": Config("int8", "two-shot", checks=Checks(measure_every=1)),
+    "measured": Config("int8", "two-shot", measure_every=1),
     "int8 chunked": Config("int8", "two-shot", blocks=Blocks(32), chunks=Chunks(4096, in_flight=1)),
 }
 

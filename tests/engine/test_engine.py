@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env, reference
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -241,45 +241,6 @@ def test_empty_single_and_odd_sized_parameters(ranks, wire, hosts):
     mean = [constant(2.0, wire)]
     for on_rank in ranks.run(shapes_result, wire, hosts):
         assert on_rank == [[], mean, mean, [], mean, [], mean]
-
-
-# --- comparison with an exact sum -----------------------------------------------------------------------------------
-
-
-def verified_result(rank, world_size, wire, verify_every, nan):
-    shapes = ((100, 100), (7,), (20000,), (300, 20))
-    generator = torch.Generator().manual_seed(rank)
-    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
-    if nan and rank == 1:
-        gradients[2][5] = torch.nan
-    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.03)
-    comm = fusedcomm.attach(
-        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, checks=Checks(verify_every=verify_every))
-    )
-    seen = torch.cat([gradient.flatten() for gradient in synchronize(ddp, gradients, steps=9)])
-    stats = comm.stats()
-    return seen, [(v.step, v.bucket.split(" (")[0], v.relative_error) for v in stats.verified], stats.buckets
-
-
-@pytest.mark.parametrize(("wire", "low", "high"), [("bf16", 1e-4, 4e-3), ("int8", 3e-3, 3e-2), ("int4", 5e-2, 0.4)])
-def test_one_bucket_after_another_is_compared_with_an_exact_sum(ranks, wire, low, high):
-    plain = ranks.run(verified_result, wire, 0, False, world_size=3)
-    checked = ranks.run(verified_result, wire, 2, False, world_size=3)
-    for (seen, verified, num_buckets), (unchecked, nothing, as_many) in zip(checked, plain, strict=True):
-        assert torch.equal(seen, unchecked) and num_buckets == as_many and nothing == []
-        assert verified == checked[0][1]
-        # Every step after the first has the same two buckets: DDP rebuilds them after the first step.
-        assert [step for step, _, _ in verified] == [0, 2, 4, 6, 8]
-        assert [name for _, name, _ in verified][1:] == ["bucket 1", "bucket 0", "bucket 1", "bucket 0"]
-        assert all(low < error < high for _, _, error in verified)
-
-
-def test_a_comparison_shows_what_is_not_finite_and_nothing_where_all_is_exact(ranks):
-    for _, verified, _ in ranks.run(verified_result, "bf16", 1, True, world_size=2):
-        assert any(error != error for _, _, error in verified)
-        assert any(error == error for _, _, error in verified)
-    for _, verified, _ in ranks.run(verified_result, "fp32", 1, False, world_size=2):
-        assert len(verified) == 9 and all(error < 1e-6 for _, _, error in verified)
 
 
 # --- the wire dtype as the process group and the sockets see it -----------------------------------------------------

@@ -14,7 +14,7 @@ from traces import read
 
 import fusedcomm
 from fusedcomm import chunks, reference
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.native import _C
 from fusedcomm.session import session
@@ -260,14 +260,12 @@ class Mixed(torch.nn.Module):
         return dense + self.embedding(rows).sum() * value
 
 
-def mixed_buckets(rank, world_size, verify_every):
+def mixed_buckets(rank, world_size):
     model = Mixed()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     comm = fusedcomm.attach(
         ddp,
-        Config(
-            "int8", chunks=Chunks(4096), checks=Checks(verify_every=verify_every, measure_every=2), hosts=INTERLEAVED
-        ),
+        Config("int8", chunks=Chunks(4096), measure_every=2, hosts=INTERLEAVED),
     )
     for step in range(6):
         ddp.zero_grad(set_to_none=True)
@@ -278,14 +276,11 @@ def mixed_buckets(rank, world_size, verify_every):
     return dense, embedded[[0, 1, 2, 3, 7]].tolist(), [row.sum for row in comm.plan().buckets], comm.stats()
 
 
-@pytest.mark.parametrize("verify_every", [0, 1])
-def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks, verify_every):
-    for dense, embedded, sums, stats in ranks.run(mixed_buckets, verify_every):
+def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks):
+    for dense, embedded, sums, stats in ranks.run(mixed_buckets):
         assert dense == [[1.5], [1.5], [1.5]]
         assert embedded == [0.0, 0.25, 0.5, 0.75, 1.5]
         assert {"two-shot", "exact"} <= set(sums)
-        assert bool(stats.verified) == bool(verify_every)
-        assert all(verified.relative_error < 0.01 for verified in stats.verified)
         assert all(error < 0.01 for error in stats.quantization_error.values()) and stats.quantization_error
 
 

@@ -16,10 +16,8 @@ import fusedcomm
 from fusedcomm.config import (
     WIRES,
     Blocks,
-    Checks,
     Chunks,
     Config,
-    Fallback,
     Feedback,
     TwoLevels,
 )
@@ -45,8 +43,8 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_a_text_names_the_whole_configuration(config):
     read = config_of(text_of(config))
-    assert read.checks == Checks(measure_every=0, digest=False)
-    assert dataclasses.replace(read, checks=Checks()).record() == config.record()
+    assert read.measure_every == 0
+    assert dataclasses.replace(read, measure_every=config.measure_every).record() == config.record()
     assert list(read.wires.items()) == list(config.wires.items())
 
 
@@ -67,10 +65,9 @@ def test_a_text_that_names_nothing_is_refused(text):
         config_of(text)
 
 
-@pytest.mark.parametrize("checks", [Checks(verify_every=3), Checks(5, fallback=Fallback(0.5)), Checks(measure_every=0)])
-def test_checks_are_refused(checks):
+def test_measurements_are_refused():
     with pytest.raises(ValueError, match="belong to no backward pass"):
-        Compression.of(Config("int8", checks=checks))
+        Compression.of(Config("int8", measure_every=0))
 
 
 def test_a_compression_is_of_a_config():

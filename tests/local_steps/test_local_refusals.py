@@ -46,7 +46,6 @@ WRONG = [
     ({"every": 5, "config": "auto"}, ["config='auto'", "too seldom"]),
     ({"every": 5, "config": "off"}, ["config='off'", "merge nothing"]),
     ({"every": 5, "config": fusedcomm.Config(weighted="mean")}, ["weighted='mean'", "LocalSteps(weights='steps')"]),
-    ({"every": 5, "config": fusedcomm.Config("int8", checks=fusedcomm.Checks(9))}, ["verify_every=9"]),
     ({"every": 5, "config": fusedcomm.Config(sum="direct")}, ["sum='direct'", "sum='auto'"]),
 ]
 

@@ -11,7 +11,7 @@ from sampling import few
 from torch import nn
 
 import fusedcomm
-from fusedcomm.config import Checks, Config
+from fusedcomm.config import Config
 
 
 def on(model, config=FP32, optimizer_class=torch.optim.AdamW, params=None, reducer=None, **kwargs):
@@ -91,7 +91,6 @@ ARGUMENTS = {
     "exact": (lambda m: on(m, Config("fp32", sum="exact")), ["ValueError", "sum='exact'", "'two-shot'"]),
     "direct": (lambda m: on(m, Config("bf16", sum="direct")), ["ValueError", "sum='direct'", "'two-shot'"]),
     "one-shot": (lambda m: on(m, Config("int8", sum="one-shot")), ["ValueError", "sum='one-shot'", "'two-shot'"]),
-    "verified": (lambda m: on(m, Config("int8", checks=Checks(9))), ["ValueError", "verify_every", "leave them out"]),
     "no wire": (lambda m: on(m, update="int9"), ["ValueError", "int9"]),
     "overlap": (
         lambda m: on(m, overlap=True, find_unused_parameters=True),

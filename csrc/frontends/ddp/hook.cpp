@@ -91,6 +91,7 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
 FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow) {
   Bucket gradients = bucket_of(bucket);
   gradients.is_shadow = is_shadow;
+  if (gradients.index == 0) hook.begin_pass();
   FuturePtr future = hook.run(gradients);
   // On a GPU a fault that is known by now is raised here: calls that DDP makes before it reads the future fail with the
   // same fault, and their text names no bucket.

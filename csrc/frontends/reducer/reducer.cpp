@@ -194,12 +194,17 @@ bool GradReducer::only_adds_up(size_t index) {
 
 void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Observation> observation = observation_;  // the call may end the observation
-  if (!observation) return;
   lock.unlock();
   try {
-    // Checked first: a graph capture would record the work of before_pass, or fail because of it.
-    observation->device->check_caller();
-    observation->before_pass();
+    if (observation) {
+      // Checked first: a graph capture would record the work of before_pass, or fail because of it.
+      observation->device->check_caller();
+      observation->before_pass();
+    }
+    lock.lock();
+    const std::shared_ptr<Synchronizer> synchronizer = synchronizer_;
+    lock.unlock();
+    synchronizer->begin_pass();
   } catch (const std::exception& error) {
     lock.lock();
     if (failure_.empty()) {  // else give_up() has told why

@@ -175,7 +175,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string lost_text() const;
   // Whether the pass of parameter `index`, whose gradient has arrived, only adds up.
   bool only_adds_up(size_t index);
-  // Releases the lock during the observer's call.
+  // Releases the lock during the calls.
   void call_before_pass(std::unique_lock<std::mutex>& lock);
   void begin_pass();
   Flags trained_now() const;
