@@ -22,7 +22,10 @@ from fusedcomm.config import (
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 from fusedcomm.ranks.hosts import Hosts
-from fusedcomm.reference import FIRST_HOST, REDUCER
+
+# Sources of noise beside the ranks' own numbers, as csrc/wire/noise_key.h has them: FIRST_HOST + host for the encoder
+# of a host's sum, REDUCER for encoders of the mean.
+FIRST_HOST, REDUCER = 0x40000000, 0xFFFFFFFF
 
 # Gradients are processed in pieces, to bound memory. Results do not depend on the cuts, which fall between blocks.
 # Bytes of all ranks' encodings of one piece, which are held at once, where the codec sums.

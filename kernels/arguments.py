@@ -65,8 +65,8 @@ class PartShape(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """A noise key; fusedcomm/reference/noise.py gives its fields. Each is unsigned there and is passed as the signed
-    integer with the same bits."""
+    """A noise key; tests/helpers/reference/noise.py gives its fields. Each is unsigned there and is passed as the
+    signed integer with the same bits."""
 
     seed: int  # int64
     parameter: int  # int32

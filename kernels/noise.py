@@ -1,4 +1,4 @@
-"""Noise for stochastic rounding, as fusedcomm/reference defines it: Philox4x32-10, 16 bits for each element.
+"""Noise for stochastic rounding, as tests/helpers/reference defines it: Philox4x32-10, 16 bits for each element.
 
 One counter gives eight elements their bits. A thread that holds only four of them computes the same counter as its
 neighbor. That costs less than an exchange through shared memory.

@@ -5,7 +5,7 @@
 
 namespace fusedcomm {
 
-// Selects noise as fusedcomm/reference defines it: the Philox key, and the whole Philox counter except the element.
+// Selects noise as tests/helpers/reference defines it: the Philox key, and the whole Philox counter except the element.
 struct NoiseKey {
   uint64_t seed = 0;
   uint32_t parameter = 0;

@@ -3,9 +3,8 @@
 import math
 
 import pytest
+import reference
 import torch
-
-from fusedcomm import reference
 
 
 def decoded(y, wire, block, u=None):

@@ -4,6 +4,7 @@ import datetime
 import warnings
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from models import Gradients, synchronize
@@ -11,7 +12,6 @@ from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import reference
 from fusedcomm.config import Blocks, Checks, Config, Fallback, Feedback
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import named_parameters

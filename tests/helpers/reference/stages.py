@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from fusedcomm.native import _C
-from fusedcomm.reference.elements import (
+from reference.elements import (
     GREATEST_CODE,
     WIRE_DTYPES,
     canonical,
@@ -18,7 +18,7 @@ from fusedcomm.reference.elements import (
     scaled,
     unrotate,
 )
-from fusedcomm.reference.noise import NoiseKey, noise
+from reference.noise import NoiseKey, noise
 
 RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
