@@ -51,6 +51,21 @@ def local_steps_table() -> str:
     return markdown(["loss above DDP's; MB sent", *(f"H = {every}" for every in EVERY)], body)
 
 
+def local_speed_table() -> str:
+    """Steps a second of merges in int4, relative to steps without communication."""
+    columns: dict[str, dict[int, str]] = {}  # title → H → the ratio
+    for hosts in (2, 4):
+        for link, runs in load(f"local-speed-{hosts}-hosts.json")["runs"].items():
+            ratios = {
+                run["every"]: f"{statistics.median(run['alone_s']) / statistics.median(run['local_s']):.2f}"
+                for run in runs
+                if run["wire"] == "int4"
+            }
+            columns[f"{hosts} hosts, {link.replace('mbit', ' Mbit/s')}"] = ratios
+    body = [[f"H = {every}", *(ratios[every] for ratios in columns.values())] for every in EVERY]
+    return markdown(["speed, int4", *columns], body)
+
+
 def owner_table() -> str:
     """A step's time relative to that of REPLICATED with the same optimizer, MB sent and MiB of optimizer state."""
     columns: dict[str, dict[tuple[str, str], dict]] = {}  # title → (optimizer, way) → its row
@@ -106,6 +121,7 @@ def gpu_hooks_table() -> str:
 
 TABLES = {
     "local-steps": local_steps_table,
+    "local-speed": local_speed_table,
     "owner": owner_table,
     "members": members_table,
     "gpu-kernels": gpu_kernels_table,
