@@ -8,7 +8,7 @@
 Each is compared with a memcpy that moves as many bytes in total, with the eager PyTorch expression for the same stage,
 and with that expression under torch.compile. Every call uses another buffer of a ring that is larger than the caches,
 and all implementations take turns. A result is checked before it is timed: fusedcomm's bit for bit against
-fusedcomm.reference, in a bucket of at most 16 MiB, the others against float64. The allocator keeps freed memory, so
+the tests' oracle, in a bucket of at most 16 MiB, the others against float64. The allocator keeps freed memory, so
 that torch's fresh outputs cost no page faults.
 
 Needs tqdm, 6 GiB of memory, and a C++ compiler for torch.compile; half an hour, a minute with --quick.
@@ -31,9 +31,9 @@ from lib.common import (
     with_ratios,
     write_json,
 )
+from lib.oracle import reference
 from tqdm import tqdm
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 MIB = 1 << 20

@@ -3,9 +3,9 @@
     python bench/local_steps.py --hosts 2 --link 20mbit       # hosts with limited links, needs root (bench/hosts.py)
     python bench/local_steps.py                               # two ranks over loopback
 
-A character transformer, or a recurrent network, is trained from scratch on Python's standard library. Every way takes
-the same batches; the loss is for each held-out character, of the mean of all ranks' parameters, after the last merge.
-With --finetune this mean is trained on afterwards, on English prose, by DDP in fp32 for every way.
+A character transformer is trained from scratch on Python's standard library. Every way takes the same batches; the loss
+is for each held-out character, of the mean of all ranks' parameters, after the last merge. With --finetune this mean is
+trained on afterwards, on English prose, by DDP in fp32 for every way.
 
     no communication   each rank for itself: the bound of steps a second
     DDP                gradients averaged in every step, fp32
@@ -43,7 +43,6 @@ def parse() -> argparse.Namespace:
     hosts.add_options(parser, "20mbit")
     parser.add_argument("--every", nargs="+", type=int, default=[10, 30], help="steps from merge to merge (10 30)")
     parser.add_argument("--delay", nargs="+", type=int, default=[5], help="steps that late merges are late (5)")
-    parser.add_argument("--model", choices=("transformer", "recurrent"), default="transformer", help="(transformer)")
     parser.add_argument("--finetune", type=int, default=0, metavar="STEPS", help="steps on another text afterwards (0)")
     parser.add_argument("--ways", nargs="+", default=[], help="regular expressions: only ways that match one (all)")
     parser.add_argument("--steps", type=int, default=300, help="(300)")

@@ -1,4 +1,4 @@
-"""The arithmetic of one element and one block as device functions: bit for bit what fusedcomm/reference defines.
+"""The arithmetic of one element and one block as device functions: bit for bit what tests/helpers/reference defines.
 
 A tile is a 1-D tensor [TILE]. VEC is the number of consecutive elements that a thread holds. A value that the elements
 of a block share is computed or loaded once for each VEC elements, as [TILE // VEC]. Threads then need not exchange it.

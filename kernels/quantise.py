@@ -1,4 +1,4 @@
-"""Blocks of a tile → codes and scales, and the store of the scales. fusedcomm/reference defines the arithmetic."""
+"""Blocks of a tile → codes and scales, and the store of the scales. tests/helpers/reference defines the arithmetic."""
 
 import triton
 import triton.language as tl

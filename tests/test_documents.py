@@ -138,8 +138,8 @@ def test_what_is_installed_names_no_page():
 
 def test_pages_keep_their_length():
     assert len(README.read_text().split()) <= 1000, "by wc -w"
-    words_and_tables = re.sub(r"<!--.*?-->|(?m:^\|[-| ]+$)|\|", " ", without_code((DOCS / "benchmarks.md").read_text()))
-    assert len(words_and_tables.split()) <= 1500
+    prose = re.sub(r"<!--.*?-->|(?m:^\|.*$)", " ", without_code((DOCS / "benchmarks.md").read_text()))
+    assert len(prose.split()) <= 1300, "beside its generated tables"
 
 
 def test_readme_says_who_it_is_for_and_what_columns_are_before_its_tables():

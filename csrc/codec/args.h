@@ -31,7 +31,7 @@ struct BucketSlices {
   std::shared_ptr<const BucketTables> tables;
 };
 
-// The residual of one encoder: the rounding error of each element that it encodes. See fusedcomm/reference.
+// The residual of one encoder: the rounding error of each element that it encodes. See tests/helpers/reference.
 struct Residual {
   ResidualFormat format = ResidualFormat::kFp32;
   // residual_nbytes(format, numel) bytes on the codec's device. Null if there is no error feedback.

@@ -4,7 +4,7 @@
 //   reduce  one part from every rank → the encoded mean of that part: fp32 sum in rank order, ·scale, one rounding
 //   unpack  wire bytes → gradient slices      x = decoded·scale; several messages are first summed, fp32, in rank order
 //
-// Every function gives the same bytes as fusedcomm/reference, whatever the instruction set and thread count.
+// Every function gives the same bytes as tests/helpers/reference, whatever the instruction set and thread count.
 #pragma once
 
 #include <cstdint>

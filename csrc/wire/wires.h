@@ -1,8 +1,8 @@
 // The wire dtypes, one row of a table each: what the layout of messages depends on. What the codes mean is defined in
-// fusedcomm/reference.
+// tests/helpers/reference.
 //
 // A new wire dtype is an enumerator and a row here. Its arithmetic is in codec/isa/scalar_impl.h, in
-// kernels/{elements,encode,quantise}.py, and in fusedcomm/reference/elements.py. For users its name is in
+// kernels/{elements,encode,quantise}.py, and in tests/helpers/reference/elements.py. For users its name is in
 // fusedcomm/literals.py and in the docstring of Config.
 #pragma once
 

@@ -4,13 +4,13 @@ import math
 import threading
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import few
 from values import BLOCK_WIRES, CODECS, DTYPES, same_bits, signed, uninitialised
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))

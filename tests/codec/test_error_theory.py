@@ -1,9 +1,8 @@
 """Errors of the codes against results that others have published or that follow from a formula."""
 
 import pytest
+import reference
 import torch
-
-from fusedcomm import reference
 
 
 def decoded(y, wire, block):

@@ -3,13 +3,13 @@
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from values import BLOCK_WIRES, same_bits
 from values import signed as signed_by_seed
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)

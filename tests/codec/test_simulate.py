@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 from models import Gradients, synchronize
 from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import reference, simulation
+from fusedcomm import simulation
 from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
 

@@ -2,11 +2,11 @@
 oracle, and the oracle against the properties that these must have."""
 
 import pytest
+import reference
 import torch
 from values import BLOCK_WIRES, CODECS, DTYPES, uninitialised
 from values import signed as signed_by_seed
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 WIRES = ("bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))

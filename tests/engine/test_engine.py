@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronize
@@ -10,7 +11,7 @@ from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import env, reference
+from fusedcomm import env
 from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent

@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from models import Gradients, on_host, synchronize
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from traces import read
 
 import fusedcomm
-from fusedcomm import chunks, reference
+from fusedcomm import chunks
 from fusedcomm.config import Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.native import _C

@@ -3,6 +3,7 @@
 import datetime
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from models import Gradients, synchronize
@@ -10,7 +11,6 @@ from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import reference
 from fusedcomm.config import Blocks, Config, Feedback
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import named_parameters

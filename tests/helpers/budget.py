@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Path(__file__).with_name("budget.json")
-CODE = (".py", ".pyi", ".cpp", ".h", ".cu")
+CODE = (".py", ".cpp", ".h", ".cu")
 COUNTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "product": (("csrc", "fusedcomm", "kernels", "setup.py"), CODE, "lines"),
     "tests": (("tests",), CODE, "lines"),

@@ -4,7 +4,9 @@ It launches through fusedcomm.kernels, so it runs whichever kernels are there: i
 on a GPU.
 """
 
+import reference
 import torch
+from reference.stages import store_residual
 from test_kernels import (
     GAP,
     Encoder,
@@ -22,14 +24,12 @@ from test_kernels import (
     with_holes,
 )
 
-from fusedcomm import reference
 from fusedcomm.kernels.bucket import make_bucket
 from fusedcomm.kernels.pack import pack
 from fusedcomm.kernels.reduce import reduce
 from fusedcomm.kernels.unpack import unpack
 from fusedcomm.kernels.variants import TILE
 from fusedcomm.native import _C
-from fusedcomm.reference.stages import store_residual
 
 SCALE = 0.3
 PROGRAMS = 2

@@ -10,12 +10,12 @@ import math
 
 import interpreter
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from values import DTYPES, signed
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 triton = pytest.importorskip("triton")

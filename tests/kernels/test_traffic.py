@@ -19,10 +19,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import reference  # noqa: E402
 from test_kernel_code import resources  # noqa: E402
 from test_kernels import bucket_layout, signed  # noqa: E402
 
-from fusedcomm import reference  # noqa: E402
 from fusedcomm.kernels.bucket import make_bucket  # noqa: E402
 from fusedcomm.kernels.feedback import NONE, Feedback  # noqa: E402
 from fusedcomm.kernels.pack import pack  # noqa: E402

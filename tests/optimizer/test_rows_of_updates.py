@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import normal
+from reference.elements import decode, encode
+from reference.sums import slice_list, taken
 from sampling import few
 
 from fusedcomm.config import Chunks, Config, LocalOptions
 from fusedcomm.native import _C
-from fusedcomm.reference.elements import decode, encode
-from fusedcomm.reference.sums import slice_list, taken
 from fusedcomm.session.session import Session
 
 # (elements in a row, whether their wire is exact) of each piece of a row.

@@ -1,11 +1,12 @@
 """Holes of slice lists, and the tables that say where a list's elements lie: what every vector access relies on."""
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm import chunks, reference
+from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 

@@ -19,7 +19,7 @@ last step. It first adds the residual to y, so an element's rounding errors do n
 Every stored NaN is the canonical one: 0x7FC00000 in fp32, 0x7FC0 in bf16, 0x7E00 in fp16.
 """
 
-from fusedcomm.reference.elements import (
+from reference.elements import (
     GREATEST_CODE,
     LEAST_CODE,
     LEVELS,
@@ -33,8 +33,8 @@ from fusedcomm.reference.elements import (
     unrotate,
     values_of_codes,
 )
-from fusedcomm.reference.stages import Feedback, pack, part_bytes, reduce, unpack
-from fusedcomm.reference.sums import all_reduce_mean, slice_list, taken
+from reference.stages import Feedback, pack, part_bytes, reduce, unpack
+from reference.sums import all_reduce_mean, slice_list, taken
 
 __all__ = [
     "GREATEST_CODE",

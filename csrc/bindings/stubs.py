@@ -1,18 +1,17 @@
-"""Writes fusedcomm/_C.pyi: names, arguments and types of the built extension, as pybind11 puts them into docstrings.
+"""Writes fusedcomm/_C.pyi, by which editors and type checkers know the extension: names, arguments and types, as
+pybind11 puts them into docstrings. setup.py runs this after it has built the extension.
 
-`make stubs` runs this after a change of csrc/bindings; tests/test_stubs.py fails until then.
+    python csrc/bindings/stubs.py EXTENSION     # writes _C.pyi beside it
 """
 
+import importlib.util
 import inspect
 import re
-import shutil
-import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
-FILE = Path(__file__).resolve().parents[2] / "fusedcomm" / "_C.pyi"
-
-HEAD = '''"""The compiled extension. Written by `make stubs` from the built module: do not edit."""
+HEAD = '''"""The compiled extension. Written by the build: do not edit."""
 
 import collections.abc
 import typing
@@ -112,12 +111,13 @@ def rendered(module: ModuleType) -> str:
 
 
 def main() -> None:
-    from fusedcomm.native import _C
+    import torch.distributed  # noqa: F401  (loads the libraries, and has the types, that the extension uses)
 
-    FILE.write_text(rendered(_C))
-    if ruff := shutil.which("ruff"):
-        subprocess.run([ruff, "format", "--quiet", FILE], check=True)
-    print(f"wrote {FILE}")
+    extension = Path(sys.argv[1])
+    spec = importlib.util.spec_from_file_location("fusedcomm._C", extension)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    extension.with_name("_C.pyi").write_text(rendered(module))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from fusedcomm.native import _C
-from fusedcomm.reference.elements import (
+from reference.elements import (
     GREATEST_CODE,
     WIRE_DTYPES,
     canonical,

@@ -3,8 +3,8 @@
 import torch
 
 from fusedcomm.native import _C
-from fusedcomm.reference.elements import WIRE_DTYPES, decode, encode, rotate, round_to, scaled, unrotate
-from fusedcomm.reference.stages import in_order
+from reference.elements import WIRE_DTYPES, decode, encode, rotate, round_to, scaled, unrotate
+from reference.stages import in_order
 
 
 def all_reduce_mean(
