@@ -75,7 +75,7 @@ def checksums(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
         words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
         numel = _CHUNK_NUMEL_ON_CPU if words.device.type == "cpu" else _CHUNK_NUMEL
         if words.device not in weights:
-            weights[words.device] = torch.arange(1, 2 * numel, 2, device=words.device)
+            weights[words.device] = torch.arange(1, 2 * numel, 2, dtype=torch.int64, device=words.device)
         odd = weights[words.device]
         sums = torch.stack([(chunk * odd[: chunk.numel()]).sum() for chunk in words.split(numel)])
         return sums[0] if sums.numel() == 1 else checksum(sums)
@@ -170,7 +170,7 @@ class Comparison:
     def _distances(self, session: "Session", tensor: torch.Tensor, reference: int) -> list[float]:
         """By rank, how far its elements are at most from those of rank `reference`. A collective call."""
         own = local(tensor).to(session.device)
-        kind = torch.tensor([zlib.crc32(f"{own.dtype} {list(tensor.shape)}".encode())])
+        kind = torch.tensor([zlib.crc32(f"{own.dtype} {list(tensor.shape)}".encode())], dtype=torch.int64)
         if len(_gathered(session, kind).unique(dim=0)) > 1:
             return [float("inf")] * session.world_size
         theirs = own.clone()
