@@ -213,7 +213,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         (warned,) = [call for call in calls if "in step 3" in call]
         assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
-        assert "ranks 0, 2 wait in step 3 for the all-reduce of chunk 1/" in warned
+        assert "ranks 0, 2 wait in step 3 for the all-to-all of chunk 1/" in warned
         assert "missing" not in warned
 
 
