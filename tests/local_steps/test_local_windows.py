@@ -179,6 +179,7 @@ def too_short(rank, world_size):
         for step in range(1, 9 if rank else 33):
             clock.now += 12.0 if rank else 3.0
             run.step(model, optimizer, rank, step)
+            until_arrived(comm)
         merges, plan = comm.num_messages, comm.plan(bits_s=1e6, step_s=0.5)
         comm.detach()
     return merges, [str(each.message) for each in caught if "every=" in str(each.message)], str(plan)
