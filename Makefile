@@ -12,7 +12,6 @@
 #                It can be split into three calls of at most nine minutes, the most valuable first: --call 1, 2, 3. Each
 #                call adds its result to bench/results/<gpu>-torch<version>.json            ARGS="--call 1"
 #   make sanitize    run the stress programs of tests/native under each sanitizer     SANITIZERS=thread ARGS=engine
-#   make stubs   write fusedcomm/_C.pyi again, after a change of what csrc/bindings binds
 #   make build, lint, types, format, clean
 #
 # Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables, with their defaults:
@@ -60,12 +59,12 @@ KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test test-all test-torches bench gpu build stubs sanitize lint types format clean check-tools check-packages FORCE
+.PHONY: help demo test test-all test-torches bench gpu build sanitize lint types format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
-demo: PACKAGES += scikit-learn matplotlib tqdm
+demo: PACKAGES += scikit-learn tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
@@ -97,16 +96,13 @@ gpu: | $(READY) $(if $(findstring --dry-run,$(ARGS)),build $(KERNELS))
 sanitize:
 	bash tests/native/run_sanitizers.sh $(ARGS)
 
-stubs: build
-	$(PY) tests/helpers/make_stubs.py
-
 # ---- the extension
 
 build: $(BUILT)
 
 # pip's editable install builds the extension, too. Either way object files are in build/objects, and ninja decides what
 # is compiled again. Without --force setuptools would not ask ninja.
-$(BUILT): pyproject.toml setup.py $(CSRC) build/.built-for | $(READY)
+$(BUILT): pyproject.toml setup.py csrc/bindings/stubs.py $(CSRC) build/.built-for | $(READY)
 	@echo "Building fusedcomm._C (a minute or two the first time)"
 	@if [ -n '$(strip $(VENV))' ] && [ ! '$(VENV)/.installed' -nt pyproject.toml ]; then \
 	  PYTHONWARNINGS=ignore::UserWarning $(PY) -m pip install --quiet --no-build-isolation $(PIP_ARGS) -e '.[test,bench]'; \
@@ -199,9 +195,11 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
+	$(PYTHON) tests/helpers/budget.py
 	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-types: $(CHECKER) | $(READY)
+# The build writes the extension's stub.
+types: build $(CHECKER)
 	$(PY) -m mypy
 
 format: $(FORMATTERS)
@@ -211,5 +209,5 @@ format: $(FORMATTERS)
 
 # The environment is kept. To make it again, remove $(VENV) by hand.
 clean:
-	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache fusedcomm/*.so fusedcomm/_C.torch
+	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache fusedcomm/*.so fusedcomm/_C.torch fusedcomm/_C.pyi
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -174,7 +174,7 @@ def num_jobs() -> int:
 
 
 class build_ext(BuildExtension):
-    """Checks what compiling needs, and records beside the extension which torch it was built for.
+    """Checks what compiling needs. Writes beside the extension which torch it was built for, and its stub.
 
     Setuptools looks options up by the name of this class.
     """
@@ -186,12 +186,14 @@ class build_ext(BuildExtension):
 
     def run(self) -> None:
         super().run()
-        if b"libstdc++.so" not in Path(self.get_ext_fullpath("fusedcomm._C")).read_bytes():
+        extension = Path(self.get_ext_fullpath("fusedcomm._C"))
+        if b"libstdc++.so" not in extension.read_bytes():
             sys.exit(
                 "fusedcomm: the compiler has linked its own copy of libstdc++ into the extension, which would end the "
                 "process when it meets torch's. Set CXX to a compiler that finds libstdc++.so.6"
             )
-        Path(self.get_ext_fullpath("fusedcomm._C")).with_name(version.BUILT_FOR).write_text(torch.__version__ + "\n")
+        extension.with_name(version.BUILT_FOR).write_text(torch.__version__ + "\n")
+        subprocess.run([sys.executable, str(CSRC / "bindings" / "stubs.py"), str(extension)], check=True)
 
     def build_extensions(self) -> None:
         compiler = os.environ.get("CXX", "").strip() or "c++"

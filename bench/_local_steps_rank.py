@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lib.characters import Characters, Transformer, character_loss
 from lib.rank import started
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -24,22 +24,6 @@ POST_LOCAL = "post-local SGD"
 POWER_SGD_RANK, FIRST_COMPRESSED_STEP = 4, 10
 USUAL_DELAY = 5
 """Steps; not in the names of ways."""
-
-
-class Recurrent(nn.Module):
-    """A GRU with 123,000 parameters."""
-
-    def __init__(self, width: int = 64, depth: int = 2) -> None:
-        super().__init__()
-        hidden = width * 3 // 2
-        self.codes, self.head = nn.Embedding(128, width), nn.Linear(hidden, 128)
-        self.layers = nn.GRU(width, hidden, depth, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.codes(x))[0])
-
-
-MODELS = {"transformer": Transformer, "recurrent": Recurrent}
 
 
 def local(config="fp32", **kwargs):
@@ -57,15 +41,11 @@ def ways(every: int, delay: int) -> dict[str, dict | None]:
         f"H={every} {POST_LOCAL}": None,
         f"H={every} average": local(merge="average"),
         f"H={every} corrected": local(merge="corrected", delay=late),
-        f"H={every} blend": local(merge="blend", delay=late),
-        f"H={every} overwriting": local(merge="blend", alpha=0.0, delay=late),
         f"H={every} DiLoCo .7": local(merge="nesterov", delay=0, outer=published),
         f"H={every} nesterov": local(merge="nesterov", delay=late),
         f"H={every} corrected int8": local("int8", merge="corrected", delay=late),
         f"H={every} corrected int4": local("int4", merge="corrected", delay=late),
         f"H={every} corrected int4 no feedback": local(Config("int4"), merge="corrected", delay=late),
-        f"H={every} corrected int4 quarter": local("int4", merge="corrected", delay=late, sparse=0.25),
-        f"H={every} corrected int2": local("int2", merge="corrected", delay=late),
         f"H={every} corrected int4 4 fragments": local("int4", merge="corrected", delay=late, fragments=4),
     }
     if delay == USUAL_DELAY:
@@ -88,7 +68,7 @@ def held_out(model: nn.Module, characters: Characters) -> float:
 
 def mean_model(model: nn.Module, settings: dict) -> nn.Module:
     """Of all ranks."""
-    copy = MODELS[settings["model"]](settings["width"], settings["depth"])
+    copy = Transformer(settings["width"], settings["depth"])
     with torch.no_grad():
         for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
             mean = theirs.detach().clone()
@@ -134,7 +114,7 @@ def torchs_own(
 
 def train(way: str, given: dict | None, every: int, seed: int, settings: dict, characters: Characters) -> dict:
     torch.manual_seed(seed)
-    model: nn.Module = MODELS[settings["model"]](settings["width"], settings["depth"])
+    model: nn.Module = Transformer(settings["width"], settings["depth"])
     inner, comm = model, None
     is_torchs = way == "PowerSGD" or way.endswith(POST_LOCAL)
     if way in ("DDP", "int4 every step") or is_torchs:

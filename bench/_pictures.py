@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import _steps_report
+import matplotlib
 from _steps_report import DEFAULT, TUNED, Result
 from lib.common import REPOSITORY
 
-from fusedcomm.tools.output import pyplot
+matplotlib.use("Agg")  # draws files only, so no screen is needed
+from matplotlib import pyplot as plt  # noqa: E402
 
 FOLDER = REPOSITORY / "docs" / "pictures"
 RESULTS = REPOSITORY / "bench" / "results"
@@ -50,7 +52,6 @@ def step(result: Result, path: Path) -> None:
     ways = {way: label for way, label in ways.items() if way in result.rows}
     compute_ms = result.compute_s * 1e3
     steps_ms = [result.rows[way]["median_s"] * 1e3 for way in ways]
-    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(ways) + 1.5), layout="constrained")
     places = range(len(ways))
     axes.barh(places, [compute_ms] * len(ways), color=GREY, label="computing")
@@ -68,7 +69,6 @@ def step(result: Result, path: Path) -> None:
 
 def speed_ups(results: Sequence[Result], labels: Sequence[str], path: Path) -> None:
     """A group of bars for each result: how many times as fast as DDP its ways are."""
-    plt = pyplot()
     figure, axes = plt.subplots(figsize=(11, 4.6), layout="constrained")
     width = 0.84 / len(SERIES)
     for index, (way, (label, color)) in enumerate(SERIES.items()):
@@ -94,7 +94,6 @@ def codec(document: dict, path: Path) -> None:
         "torch.compile": ("torch.compile", SKY),
         "torch": ("torch, eager", GREY),
     }
-    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
     for index, (impl, (label, color)) in enumerate(impls.items()):
         drawn = [(place, rates[case, impl]) for place, case in enumerate(cases) if (case, impl) in rates]
@@ -122,7 +121,6 @@ def errors(rows: Sequence[dict], path: Path) -> None:
         "int4": ("int4", ORANGE),
         "int4 rotated": ("int4, rotated", PURPLE),
     }
-    plt = pyplot()
     figure, all_axes = plt.subplots(1, len(kinds), figsize=(10, 4.2), sharey=True, layout="constrained")
     for axes, (kind, title) in zip(all_axes, kinds.items(), strict=True):
         own = [row for row in rows if row["gradients"] == kind]
@@ -144,7 +142,6 @@ def training(summary: Sequence[dict], path: Path) -> None:
     """How much higher each seed's final loss is than the exact run's of the same seed."""
     ways = ["fp32, ranks added in reverse", "bf16", "int8", "fp8", "int4", "int4, feedback"]
     models = {"digits": "digits (SGD)", "characters": "transformer on characters (AdamW)"}
-    plt = pyplot()
     figure, all_axes = plt.subplots(1, len(models), figsize=(10, 3.2), sharey=True, layout="constrained")
     for axes, (model, title) in zip(all_axes, models.items(), strict=True):
         rows = {row["way"]: row for row in summary if row["model"] == model}
@@ -167,7 +164,7 @@ def training(summary: Sequence[dict], path: Path) -> None:
 
 def _save(figure, path: Path) -> None:
     figure.savefig(path, dpi=100, bbox_inches="tight", pad_inches=0.1)
-    pyplot().close(figure)
+    plt.close(figure)
 
 
 def main() -> None:

@@ -1,18 +1,18 @@
 """Tables of what the wires do to training, what fusedcomm costs on one machine, and FSDP2's steps, from the JSON of
-bench/accuracy.py, codec.py, hook_overhead.py, fsdp.py and the demo.
+bench/accuracy.py, codec.py, hook_overhead.py, fsdp.py and the demo; _features_report.py has those of other features.
 
-python bench/_report.py     # writes the tables in bench/results/{accuracy,overhead}.md, docs/fsdp.md and README.md
+python bench/_report.py     # writes the tables in bench/results/{accuracy,overhead}.md, docs/benchmarks.md, README.md
 """
 
-import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
-from _steps_report import README, RESULTS, between_marks, processor
+import _features_report
+from _steps_report import README, RESULTS, between_marks, markdown, processor
+from _steps_report import load_document as load
 
 ACCURACY, OVERHEAD = RESULTS / "accuracy.md", RESULTS / "overhead.md"
-FSDP = RESULTS.parents[1] / "docs" / "fsdp.md"
+BENCHMARKS = RESULTS.parents[1] / "docs" / "benchmarks.md"
 WIRES = "wires"
 """The table of accuracy.json that is in README.md."""
 RANKS = (2, 512, 4096)
@@ -32,7 +32,6 @@ _STAGES = {
         "pack",
         {f"{wire}-feedback": name for wire, name in _CODES.items() if wire != "fp8"},
     ),
-    "… rounded stochastically": ("pack", {"int8-stochastic": "int8", "int4-stochastic": "int4"}),
     "reduce: four ranks' codes to those of their mean": ("reduce", _CODES),
     "unpack": ("unpack", _CODES),
     "… that sums two ranks' messages": ("sum", _CODES),
@@ -40,14 +39,6 @@ _STAGES = {
 """Lines of the codec's table by label: the stage, and the names that its wires are shown by."""
 _STOCK = {"torch": "eager", "torch copy_": "`copy_`", "torch.compile": "compiled"}
 """PyTorch's implementations, and the words that the table has for them."""
-
-
-def load(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
-
-
-def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *body])
 
 
 # ---- accuracy.json
@@ -76,14 +67,6 @@ def error_table(document: dict) -> str:
         for way in dict.fromkeys(row["way"] for row in rows)
     ]
     return markdown([f"vNMSE, {' / '.join(map(str, ranks))} ranks", *kinds], body)
-
-
-def targets_table(document: dict) -> str:
-    body = [
-        [row["gradients"], row["what"], f"{row['figure']:.3g}", row["wanted"], "yes" if row["reached"] else "**no**"]
-        for row in document["targets"]
-    ]
-    return markdown(["gradients", "target", "measured", "wanted", "reached"], body)
 
 
 def training_table(document: dict) -> str:
@@ -162,13 +145,13 @@ def hook_table() -> str:
 def demo_table() -> str:
     document = load("demo.json")
     env, seeds = document["env"], document["noise_band"]["seeds"]
-    where = f"{seeds} seeds, {env['ranks']} ranks, {env['cores']} cores, torch {env['torch']}"
+    where = f"{seeds} seeds, {env['ranks']} ranks, torch {env['torch']}"
     body = []
     for row in document["summary"]:
         accuracy = row["accuracy"]
         spread = f"{accuracy['mean']:.2%} ({accuracy['low']:.2%} to {accuracy['high']:.2%})"
-        body.append([row["name"], f"{row['bytes_ratio']:.3f}", spread, f"{row['step_ms_p50']:.1f}"])
-    return markdown([where, "bytes, of DDP's", "test accuracy, mean (range)", "step, median ms"], body)
+        body.append([row["name"], f"{row['bytes_ratio']:.3f}", spread])
+    return markdown([where, "bytes, of DDP's", "test accuracy, mean (range)"], body)
 
 
 # ---- FSDP2
@@ -204,12 +187,15 @@ def _fsdp_cell(rows: dict[str, dict], way: str) -> str:
 def tables() -> dict[Path, dict[str, str]]:
     """The tables of each document by their names. README.md has another one, of _steps_report.py."""
     accuracy = load("accuracy.json")
-    of_accuracy = {"errors": error_table, "targets": targets_table, "training": training_table, "machine": machine}
+    of_accuracy = {"errors": error_table, "training": training_table, "machine": machine}
     return {
         ACCURACY: {name: table(accuracy) for name, table in of_accuracy.items()},
         README: {WIRES: wires_table(accuracy)},
         OVERHEAD: {"codec": codec_table(load("cpu-codec.json")), "hook": hook_table(), "demo": demo_table()},
-        FSDP: {"fsdp": fsdp_table()},
+        BENCHMARKS: {
+            "fsdp": fsdp_table(),
+            **{name: table() for name, table in _features_report.TABLES.items()},
+        },
     }
 
 

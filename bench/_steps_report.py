@@ -127,6 +127,14 @@ def processor(env: dict) -> str:
     return env["cpu"].replace("(R)", "").replace(" Processor", "")
 
 
+def load_document(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *body])
+
+
 def load(paths: Sequence[Path]) -> list[Result]:
     results = []
     for path in sorted(paths):

@@ -8,7 +8,7 @@
 Each is compared with a memcpy that moves as many bytes in total, with the eager PyTorch expression for the same stage,
 and with that expression under torch.compile. Every call uses another buffer of a ring that is larger than the caches,
 and all implementations take turns. A result is checked before it is timed: fusedcomm's bit for bit against
-fusedcomm.reference, in a bucket of at most 16 MiB, the others against float64. The allocator keeps freed memory, so
+the tests' oracle, in a bucket of at most 16 MiB, the others against float64. The allocator keeps freed memory, so
 that torch's fresh outputs cost no page faults.
 
 Needs tqdm, 6 GiB of memory, and a C++ compiler for torch.compile; half an hour, a minute with --quick.
@@ -31,9 +31,9 @@ from lib.common import (
     with_ratios,
     write_json,
 )
+from lib.oracle import reference
 from tqdm import tqdm
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 MIB = 1 << 20
@@ -51,9 +51,8 @@ ONE_SHOT_CHUNK_NBYTES = 128 << 10
 PLAIN_WIRES = _C.WIRES
 # Wires that differ only in how they encode. They unpack like the plain or the rotated wire.
 SPECIAL_WIRES = (
-    *("int8-stochastic", "int4-stochastic"),
     *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback", "int4-rotated-feedback"),
-    *("int4-feedback_bf16", "int4-stochastic-feedback"),
+    "int4-feedback_bf16",
 )
 WIRES = (*PLAIN_WIRES, "int4-rotated", *SPECIAL_WIRES)
 # Greatest error that passes the check, relative to the value itself, or for int8 to the greatest value of its block:
@@ -121,14 +120,12 @@ def layout_of(
     return _C.bucket_layout(name, block, num_parts, 0, numel, chunk_nbytes, "rotated" in how)
 
 
-class Encoding:
-    """The noise and the residuals that `wire` needs, one residual for each buffer of a ring."""
+class Residuals:
+    """The residuals that `wire` needs, one residual for each buffer of a ring."""
 
     def __init__(self, wire: str, layout: "_C.BucketLayout", numel: int, num_buffers: int) -> None:
         how = wire.split("-")[1:]
         formats = [part.partition("_")[2] or "fp32" for part in how if part.startswith("feedback")]
-        self.noise = (1, 0, 0, 0) if "stochastic" in how else None
-        self.key = None if self.noise is None else reference.NoiseKey(*self.noise)
         self._format, self._numel = formats[0] if formats else None, numel
         self.residuals: list[torch.Tensor] = []
         if formats:
@@ -142,8 +139,8 @@ class Encoding:
         """Bytes of a residual that are read and written."""
         return 2 * self.residuals[0].numel() if self.residuals else 0
 
-    def arguments(self, index: int) -> tuple:
-        return (self.noise, (self._format, self.residuals[index], self._numel) if self.residuals else None)
+    def of(self, index: int) -> tuple | None:
+        return (self._format, self.residuals[index], self._numel) if self.residuals else None
 
     def feedback(self) -> "reference.Feedback | None":
         """The reference's feedback, with a residual of zeros. None without error feedback."""
@@ -202,13 +199,13 @@ def pack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_
     layout, scale = layout_of(wire, 1, numel), 1 / NUM_RANKS
     grads = [gradients(numel, seed) for seed in range(num_buffers)]
     packed = ring(num_buffers, layout.chunk_nbytes, torch.uint8)
-    encoding = Encoding(wire, layout, layout.padded_numel, num_buffers)
-    traffic_bytes = numel * 4 + layout.chunk_nbytes + encoding.traffic_bytes
+    residuals = Residuals(wire, layout, layout.padded_numel, num_buffers)
+    traffic_bytes = numel * 4 + layout.chunk_nbytes + residuals.traffic_bytes
     case = Case(f"pack/{wire}", numel, traffic_bytes, num_buffers, {}, {})
-    case.impls["fusedcomm"] = lambda i: codec.pack(layout, 0, [grads[i]], [], scale, packed[i], *encoding.arguments(i))
+    case.impls["fusedcomm"] = lambda i: codec.pack(layout, 0, [grads[i]], [], scale, packed[i], residuals.of(i))
     case.checks["fusedcomm"] = lambda: torch.equal(
         packed[0],
-        reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale, encoding.key, encoding.feedback()),
+        reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale, residuals.feedback()),
     )
     add_memcpy(case)
     for name, wrap in torch_impls.items() if wire in TORCH_WIRES else ():
@@ -227,12 +224,12 @@ def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
         for part, value in zip(buffer.view(NUM_RANKS, -1), values, strict=True):
             codec.pack(single, 0, [value], [], 1.0, part)
     out = ring(num_buffers, layout.part.nbytes, torch.uint8)
-    encoding = Encoding(wire, layout, part_numel, num_buffers)
-    traffic_bytes = layout.chunk_nbytes + layout.part.nbytes + encoding.traffic_bytes
+    residuals = Residuals(wire, layout, part_numel, num_buffers)
+    traffic_bytes = layout.chunk_nbytes + layout.part.nbytes + residuals.traffic_bytes
     case = Case(f"reduce/{wire}", part_numel, traffic_bytes, num_buffers, {}, {})
-    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i], *encoding.arguments(i))
+    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i], residuals.of(i))
     case.checks["fusedcomm"] = lambda: torch.equal(
-        out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS, encoding.key, encoding.feedback())
+        out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS, residuals.feedback())
     )
     add_memcpy(case)
     if wire not in TORCH_WIRES:

@@ -3,9 +3,9 @@
     python bench/local_steps.py --hosts 2 --link 20mbit       # hosts with limited links, needs root (bench/hosts.py)
     python bench/local_steps.py                               # two ranks over loopback
 
-A character transformer, or a recurrent network, is trained from scratch on Python's standard library. Every way takes
-the same batches; the loss is for each held-out character, of the mean of all ranks' parameters, after the last merge.
-With --finetune this mean is trained on afterwards, on English prose, by DDP in fp32 for every way.
+A character transformer is trained from scratch on Python's standard library. Every way takes the same batches; the loss
+is for each held-out character, of the mean of all ranks' parameters, after the last merge. With --finetune this mean is
+trained on afterwards, on English prose, by DDP in fp32 for every way.
 
     no communication   each rank for itself: the bound of steps a second
     DDP                gradients averaged in every step, fp32
@@ -14,11 +14,8 @@ With --finetune this mean is trained on afterwards, on English prose, by DDP in 
     H=… post-local SGD torch's: gradients averaged for a tenth of the steps, then parameters every H steps, blocking
     H=… average        parameters averaged every H steps, blocking
     H=… corrected      LocalSteps' default rule, 5 steps late; fp32 unless a wire is named
-    H=… blend          half local, half merged, 5 steps late
-    H=… overwriting    the merged parameters replace those of 5 steps later
     H=… DiLoCo .7      outer Nesterov .7/.9 as published, blocking
     H=… nesterov       LocalSteps' outer optimizer with its table's learning rate, 5 steps late
-    … quarter          a quarter of the blocks at a time
 
     loss      mean of the seeds, and the difference from DDP: mean, least and greatest of the seeds
     steps/s   median of the seeds; without evaluations
@@ -46,7 +43,6 @@ def parse() -> argparse.Namespace:
     hosts.add_options(parser, "20mbit")
     parser.add_argument("--every", nargs="+", type=int, default=[10, 30], help="steps from merge to merge (10 30)")
     parser.add_argument("--delay", nargs="+", type=int, default=[5], help="steps that late merges are late (5)")
-    parser.add_argument("--model", choices=("transformer", "recurrent"), default="transformer", help="(transformer)")
     parser.add_argument("--finetune", type=int, default=0, metavar="STEPS", help="steps on another text afterwards (0)")
     parser.add_argument("--ways", nargs="+", default=[], help="regular expressions: only ways that match one (all)")
     parser.add_argument("--steps", type=int, default=300, help="(300)")

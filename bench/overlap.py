@@ -25,8 +25,8 @@ import torch
 from codec import BLOCK, WHOLE
 from lib.common import Report, Row, run_command
 from lib.device import Device, have_gpu
+from lib.oracle import reference
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ class CodecKernels:
         self.buckets = [bucket.make_bucket(self.layout, flat, [(0, numel)], []) for flat in self.grads]
 
     def check(self, sms: int) -> bool:
-        """Whether both kernels agree with fusedcomm.reference on the device. bench/kernels.py compares the kernels with
+        """Whether both kernels agree with the tests' oracle on the device. bench/kernels.py compares the kernels with
         the CPU codec."""
         before = self.grads[0].clone()
         self(0, sms)

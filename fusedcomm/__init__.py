@@ -17,18 +17,15 @@ from fusedcomm.version import __version__
 if TYPE_CHECKING:
     from fusedcomm.attaching import attach
     from fusedcomm.autotune.auto import Auto
-    from fusedcomm.autotune.search import Tuning
+    from fusedcomm.autotune.tuning import Tuning
     from fusedcomm.config import (
         SUMS,
         WIRES,
         Blocks,
-        Checks,
         Chunks,
         Config,
-        Fallback,
         Feedback,
         LocalOptions,
-        Rounding,
         Sum,
         TwoLevels,
         Wire,
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
     from fusedcomm.optimizer.sharded import ShardedOptimizer
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
-    from fusedcomm.session.grad_scaler import GradScaler
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
 
@@ -57,17 +53,14 @@ __all__ = [
     "WIRES",
     "Auto",
     "Blocks",
-    "Checks",
     "Chunks",
     "CommState",
     "Config",
     "DamagedError",
     "DataParallel",
     "ExpelledError",
-    "Fallback",
     "Feedback",
     "GradReducer",
-    "GradScaler",
     "Handle",
     "JoinRefusedError",
     "LocalOptions",
@@ -76,7 +69,6 @@ __all__ = [
     "MembersSampler",
     "MinorityError",
     "Residuals",
-    "Rounding",
     "ShardedOptimizer",
     "Stats",
     "Sum",
@@ -95,7 +87,6 @@ _HOME = {
     "attach": "attaching",
     "Handle": "ddp.handle",
     "GradReducer": "reducer.reducer",
-    "GradScaler": "session.grad_scaler",
     "DataParallel": "reducer.data_parallel",
     "Members": "members.members",
     "DamagedError": "members.errors",
@@ -107,7 +98,7 @@ _HOME = {
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",
-    "Tuning": "autotune.search",
+    "Tuning": "autotune.tuning",
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",
@@ -116,13 +107,10 @@ _HOME = {
     "SUMS": "config",
     "WIRES": "config",
     "Blocks": "config",
-    "Checks": "config",
     "Chunks": "config",
     "Config": "config",
-    "Fallback": "config",
     "Feedback": "config",
     "LocalOptions": "config",
-    "Rounding": "config",
     "Sum": "config",
     "TwoLevels": "config",
     "Wire": "config",

@@ -72,7 +72,7 @@ def attach(
 
     Returns:
         A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()``, ``state_dict()``,
-        ``load_state_dict()``, ``grad_norm()``, ``clip_grad_norm_()`` and ``detach()``; for DDP also with ``tuning()``.
+        ``load_state_dict()`` and ``detach()``; for DDP also with ``tuning()``.
 
     On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
     a CUDA graph: the hook raises RuntimeError under capture.

@@ -5,18 +5,15 @@ tests/config/test_literals.py compares them with the names that the engine has. 
 
 from typing import Literal, TypeAlias
 
-Wire: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2"]
-WireWithFeedback: TypeAlias = Literal["int2"]
-"""The wires that are refused without error feedback: one rounding to two bits loses a third of a gradient's norm."""
+Wire: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "fp8", "int4"]
 WireWithoutScales: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Search: TypeAlias = Literal["auto"]
 """In place of a wire: search for one."""
 Off: TypeAlias = Literal["off"]
 """In place of a wire: DDP's own all-reduce."""
 Sum: TypeAlias = Literal["auto", "exact", "direct", "two-shot", "one-shot"]
-RoundingKind: TypeAlias = Literal["nearest", "stochastic"]
 ResidualFormat: TypeAlias = Literal["fp32", "bf16"]
 Weighted: TypeAlias = Literal["mean", "sum"]
-Merge: TypeAlias = Literal["corrected", "nesterov", "blend", "average"]
-MergeWeights: TypeAlias = Literal["steps", "given"]
-MergedState: TypeAlias = Literal["local", "average"]
+Compare: TypeAlias = Literal["warn", "raise"]
+Merge: TypeAlias = Literal["corrected", "nesterov", "average"]
+MergeWeights: TypeAlias = Literal["steps"]

@@ -10,8 +10,6 @@ from fusedcomm import chunks
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import (
     ONE_DIMENSIONAL,
-    WITH_FEEDBACK,
-    Checks,
     Config,
     Feedback,
     ResidualFormat,
@@ -22,7 +20,6 @@ from fusedcomm.config import (
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 from fusedcomm.ranks.hosts import Hosts
-from fusedcomm.reference import FIRST_HOST, REDUCER
 
 # Gradients are processed in pieces, to bound memory. Results do not depend on the cuts, which fall between blocks.
 # Bytes of all ranks' encodings of one piece, which are held at once, where the codec sums.
@@ -38,7 +35,6 @@ def simulate(
     config: Config | Wire | None = None,
     *,
     exempt_mask: torch.Tensor | None = None,
-    step: int = 0,
     residuals: "Residuals | None" = None,
     weights: Sequence[float] | None = None,
 ) -> torch.Tensor:
@@ -58,8 +54,6 @@ def simulate(
             Chunks and checks do not change the result.
         exempt_mask: bool tensor in the gradients' shape: True where an element is sent in fp32. None: nowhere. (On
             wires with scales, attach() exempts biases and norms.)
-        step: number of the step, 0 to 2^32 - 1, for stochastic rounding. The draws are those of a bucket that begins
-            with the model's first parameter.
         residuals: error feedback: the residuals of earlier steps are added to the gradients, and replaced by the
             residuals of this step. None: there is no other step, and `config.feedback` has no effect.
         weights: one number for each rank, 0 or more: the handle's `weight` there. ``Config(weighted="sum")``: `grads`
@@ -83,11 +77,7 @@ def simulate(
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**32:
-        raise ValueError(f"step={step!r} is not possible: use a whole number from 0 to 2^32 - 1")
-    config = dataclasses.replace(
-        config, wires={ONE_DIMENSIONAL: config.wire}, checks=Checks(), feedback=_feedback(config, residuals)
-    )
+    config = dataclasses.replace(config, wires={ONE_DIMENSIONAL: config.wire}, feedback=_feedback(config, residuals))
     factors = _pack_factors(config, weights, world_size)
     if weights is not None and not any(factors):
         return torch.zeros_like(grads[0])
@@ -107,7 +97,7 @@ def simulate(
             residuals._decay(config.feedback.decay)
         lossy, exact = (_Places(slices, wire, flats[0]) for wire in (0, _C.EXACT_WIRE))
         for chunk in range(of_one.num_chunks):
-            encoders = _Encoders(codec, of_one, chunk, config, step, residuals)
+            encoders = _Encoders(codec, of_one, chunk, config, residuals)
             parts = encoders.of_ranks(plan, flats, factors, (lossy, exact), levels)
             encoders.write_mean(plan, parts, (lossy, exact), result)
     else:  # the transport adds the whole bucket in one dtype, exempt elements included
@@ -156,8 +146,8 @@ def _described(layout: "_C.BucketLayout") -> str:
     return f"{layout!r}{' rotated' if layout.rotated else ''}"
 
 
-_Encoding = tuple[tuple | None, tuple | None]
-"""(noise, residual) of an encoder, each None if not used."""
+_Residual = tuple[str, torch.Tensor, int]
+"""(format, bytes, elements) of an encoder's residual."""
 
 
 def _slices(exempt: torch.Tensor | None, numel: int) -> list[tuple[int, int, int]]:
@@ -214,11 +204,10 @@ class _Encoders:
         layout: "_C.BucketLayout",
         chunk: int,
         config: Config,
-        step: int,
         residuals: Residuals | None,
     ) -> None:
         self._codec, self._layout, self._chunk = codec, layout, chunk
-        self._config, self._step, self._residuals = config, step, residuals
+        self._config, self._residuals = config, residuals
 
     def of_ranks(
         self,
@@ -232,11 +221,10 @@ class _Encoders:
         if levels is None:
             parts = self._parts(len(flats), self._layout)
             for rank, out in enumerate(parts):
-                noise, residual = self._encoding(rank, rank)
-                if not factors[rank]:  # a rank of weight 0 keeps its residual
-                    residual = None
+                # A rank of weight 0 keeps its residual.
+                residual = self._residual(rank) if factors[rank] else None
                 scale = plan.pack_scale * factors[rank]
-                self._pack(self._layout, scale, flats[rank], places, out, (noise, residual))
+                self._pack(self._layout, scale, flats[rank], places, out, residual)
             return parts
         (within,) = _C.host_layouts([self._layout], self._config.local_wire, 1)
         parts = self._parts(levels.num_hosts, self._layout)
@@ -244,7 +232,7 @@ class _Encoders:
             of_host = self._parts(len(ranks), within)
             for rank, packed in zip(ranks, of_host, strict=True):
                 self._pack(within, plan.pack_scale * factors[rank], flats[rank], places, packed)
-            self._reduce(within, of_host, 1.0, out, self._encoding(FIRST_HOST + host, host))
+            self._reduce(within, of_host, 1.0, out, self._residual(host))
         return parts
 
     def write_mean(
@@ -255,20 +243,19 @@ class _Encoders:
         layout, chunk = self._layout, self._chunk
         if plan.encodes_sums:
             mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
-            self._reduce(layout, parts, plan.reduce_scale, mean, self._encoding(REDUCER, None))
+            self._reduce(layout, parts, plan.reduce_scale, mean, self._residual(None))
             parts = mean
         lossy, exact = values = [place.of(result) for place in places]
         self._codec.unpack(layout, chunk, parts.view(-1), plan.unpack_scale, lossy, exact, len(parts))
         for place, elements, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
             place.write(result, elements, *range_of(chunk, 0))
 
-    def _encoding(self, source: int, sender: int | None) -> _Encoding:
+    def _residual(self, sender: int | None) -> _Residual | None:
         """`sender` None: the encoder of means."""
-        noise = (self._config.rounding.seed, 0, self._step, source) if self._config.is_stochastic else None
         if self._residuals is None:
-            return noise, None
+            return None
         kept = self._residuals._of_means if sender is None else self._residuals._of_senders[sender]
-        return noise, (self._residuals.format, kept, self._layout.padded_numel)
+        return self._residuals.format, kept, self._layout.padded_numel
 
     def _parts(self, count: int, layout: "_C.BucketLayout") -> torch.Tensor:
         return torch.empty(count, layout.part_stride, dtype=torch.uint8)
@@ -280,10 +267,10 @@ class _Encoders:
         flat: torch.Tensor,
         places: tuple[_Places, _Places],
         out: torch.Tensor,
-        encoding: _Encoding = (None, None),
+        residual: _Residual | None = None,
     ) -> None:
         lossy, exact = places
-        self._codec.pack(layout, self._chunk, lossy.of(flat), exact.of(flat), scale, out, *encoding)
+        self._codec.pack(layout, self._chunk, lossy.of(flat), exact.of(flat), scale, out, residual)
 
     def _reduce(
         self,
@@ -291,10 +278,10 @@ class _Encoders:
         parts: torch.Tensor,
         scale: float,
         out: torch.Tensor,
-        encoding: _Encoding = (None, None),
+        residual: _Residual | None = None,
     ) -> None:
         everybodys = _C.with_num_parts(layout, len(parts))
-        self._codec.reduce(everybodys, parts.view(-1), scale, out, *encoding, self._chunk, 0, self._layout, 1)
+        self._codec.reduce(everybodys, parts.view(-1), scale, out, residual, self._chunk, self._layout, 1)
 
 
 def _added_by_transport(
@@ -318,9 +305,9 @@ def _added_by_transport(
 
 
 def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
-    """Without residuals a single step feeds nothing back: None, or what a wire that is refused without it has."""
+    """The feedback to simulate. None without residuals: a single step feeds nothing back."""
     if residuals is None:
-        return config.feedback if config.wire in WITH_FEEDBACK else None
+        return None
     if config.feedback is not None and config.feedback.format != residuals.format:
         raise ValueError(
             f"feedback={config.feedback!r} does not match residuals in {residuals.format!r}: use Residuals("

@@ -64,16 +64,6 @@ class PartShape(NamedTuple):
     exact_numel: int  # exact elements of a part
 
 
-class Noise(NamedTuple):
-    """A noise key; fusedcomm/reference/noise.py gives its fields. Each is unsigned there and is passed as the signed
-    integer with the same bits."""
-
-    seed: int  # int64
-    parameter: int  # int32
-    step: int  # int32
-    source: int  # int32
-
-
 def slices_of(slices: CountedSlices) -> Slices:
     return Slices(*slices[: len(Slices._fields)])
 

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from fusedcomm.native import _C
 
-from .arguments import CountedSlices, Counts, Noise, PartShape, Sections, Slices
+from .arguments import CountedSlices, Counts, PartShape, Sections, Slices
 from .constants import CODE_NBYTES, FEEDBACK_IDS, SCALE_NBYTES, WIRE_IDS, options
 from .pack import pack_kernel
 from .reduce import reduce_kernel
@@ -40,7 +40,6 @@ _TYPES = {
     "exact": _SLICES,
     "slices": Counts("*i64", "*i64", "i32"),
     "shape": PartShape("i64", "i64", "i64"),
-    "key": Noise("i64", "i32", "i32", "i32"),
     **dict.fromkeys(("num_parts", "num_messages", "world_size"), "i32"),
     **dict.fromkeys(("numel", "in_stride", "first_part"), "i64"),
     "data": "*fp32",
@@ -83,7 +82,7 @@ def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     grad_nbytes = variant.grad_dtype.itemsize if variant.grad_dtype is not None else 4
     plain = plain_registers(variant.kernel, variant.wire or "fp32", variant.in_wire, grad_nbytes)
-    how = options(constants["TILE"], plain, variant.rotated, variant.stochastic, variant.feedback, variant.sums)
+    how = options(constants["TILE"], plain, variant.rotated, variant.feedback, variant.sums)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
 
@@ -157,7 +156,6 @@ def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, ob
         "BLOCK": variant.block,
         "TILE": tile_of(wire, variant.block),
         "ROTATED": variant.rotated,
-        "STOCHASTIC": variant.stochastic,
         "FEEDBACK": FEEDBACK_IDS[variant.feedback],
         "SUMS": variant.sums,
     }

@@ -17,8 +17,7 @@ PER_BYTE = {WIRE_IDS[wire]: 8 // _C.code_nbits(wire) for wire in _C.WIRES if _C.
 """The elements whose codes share a byte, of wires in which several do."""
 
 CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
-"""Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4 of two, in
-int2 of four."""
+"""Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4 of two."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
 """Bytes of one scale, by wire: 4 for fp32, 2 for bf16. 4 if there are none: the kernels take a pointer all the same."""
@@ -33,7 +32,6 @@ def options(
     tile: int,
     plain_registers: int = 64,
     rotated: bool = False,
-    stochastic: bool = False,
     feedback: str | None = None,
     sums: bool = False,
 ) -> dict[str, object]:
@@ -42,7 +40,7 @@ def options(
         "num_warps": NUM_WARPS,
         "num_stages": 1,  # no loop is pipelined through shared memory
         "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
-        "maxnreg": max_registers(tile, plain_registers, rotated, stochastic, feedback, sums),
+        "maxnreg": max_registers(tile, plain_registers, rotated, feedback, sums),
     }
 
 

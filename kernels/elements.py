@@ -1,4 +1,4 @@
-"""The arithmetic of one element and one block as device functions: bit for bit what fusedcomm/reference defines.
+"""The arithmetic of one element and one block as device functions: bit for bit what tests/helpers/reference defines.
 
 A tile is a 1-D tensor [TILE]. VEC is the number of consecutive elements that a thread holds. A value that the elements
 of a block share is computed or loaded once for each VEC elements, as [TILE // VEC]. Threads then need not exchange it.
@@ -16,7 +16,6 @@ FP16 = tl.constexpr(WIRE_IDS["fp16"])
 INT8 = tl.constexpr(WIRE_IDS["int8"])
 FP8 = tl.constexpr(WIRE_IDS["fp8"])
 INT4 = tl.constexpr(WIRE_IDS["int4"])
-INT2 = tl.constexpr(WIRE_IDS["int2"])
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -52,18 +51,18 @@ def has_bf16_scales(wire):
 
 @triton.constexpr_function
 def per_code(wire):
-    """Elements that share one integer of a codes section, the first in its lowest bits: 2 (int4), 4 (int2) or 1."""
+    """Elements that share one integer of a codes section, the first in its lowest bits: 2 (int4) or 1."""
     return PER_BYTE[wire] if wire in PER_BYTE else 1
 
 
 @triton.constexpr_function
 def greatest_value(wire):
-    return {INT8.value: 127.0, FP8.value: 448.0, INT4.value: 6853 / 1024, INT2.value: 1.0}[wire]
+    return {INT8.value: 127.0, FP8.value: 448.0, INT4.value: 6853 / 1024}[wire]
 
 
 @triton.constexpr_function
 def least_value(wire):
-    return {INT8.value: -127.0, FP8.value: -448.0, INT4.value: -8.0, INT2.value: -2.0}[wire]
+    return {INT8.value: -127.0, FP8.value: -448.0, INT4.value: -8.0}[wire]
 
 
 # ---- bits
@@ -104,13 +103,6 @@ def from_bf16_bits(bits):
 @triton.jit
 def from_fp16_bits(bits):
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def floor(x):
-    """The floor of x for |x| < 2^22; a zero gives +0. tl.floor is not used, because it flushes a denormal to zero."""
-    nearest = (x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER
-    return nearest - tl.where(nearest > x, 1.0, 0.0)
 
 
 # ---- gradients
@@ -164,13 +156,6 @@ def decode(codes, WIRE: tl.constexpr):
         bits = (codes.to(tl.int32) << 20) & (SIGN_BIT | (0x7F << 20))
         values = bits.to(tl.float32, bitcast=True) * 2.0**120
         return tl.where(tl.abs(values) > 448.0, float("nan"), values)
-    elif WIRE == INT2:
-        # Two's complement of two bits: a code c, xor 2, is c + 2.
-        fours = codes.to(tl.int32)
-        even = tl.join(fours & 3, (fours >> 4) & 3)
-        odd = tl.join((fours >> 2) & 3, (fours >> 6) & 3)
-        numbers = tl.reshape(tl.join(even, odd), (4 * codes.shape[0],)) ^ (TWO_TO_23_BITS + 2)
-        return numbers.to(tl.float32, bitcast=True) - (TWO_TO_23 + 2)
     else:
         tl.static_assert(WIRE == INT4)
         # The two's complement nibble of n, xor 8, is n + 8. In the lowest bits of 2^23 it makes 2^23 + n + 8.
@@ -197,8 +182,8 @@ def code_lane(TILE: tl.constexpr, VEC: tl.constexpr, WIRE: tl.constexpr):
 def load_scales(scales, begin, numel, other, VEC: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """fp32 [TILE // VEC]: the scale of each VEC elements, for `numel` elements from `begin` on.
 
-    Past these elements the scale is `other`, which has the type that scales are stored in: fp32, or for int4 and
-    int2 bf16 as int16.
+    Past these elements the scale is `other`, which has the type that scales are stored in: fp32, or for int4
+    bf16 as int16.
     """
     element = tl.arange(0, TILE // VEC) * VEC
     loaded = tl.load(scales + (begin + element) // BLOCK, mask=element < numel, other=other)

@@ -14,12 +14,10 @@ from .elements import (
     canonical_bits,
     code_lane,
     decode,
-    floor,
     fp16_bits,
     has_scales,
     per_code,
 )
-from .noise import fraction, noise
 from .quantise import quantise, store_scales
 from .residual import store_residual
 from .rotation import rotate, unrotate
@@ -38,36 +36,16 @@ def encode(y, WIRE: tl.constexpr):
 
 
 @triton.jit
-def stochastic_encode(y, noise, WIRE: tl.constexpr):
-    """The codes of `y` (fp32), rounded stochastically: adds `noise` (16 bits) below the kept bits, then truncates.
-
-    Inf and the canonical NaN have zeros below the kept bits, so noise does not change them.
-    """
-    bits = canonical_bits(y)
-    if WIRE == BF16:
-        return ((bits + noise.to(tl.int32)) >> 16).to(tl.int16)
-    else:
-        tl.static_assert(WIRE == FP16)
-        value = ((bits + (noise >> 3).to(tl.int32)) & -(1 << 13)).to(tl.float32, bitcast=True)
-        # Below 2^-14 fp16 is subnormal: its step is 2^-24.
-        steps = floor(tl.abs(y) * 2.0**24 + fraction(noise)) * 2.0**-24
-        steps = (steps.to(tl.int32, bitcast=True) | (bits & -(2**31))).to(tl.float32, bitcast=True)
-        return fp16_bits(tl.where(tl.abs(y) < 2.0**-14, steps, value))
-
-
-@triton.jit
-def encode_and_store(
-    y, noise, sections, tile, numel, part_numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr
-):
+def encode_and_store(y, sections, tile, numel, part_numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
     """Rounds `y` (fp32 [TILE]), tile number `tile` of a part, and writes its first `numel` elements.
 
     sections: the part's (scales, codes). Elements of `y` past the end of the part must be zeros. The padding after the
-    part's last scale, and in int2 after its last code, is zeroed. Returns the written codes decoded, fp32 [TILE].
+    part's last scale is zeroed. Returns the written codes decoded, fp32 [TILE].
     """
     TILE: tl.constexpr = y.shape[0]
     scales_out, codes_out = sections
     if has_scales(WIRE):
-        codes, scales, decoded = quantise(y, noise, VEC, WIRE, BLOCK)
+        codes, scales, decoded = quantise(y, VEC, WIRE, BLOCK)
         store_scales(scales_out + tile * (TILE // BLOCK), scales, numel, VEC, BLOCK)
         if tl.cast(tile, tl.int64) * TILE + numel == part_numel:
             IN_16_BYTES: tl.constexpr = 128 // scales.dtype.primitive_bitwidth
@@ -75,12 +53,8 @@ def encode_and_store(
             pad = num_scales + tl.arange(0, IN_16_BYTES)
             end = tl.cdiv(num_scales, IN_16_BYTES) * IN_16_BYTES
             tl.store(scales_out + pad, tl.zeros([IN_16_BYTES], scales.dtype), mask=pad < end)
-            if BLOCK // per_code(WIRE) < 16:  # 32 elements of int2 are 8 bytes
-                num_codes = part_numel // per_code(WIRE)
-                pad = num_codes + tl.arange(0, 16)
-                tl.store(codes_out + pad, tl.zeros([16], tl.int8), mask=pad < tl.cdiv(num_codes, 16) * 16)
     else:
-        codes = encode(y, WIRE) if noise is None else stochastic_encode(y, noise, WIRE)
+        codes = encode(y, WIRE)
         decoded = decode(codes, WIRE)
     PER_CODE: tl.constexpr = per_code(WIRE)
     lane = code_lane(TILE, VEC, WIRE)
@@ -93,24 +67,21 @@ def encode_and_store(
 
 
 @triton.jit
-def encode_tile(y, sections, tile, numel, part_numel, position, kept, kept_at, VEC: tl.constexpr, encoder):
-    """Encodes `y` as encode_and_store does, with the variant's residual, rotation and noise.
+def encode_tile(y, sections, tile, numel, part_numel, kept, kept_at, VEC: tl.constexpr, encoder):
+    """Encodes `y` as encode_and_store does, with the variant's residual and rotation.
 
-    position: the bucket's lossy element that the tile starts with. kept: the tile's residual, fp32 [TILE].
-    kept_at: element of the residual that the tile starts with. encoder: (residual, key, WIRE, BLOCK, ROTATED,
-    STOCHASTIC, FEEDBACK); the last five are constants.
+    kept: the tile's residual, fp32 [TILE]. kept_at: element of the residual that the tile starts with. encoder:
+    (residual, WIRE, BLOCK, ROTATED, FEEDBACK); the last four are constants.
     """
-    residual, key = encoder[0], encoder[1]
-    WIRE: tl.constexpr = encoder[2]
-    BLOCK: tl.constexpr = encoder[3]
-    ROTATED: tl.constexpr = encoder[4]
-    STOCHASTIC: tl.constexpr = encoder[5]
-    FEEDBACK: tl.constexpr = encoder[6]
+    residual = encoder[0]
+    WIRE: tl.constexpr = encoder[1]
+    BLOCK: tl.constexpr = encoder[2]
+    ROTATED: tl.constexpr = encoder[3]
+    FEEDBACK: tl.constexpr = encoder[4]
     if FEEDBACK:
         y += kept
-    bits = noise(key, position, y.shape[0], VEC) if STOCHASTIC else None
     rotated = rotate(y) if ROTATED else y
-    decoded = encode_and_store(rotated, bits, sections, tile, numel, part_numel, VEC, WIRE, BLOCK)
+    decoded = encode_and_store(rotated, sections, tile, numel, part_numel, VEC, WIRE, BLOCK)
     if FEEDBACK:
         if ROTATED:
             decoded = unrotate(decoded)

@@ -17,7 +17,7 @@ from .arguments import shape_of
 from .constants import FEEDBACK_IDS, NUM_THREADS, WIRE_IDS, options
 from .elements import FP32, INF_BITS, magnitude_bits, max_in_thread, to_fp32, vector_numel
 from .encode import encode_tile
-from .encoding import NEAREST, Encoding, encoding_args
+from .feedback import NONE, Feedback, residual_arg
 from .residual import load_residual
 from .sections import sections
 from .tiles import (
@@ -87,7 +87,7 @@ def pack_slices(seen, grads, slices, sections, parts, taken, scale, encoder, TIL
     tile of the tables.
     """
     residual = encoder[0]
-    FEEDBACK: tl.constexpr = encoder[6]
+    FEEDBACK: tl.constexpr = encoder[4]
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
@@ -104,7 +104,7 @@ def pack_slices(seen, grads, slices, sections, parts, taken, scale, encoder, TIL
             grads, slices, first + unit, num_tiles, begin, begin + numel, run, offset, scale, VEC, TILE, RATIO
         )
         seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
-        encode_tile(y, own, tile, numel, part_numel, begin, kept, begin, VEC, encoder)
+        encode_tile(y, own, tile, numel, part_numel, kept, begin, VEC, encoder)
     return seen
 
 
@@ -123,7 +123,7 @@ def count_slices(grads, slices, parts, taken, scale, VEC: tl.constexpr, TILE: tl
         count_by_slice(slices, begin, magnitude_bits(y) >= INF_BITS)
 
 
-@triton.jit(do_not_specialize=["lossy", "exact", "shape", "first_part", "num_parts", "scale", "key"])
+@triton.jit(do_not_specialize=["lossy", "exact", "shape", "first_part", "num_parts", "scale"])
 def pack_kernel(
     grads,
     lossy,  # CountedSlices
@@ -134,12 +134,10 @@ def pack_kernel(
     num_parts: tl.int32,
     scale: tl.float32,
     residual,
-    key,  # Noise
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
     parts = (shape.stride, shape.numel, first_part, num_parts)
@@ -158,7 +156,7 @@ def pack_kernel(
         exact_parts,
         0,
         scale,
-        (residual, key, FP32, BLOCK, False, False, 0),
+        (residual, FP32, BLOCK, False, 0),
         EXACT_TILE,
         RATIO,
     )
@@ -170,7 +168,7 @@ def pack_kernel(
         parts,
         num_exact,
         scale,
-        (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK),
+        (residual, WIRE, BLOCK, ROTATED, FEEDBACK),
         TILE,
         1,
     )
@@ -180,7 +178,7 @@ def pack_kernel(
 
 
 def pack(
-    bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_programs: int, encoding: Encoding = NEAREST
+    bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_programs: int, feedback: Feedback = NONE
 ) -> None:
     """Packs chunk number `chunk` of `bucket` into the message `out`, uint8 [layout.chunk_nbytes], 16-byte aligned.
 
@@ -199,12 +197,11 @@ def pack(
             layout.num_parts,
             scale,
         ),
-        *encoding_args(encoding, 0, layout.padded_numel, out),
+        residual_arg(feedback, 0, layout.padded_numel, out),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
         ROTATED=layout.rotated,
-        STOCHASTIC=encoding.is_stochastic(layout.wire),
-        FEEDBACK=FEEDBACK_IDS[encoding.feedback],
-        **options(bucket.tile, plain, layout.rotated, encoding.is_stochastic(layout.wire), encoding.feedback),
+        FEEDBACK=FEEDBACK_IDS[feedback.format],
+        **options(bucket.tile, plain, layout.rotated, feedback.format),
     )

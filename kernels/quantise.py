@@ -1,4 +1,4 @@
-"""Blocks of a tile → codes and scales, and the store of the scales. fusedcomm/reference defines the arithmetic."""
+"""Blocks of a tile → codes and scales, and the store of the scales. tests/helpers/reference defines the arithmetic."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,8 @@ from .elements import (
     LEAST_ABSMAX_BITS,
     ROUND_TO_INTEGER,
     SIGN_BIT,
-    TWO_TO_23,
     bf16_bits,
     decode,
-    floor,
     from_bf16_bits,
     greatest_value,
     has_bf16_scales,
@@ -23,7 +21,6 @@ from .elements import (
     magnitude_bits,
     per_code,
 )
-from .noise import fraction
 
 # Whether the addresses of a row in store_scales follow each other. They may, since only the first column is written.
 # Otherwise Triton 3.6 would hand scales to other threads through shared memory. Later versions spill registers if they
@@ -36,8 +33,6 @@ MANTISSA_NBITS, BIAS = 3, 7
 FP8_GREATEST = tl.constexpr(0x7E)
 # Mantissa bits that fp32 has beyond fp8's.
 FP8_SHIFT = tl.constexpr(23 - MANTISSA_NBITS)
-# Puts 16 bits of noise right below the kept bits.
-FP8_NOISE_SHIFT = tl.constexpr(23 - MANTISSA_NBITS - 16)
 # The difference of fp32's and fp8's exponent bias, in fp32 bits.
 FP8_REBIAS = tl.constexpr((127 - BIAS) << 23)
 # The least normal number, 2^-6, as fp32 bits.
@@ -48,8 +43,6 @@ FP8_SUBNORMALS = tl.constexpr((2 << MANTISSA_NBITS) - 1)
 FP8_HALF = tl.constexpr((1 << (22 - MANTISSA_NBITS)) - 1)
 # 1.5·2^14, whose ulp is 2^-9: the step of the subnormals.
 FP8_ROUND_TO_STEP = tl.constexpr(1.5 * 2.0 ** (24 - BIAS - MANTISSA_NBITS))
-# 2^9: steps of the subnormals from 0 to 1.
-FP8_STEPS = tl.constexpr(2.0 ** (BIAS - 1 + MANTISSA_NBITS))
 
 
 @triton.jit
@@ -66,16 +59,6 @@ def fp8_code(v):
 
 
 @triton.jit
-def stochastic_fp8_code(v, noise):
-    """As fp8_code, but rounded stochastically: adds `noise` (16 bits) below the kept bits, then truncates."""
-    bits = magnitude_bits(v)
-    code = (bits + (noise << FP8_NOISE_SHIFT).to(tl.int32) - FP8_REBIAS) >> FP8_SHIFT
-    # Adding 2^23 puts the whole number into the lowest bits.
-    subnormal = floor(tl.abs(v) * FP8_STEPS + fraction(noise)) + TWO_TO_23
-    return with_fp8_sign(v, bits, code, subnormal.to(tl.int32, bitcast=True))
-
-
-@triton.jit
 def with_fp8_sign(v, bits, code, subnormal):
     """The code of `v`, given the code of its magnitude; adds the sign.
 
@@ -87,10 +70,10 @@ def with_fp8_sign(v, bits, code, subnormal):
 
 
 @triton.jit
-def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
-    """(codes, scales, decoded) of `y` (fp32 [TILE]), rounded stochastically if `noise` (uint32 [TILE]) is not None.
+def quantise(y, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
+    """(codes, scales, decoded) of `y` (fp32 [TILE]).
 
-    codes: int8 [TILE // per_code(WIRE)]. scales: fp32 [TILE // BLOCK]; in int4 and int2 bf16 as int16.
+    codes: int8 [TILE // per_code(WIRE)]. scales: fp32 [TILE // BLOCK]; in int4 bf16 as int16.
     decoded: fp32 [TILE]. Where `y` is not finite it may be wrong, as long as y - decoded is not finite there either.
     """
     TILE: tl.constexpr = y.shape[0]
@@ -107,7 +90,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     absmax = tl.where(normal, greatest.to(tl.float32, bitcast=True), GREATEST)
     of_greatest = tl.full(absmax.shape, GREATEST, tl.float32)
     if has_bf16_scales(WIRE):
-        bits = bf16_scale(tops, absmax, noise is not None, WIRE)
+        bits = bf16_scale(tops, absmax, WIRE)
         inverse = tl.div_rn(tl.full(absmax.shape, 1.0, tl.float32), from_bf16_bits(bits))
         scales = tl.where(normal, bits, tl.where(finite, 0, INF_BITS >> 16).to(tl.int16))
         factors = from_bf16_bits(scales)
@@ -120,33 +103,19 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     inverse = tl.where(normal, inverse.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     v = rows * spread(inverse, PER_BLOCK)
     if WIRE == FP8:
-        if noise is None:
-            # In a block that is not normal adding 2^-20, which also rounds to zero, makes every zero +0. In others
-            # adding -0 changes nothing. The -0 is made from bits, because Triton turns a literal -0.0 into +0.
-            v += spread(tl.where(normal, SIGN_BIT, (127 - 20) << 23).to(tl.float32, bitcast=True), PER_BLOCK)
-            codes = fp8_code(v)
-        else:
-            codes = stochastic_fp8_code(v, tl.reshape(noise, (TILE // VEC, VEC)))
+        # In a block that is not normal adding 2^-20, which also rounds to zero, makes every zero +0. In others adding
+        # -0 changes nothing. The -0 is made from bits, because Triton turns a literal -0.0 into +0.
+        v += spread(tl.where(normal, SIGN_BIT, (127 - 20) << 23).to(tl.float32, bitcast=True), PER_BLOCK)
+        codes = fp8_code(v)
     else:
-        if noise is not None and WIRE != INT4:
-            v = floor(v + fraction(tl.reshape(noise, (TILE // VEC, VEC))))
         v = tl.minimum(tl.maximum(v, least_value(WIRE)), GREATEST)
         if WIRE == INT4:
             whole = v * (9856 / 8192 - v * v * (29 / 8192)) + ROUND_TO_INTEGER
-            if noise is not None:
-                near = whole - ROUND_TO_INTEGER
-                whole = (
-                    stochastic_int4_code(v, near, fraction(tl.reshape(noise, (TILE // VEC, VEC)))) + ROUND_TO_INTEGER
-                )
         else:
             whole = v + ROUND_TO_INTEGER
         codes = whole.to(tl.int32, bitcast=True)
     # Tests the values, not magnitude_bits, which then need not stay in registers during the divisions.
-    if noise is None:
-        codes = tl.where(rows == rows, codes, 0)
-    else:
-        # In a block that is not normal noise may round even tiny elements up, so they are zeroed here.
-        codes = tl.where(spread(normal, PER_BLOCK) | (tl.abs(rows) == float("inf")), codes, 0)
+    codes = tl.where(rows == rows, codes, 0)
     if WIRE == FP8:
         values = decode(codes.to(tl.int8), WIRE)
     elif WIRE == INT4:
@@ -154,25 +123,11 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     else:
         values = whole - ROUND_TO_INTEGER
     decoded = tl.reshape(values * spread(factors, PER_BLOCK), (TILE,))
-    if per_code(WIRE) == 4:
-        even, odd = tl.split(tl.reshape(codes & 3, (TILE // 4, 2, 2)))
-        pairs = even | (odd << 2)
-        low, high = tl.split(pairs)
-        return (low | (high << 4)).to(tl.int8), scales, decoded
-    elif per_code(WIRE) == 2:
+    if per_code(WIRE) == 2:
         low, high = tl.split(tl.reshape(codes, (TILE // 2, 2)))
         return ((low & 0xF) | (high << 4)).to(tl.int8), scales, decoded
     else:
         return tl.reshape(codes.to(tl.int8), (TILE,)), scales, decoded
-
-
-@triton.jit
-def stochastic_int4_code(v, near, u):
-    """fp32: the code of `v` rounded stochastically with `u`. `near` is the code of the level below `v` or above it."""
-    below = near - tl.where(level(near) > v, 1.0, 0.0)
-    # The step from there to the next level, exact: that of levels n and n + 1 is (835 + 9·n·(n + 1)) / 1024.
-    step = (below * below + below) * (9 / 1024) + 835 / 1024
-    return below + tl.where(v - level(below) >= (1.0 - u) * step, 1.0, 0.0)
 
 
 @triton.jit
@@ -183,17 +138,13 @@ def turned_bits(y):
 
 
 @triton.jit
-def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr, WIRE: tl.constexpr):
+def bf16_scale(tops, absmax, WIRE: tl.constexpr):
     """bf16 as int16: the scales of blocks by greatest turned_bits. absmax: fp32; the greatest value if not normal."""
     bits = tl.minimum(absmax.to(tl.int32, bitcast=True), BF16_GREATEST_BITS)
     absmax = bits.to(tl.float32, bitcast=True)
-    if STOCHASTIC:
-        scales = tl.div_rn(absmax, tl.full(absmax.shape, greatest_value(WIRE), tl.float32))
-        return ((scales.to(tl.int32, bitcast=True) + 0xFFFF) >> 16).to(tl.int16)
-    else:
-        # The element of greatest magnitude gets the least code.
-        STEP: tl.constexpr = -1.0 / least_value(WIRE)
-        return bf16_bits(absmax * tl.where((tops & 1) == 1, STEP, -STEP))
+    # The element of greatest magnitude gets the least code.
+    STEP: tl.constexpr = -1.0 / least_value(WIRE)
+    return bf16_bits(absmax * tl.where((tops & 1) == 1, STEP, -STEP))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .arguments import shape_of
 from .constants import FEEDBACK_IDS, WIRE_IDS, options
 from .elements import FP32, code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
 from .encode import encode_tile
-from .encoding import NEAREST, Encoding, encoding_args
+from .feedback import NONE, Feedback, residual_arg
 from .residual import load_residual
 from .sections import sections
 from .tiles import exact_ratio, first_unit, part_of, section_of, tiles_of
@@ -76,17 +76,14 @@ def add(total, codes, scales, VEC: tl.constexpr, WIRE: tl.constexpr):
 
 
 @triton.jit
-def reduce_tile(
-    ranks, sections, part_numel, part, tile, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr
-):
+def reduce_tile(ranks, sections, part_numel, part, tile, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr):
     """Sums a tile and encodes it into the output part with these sections (scales, codes).
 
-    position: the bucket's lossy element that the first output part starts with. ranks: as for load_rank. encoder: as
-    for encode_tile.
+    ranks: as for load_rank. encoder: as for encode_tile.
     """
     residual = encoder[0]
-    BLOCK: tl.constexpr = encoder[3]
-    FEEDBACK: tl.constexpr = encoder[6]
+    BLOCK: tl.constexpr = encoder[2]
+    FEEDBACK: tl.constexpr = encoder[4]
     VEC: tl.constexpr = vector_numel(ranks[1].dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
@@ -106,11 +103,11 @@ def reduce_tile(
             total = add(total, c2, s2, VEC, IN_WIRE)
             total = add(total, c3, s3, VEC, IN_WIRE)
     # Past the part's end the total is zero, and nothing is written.
-    encode_tile(total * scale, sections, tile, numel, part_numel, position + begin, kept, begin, VEC, encoder)
+    encode_tile(total * scale, sections, tile, numel, part_numel, kept, begin, VEC, encoder)
 
 
 @triton.jit
-def reduce_section(ranks, sections, parts, taken, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr):
+def reduce_section(ranks, sections, parts, taken, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr):
     """Sums this program's tiles of a section.
 
     sections: (scales, codes) of the first output part. parts: (bytes from one output part to the next, elements of a
@@ -121,27 +118,24 @@ def reduce_section(ranks, sections, parts, taken, position, scale, encoder, IN_W
     for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
         part, tile = part_of(unit - taken, num_tiles)
         own = (section_of(sections[0], stride, part), section_of(sections[1], stride, part))
-        reduce_tile(ranks, own, part_numel, part, tile, position, scale, encoder, IN_WIRE, TILE)
+        reduce_tile(ranks, own, part_numel, part, tile, scale, encoder, IN_WIRE, TILE)
 
 
-@triton.jit(do_not_specialize=["shape", "first_part", "num_parts", "world_size", "scale", "key"])
+@triton.jit(do_not_specialize=["shape", "num_parts", "world_size", "scale"])
 def reduce_kernel(
     message,  # Sections of the input
     out,  # Sections of the output
     in_stride: tl.int64,  # bytes from one rank's part of the input to the next
     shape,  # PartShape of the output
-    first_part: tl.int64,
     num_parts: tl.int32,
     world_size: tl.int32,
     scale: tl.float32,
     residual,
-    key,  # Noise
     IN_WIRE: tl.constexpr,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
     EXACT_TILE: tl.constexpr = TILE // exact_ratio(
@@ -153,9 +147,8 @@ def reduce_kernel(
         (out.scales, out.exact),
         (shape.stride, shape.exact_numel, num_parts),
         0,
-        0,
         scale,
-        (residual, key, FP32, BLOCK, False, False, 0),
+        (residual, FP32, BLOCK, False, 0),
         FP32,
         EXACT_TILE,
     )
@@ -164,9 +157,8 @@ def reduce_kernel(
         (out.scales, out.codes),
         (shape.stride, shape.numel, num_parts),
         num_parts * tiles_of(shape.exact_numel, EXACT_TILE),
-        first_part * shape.numel,
         scale,
-        (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK),
+        (residual, WIRE, BLOCK, ROTATED, FEEDBACK),
         IN_WIRE,
         TILE,
     )
@@ -179,9 +171,8 @@ def reduce(
     out: torch.Tensor,
     num_programs: int,
     tile: int | None = None,
-    encoding: Encoding = NEAREST,
+    feedback: Feedback = NONE,
     chunk: int = 0,
-    first_part: int = 0,
     to: "_C.BucketLayout | None" = None,
     num_parts: int = 1,
 ) -> None:
@@ -193,8 +184,8 @@ def reduce(
         out: uint8 [num_parts · to.part_stride], 16-byte aligned.
         num_programs: size of the launch's grid.
         tile: elements of a tile. None: the engine's.
-        encoding: its residual has the elements of to.num_chunks · num_parts parts.
-        chunk, first_part: numbers of the chunk and of the first output part; they matter to `encoding` only.
+        feedback: its residual has the elements of to.num_chunks · num_parts parts.
+        chunk: number of the chunk; it matters to `feedback` only.
         to: the output's layout. None: `layout`. It has the same elements in `num_parts` times as many parts.
 
     Raises:
@@ -208,20 +199,18 @@ def reduce(
         raise ValueError(f"a part of {layout} cannot become {num_parts} parts of {to}: their elements differ")
     reduce_kernel[(num_programs,)](
         *(sections(layout, parts, layout.chunk_nbytes), sections(to, out, num_parts * to.part_stride)),
-        *(layout.part_stride, shape_of(to), chunk * to.num_parts + first_part, num_parts, layout.num_parts, scale),
-        *encoding_args(encoding, chunk * numel, to.num_chunks * numel, out),
+        *(layout.part_stride, shape_of(to), num_parts, layout.num_parts, scale),
+        residual_arg(feedback, chunk * numel, to.num_chunks * numel, out),
         IN_WIRE=WIRE_IDS[layout.wire],
         WIRE=WIRE_IDS[to.wire],
         BLOCK=to.block_numel,
         TILE=tile,
         ROTATED=rotated,
-        STOCHASTIC=encoding.is_stochastic(to.wire),
-        FEEDBACK=FEEDBACK_IDS[encoding.feedback],
+        FEEDBACK=FEEDBACK_IDS[feedback.format],
         **options(
             tile,
             plain_registers("reduce", to.wire, layout.wire, 4),
             rotated,
-            encoding.is_stochastic(to.wire),
-            encoding.feedback,
+            feedback.format,
         ),
     )

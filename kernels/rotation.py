@@ -1,5 +1,5 @@
-"""The rotation of fusedcomm/reference, bit for bit: each run of 32 elements changes signs, then is multiplied by the
-Hadamard matrix of order 32.
+"""The rotation of tests/helpers/reference, bit for bit: each run of 32 elements changes signs, then is multiplied by
+the Hadamard matrix of order 32.
 
 A thread that holds an element and its partner adds them in registers; otherwise they meet through a warp shuffle.
 Shared memory is not needed, because a run never lies in more than one warp.

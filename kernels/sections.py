@@ -17,7 +17,7 @@ def sections(layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int) -> Sec
     """The sections of the layout's piece of the first part in `parts`. Each view reaches to the end of `parts`.
 
     parts: uint8 [nbytes], contiguous, 16-byte aligned: one or more parts of a message. The exact section is int32.
-    Scales are fp32; those of int4 and int2 are bf16 as int16. Codes are integers of their width. Raises ValueError if
+    Scales are fp32; those of int4 are bf16 as int16. Codes are integers of their width. Raises ValueError if
     `parts` is not as described.
     """
     if parts.dtype != torch.uint8 or tuple(parts.shape) != (nbytes,) or not parts.is_contiguous():

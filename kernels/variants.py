@@ -28,17 +28,16 @@ def tile_of(wire: str, block_numel: int) -> int:
 
 def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: int) -> int:
     """Registers of a thread for max_registers(). With 64 these use a stack: with Triton 3.6 sums that change the wire,
-    on sm_120 packs of int4, int2 and of gradients of 16 bits."""
+    on sm_120 packs of int4 and of gradients of 16 bits."""
     if kernel == "reduce" and in_wire not in (None, wire):
         return 128
-    return 80 if kernel == "pack" and (wire in ("int4", "int2") or grad_nbytes == 2) else 64
+    return 80 if kernel == "pack" and (wire == "int4" or grad_nbytes == 2) else 64
 
 
 def max_registers(
     tile: int,
     plain: int,
     rotated: bool = False,
-    stochastic: bool = False,
     feedback: str | None = None,
     sums: bool = False,
 ) -> int:
@@ -48,7 +47,7 @@ def max_registers(
     """
     if tile > TILE:
         return 255
-    return 128 if rotated or stochastic or feedback is not None or sums else plain
+    return 128 if rotated or feedback is not None or sums else plain
 
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
@@ -79,7 +78,6 @@ class Compiled:
 def engine_variants(
     wires: Sequence[tuple[str, int, bool]],
     grad_dtypes: Sequence[torch.dtype],
-    stochastic: bool = False,
     feedback: str | None = None,
     measured: bool = False,
     local_wire: str | None = None,
@@ -90,10 +88,9 @@ def engine_variants(
 
     Args:
         wires: (name, block, rotated) of each wire.
-        stochastic: encoders round stochastically, except those of fp32.
         feedback: the format of residuals. Wires without loss have none. None: no residuals are kept.
         measured: in some steps the error of each first encoder is measured, through an fp32 residual.
-        local_wire: the wire within a host, which is rounded to nearest; the sums of a host are then encoded in `wires`.
+        local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
         one_shot: unpack sums several messages, and there is no reduce.
         keeps_residuals: in some passes pack leaves the residuals as they are: those in which this rank has no weight.
@@ -101,10 +98,10 @@ def engine_variants(
     variants = []
     for wire, block, rotated in wires:
         lossless = wire == "fp32"
-        encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
-        first_encoders = [encoder, {**encoder, "feedback": "fp32"}] if measured and not lossless else [encoder]
+        encoder = {"feedback": None if lossless else feedback}
+        first_encoders = [encoder, {"feedback": "fp32"}] if measured and not lossless else [encoder]
         if keeps_residuals and encoder["feedback"] is not None:
-            first_encoders.append({**encoder, "feedback": None})
+            first_encoders.append({"feedback": None})
         packs = [{"wire": wire, "rotated": rotated, **how} for how in first_encoders]
         sums = [] if one_shot else [{"wire": wire, **encoder}]
         if local_wire is not None:

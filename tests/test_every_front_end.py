@@ -14,10 +14,8 @@ from models import (
     Gradients,
     by_kind,
     constant,
-    feedback_of,
     integers,
     no_sync_of,
-    reducer_of,
     synchronize,
     synchronized,
 )
@@ -28,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Checks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.simulation import simulate
 
 MAKERS = {
@@ -135,23 +133,6 @@ def with_fsdp(rank, config):
     return found
 
 
-def with_scaler(rank, config):
-    trained = model()
-    comm = reducer_of(trained, config)
-    scaler = fusedcomm.GradScaler(comm, torch.get_default_device().type, init_scale=8.0)
-    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
-    norms = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(trained(gradients(rank))).backward()
-        scaler.unscale_(optimizer)
-        norms += [comm.grad_norm(), comm.clip_grad_norm_(1.0), comm.grad_norm(1.0)]
-        scaler.step(optimizer)
-        scaler.update()
-    comm.detach()
-    return [*norms, *(p.detach() for p in trained.parameters())]
-
-
 def with_horovod(rank, config):
     hvd.init()
     trained = model()
@@ -178,12 +159,11 @@ def with_simulation(rank, config):
 
 
 WAYS = {
-    "DDP": (with_ddp, Config("int8", feedback=Feedback(), checks=Checks(verify_every=1))),
+    "DDP": (with_ddp, Config("int8", feedback=Feedback())),
     "DDP, int4": (with_ddp, Config("int4")),
-    "DataParallel": (with_data_parallel, Config("int8", checks=Checks(measure_every=1))),
-    "FSDP2, verified": (with_fsdp, Config("int8", checks=Checks(verify_every=1))),
+    "DataParallel": (with_data_parallel, Config("int8", measure_every=1)),
+    "FSDP2": (with_fsdp, Config("int8")),
     "FSDP2, feedback": (with_fsdp, Config("int8", feedback=Feedback(unsharded=True))),
-    "GradScaler": (with_scaler, Config("bf16")),
     "Horovod": (with_horovod, None),
     "simulation": (with_simulation, None),
 }
@@ -217,7 +197,6 @@ ON_STREAMS = {
     "DDP": (with_ddp, Config("bf16", sum="two-shot", feedback=Feedback("fp32"), chunks=CHUNKS)),
     "DataParallel": (with_data_parallel, Config("bf16")),
     "FSDP2": (with_fsdp, Config("bf16", feedback=Feedback("fp32", unsharded=True), chunks=CHUNKS)),
-    "GradScaler": (with_scaler, Config("fp32")),
 }
 
 
@@ -281,7 +260,7 @@ def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, kind, consolidat
 
 def accumulated(rank, world_size, wire, front_end):
     model = Gradients((5000,))
-    config = Config(wire, wires={"1d": wire}, feedback=feedback_of(wire))
+    config = Config(wire, wires={"1d": wire})
     forward, comm = synchronized(front_end, model, config)
     no_sync, gradient = no_sync_of(forward, comm), [torch.full((5000,), float(rank + 1))]
     synchronize(forward, gradient, steps=2)

@@ -12,8 +12,6 @@ import torch
 
 import fusedcomm.horovod.elastic.files as elastic_files
 from fusedcomm import files
-from fusedcomm.autotune.search import OFF, Tuning
-from fusedcomm.tools import output
 from fusedcomm.trace import document
 
 
@@ -32,21 +30,11 @@ def write_trace(path, numel):
     document.write(path, {"traceEvents": ["x" * numel]})
 
 
-def write_choice(path, numel):
-    Tuning(True, OFF, (), 0, 90, 2, "cpu", "digest", wires=("fp32",) * (numel // 8)).save(path)
-
-
 def write_state(path, numel):
     elastic_files.write(path, {"saved": torch.zeros(numel)})
 
 
-def write_picture(path, numel):
-    figure, axes = output.pyplot().subplots()
-    axes.plot([0, 3, 1, 2])
-    output.save_picture(figure, path.with_suffix(".png"), dpi=30 if numel < 1000 else 200)
-
-
-WRITERS = {"trace": write_trace, "choice": write_choice, "state": write_state, "picture": write_picture}
+WRITERS = {"trace": write_trace, "state": write_state}
 
 
 @pytest.mark.parametrize("writer", WRITERS)

@@ -39,7 +39,6 @@ FUSEDCOMM = (
     "patterns",
     "ranks",
     "kernels",
-    "reference",
     "env",
     "files",
     "memory",

@@ -201,9 +201,11 @@ def new(tmp_path_factory) -> Iterator[NewEnvironment]:
 INSTALLED = """
 import importlib.metadata, json, fusedcomm.version as version
 found = importlib.metadata.metadata("fusedcomm")
-licenses = [str(path) for path in importlib.metadata.files("fusedcomm") if path.name == "LICENSE"]
+files = [path.name for path in importlib.metadata.files("fusedcomm")]
+for_types = [name for name in ("_C.pyi", "py.typed") if name in files]
 requires = [text for text in found.get_all("Requires-Dist") if "extra" not in text]
-print(json.dumps([found["Version"], requires, found["License-Expression"], len(licenses), version.built_for()]))
+license = [found["License-Expression"], files.count("LICENSE")]
+print(json.dumps([found["Version"], requires, *license, for_types, version.built_for()]))
 """
 
 
@@ -242,4 +244,4 @@ def test_the_commands_work_where_only_torch_is(new):
     done = new.run(f"cd / && pip check && python -c {shlex.quote(INSTALLED)}")
     assert done.returncode == 0, done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == [__version__, [f"torch=={minor(torch)}.*"], "Apache-2.0", 1, torch]
+    assert found == [__version__, [f"torch=={minor(torch)}.*"], "Apache-2.0", 1, ["_C.pyi", "py.typed"], torch]

@@ -221,7 +221,7 @@ def test_every_block_is_of_a_kind_that_runs_or_has_a_reason():
     assert PRINTED.keys() <= PROGRAMS.keys()
 
 
-@pytest.mark.parametrize("name", few(PROGRAMS, "docs/arguments.md", "docs/integrations.md-3"))
+@pytest.mark.parametrize("name", few(PROGRAMS, "docs/low-bit.md", "docs/integrations.md-3"))
 def test_the_python_of_a_page_runs(tmp_path, name):
     for package in set(re.findall(r"(?m)^(?:from|import) (lightning|accelerate|transformers)\b", PROGRAMS[name])):
         if importlib.util.find_spec(package) is None:

@@ -29,14 +29,14 @@ def train(ddp):
 
 config = fusedcomm.Config(
     "int8", sum="two-shot", feedback=fusedcomm.Feedback(),
-    checks=fusedcomm.Checks(verify_every=1, measure_every=1), hosts=2,
+    measure_every=1, hosts=2,
 )
 ddp = DistributedDataParallel(torch.nn.Linear(300, 300))
 with fusedcomm.attach(ddp, config) as comm:
     with comm.trace(f"{store}-trace.json", all_ranks=True):
         train(ddp)
     comm.load_state_dict(comm.state_dict(consolidated=True))
-    assert comm.stats().steps == 3 and comm.stats().verified and comm.nonfinite_report() == [] and str(comm.plan())
+    assert comm.stats().steps == 3 and comm.nonfinite_report() == [] and str(comm.plan())
 with fusedcomm.attach(ddp, "auto") as comm:
     train(ddp)
 registered = DistributedDataParallel(torch.nn.Linear(300, 300))
@@ -72,7 +72,7 @@ def test_a_whole_probe_needs_no_numpy(tmp_path):
 
 PLAN = """
 from fusedcomm.tools import cli
-print(cli.main("plan --ranks 8 --nic-gbps 25 --model bert-large --step-ms 300".split()))
+print(cli.main("plan --params bert-large --hosts 8 --nic-gbps 25 --step-ms 300".split()))
 """
 
 COMPILE = """

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_THRESHOLD, MALLOPT_MMAP_MAX = -1, -3, -4
+MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
 """Parameters of mallopt(), as glibc's malloc.h numbers them."""
 
 LINE_WIDTH, ROW_WIDTH = 118, 500
@@ -76,13 +76,6 @@ def keep_memory() -> None:
 
     Does nothing where the C library is not glibc. Raises OSError if glibc refuses."""
     _mallopt((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0))
-
-
-def give_back_memory() -> None:
-    """Makes malloc give freed tensors back to the system at once. A process's memory is then what it uses.
-
-    As keep_memory() where the C library is not glibc, or refuses."""
-    _mallopt((MALLOPT_MMAP_THRESHOLD, 1 << 16))
 
 
 def drop_memory() -> None:

@@ -103,8 +103,7 @@ def ways_by_name() -> dict[str, Way]:
     for wire in ("int8", "int4"):
         ways.append(Way(f"fusedcomm {wire} two-shot", _ours(Config(wire, "two-shot", hosts=None)), TOLERANCES[wire]))
     # The tolerance is that of the least exact wire among those to choose from.
-    ways.append(Way("fusedcomm auto", _ours(fusedcomm.Auto()), TOLERANCES["bf16"]))
-    ways.append(Way("fusedcomm auto int8", _ours(fusedcomm.Auto(("fp32", "bf16", "int8"))), TOLERANCES["int8"]))
+    ways.append(Way("fusedcomm auto", _ours(fusedcomm.Auto()), TOLERANCES["int8"]))
     for wire in ("bf16", "int8", "int4"):
         # With one rank on each host this is the same as a sum on one level.
         ways.append(Way(f"fusedcomm {wire} by host", _ours(Config(wire)), TOLERANCES[wire]))

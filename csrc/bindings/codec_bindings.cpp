@@ -9,7 +9,6 @@
 
 #include "bindings/bindings.h"
 #include "codec/codec.h"
-#include "codec/crc32c.h"
 #include "gradients/grad_dtype.h"
 #include "wire/names.h"
 
@@ -48,69 +47,49 @@ BucketSlices bucket_slices(const std::vector<at::Tensor>& lossy, const std::vect
   return {slice_list(lossy), slice_list(exact)};
 }
 
-// NoiseTuple: (seed, parameter, step, source), as in NoiseKey. ResidualTuple: (format, bytes as uint8, numel).
-using NoiseTuple = std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>;
+// (format, bytes as uint8, numel)
 using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
 
-Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
-  Encoding encoding;
-  if (noise) {
-    const auto& [seed, parameter, step, source] = *noise;
-    encoding.stochastic = true;
-    encoding.noise = {seed, parameter, step, source};
-  }
+Residual residual_of(const std::optional<ResidualTuple>& residual) {
+  Residual kept;
   if (residual) {
     const auto& [format, bytes, numel] = *residual;
-    Residual& kept = encoding.residual;
     kept.format = residual_format_from_name(format);
     kept.numel = numel;
     kept.data = wire_bytes(bytes, residual_nbytes(kept.format, numel), "residual");
   }
-  return encoding;
+  return kept;
 }
 
 int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const std::vector<at::Tensor>& lossy,
              const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out,
-             const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
+             const std::optional<ResidualTuple>& residual) {
   const BucketSlices slices = bucket_slices(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
-  const Encoding encoding = encoding_of(noise, residual);
+  const Residual kept = residual_of(residual);
   py::gil_scoped_release no_gil;
-  return codec.pack({layout, chunk, slices, scale, bytes, encoding});
+  return codec.pack({layout, chunk, slices, scale, bytes, kept});
 }
 
 void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& parts, float scale, const at::Tensor& out,
-            const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual, int64_t chunk,
-            int64_t first_part, const std::optional<BucketLayout>& to_layout, int64_t num_parts) {
+            const std::optional<ResidualTuple>& residual, int64_t chunk, const std::optional<BucketLayout>& to_layout,
+            int64_t num_parts) {
   TORCH_CHECK_VALUE(num_parts >= 1, "num_parts=", num_parts, " is not possible: use 1 or more");
   const BucketLayout& to = to_layout ? *to_layout : layout;
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
   std::byte* bytes = wire_bytes(out, to.part_stride * num_parts, "out");
-  const Encoding encoding = encoding_of(noise, residual);
+  const Residual kept = residual_of(residual);
   py::gil_scoped_release no_gil;
-  codec.reduce({layout, in, scale, to, bytes, num_parts, chunk, first_part, encoding});
+  codec.reduce({layout, in, scale, to, bytes, num_parts, chunk, kept});
 }
 
-// Returns Σg² of what it writes, or None if that is not wanted.
-std::optional<double> unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts,
-                             float scale, const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact,
-                             int64_t num_messages, float unscale, bool squares) {
+void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
+            const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact, int64_t num_messages) {
   TORCH_CHECK_VALUE(num_messages >= 1, "num_messages=", num_messages, " is not possible: use 1 or more");
   const BucketSlices slices = bucket_slices(lossy, exact);
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes() * num_messages, "parts");
-  double sum = 0;
   py::gil_scoped_release no_gil;
-  codec.unpack({layout, chunk, in, scale, slices, num_messages, {unscale, squares ? &sum : nullptr}});
-  return squares ? std::optional<double>(sum) : std::nullopt;
-}
-
-// Returns Σg² of the result.
-double finish_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float unscale) {
-  const SliceList list = slice_list(slices);
-  double sum = 0;
-  py::gil_scoped_release no_gil;
-  codec.finish_in_place(list, {unscale, &sum});
-  return sum;
+  codec.unpack({layout, chunk, in, scale, slices, num_messages});
 }
 
 int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
@@ -123,25 +102,14 @@ int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices
 
 void bind_codec(py::module_& m) {
   m.def("available_isas", &available_isas);
-  m.def("crc32c_ways", &crc32c_ways);
-  // data: uint8, of which it takes the CRC.
-  m.def(
-      "crc32c",
-      [](const at::Tensor& data, uint32_t before, const std::string& way) {
-        check_on_cpu(data, "data");
-        return crc32c_by(way, data.const_data_ptr(), static_cast<int64_t>(data.nbytes()), before);
-      },
-      py::arg("data"), py::arg("before") = 0, py::arg("way") = crc32c_ways().back());
   py::class_<Codec>(m, "Codec")
       .def(py::init<const std::string&, int>(), py::arg("isa") = "auto", py::arg("num_threads") = 1)
       .def("pack", &pack, py::arg("layout"), py::arg("chunk"), py::arg("lossy"), py::arg("exact"), py::arg("scale"),
-           py::arg("out"), py::arg("noise") = py::none(), py::arg("residual") = py::none())
+           py::arg("out"), py::arg("residual") = py::none())
       .def("reduce", &reduce, py::arg("layout"), py::arg("parts"), py::arg("scale"), py::arg("out"),
-           py::arg("noise") = py::none(), py::arg("residual") = py::none(), py::arg("chunk") = 0,
-           py::arg("first_part") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
+           py::arg("residual") = py::none(), py::arg("chunk") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
       .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
-           py::arg("exact"), py::arg("num_messages") = 1, py::arg("unscale") = 1, py::arg("squares") = false)
-      .def("finish_in_place", &finish_in_place, py::arg("slices"), py::arg("unscale"))
+           py::arg("exact"), py::arg("num_messages") = 1)
       .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))
       .def_property_readonly("isa", &Codec::isa)
       .def_property_readonly("num_threads", &Codec::num_threads);

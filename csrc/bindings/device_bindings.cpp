@@ -46,7 +46,7 @@ class KernelLoader {
 // None.
 KernelKey make_key(const std::string& kernel, const std::optional<std::string>& wire, int64_t block,
                    std::optional<at::ScalarType> grad_dtype, bool rotated, const std::optional<std::string>& in_wire,
-                   bool stochastic, const std::optional<std::string>& feedback, bool sums) {
+                   const std::optional<std::string>& feedback, bool sums) {
   KernelKey key{kernel};
   if (kernel == kScaleKernel) return normalised(key);
   TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
@@ -56,7 +56,6 @@ KernelKey make_key(const std::string& kernel, const std::optional<std::string>& 
   if (grad_dtype) key.grad_dtype = grad_dtype_of(*grad_dtype);
   key.rotated = rotated;
   key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
-  key.stochastic = stochastic;
   if (feedback) key.feedback = residual_format_from_name(*feedback);
   key.sums = sums;
   return normalised(key);
@@ -85,8 +84,7 @@ std::optional<std::string> feedback_of(const KernelKey& key) {
 // What pickle stores of a key: its class and the arguments of make_key, in order.
 py::tuple reduced(const py::object& key) {
   py::list arguments;
-  for (const char* name :
-       {"kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "stochastic", "feedback", "sums"}) {
+  for (const char* name : {"kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "feedback", "sums"}) {
     arguments.append(key.attr(name));
   }
   return py::make_tuple(key.attr("__class__"), py::tuple(arguments));
@@ -96,14 +94,13 @@ void bind_kernel_key(py::module_& m) {
   py::class_<KernelKey>(m, "KernelKey")
       .def(py::init(&make_key), py::arg("kernel"), py::arg("wire") = py::none(), py::arg("block") = kDefaultBlockNumel,
            py::arg("grad_dtype") = py::none(), py::arg("rotated") = false, py::arg("in_wire") = py::none(),
-           py::arg("stochastic") = false, py::arg("feedback") = py::none(), py::arg("sums") = false)
+           py::arg("feedback") = py::none(), py::arg("sums") = false)
       .def_readonly("kernel", &KernelKey::kernel)
       .def_property_readonly("wire", &wire_of)
       .def_readonly("block", &KernelKey::block_numel)
       .def_property_readonly("grad_dtype", &grad_type_of)
       .def_readonly("rotated", &KernelKey::rotated)
       .def_property_readonly("in_wire", &in_wire_of)
-      .def_readonly("stochastic", &KernelKey::stochastic)
       .def_property_readonly("feedback", &feedback_of)
       .def_readonly("sums", &KernelKey::sums)
       .def(
@@ -195,8 +192,7 @@ void bind_devices(py::module_& m) {
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));
   py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
-      .def(py::init<BackendPtr, at::Device, bool>(), py::arg("backend"), py::arg("device"), py::kw_only(),
-           py::arg("owns") = false);
+      .def(py::init<BackendPtr, at::Device>(), py::arg("backend"), py::arg("device"));
 }
 
 }  // namespace fusedcomm

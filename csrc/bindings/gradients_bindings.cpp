@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/fields.h"
 #include "bindings/future.h"
 #include "gradients/bucket.h"
 #include "gradients/collective_calls.h"
@@ -64,11 +63,6 @@ void bind_results(py::module_& m) {
       .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
       .def_property_readonly("parameters", &BucketRecord::parameter_names);
 
-  py::class_<Verification>(m, "Verification")
-      .def_readonly("step", &Verification::step)
-      .def_property_readonly("bucket", [](const Verification& verification) { return verification.label->text; })
-      .def_readonly("norms", &Verification::norms);
-
   py::class_<Measurement>(m, "Measurement")
       .def_readonly("step", &Measurement::step)
       .def_property_readonly("bucket", [](const Measurement& measurement) { return measurement.label->text; })
@@ -112,27 +106,19 @@ void bind_fused_sum(py::module_& m) {
 }
 
 void bind_synchronizer(py::module_& m) {
-  py::class_<ErrorMonitorOptions>(m, "ErrorMonitorOptions").def(py::init(&fields_of<ErrorMonitorOptions>));
   py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<TensorTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
-                       at::Device grad_device, const ErrorMonitorOptions& checks) {
+                       at::Device grad_device, int64_t measure_every) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<Parameters::Known> table;
              for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
              return std::make_shared<Synchronizer>(std::move(engine), std::move(transport), table, grad_device,
-                                                   Synchronizer::Options{wire_1d, checks});
+                                                   Synchronizer::Options{wire_1d, measure_every});
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
-           py::arg("wire_1d"), py::arg("grad_device"), py::arg("checks"), NoGil())
-      .def(
-          "verifications",
-          [](const Synchronizer& synchronizer) {
-            synchronizer.settle();
-            return synchronizer.monitor().verifications();
-          },
-          NoGil())
+           py::arg("wire_1d"), py::arg("grad_device"), py::arg("measure_every"), NoGil())
       .def(
           "measurements",
           [](const Synchronizer& synchronizer) {
@@ -146,6 +132,8 @@ void bind_synchronizer(py::module_& m) {
            py::arg("of_encoders") = std::map<std::string, EncoderResiduals>(), NoGil())
       .def_property("step", py::cpp_function(&Synchronizer::step, NoGil()),
                     py::cpp_function(&Synchronizer::restore_step, NoGil()))
+      .def("before_every", &Synchronizer::before_every, py::arg("every"), py::arg("call"))
+      .def("begin_pass", &Synchronizer::begin_pass, NoGil())
       .def("run", [](Synchronizer& synchronizer,
                      const Bucket& bucket) { return returned(&Synchronizer::run, synchronizer, bucket); })
       .def(
@@ -172,6 +160,15 @@ void bind_synchronizer(py::module_& m) {
           },
           py::arg("timeout_s"), NoGil())
       .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      // Every rank's `numbers`, int64 [world_size, n]; waits for the other ranks. A collective call.
+      .def(
+          "gather",
+          [](const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what) {
+            const FuturePtr future = gather(synchronizer, numbers, what);
+            future->waitAndThrow();
+            return future->value().toTensor();
+          },
+          py::arg("numbers"), py::arg("what"), NoGil())
       .def("begin_call", &begin_call, py::arg("what"), NoGil())
       .def("end_call", &end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("explain", &Synchronizer::explain, py::arg("failure"), NoGil())
@@ -192,24 +189,12 @@ void bind_synchronizer(py::module_& m) {
           "kept_means", [](Synchronizer& synchronizer, size_t index) { return synchronizer.kept().means(index); },
           py::arg("index"), NoGil())
       .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())
-      .def_property_readonly(
-          "epilogue", [](Synchronizer& synchronizer) -> PassEpilogue& { return synchronizer.epilogue(); },
-          py::return_value_policy::reference_internal)
       // (name, number of dimensions) → number of the wire.
       .def("choose_wires", &Synchronizer::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchronizer::take_notices, NoGil())
       .def_property_readonly(
           "weights", [](Synchronizer& synchronizer) -> PassWeights& { return synchronizer.weights(); },
           py::return_value_policy::reference_internal)
-      .def(
-          "last_digests", [](Synchronizer& synchronizer) { return synchronizer.digests().last(); }, NoGil())
-      // A collective call between passes. Throws if the ranks' digests do not agree.
-      .def(
-          "compare_digests",
-          [](Synchronizer& synchronizer) {
-            if (const FuturePtr future = synchronizer.digests().compare_now()) future->waitAndThrow();
-          },
-          NoGil())
       .def_property_readonly("transport", &Synchronizer::transport)
       .def("stats", &Synchronizer::stats, NoGil())
       .def_property_readonly(
@@ -226,27 +211,6 @@ void bind_synchronizer(py::module_& m) {
             return records;
           },
           NoGil());
-}
-
-// What the ranks have found about the bits that they sent each other.
-void bind_digests(py::module_& m) {
-  py::class_<DigestComparison>(m, "DigestComparison")
-      .def_readonly("first_pass", &DigestComparison::first_pass)
-      .def_readonly("last_pass", &DigestComparison::last_pass)
-      .def_readonly("means", &DigestComparison::means)
-      .def_readonly("outvoted", &DigestComparison::outvoted)
-      // (from, to, whether it is one of means) of each.
-      .def_property_readonly("links",
-                             [](const DigestComparison& comparison) {
-                               std::vector<std::tuple<int, int, bool>> links;
-                               for (const auto& link : comparison.links) {
-                                 links.emplace_back(link.from, link.to, link.of_means);
-                               }
-                               return links;
-                             })
-      .def_property_readonly("agrees", &DigestComparison::agrees)
-      .def("text", &DigestComparison::text);
-  m.def("compare_digests", &compare_digests, py::arg("of_all"), py::arg("first_pass"), py::arg("last_pass"));
 }
 
 // Without the GIL, because a pass that begins holds its lock while it hands a message to the engine.
@@ -277,27 +241,6 @@ void bind_weights(py::module_& m) {
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 
-// The synchronizer's epilogue. Another thread may hold its lock while it waits for the GIL, to free a parameter.
-void bind_epilogue(py::module_& m) {
-  py::class_<PassEpilogue>(m, "PassEpilogue")
-      .def("want_squares", &PassEpilogue::want_squares, py::arg("in_unpack"), NoGil())
-      .def("set_unscale", &PassEpilogue::set_unscale, py::arg("unscale"), NoGil())
-      .def("require_unscale", &PassEpilogue::require_unscale, py::arg("required"), NoGil())
-      .def("take_over", &PassEpilogue::take_over, py::arg("source"), NoGil())
-      .def("parameters", &PassEpilogue::parameters, NoGil())
-      .def("take_unscaled", &PassEpilogue::take_unscaled, NoGil())
-      .def_property_readonly("unscaled", py::cpp_function(&PassEpilogue::unscaled, NoGil()))
-      .def_property_readonly("has_unchanged", py::cpp_function(&PassEpilogue::has_unchanged, NoGil()))
-      // (Σg², the parameters whose gradients are not in it); see PassEpilogue::Squares.
-      .def(
-          "squares",
-          [](const PassEpilogue& epilogue, const std::vector<at::Tensor>& parameters) {
-            PassEpilogue::Squares squares = epilogue.squares(parameters);
-            return std::make_pair(squares.sum, std::move(squares.others));
-          },
-          py::arg("parameters"), NoGil());
-}
-
 }  // namespace
 
 void bind_gradients(pybind11::module_& m) {
@@ -317,9 +260,7 @@ void bind_gradients(pybind11::module_& m) {
       },
       py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
-  bind_epilogue(m);
   bind_weights(m);
-  bind_digests(m);
   bind_engine(m);
   bind_synchronizer(m);
   bind_fused_sum(m);

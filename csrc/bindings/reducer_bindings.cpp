@@ -44,12 +44,6 @@ void bind_reducer(pybind11::module_& m) {
                          }});
           },
           py::kw_only(), py::arg("finish"), py::arg("recover"), NoGil())
-      .def(
-          "set_caps",
-          [](GradReducer& reducer, int64_t first_bucket_nbytes, int64_t bucket_nbytes) {
-            reducer.set_caps({first_bucket_nbytes, bucket_nbytes});
-          },
-          py::arg("first_bucket_nbytes"), py::arg("bucket_nbytes"), NoGil())
       // begin() → int, why_unequal() → str, take(indices, gradients) and end(used); see Taker.
       .def(
           "give_to",

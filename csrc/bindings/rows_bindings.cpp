@@ -32,16 +32,16 @@ void bind_rows(pybind11::module_& m) {
       .def_property_readonly("residual_nbytes", &Rows::residual_nbytes)
       .def(
           "reduce_scatter",
-          [](Rows& of, const at::Tensor& rows, const at::Tensor& own, double factor, uint32_t call, bool is_last) {
-            return returned(&Rows::reduce_scatter, of, rows, own, factor, call, is_last);
+          [](Rows& of, const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last) {
+            return returned(&Rows::reduce_scatter, of, rows, own, factor, is_last);
           },
-          py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("factor"), py::arg("call"), py::arg("is_last"))
+          py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("factor"), py::arg("is_last"))
       .def(
           "all_gather",
-          [](Rows& of, const at::Tensor& rows, const at::Tensor& own, uint32_t call, bool is_last) {
-            return returned(&Rows::all_gather, of, rows, own, call, is_last);
+          [](Rows& of, const at::Tensor& rows, const at::Tensor& own, bool is_last) {
+            return returned(&Rows::all_gather, of, rows, own, is_last);
           },
-          py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("call"), py::arg("is_last"));
+          py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("is_last"));
 }
 
 }  // namespace fusedcomm

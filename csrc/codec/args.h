@@ -8,7 +8,6 @@
 
 #include "codec/slices.h"
 #include "wire/layout.h"
-#include "wire/noise_key.h"
 
 namespace fusedcomm {
 
@@ -32,21 +31,12 @@ struct BucketSlices {
   std::shared_ptr<const BucketTables> tables;
 };
 
-// The residual of one encoder: the rounding error of each element that it encodes. See fusedcomm/reference.
+// The residual of one encoder: the rounding error of each element that it encodes. See tests/helpers/reference.
 struct Residual {
   ResidualFormat format = ResidualFormat::kFp32;
   // residual_nbytes(format, numel) bytes on the codec's device. Null if there is no error feedback.
   std::byte* data = nullptr;
   int64_t numel = 0;
-};
-
-// How lossy elements are rounded.
-struct Encoding {
-  // Stochastic rounding if true, else rounding to nearest even.
-  bool stochastic = false;
-  // Used only if `stochastic` is true.
-  NoiseKey noise;
-  Residual residual;
 };
 
 struct PackArgs {
@@ -57,8 +47,8 @@ struct PackArgs {
   float scale;
   // A message of layout.chunk_nbytes(). pack writes this layout's piece of every part and zeroes the piece's padding.
   std::byte* out;
-  // A residual must have layout.padded_numel() elements.
-  Encoding encoding = {};
+  // Has layout.padded_numel() elements.
+  Residual residual = {};
 };
 
 // Sums from.num_parts encodings of one part of `from`, and encodes the sum as `num_parts` parts of `to`. A part of
@@ -74,23 +64,10 @@ struct ReduceArgs {
   // `num_parts` consecutive parts, to.part_stride bytes apart.
   std::byte* out;
   int64_t num_parts = 1;
-  // Used by `encoding` only: the index of the chunk in the bucket.
+  // Used by `residual` only: the index of the chunk in the bucket.
   int64_t chunk = 0;
-  // Used by `encoding` only: the index, among the chunk's parts of `to`, of the first part written.
-  int64_t first_part = 0;
-  // A residual must have the elements of to.num_chunks · num_parts parts.
-  Encoding encoding = {};
-};
-
-// What happens to the mean on its way to the gradients, beside decoding.
-struct Epilogue {
-  // Multiplies each gradient after it has been rounded to its dtype, and rounds again: the inverse of a loss scale.
-  float unscale = 1;
-  // Receives Σg² of the gradients that are written; null if it is not wanted. NaN or Inf if one of them is. The order
-  // of the additions depends on the layout only.
-  double* squares = nullptr;
-
-  bool is_wanted() const { return unscale != 1 || squares != nullptr; }
+  // Has the elements of to.num_chunks · num_parts parts.
+  Residual residual = {};
 };
 
 struct UnpackArgs {
@@ -104,7 +81,6 @@ struct UnpackArgs {
   const BucketSlices& slices;
   // May exceed 1 only if the layout has one part.
   int64_t num_messages = 1;
-  Epilogue epilogue = {};
 };
 
 }  // namespace fusedcomm

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -64,7 +63,7 @@ void check_reduce(const ReduceArgs& args) {
     throw std::invalid_argument("reduce: a part of " + std::to_string(from.lossy_numel) + " elements cannot become " +
                                 std::to_string(args.num_parts) + " parts of " + std::to_string(to.lossy_numel));
   }
-  check_encoding(args.encoding, args.to.num_chunks * args.num_parts * to.lossy_numel);
+  check_residual(args.residual, args.to.num_chunks * args.num_parts * to.lossy_numel);
 }
 
 void check_messages(const BucketLayout& layout, int64_t num_messages) {
@@ -74,24 +73,6 @@ void check_messages(const BucketLayout& layout, int64_t num_messages) {
                                 " parts cannot be summed: use one message, or several of one part");
   }
 }
-
-// Σg² of a stage: lanes for each unit, whichever thread processes it.
-class UnitSquares {
- public:
-  UnitSquares(const Epilogue& epilogue, int64_t num_units) : to_(epilogue.squares) {
-    if (to_ != nullptr) lanes_.resize(static_cast<size_t>(num_units * kSquareLanes));
-  }
-  // [kSquareLanes] of a unit; null if Σg² is not wanted.
-  double* of(int64_t unit) { return to_ != nullptr ? lanes_.data() + unit * kSquareLanes : nullptr; }
-  // Call when all units have been processed.
-  void add_up() const {
-    if (to_ != nullptr) *to_ = std::accumulate(lanes_.begin(), lanes_.end(), 0.0);
-  }
-
- private:
-  double* const to_;
-  std::vector<double> lanes_;
-};
 
 std::vector<const KernelTable*> available_kernels() {
   std::vector<const KernelTable*> tables;
@@ -132,7 +113,7 @@ struct Codec::Impl {
   void for_each_unit(const Units& units, const Function& function) {
     pool.run(units.count(), [&](int64_t index) {
       const DefaultFloatEnvironment environment;
-      function(index, units[index], units.is_first_of_part(index));
+      function(units[index], units.is_first_of_part(index));
     });
   }
 
@@ -153,22 +134,21 @@ Codec::~Codec() = default;
 
 int64_t Codec::pack(const PackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.slices);
-  check_encoding(args.encoding, args.layout.padded_numel());
+  check_residual(args.residual, args.layout.padded_numel());
   const bool streamed = args.layout.chunk_nbytes() >= kStreamedChunkNbytes;
   std::atomic<int64_t> nonfinite{0};
-  impl_->for_each_unit(
-      Units(args.layout.part, args.layout.num_parts), [&](int64_t, const Unit& unit, bool first_of_part) {
-        if (first_of_part) zero_padding(args.layout, args.out + part_place(args.layout, unit.part));
-        nonfinite.fetch_add(pack_unit(impl_->kernels, args, unit, streamed), std::memory_order_relaxed);
-        if (streamed) impl_->kernels.fence();
-      });
+  impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool first_of_part) {
+    if (first_of_part) zero_padding(args.layout, args.out + part_place(args.layout, unit.part));
+    nonfinite.fetch_add(pack_unit(impl_->kernels, args, unit, streamed), std::memory_order_relaxed);
+    if (streamed) impl_->kernels.fence();
+  });
   return nonfinite.load(std::memory_order_relaxed);
 }
 
 void Codec::reduce(const ReduceArgs& args) const {
   check_reduce(args);
   const BucketLayout& to = args.to;
-  impl_->for_each_unit(Units(to.part, args.num_parts), [&](int64_t, const Unit& unit, bool first_of_part) {
+  impl_->for_each_unit(Units(to.part, args.num_parts), [&](const Unit& unit, bool first_of_part) {
     if (first_of_part) zero_padding(to, args.out + part_place(to, unit.part));
     reduce_unit(impl_->kernels, args, unit);
   });
@@ -178,29 +158,10 @@ void Codec::unpack(const UnpackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.slices);
   check_messages(args.layout, args.num_messages);
   const bool streamed = args.slices.lossy.numel() * grad_nbytes(args.slices.lossy.dtype()) >= kStreamedBucketNbytes;
-  const Units units(args.layout.part, args.layout.num_parts);
-  UnitSquares squares(args.epilogue, units.count());
-  impl_->for_each_unit(units, [&](int64_t index, const Unit& unit, bool) {
-    unpack_unit(impl_->kernels, args, unit, streamed, squares.of(index));
+  impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool) {
+    unpack_unit(impl_->kernels, args, unit, streamed);
     if (streamed) impl_->kernels.fence();
   });
-  squares.add_up();
-}
-
-void Codec::finish_in_place(const SliceList& list, const Epilogue& epilogue) const {
-  const Format grad = format_of(list.dtype());
-  const int64_t num_units = ceil_div(list.numel(), kUnitNumel);
-  UnitSquares squares(epilogue, num_units);
-  impl_->pool.run(num_units, [&](int64_t index) {
-    const DefaultFloatEnvironment environment;
-    const int64_t begin = index * kUnitNumel;
-    for (Cursor cursor(list, {begin, std::min(begin + kUnitNumel, list.numel())}); cursor.remaining() > 0;) {
-      const int64_t numel = cursor.run_numel();
-      finish_run(impl_->kernels, grad, cursor.data(), numel, epilogue.unscale, squares.of(index));
-      cursor.advance(numel);
-    }
-  });
-  squares.add_up();
 }
 
 int64_t Codec::scale_in_place(const SliceList& list, float scale) const {

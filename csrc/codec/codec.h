@@ -4,7 +4,7 @@
 //   reduce  one part from every rank → the encoded mean of that part: fp32 sum in rank order, ·scale, one rounding
 //   unpack  wire bytes → gradient slices      x = decoded·scale; several messages are first summed, fp32, in rank order
 //
-// Every function gives the same bytes as fusedcomm/reference, whatever the instruction set and thread count.
+// Every function gives the same bytes as tests/helpers/reference, whatever the instruction set and thread count.
 #pragma once
 
 #include <cstdint>
@@ -35,9 +35,6 @@ class Codec {
   void unpack(const UnpackArgs& args) const;
   // x *= scale, for gradients that are summed in place. Returns how many elements are not finite after scaling.
   int64_t scale_in_place(const SliceList& list, float scale) const;
-
-  // The epilogue of gradients that were summed in place.
-  void finish_in_place(const SliceList& list, const Epilogue& epilogue) const;
 
   const std::string& isa() const;
   int num_threads() const;

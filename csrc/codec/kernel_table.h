@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "wire/layout.h"
-#include "wire/noise_key.h"
 
 namespace fusedcomm {
 
@@ -27,13 +26,6 @@ using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float s
 // data[i] = T(float(data[i])·scale). Returns how many products are not finite.
 using ScaleFn = int64_t (*)(void* data, int64_t numel, float scale);
 
-// Lanes of SquaresFn.
-inline constexpr int kSquareLanes = 32;
-
-// lanes[i % kSquareLanes] += double(data[i])², with i in order. Squares of floats are exact in fp64, so every
-// instruction set gives the same bits.
-using SquaresFn = void (*)(const void* data, int64_t numel, double* lanes);
-
 // Writes scales and codes of whole blocks of src·scale. Returns how many products are not finite, before any rotation.
 using QuantizeFn = int64_t (*)(const void* src, void* scales, void* codes, int64_t num_blocks, int64_t block_numel,
                                float scale, bool streamed);
@@ -49,19 +41,7 @@ using SumFn = void (*)(const void* src, int64_t stride_nbytes, int64_t num_srcs,
 using SumBlocksFn = void (*)(const void* scales, const void* codes, int64_t stride_nbytes, int64_t num_srcs, float* acc,
                              int64_t num_blocks, int64_t block_numel);
 
-// ---- kernels over a tile of fp32 values, for stochastic rounding and error feedback
-
-// out[i] = 16 bits of noise for element first + i. `first` and `numel` are multiples of 8.
-using NoiseFn = void (*)(const NoiseKey& key, int64_t first, uint16_t* out, int64_t numel);
-
-// Rounds stochastically, in place, to values of the format. A value beyond the format's greatest becomes Inf. Inf and
-// NaN stay as they are. `numel` is a multiple of 8.
-using RoundFn = void (*)(float* data, const uint16_t* noise, int64_t numel);
-
-// Like QuantizeFn with scale 1, but rounds stochastically. noise[i] belongs to src[i], or with a rotation to element i
-// after the rotation.
-using QuantizeStochasticFn = int64_t (*)(const float* src, const uint16_t* noise, void* scales, void* codes,
-                                         int64_t num_blocks, int64_t block_numel);
+// ---- kernels over a tile of fp32 values, for error feedback
 
 // data[i] += float(addend[i]). NaNs become canonical.
 using AddFn = void (*)(float* data, const void* addend, int64_t numel);
@@ -76,21 +56,16 @@ struct BlockKernels {
   DequantizeFn dequantize[kNumFormats];          // [destination]
   DequantizeFn dequantize_rotated[kNumFormats];  // [destination]
   SumBlocksFn sum;
-  QuantizeStochasticFn quantize_stochastic;
-  QuantizeStochasticFn quantize_rotated_stochastic;
 };
 
 struct KernelTable {
   const char* isa;
   ConvertFn convert[kNumFormats][kNumFormats];  // [source][destination]
   ScaleFn scale[kNumFormats];
-  SquaresFn squares[kNumFormats];
   SumFn sum[kNumFormats];                // [source]
   BlockKernels blocks[kNumScaledWires];  // [scaled_index(wire)]
-  NoiseFn noise;
-  RoundFn round_stochastic[kNumFormats];  // null for fp32
-  AddFn add[kNumFormats];                 // [addend]; null for fp16
-  SubtractFn subtract[kNumFormats];       // [out]; null for fp16
+  AddFn add[kNumFormats];                // [addend]; null for fp16
+  SubtractFn subtract[kNumFormats];      // [out]; null for fp16
   void (*fence)();
 };
 

@@ -91,65 +91,14 @@ int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float 
   return nonfinite;
 }
 
-// Writes gradients, and applies the epilogue to them on the way.
-class Writer {
- public:
-  // squares: [kSquareLanes]; null if Σg² is not wanted.
-  Writer(const KernelTable& kernels, Format grad, float unscale, double* squares, bool streamed)
-      : kernels_(kernels), grad_(grad), unscale_(unscale), squares_(squares), streamed_(streamed) {}
-
-  Format grad() const { return grad_; }
-
-  // Writes `numel` gradients. decode(to, count, streamed): writes the next `count` of them; it is called with multiples
-  // of `step`, which divides kMaxTileNumel and `numel`.
-  template <class Decode>
-  void write(std::byte* dst, int64_t numel, int64_t step, const Decode& decode) {
-    if (unscale_ == 1 && squares_ == nullptr) {
-      decode(dst, numel, streamed_);
-      return;
-    }
-    // A tile stays in the nearest cache between its decoding and its epilogue. What bypasses the caches is a copy of
-    // it.
-    alignas(64) std::byte tile[kMaxTileNumel * sizeof(float)];
-    const int64_t tile_numel = std::max(kTileNumel, step);
-    for (int64_t first = 0; first < numel; first += tile_numel) {
-      const int64_t count = std::min(tile_numel, numel - first);
-      std::byte* const out = dst + first * format_nbytes(grad_);
-      std::byte* const decoded = streamed_ ? tile : out;
-      decode(decoded, count, false);
-      apply(decoded, count);
-      if (streamed_) kernels_.convert[index_of(grad_)][index_of(grad_)](tile, out, count, 1.0f, true);
-    }
-  }
-
-  // The epilogue of gradients that have been written.
-  void apply(void* gradients, int64_t numel) {
-    if (unscale_ != 1) kernels_.scale[index_of(grad_)](gradients, numel, unscale_);
-    if (squares_ != nullptr) kernels_.squares[index_of(grad_)](gradients, numel, squares_);
-  }
-
- private:
-  const KernelTable& kernels_;
-  const Format grad_;
-  const float unscale_;
-  double* const squares_;
-  const bool streamed_;
-};
-
 // Writes tile·scale, rounded to the gradient's format, to the slices that the tile straddles, up to the cursor's end.
 void scatter(const KernelTable& kernels, Cursor& cursor, int64_t tile_numel, const float* tile, float scale,
-             Writer& writer) {
-  const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(writer.grad())];
+             Format grad, bool streamed) {
+  const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(grad)];
   int64_t taken = 0;
   while (taken < tile_numel && cursor.remaining() > 0) {
     const int64_t numel = std::min(tile_numel - taken, cursor.run_numel());
-    if (cursor.data() != nullptr) {
-      const float* from = tile + taken;
-      writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool streamed) {
-        convert(from, to, count, scale, streamed);
-        from += count;
-      });
-    }
+    if (cursor.data() != nullptr) convert(tile + taken, cursor.data(), numel, scale, streamed);
     taken += numel;
     cursor.advance(numel);
   }
@@ -180,21 +129,18 @@ int64_t pack_blocks(const KernelTable& kernels, Blocks<std::byte> blocks, Cursor
   return nonfinite;
 }
 
-void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, Cursor cursor, float scale,
-                   Writer writer, Writer tile_writer) {
+void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, Cursor cursor, float scale, Format grad,
+                   bool streamed) {
   const int64_t block_numel = blocks.block_numel();
   alignas(64) float tile[kMaxBlockNumel];
   while (cursor.remaining() > 0) {
     const int64_t num_blocks = cursor.data() == nullptr ? 0 : cursor.run_numel() / block_numel;
     if (num_blocks > 0) {
-      writer.write(cursor.data(), num_blocks * block_numel, block_numel,
-                   [&](std::byte* to, int64_t numel, bool streamed) {
-                     blocks.decode(to, writer.grad(), numel / block_numel, scale, streamed);
-                   });
+      blocks.decode(cursor.data(), grad, num_blocks, scale, streamed);
       cursor.advance(num_blocks * block_numel);
     } else {
       blocks.decode(tile, Format::kFp32, 1, scale, false);
-      scatter(kernels, cursor, block_numel, tile, 1.0f, tile_writer);
+      scatter(kernels, cursor, block_numel, tile, 1.0f, grad, false);
     }
   }
 }
@@ -204,14 +150,14 @@ int64_t pack_tiles(const KernelTable& kernels, const PackArgs& args, const Unit&
   const BucketLayout& layout = args.layout;
   std::byte* const part = args.out + part_place(layout, unit.part);
   const int64_t part_begin = (args.chunk * layout.num_parts + unit.part) * layout.part.lossy_numel;
-  TileEncoder encoder(kernels, layout, args.encoding, layout.rotated);
+  TileEncoder encoder(kernels, layout, args.residual, layout.rotated);
   alignas(64) float tile[kMaxTileNumel];
   int64_t nonfinite = 0;
   for (int64_t first = 0; first < unit.numel;) {
     const int64_t numel = std::min(encoder.tile_numel(), unit.numel - first);
     nonfinite += gather(kernels, cursor, numel, args.scale, tile, grad);
     const int64_t begin = part_begin + unit.first + first;
-    encoder.encode(tile, numel, begin, begin, {layout, {unit.part, false, unit.first + first, numel}, part});
+    encoder.encode(tile, numel, begin, {layout, {unit.part, false, unit.first + first, numel}, part});
     first += numel;
   }
   return nonfinite;
@@ -243,7 +189,8 @@ void sum_unrotated(const KernelTable& kernels, const BucketLayout& from, const s
 }
 
 // unpack_unit for several messages.
-void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Writer writer) {
+void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Format grad,
+                bool streamed) {
   BucketLayout from = args.layout;
   from.num_parts = args.num_messages;
   const int64_t tile_numel = std::max(kTileNumel, from.block_numel);
@@ -255,7 +202,7 @@ void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& 
     } else {
       sum_unit(kernels, from, args.parts, tile, acc);
     }
-    scatter(kernels, cursor, tile.numel, acc, args.scale, writer);
+    scatter(kernels, cursor, tile.numel, acc, args.scale, grad, streamed);
   }
 }
 
@@ -269,7 +216,7 @@ int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& 
   const Cursor cursor(list, covered(range, unit));
   const Section<std::byte> out(layout, unit, args.out + part_place(layout, unit.part));
   const Format grad = format_of(list.dtype());
-  if (!unit.exact && is_special(args.encoding)) return pack_tiles(kernels, args, unit, cursor, grad);
+  if (!unit.exact && args.residual.data) return pack_tiles(kernels, args, unit, cursor, grad);
   if (!unit.exact && has_scales(layout.wire)) {
     return pack_blocks(kernels, {kernels, layout, out}, cursor, unit.numel, args.scale, grad, streamed);
   }
@@ -282,8 +229,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   std::byte* const part = args.out + part_place(to, unit.part);
   const bool rotates = to.rotated && !args.from.rotated;
   const int fp32 = index_of(Format::kFp32);
-  TileEncoder encoder(kernels, to, args.encoding, rotates);
-  const int64_t lossy_begin = (args.chunk * to.num_parts + args.first_part + unit.part) * to.part.lossy_numel;
+  TileEncoder encoder(kernels, to, args.residual, rotates);
   const int64_t residual_begin = (args.chunk * args.num_parts + unit.part) * to.part.lossy_numel;
   alignas(64) float acc[kMaxTileNumel];
   for (int64_t first = unit.first; first < unit.first + unit.numel;) {
@@ -293,9 +239,9 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
     sum_unit(kernels, args.from, args.parts, {0, tile.exact, unit.part * section_numel + first, tile.numel}, acc);
     if (tile.exact) {
       kernels.convert[fp32][fp32](acc, out.codes, tile.numel, args.scale, false);
-    } else if (is_special(args.encoding)) {
+    } else if (args.residual.data) {
       kernels.scale[fp32](acc, tile.numel, args.scale);
-      encoder.encode(acc, tile.numel, lossy_begin + first, residual_begin + first, out);
+      encoder.encode(acc, tile.numel, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
       const BlockKernels& blocks = kernels.blocks[scaled_index(to.wire)];
       const QuantizeFn quantize = rotates ? blocks.quantize_rotated[fp32] : blocks.quantize[fp32];
@@ -307,7 +253,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   }
 }
 
-void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed, double* squares) {
+void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed) {
   const BucketLayout& layout = args.layout;
   const SliceList& list = unit.exact ? args.slices.exact : args.slices.lossy;
   const Range range =
@@ -315,14 +261,12 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const Section<const std::byte> in(layout, unit, args.parts + part_place(layout, unit.part));
   const Format grad = format_of(list.dtype());
   Cursor cursor(list, covered(range, unit));
-  Writer writer(kernels, grad, args.epilogue.unscale, squares, streamed);
   if (args.num_messages > 1) {
-    unpack_sum(kernels, args, unit, cursor, writer);
+    unpack_sum(kernels, args, unit, cursor, grad, streamed);
     return;
   }
   if (!unit.exact && has_scales(layout.wire)) {
-    const Writer tile_writer(kernels, grad, args.epilogue.unscale, squares, /*streamed=*/false);
-    unpack_blocks(kernels, {kernels, layout, in}, cursor, args.scale, writer, tile_writer);
+    unpack_blocks(kernels, {kernels, layout, in}, cursor, args.scale, grad, streamed);
     return;
   }
   const Format wire = unit.exact ? Format::kFp32 : format_of(layout.wire);
@@ -330,21 +274,10 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const std::byte* codes = in.codes;
   while (cursor.remaining() > 0) {
     const int64_t numel = cursor.run_numel();
-    if (cursor.data() != nullptr) {
-      const std::byte* from = codes;
-      writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool into_memory) {
-        convert(from, to, count, args.scale, into_memory);
-        from += count * format_nbytes(wire);
-      });
-    }
+    if (cursor.data() != nullptr) convert(codes, cursor.data(), numel, args.scale, streamed);
     codes += numel * format_nbytes(wire);
     cursor.advance(numel);
   }
-}
-
-void finish_run(const KernelTable& kernels, Format grad, void* gradients, int64_t numel, float unscale,
-                double* squares) {
-  Writer(kernels, grad, unscale, squares, /*streamed=*/false).apply(gradients, numel);
 }
 
 }  // namespace fusedcomm

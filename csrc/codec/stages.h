@@ -13,11 +13,6 @@ namespace fusedcomm {
 int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& unit, bool streamed);
 // Sums every rank's elements of `unit`, a piece of one of the parts to write, and encodes the sum.
 void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit& unit);
-// squares: [kSquareLanes], to which Σg² is added; null if it is not wanted.
-void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed, double* squares);
-
-// The epilogue of a run of gradients. squares: see unpack_unit.
-void finish_run(const KernelTable& kernels, Format grad, void* gradients, int64_t numel, float unscale,
-                double* squares);
+void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed);
 
 }  // namespace fusedcomm

@@ -26,10 +26,6 @@ class CpuDevice : public Device {
   int64_t scale_in_place(const BucketSlices& slices, float scale) override {
     return codec_.scale_in_place(slices.lossy, scale);
   }
-  bool has_epilogue() const override { return true; }
-  void finish_in_place(const BucketSlices& slices, const Epilogue& epilogue) override {
-    codec_.finish_in_place(slices.lossy, epilogue);
-  }
 
  private:
   Codec codec_;

@@ -36,11 +36,6 @@ void* residual_from(const Residual& residual, int64_t first, int64_t numel) {
   return residual.data + residual_nbytes(residual.format, first);
 }
 
-NoiseArgs noise_args(const NoiseKey& key) {
-  return {static_cast<int64_t>(key.seed), static_cast<int32_t>(key.parameter), static_cast<int32_t>(key.step),
-          static_cast<int32_t>(key.source)};
-}
-
 // The key of a kernel that encodes or decodes `layout`, with the fields that the layout determines.
 KernelKey key_of(const char* kernel, const BucketLayout& layout) {
   KernelKey key{kernel};
@@ -50,10 +45,9 @@ KernelKey key_of(const char* kernel, const BucketLayout& layout) {
   return key;
 }
 
-KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Encoding& encoding) {
+KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Residual& residual) {
   KernelKey key = key_of(kernel, layout);
-  key.stochastic = encoding.stochastic;
-  if (encoding.residual.data) key.feedback = encoding.residual.format;
+  if (residual.data) key.feedback = residual.format;
   return key;
 }
 
@@ -183,7 +177,7 @@ int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) con
 }
 
 const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& layout) const {
-  return layout.lossy_numel == 0 ? kernels_.at_any_encoding(key) : kernels_.at(key);
+  return layout.lossy_numel == 0 ? kernels_.at_any_feedback(key) : kernels_.at(key);
 }
 
 void* CudaDevice::stream_handle() const { return on_streams() ? current_stream().native_handle() : nullptr; }
@@ -219,9 +213,8 @@ int64_t CudaDevice::pack(const PackArgs& args) {
   launch.first_part = args.chunk * layout.num_parts;
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.scale = args.scale;
-  launch.residual = residual_from(args.encoding.residual, 0, layout.padded_numel());
-  launch.noise = noise_args(args.encoding.noise);
-  KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
+  launch.residual = residual_from(args.residual, 0, layout.padded_numel());
+  KernelKey key = encoder_key(PackLaunch::kName, layout, args.residual);
   key.grad_dtype = dtype_of(args.slices);
   launch_kernel(kernel_of(key, layout), std::min(num_tiles(layout, layout.num_parts), num_pack_programs_), launch);
   return 0;
@@ -241,13 +234,11 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   launch.out = sections(to, args.out);
   launch.in_stride = from.part_stride;
   launch.part = shape(to);
-  launch.first_part = args.chunk * to.num_parts + args.first_part;
   launch.num_parts = static_cast<int32_t>(args.num_parts);
   launch.world_size = static_cast<int32_t>(from.num_parts);
   launch.scale = args.scale;
-  launch.residual = residual_from(args.encoding.residual, first, residual_numel);
-  launch.noise = noise_args(args.encoding.noise);
-  KernelKey key = encoder_key(ReduceLaunch::kName, to, args.encoding);
+  launch.residual = residual_from(args.residual, first, residual_numel);
+  KernelKey key = encoder_key(ReduceLaunch::kName, to, args.residual);
   key.rotated = to.rotated && !from.rotated;  // a rotated input stays rotated
   key.in_wire = from.wire;
   launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
@@ -265,7 +256,7 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch.first_part = args.chunk * layout.num_parts;
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.num_messages = static_cast<int32_t>(args.num_messages);
-  launch.scale = args.scale * args.epilogue.unscale;
+  launch.scale = args.scale;
   KernelKey key = key_of(UnpackLaunch::kName, layout);
   key.sums = args.num_messages > 1;
   key.grad_dtype = dtype_of(args.slices);

@@ -65,11 +65,6 @@ class Device {
   virtual void unpack(const UnpackArgs& args) = 0;
   virtual int64_t scale_in_place(const BucketSlices& slices, float scale) = 0;
 
-  // Whether unpack() and finish_in_place() follow an epilogue. If not, unpack() only multiplies by its `unscale`.
-  virtual bool has_epilogue() const { return false; }
-  // The epilogue of gradients that were summed in place. Call it only if has_epilogue().
-  virtual void finish_in_place(const BucketSlices& /*slices*/, const Epilogue& /*epilogue*/) {}
-
   // Opens and closes a named range around a stage, for profilers.
   virtual void range_push(const std::string& /*name*/) {}
   virtual void range_pop() {}

@@ -25,15 +25,11 @@ struct KernelKey {
   // pack: rotates before encoding. reduce: the same, if its input is not rotated already. unpack: rotates back.
   bool rotated = false;
   Wire in_wire = Wire::kFp32;              // reduce: the wire that is decoded
-  bool stochastic = false;                 // pack, reduce: stochastic rounding
   std::optional<ResidualFormat> feedback;  // pack, reduce: the residual's format, if there is one
   bool sums = false;                       // unpack: adds several messages
 
-  // `stochastic` and `feedback` come last, so that kernels which differ only in them are neighbors; see
-  // CudaKernels::at_any_encoding().
-  auto fields() const {
-    return std::tie(kernel, wire, block_numel, grad_dtype, rotated, in_wire, sums, stochastic, feedback);
-  }
+  // `feedback` comes last, so that kernels which differ only in it are neighbors; see CudaKernels::at_any_feedback().
+  auto fields() const { return std::tie(kernel, wire, block_numel, grad_dtype, rotated, in_wire, sums, feedback); }
   bool operator<(const KernelKey& other) const { return fields() < other.fields(); }
   bool operator==(const KernelKey& other) const { return fields() == other.fields(); }
 };
@@ -43,7 +39,6 @@ struct KernelKey {
 inline KernelKey normalised(KernelKey key) {
   if (key.kernel == kScaleKernel) return {key.kernel};
   if (!has_scales(key.wire)) key.block_numel = kDefaultBlockNumel;
-  if (key.wire == Wire::kFp32) key.stochastic = false;
   if (key.kernel == kReduceKernel) {
     key.grad_dtype = GradDtype::kFloat32;
   } else {
@@ -66,7 +61,6 @@ inline std::string to_string(const KernelKey& key) {
     text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients";
   }
   if (key.sums) text += ", of several messages";
-  if (key.stochastic) text += ", stochastic";
   if (key.feedback) text += std::string(", feedback in ") + kResidualFormatNames[static_cast<size_t>(*key.feedback)];
   return text;
 }

@@ -47,15 +47,13 @@ struct CudaKernels {
     return found->second;
   }
 
-  // For a bucket with no lossy elements rounding and feedback do not matter: returns any kernel that agrees in all
-  // other fields. Throws like at().
-  const Kernel& at_any_encoding(KernelKey key) const {
-    key.stochastic = false;
+  // For a bucket with no lossy elements feedback does not matter: returns any kernel that agrees in all other fields.
+  // Throws like at().
+  const Kernel& at_any_feedback(KernelKey key) const {
     key.feedback.reset();
     const auto first = kernels.lower_bound(normalised(key));
     if (first == kernels.end()) return at(key);
     KernelKey found = first->first;
-    found.stochastic = false;
     found.feedback.reset();
     return found < normalised(key) || normalised(key) < found ? at(key) : first->second;
   }
@@ -92,14 +90,6 @@ struct PartShape {
   int64_t exact_numel = 0;  // exact elements of a part
 };
 
-// A NoiseKey. Kernels take its unsigned words as signed words with the same bits.
-struct NoiseArgs {
-  int64_t seed = 0;
-  int32_t parameter = 0;
-  int32_t step = 0;
-  int32_t source = 0;
-};
-
 struct PackLaunch {
   static constexpr const char* kName = kPackKernel;
   void* grads = nullptr;
@@ -110,13 +100,11 @@ struct PackLaunch {
   int32_t num_parts = 0;
   float scale = 1;
   void* residual = nullptr;  // at the first lossy element; null if there is none
-  NoiseArgs noise;
 
   auto params() {
-    return std::tuple_cat(
-        std::tie(grads), lossy.counted_runs(), exact.counted_runs(),
-        std::tie(out.exact, out.scales, out.codes, part.stride, part.numel, part.exact_numel, first_part, num_parts,
-                 scale, residual, noise.seed, noise.parameter, noise.step, noise.source));
+    return std::tuple_cat(std::tie(grads), lossy.counted_runs(), exact.counted_runs(),
+                          std::tie(out.exact, out.scales, out.codes, part.stride, part.numel, part.exact_numel,
+                                   first_part, num_parts, scale, residual));
   }
 };
 
@@ -125,17 +113,14 @@ struct ReduceLaunch {
   PartArgs in, out;
   int64_t in_stride = 0;  // bytes from one rank's part to the next rank's
   PartShape part;         // of the parts written
-  int64_t first_part = 0;
   int32_t num_parts = 0;
   int32_t world_size = 0;
   float scale = 1;
   void* residual = nullptr;  // at the first element written; null if there is none
-  NoiseArgs noise;
 
   auto params() {
     return std::tie(in.exact, in.scales, in.codes, out.exact, out.scales, out.codes, in_stride, part.stride, part.numel,
-                    part.exact_numel, first_part, num_parts, world_size, scale, residual, noise.seed, noise.parameter,
-                    noise.step, noise.source);
+                    part.exact_numel, num_parts, world_size, scale, residual);
   }
 };
 

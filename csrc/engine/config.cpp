@@ -43,10 +43,9 @@ void check_config(const WireConfig& config) {
   const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
   const bool is_auto = config.sum == Sum::kAuto;
   const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;
-  if ((config.feedback || config.stochastic) && (!rounds || transport_adds)) {
+  if (config.feedback && (!rounds || transport_adds)) {
     const std::string option =
-        config.feedback ? "Feedback('" + std::string(kResidualFormatNames[static_cast<int>(*config.feedback)]) + "')"
-                        : "Rounding('stochastic')";
+        "Feedback('" + std::string(kResidualFormatNames[static_cast<int>(*config.feedback)]) + "')";
     throw std::invalid_argument(
         option + (rounds ? " needs a sum in which fusedcomm rounds and adds, and in sum='" + sum_name(config.sum) +
                                "' the transport does: use sum='two-shot' "

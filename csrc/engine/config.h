@@ -1,4 +1,4 @@
-// The engine's configuration: wires, sum, chunks, rounding and error feedback. It is the same on every rank.
+// The engine's configuration: wires, sum, chunks and error feedback. It is the same on every rank.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,6 @@ struct WireConfig {
   int64_t num_slots = 4;                   // chunks that may be under way at once; each has a workspace
   bool rotate = false;                     // rotate runs of elements before they are quantized, against outliers
   std::vector<WireFormat> others;          // wires that some parameters have instead of `wire`; their numel is not used
-  bool stochastic = false;                 // stochastic rounding; false: to nearest
-  uint64_t seed = 0;                       // of the noise of stochastic rounding
   std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
   double feedback_decay = 1;               // what residuals are multiplied by before they are added to gradients
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
@@ -43,8 +41,6 @@ struct WireConfig {
     visit("chunks_in_flight", &WireConfig::num_slots);
     visit("rotate", &WireConfig::rotate);
     visit("others", &WireConfig::others);
-    visit("stochastic", &WireConfig::stochastic);
-    visit("seed", &WireConfig::seed);
     visit("error_feedback", &WireConfig::feedback);
     visit("feedback_decay", &WireConfig::feedback_decay);
     visit("ranks_per_host", &WireConfig::ranks_per_host);

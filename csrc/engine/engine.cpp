@@ -214,9 +214,7 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
   }
   return lane.run(std::move(underway->event),
                   stage(job, step.stage, chunk, [this, &own = *job, &step, chunk, from = from.data, to = to.data] {
-                    if (own.digest) own.digest->before(own, step, chunk, from);
                     run_codec(own, step, chunk, from, to);
-                    if (own.digest) own.digest->after(own, step, chunk, to);
                   }));
 }
 
@@ -322,8 +320,7 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     ReduceArgs args{job.plan->host_layouts[i], parts, 1, job.plan->layouts[i], out};
     args.num_parts = place_.num_hosts;
     args.chunk = chunk;
-    args.first_part = place_.local_rank * place_.num_hosts;
-    args.encoding = job.payloads[i].local_reduce;
+    args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
   if (chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
@@ -337,19 +334,16 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
     from.num_parts = place_.num_hosts;  // on one level, the number of ranks
     ReduceArgs args{from, parts, job.plan->reduce_scale, to, out};
     args.chunk = chunk;
-    args.first_part = place_.part();
-    args.encoding = job.payloads[i].reduce;
+    args.residual = job.payloads[i].reduce;
     device_->reduce(args);
   }
 }
 
-void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
+void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;
-    double* const squares = job.squares.empty() ? nullptr : &job.squares[chunk * job.payloads.size() + i];
-    device_->unpack(
-        {job.plan->layouts[i], chunk, parts, job.unpack_scale(), slices, num_messages, {job.unscale, squares}});
+    device_->unpack({job.plan->layouts[i], chunk, parts, job.unpack_scale(), slices, num_messages});
   }
 }
 
@@ -376,7 +370,6 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
   board_->end(job->number, std::move(done));
   // A profiler may end as soon as the bucket's result is there. After a failure other stages may still be running.
   if (!error) job->profiler = nullptr;
-  if (job->digest) job->digest->end();
   job->on_done(error);
 }
 

@@ -66,8 +66,6 @@ class Engine {
 
   // Fails all jobs under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
-  // Fails all jobs under way and to come with `error`, whose text stays as it is.
-  void fail(std::exception_ptr error) { failure_->fail_as(std::move(error)); }
   bool has_failed() const { return failure_->has_failed(); }
   // Whether it takes no more jobs: it was stopped, or a job has failed.
   bool has_ended() const { return failure_->get() != nullptr; }
@@ -140,7 +138,7 @@ class Engine {
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
   void local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
-  void unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages);
+  void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
   // Adds a bucket that ended without an error to the trace and the statistics.
   void account(const BucketJob& job, const StampPtr& done);

@@ -21,13 +21,6 @@ void FailureLatch::set(std::exception_ptr error) {
   if (!first_ && !explaining_) first_ = std::move(error);
 }
 
-void FailureLatch::fail_as(std::exception_ptr error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (first_ || explaining_) return;
-  failed_ = true;
-  first_ = std::move(error);
-}
-
 bool FailureLatch::has_failed() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return failed_;

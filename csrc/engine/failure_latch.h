@@ -31,8 +31,6 @@ class FailureLatch {
   std::exception_ptr get() const;
   // Keeps `error` if it is the first.
   void set(std::exception_ptr error);
-  // The same for a failure that needs no explanation, because every rank knows all of it.
-  void fail_as(std::exception_ptr error);
   // Whether the first error is a failure, and not from set().
   bool has_failed() const;
   // Returns `cause` with the rank, the stage, the chunk and the bucket in its text. The first failure is also explained

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "codec/args.h"
-#include "engine/digest.h"
 #include "engine/plan.h"
 #include "engine/profiler.h"
 #include "engine/stage.h"
@@ -18,13 +17,13 @@
 
 namespace fusedcomm {
 
-// The elements of one of a bucket's layouts, and how they are rounded.
+// The elements of one of a bucket's layouts, and the residuals of its encoders.
 struct Payload {
   BucketSlices slices;
   // What unpack writes to, if it needs other tables than pack. On two levels pack's tables are of the plan's host
   // layout, and unpack's are of its layout.
   std::optional<BucketSlices> unpacked;
-  Encoding pack, local_reduce, reduce;
+  Residual pack, local_reduce, reduce;
 };
 
 // The plan of a bucket that is not planned, because the codec does not carry it.
@@ -71,12 +70,6 @@ struct BucketJob {
     return unpack_factor ? static_cast<float>(plan->unpack_scale * *unpack_factor) : plan->unpack_scale;
   }
 
-  // The epilogue of unpack: see Epilogue.
-  float unscale = 1;
-  // Σg² of each chunk's pieces, one for each payload, chunk by chunk; empty if they are not wanted.
-  std::vector<double> squares;
-  // Null if ranks do not compare what they have received. Only with gradients in host memory.
-  std::shared_ptr<BucketDigest> digest;
   // Null if no profiler watches. Released before on_done is called, except after a failure.
   std::shared_ptr<const JobProfiler> profiler;
 

@@ -47,7 +47,7 @@ struct BucketPlan {
   bool on_two_levels() const { return !host_layouts.empty(); }
   // Whether unpack writes the means. If not, the collective does, or a single rank has nothing to do.
   bool unpacks() const;
-  // Whether the codec adds what encoders have made. Only then do stochastic rounding and error feedback apply.
+  // Whether the codec adds what encoders have made. Only then does error feedback apply.
   bool sums_codes() const { return adder_of(sum) != Adder::kTransport; }
   // Whether the sums are encoded again.
   bool encodes_sums() const { return adder_of(sum) == Adder::kOwner; }

@@ -71,11 +71,6 @@ at::Tensor Gradients::norm() const {
   return squares.sqrt_();
 }
 
-void Gradients::scale(double factor) const {
-  const at::NoGradGuard no_grad;
-  for (at::Tensor tensor : tensors_) tensor.mul_(factor);
-}
-
 void Gradients::zero() const {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors_) is_sparse() ? tensor._values().zero_() : tensor.zero_();

@@ -52,8 +52,6 @@ class Gradients {
   at::Tensor flattened() const;
   // ‖gradients‖₂, a float64 scalar. Copies nothing.
   at::Tensor norm() const;
-  // Multiplies every gradient.
-  void scale(double factor) const;
   // Makes every gradient zero, whatever it was.
   void zero() const;
   // Writes `flat` [numel()] back to where the gradients lie.
@@ -84,7 +82,7 @@ struct Bucket {
   // the gradients of its parameters. May be empty.
   std::function<void()> check;
   // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last only
-  // ends a step of the statistics, and neither norms nor loss scales nor verifications include the bucket.
+  // ends a step of the statistics.
   bool is_alone = false;
   // Whether it holds zeros, in place of those of a rank that has no backward pass, as under Join.
   bool is_shadow = false;
@@ -96,7 +94,6 @@ struct Bucket {
   // This rank's row of a reduce-scatter or an all-gather.
   struct OwnRow {
     at::Tensor tensor;  // contiguous, [elements of a row], of any dtype that gradients may have
-    uint32_t call = 0;  // the number of the bucket's earlier calls. It selects the noise of stochastic rounding.
     bool is_sent = false;
   };
   // If it is set, the gradients are a row for each rank. Unless it is sent, they are only read, and it gets the sum of

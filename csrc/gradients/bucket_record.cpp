@@ -33,7 +33,6 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
                      ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
                      : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
   record->kept.resize(record->plan.layouts.size());
-  std::vector<bool> begun(record->kept.size(), false);
   for (BucketRecord::Member& member : record->members) {
     const std::vector<int>& wires = record->plan.wires;
     member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
@@ -43,8 +42,6 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
       const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
       member.payload = static_cast<size_t>(found - wires.begin());
     }
-    if (!begun[member.payload]) record->kept[member.payload].noise_number = member.state->number;
-    begun[member.payload] = true;
   }
   std::map<std::pair<size_t, bool>, Holes> lists;
   int64_t offset = 0;
@@ -53,8 +50,6 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
     member.hole = lists.try_emplace({member.payload, member.exact}, empty).first->second.append(offset, member.numel);
     offset += member.numel;
   }
-  if (!record->has_rows) return;
-  for (BucketRecord::Kept& kept : record->kept) kept.noise_number = static_cast<uint32_t>(bucket.index);
 }
 
 bool is_in(const BucketRecord::Member& member, size_t payload, bool exact) {

@@ -40,9 +40,6 @@ struct BucketRecord {
   };
   // What is kept for one of the plan's layouts.
   struct Kept {
-    // Selects the noise of stochastic rounding: the number of the layout's first lossy parameter. In a reduce-scatter
-    // the bucket's index.
-    uint32_t noise_number = 0;
     std::shared_ptr<const BucketTables> tables;         // for pack
     std::shared_ptr<const BucketTables> unpack_tables;  // for unpack, if its layout is not pack's; else null
     std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
@@ -72,8 +69,8 @@ struct BucketRecord {
 
 using BucketRecordPtr = std::shared_ptr<const BucketRecord>;
 
-// The first encoder with error feedback and noise: a message within a host has neither.
-inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
+// The residual of the first encoder with error feedback: a message within a host has none.
+inline Residual& first_residual(const BucketRecord& record, Payload* payload) {
   return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
 }
 

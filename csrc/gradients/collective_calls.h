@@ -17,8 +17,8 @@ class Synchronizer;
 
 // Returns the largest of the ranks' values. Call it between backward passes; it waits.
 double max_over_ranks(const Synchronizer& synchronizer, double value, const std::string& what);
-// Gathers every rank's `numbers`, int64 [n] on a CPU, the same n on every rank, and returns at once. The future
-// receives int64 [world_size, n] on the gradients' device.
+// Gathers every rank's `numbers`, int64 [n] on a CPU or where the gradients are, the same n on every rank, and returns
+// at once. The future receives int64 [world_size, n] on the gradients' device.
 FuturePtr gather(const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what);
 // Notes on the board that this rank takes part in a collective call of somebody else, between backward passes. Returns
 // a number for end_call().

@@ -7,7 +7,6 @@
 #include "engine/profiler.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
-#include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
@@ -28,29 +27,15 @@ std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport
 void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, int64_t pass,
              const Engine& engine, const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor);
 
-// Weighs the bucket's gradients. Call it after finish().
+// Weighs the bucket's gradients.
 void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
            const PassWeightPtr& weight);
 
-// Takes the digest of gradients that are summed in place. Call it last: it sees them as the transport has left them.
-void digest_result(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients);
-
-// The bucket's part of the epilogue of the pass (epilogue.h). index: of the bucket in the pass.
-void finish(const std::shared_ptr<BucketJob>& job, const GradientsPtr& gradients, size_t index,
-            const PassEpilogue::Task& task, Device* device, PassEpilogue* epilogue);
-
-// Submits the job, and after it an exact sum of the same gradients, and compares the results. The job's on_done is
-// called after both. The means are multiplied by `unscale` when they have been compared. weight: null without weights.
-void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                     const BucketRecordPtr& record, float unscale, const PassWeightPtr& weight, Engine* engine,
-                     const std::shared_ptr<TensorTransport>& transport, ErrorMonitor* monitor);
-
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
-// replace the gradients by their mean × unscale, exactly; weight: null without weights. One run is summed in place;
-// separate tensors are summed in a copy, which is written back. The future receives the run, the first tensor, or the
-// mean of a sparse bucket, coalesced.
-void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, float unscale,
-                        const PassWeightPtr& weight, const FuturePtr& future, Engine* engine,
-                        const std::shared_ptr<TensorTransport>& transport);
+// replace the gradients by their mean, exactly; weight: null without weights. One run is summed in place; separate
+// tensors are summed in a copy, which is written back. The future receives the run, the first tensor, or the mean of a
+// sparse bucket, coalesced.
+void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const PassWeightPtr& weight,
+                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport);
 
 }  // namespace fusedcomm

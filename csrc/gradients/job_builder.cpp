@@ -52,22 +52,13 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
   }
 }
 
-void add_rounding(const BucketRecord& record, const Engine& engine, const Place& place, int64_t step, BucketJob* job) {
-  const WireConfig& config = engine.config();
+void add_residuals(const BucketRecord& record, BucketJob* job) {
   for (size_t i = 0; i < record.kept.size(); ++i) {
     const BucketRecord::Kept& kept = record.kept[i];
-    Payload& payload = job->payloads[i];
-    Encoding& first = first_encoding(record, &payload);
-    if (record.plan.sums_codes() && config.stochastic) {
-      first.stochastic = payload.reduce.stochastic = true;
-      first.noise = payload.reduce.noise = {config.seed, kept.noise_number, static_cast<uint32_t>(step), 0};
-      first.noise.source = record.plan.on_two_levels() ? kFirstHostSource + static_cast<uint32_t>(place.host)
-                                                       : static_cast<uint32_t>(engine.rank());
-      payload.reduce.noise.source = kReducerSource;
-    }
     if (!kept.residual) continue;
-    first.residual = kept.residual->of_first();
-    payload.reduce.residual = kept.residual->of_second();
+    Payload& payload = job->payloads[i];
+    first_residual(record, &payload) = kept.residual->of_first();
+    payload.reduce = kept.residual->of_second();
   }
 }
 
@@ -88,8 +79,8 @@ void add_decay(const BucketRecordPtr& record, double decay, BucketJob* job) {
 
 }  // namespace
 
-std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr& record, int64_t step,
-                                    const Engine& engine, const Place& place, const FuturePtr& future) {
+std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr& record, const Engine& engine,
+                                    const FuturePtr& future) {
   const GradientsPtr& gradients = bucket.gradients;
   auto job = std::make_shared<BucketJob>();
   job->label = record->label;
@@ -104,7 +95,7 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   }
   job->payloads.resize(record->kept.size());
   add_slices(bucket, *record, job.get());
-  add_rounding(*record, engine, place, step, job.get());
+  add_residuals(*record, job.get());
   add_decay(record, engine.config().feedback_decay, job.get());
   std::shared_ptr<Device> device;  // that of rows
   at::Tensor own_row;

@@ -39,7 +39,7 @@ std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, 
     residuals.push_back(std::move(residual));
   }
   for (size_t i = 0; i < temporary.size(); ++i) {
-    if (temporary[i]) first_encoding(record, &job->payloads[i]).residual = temporary[i]->of_first();
+    if (temporary[i]) first_residual(record, &job->payloads[i]) = temporary[i]->of_first();
   }
   return residuals;
 }

@@ -8,20 +8,17 @@ namespace fusedcomm {
 
 PassOrder::Turn PassOrder::take(const Bucket& bucket, const void* record) {
   if (!bucket.is_alone) check(bucket, record);
-  Turn turn{step_, num_passes_, num_buckets_, bucket.is_last && !bucket.is_alone};
-  if (bucket.own_row) {
-    turn.step = bucket.own_row->call;
-  } else if (bucket.is_last || bucket.is_alone) {
+  const Turn turn{num_passes_, bucket.is_last && !bucket.is_alone};
+  if (!bucket.own_row && (bucket.is_last || bucket.is_alone)) {
     ++step_;
     ++num_passes_;
   }
-  if (turn.ends_pass) num_buckets_ = bucket.index + 1;
   return turn;
 }
 
 void PassOrder::check(const Bucket& bucket, const void* record) {
   const size_t index = bucket.index;
-  // If a reducer skips buckets, passes cannot be told apart here, and the number of the pass selects the noise.
+  // If a reducer skips buckets, passes cannot be told apart here.
   const char* const why =
       ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
       "all of them: make the DDP module without that option. (If a backward pass was interrupted instead, make the DDP "

@@ -12,16 +12,13 @@ namespace fusedcomm {
 class PassOrder {
  public:
   struct Turn {
-    int64_t step = 0;        // selects the noise of stochastic rounding
-    int64_t pass = 0;        // numbers the error monitor's passes
-    size_t num_buckets = 1;  // in the pass before
+    int64_t pass = 0;  // numbers the error monitor's passes
     bool ends_pass = false;
   };
   // Counts a bucket that is handed over. record: tells whether two passes have the same first bucket. Throws if DDP has
   // skipped buckets.
   Turn take(const Bucket& bucket, const void* record);
 
-  int64_t num_passes() const { return num_passes_; }
   int64_t step() const { return step_; }
   void restore_step(int64_t step) { step_ = step; }
 
@@ -31,9 +28,8 @@ class PassOrder {
   size_t next_index_ = 0;                // that the next bucket should have
   const void* first_of_pass_ = nullptr;  // bucket 0's record, to compare the next pass's with
   int num_unfinished_ = 0;               // unfinished passes in a row with the same first bucket
-  int64_t step_ = 0;                     // numbers the noise; saved in checkpoints
+  int64_t step_ = 0;                     // backward passes so far; saved in checkpoints
   int64_t num_passes_ = 0;               // never restored, because all ranks must agree
-  size_t num_buckets_ = 1;               // in the pass before
 };
 
 }  // namespace fusedcomm

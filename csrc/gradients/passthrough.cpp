@@ -119,9 +119,8 @@ PassthroughStages on_wire_lane(PassthroughStages stages) {
 
 }  // namespace
 
-void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, float unscale,
-                        const PassWeightPtr& weight, const FuturePtr& future, Engine* engine,
-                        const std::shared_ptr<TensorTransport>& transport) {
+void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const PassWeightPtr& weight,
+                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport) {
   // Read when the job is done: a sparse bucket then has another tensor.
   auto result = std::make_shared<at::Tensor>(gradients->front());
   job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
@@ -137,24 +136,13 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   const double pack_factor = weight ? weight->pack : 1;
   PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, pack_factor)
                                                     : dense_stages(transport, gradients, pack_factor);
-  if (job->digest && !gradients->is_sparse()) {
-    stages.unpack = [unpack = std::move(stages.unpack), digest = job->digest, gradients] {
-      if (unpack) unpack();
-      for (const at::Tensor& mean : gradients->tensors()) {
-        digest->add_result(mean.const_data_ptr(), static_cast<int64_t>(mean.nbytes()));
-      }
-    };
-  }
-  if (unscale != 1 || weight) {
-    stages.unpack = [unpack = std::move(stages.unpack), result, gradients, unscale, weight] {
+  if (weight) {
+    stages.unpack = [unpack = std::move(stages.unpack), result, gradients, weight] {
       if (unpack) unpack();
       at::NoGradGuard no_grad;
       std::vector<at::Tensor> means = gradients->tensors().vec();
       if (gradients->is_sparse()) means = {result->_values()};
-      for (const at::Tensor& mean : means) {
-        if (weight) weight->apply(mean);
-        if (unscale != 1) mean.mul_(unscale);
-      }
+      for (const at::Tensor& mean : means) weight->apply(mean);
     };
   }
   // On streams, an intermediate tensor's memory goes back to the stream that made it. One stream must therefore make

@@ -26,7 +26,7 @@ at::Tensor divisor(double value, const at::Tensor& like) {
   return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
 }
 
-// Undoes the rotation of fusedcomm/reference. `values` has a multiple of kRotationNumel elements.
+// Undoes the rotation of tests/helpers/reference. `values` has a multiple of kRotationNumel elements.
 at::Tensor unrotated(const at::Tensor& values) {
   at::Tensor runs = values.reshape({-1, kRotationNumel});
   for (int64_t h = 1; h < kRotationNumel; h *= 2) {

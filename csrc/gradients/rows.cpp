@@ -46,13 +46,12 @@ int64_t Rows::residual_nbytes() const {
   return nbytes;
 }
 
-FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, uint32_t call,
-                               bool is_last) {
-  return run(rows, {own, call}, factor, is_last);
+FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last) {
+  return run(rows, {own}, factor, is_last);
 }
 
-FuturePtr Rows::all_gather(const at::Tensor& rows, const at::Tensor& own, uint32_t call, bool is_last) {
-  return run(rows, {own, call, /*is_sent=*/true}, 1, is_last);
+FuturePtr Rows::all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last) {
+  return run(rows, {own, /*is_sent=*/true}, 1, is_last);
 }
 
 FuturePtr Rows::run(const at::Tensor& rows, const Bucket::OwnRow& own, double factor, bool is_last) {

@@ -43,13 +43,12 @@ class Rows {
   // Each returns at once. rows: [world_size × row_numel()], own: [row_numel()], each float32, bfloat16 or float16. Both
   // are contiguous, on the synchronizer's device, and must live until the future is done; on an accelerator, until the
   // work of the stream that has waited for it is. Every rank must make the same calls in the same order.
-  // call: the number of earlier ones; it numbers the noise of stochastic rounding.
   // is_last: whether no others' call follows in the step.
 
   // Writes the sum of the ranks' rows for this rank × factor to own.
-  FuturePtr reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, uint32_t call, bool is_last);
+  FuturePtr reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last);
   // Writes every rank's own row, as its encoder has rounded it, to rows.
-  FuturePtr all_gather(const at::Tensor& rows, const at::Tensor& own, uint32_t call, bool is_last);
+  FuturePtr all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last);
 
  private:
   FuturePtr run(const at::Tensor& rows, const Bucket::OwnRow& own, double factor, bool is_last);

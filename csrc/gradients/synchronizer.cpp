@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <unistd.h>
 
-#include <cmath>
 #include <new>
 #include <thread>
 #include <tuple>
@@ -12,7 +11,6 @@
 #include "gradients/job_builder.h"
 #include "transport/error_text.h"
 #include "transport/without_gil.h"
-#include "wire/names.h"
 
 namespace fusedcomm {
 namespace {
@@ -31,10 +29,9 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       process_(getpid()),
       parameters_(parameters, options.wire_1d, device),
       records_(*engine_, transport_->place(), device),
-      monitor_(options.monitor, engine_.get(), transport_.get()),
+      monitor_(options.measure_every),
       weights_(engine_.get(), transport_, device),
-      kept_(device),
-      digests_(options.monitor.digest && device.is_cpu(), engine_.get(), transport_) {}
+      kept_(device) {}
 
 Synchronizer::~Synchronizer() {
   const WithoutGil no_gil;
@@ -135,42 +132,39 @@ std::string Synchronizer::text_of(const Bucket& bucket) {
   return make_label(bucket.index, names, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
+void Synchronizer::before_every(int64_t every, std::function<void()> call) {
+  call_every_ = every;
+  call_ = std::move(call);
+}
+
+void Synchronizer::begin_pass() {
+  const int64_t num_ended = num_begun_++;
+  if (call_every_ == 0 || num_ended == 0 || num_ended % call_every_ != 0) return;
+  engine_->device().check_caller();  // first: a graph capture would record the work of the call, or fail because of it
+  call_();
+}
+
 FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const GradientsPtr& gradients = bucket.gradients;
-  const bool is_in_pass = !bucket.is_alone;
-  if (is_in_pass && bucket.index == 0 && monitor_.verifies()) begin_pass();
   const PassWeightPtr weight = weights_.of(bucket);
   if (weight && weight->pack == 0) gradients->zero();  // also what is not finite
   const double unit = weight ? weight->of_residuals() : 1;
   const auto [record, turn] = take_turn(bucket, unit);
-  PassEpilogue::Task epilogue;
-  if (is_in_pass) epilogue = epilogue_.begin_bucket(bucket.index, bucket.is_last, bucket.parameters);
 
   auto future = make_future(device_);
-  auto job = make_job(bucket, record, turn.step, *engine_, transport_->place(), future);
+  auto job = make_job(bucket, record, *engine_, future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
-  job->digest = digests_.begin_bucket(bucket, *job);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, epilogue.unscale, weight, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), gradients, weight, future, engine_.get(), transport_);
     return future;
   }
   if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && unit != 0) {
     measure(job.get(), record, gradients, turn.pass, *engine_, transport_->place(), weight, &monitor_);
   }
-  if (is_in_pass && monitor_.is_verified(turn.pass, bucket.index, turn.num_buckets) && !record->plan.in_place) {
-    if (weight) weigh(job, bucket, *record, weight);
-    submit_verified(std::move(job), gradients, turn.pass, record, epilogue.unscale, weight, engine_.get(), transport_,
-                    &monitor_);
-  } else {
-    if (epilogue.sums_squares || epilogue.unscale != 1) {
-      finish(job, gradients, bucket.index, epilogue, &engine_->device(), &epilogue_);
-    }
-    if (weight) weigh(job, bucket, *record, weight);
-    if (record->messages) keep(bucket, record, job, future);
-    if (job->digest && record->plan.in_place) digest_result(job, gradients);
-    engine_->submit(std::move(job));
-  }
+  if (weight) weigh(job, bucket, *record, weight);
+  if (record->messages) keep(bucket, record, job, future);
+  engine_->submit(std::move(job));
   return future;
 } catch (const std::exception& error) {
   // Preparing a bucket sometimes waits for the device, and then receives errors of earlier work.
@@ -194,8 +188,6 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   const auto nonfinite = from.nonfinite_by_parameter();
   engine_->begin_stats_with(from.engine_->stats());
   weights_.take_over(from.weights_, again);
-  epilogue_.take_over(from.epilogue_);
-  if (again) epilogue_.set_unscale(from.epilogue_.unscale());
   std::unique_lock<std::mutex> their_lock(from.mutex_);
   const int64_t step = from.order_.step() - (again ? 1 : 0);
   their_lock.unlock();
@@ -240,44 +232,6 @@ void Synchronizer::forget(const at::Tensor& parameter) {
   parameters_.forget(parameter);
 }
 
-void Synchronizer::begin_pass() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const int64_t pass = order_.num_passes();
-  lock.unlock();
-  for (const ErrorMonitor::Failing& failing : monitor_.begin_pass(pass)) fall_back(failing);
-  std::string notice = monitor_.take_notice(pass);
-  if (notice.empty() || transport_->rank() != 0) return;
-  lock.lock();
-  notices_.push_back(std::move(notice));
-}
-
-void Synchronizer::fall_back(const ErrorMonitor::Failing& failing) {
-  const int to = options_.monitor.fallback_wire;
-  const Wire wire = to == kExactWire ? Wire::kFp32 : wire_format(engine_->config(), to).wire;
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (BucketRecordPtr& record : records_.all()) {
-    // A bucket that has been rebuilt since is verified again later.
-    if (!record || record->parameters != failing.record->parameters) continue;
-    bool changes = false;
-    for (const BucketRecord::Member& member : record->members) {
-      const int from = member.state->wire;
-      if (from == kExactWire || exactness(wire_format(engine_->config(), from).wire) >= exactness(wire)) continue;
-      member.state->wire = to;
-      changes = true;
-    }
-    if (!changes) continue;
-    const auto label = record->label;
-    record = nullptr;
-    if (transport_->rank() != 0) continue;
-    const std::string off = std::isinf(failing.relative_error)
-                                ? "is NaN or Inf where the exact mean is finite, or the reverse, an infinite error, "
-                                : c10::str("has a relative error of ", failing.relative_error, ", ");
-    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " ", off, "more than Fallback(error=",
-                                options_.monitor.fallback_error, ") allows, in step ", failing.pass,
-                                ": its parameters are sent in ", wire_name(wire), " from now on, on every rank"));
-  }
-}
-
 EngineStats Synchronizer::stats() const {
   EngineStats stats = engine_->stats();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -315,8 +269,7 @@ void Synchronizer::restore_residuals(const std::map<std::string, at::Tensor>& re
                                      const std::map<std::string, EncoderResiduals>& of_encoders) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_residuals(residuals, names, of_encoders);
-  // The next backward pass makes residuals of the loaded values. The records themselves stay: the other ranks, which
-  // have loaded nothing, may be about to fall back because of one of them.
+  // The next backward pass makes residuals of the loaded values.
   records_.make_stale();
 }
 

@@ -18,10 +18,8 @@
 #include "engine/engine.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
-#include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
 #include "gradients/kept_pass.h"
-#include "gradients/pass_digest.h"
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
@@ -33,8 +31,8 @@ class Synchronizer {
  public:
   // All ranks must have the same options.
   struct Options {
-    int wire_1d = 0;  // wire number of parameters that appear later and have at most one dimension
-    ErrorMonitorOptions monitor;
+    int wire_1d = 0;            // wire number of parameters that appear later and have at most one dimension
+    int64_t measure_every = 0;  // steps from one measured step to the next; 0: never
   };
 
   // parameters: empty if they are added as they appear in buckets, e.g. for a hook that is registered without the
@@ -43,6 +41,13 @@ class Synchronizer {
                const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options);
   // Ends the engine and the transport without holding the GIL.
   ~Synchronizer();
+
+  // Calls `call` ahead of every `every`th backward pass but the first, so that every rank calls it ahead of the same
+  // one. Call this before the first pass.
+  void before_every(int64_t every, std::function<void()> call);
+  // Call it ahead of the first bucket of each backward pass, without a lock and without the GIL. Throws what the
+  // function given above throws.
+  void begin_pass();
 
   // Submits a bucket and returns at once. The future receives Bucket::result() or the error. Every rank must submit the
   // same buckets, in the order of their indices.
@@ -103,9 +108,9 @@ class Synchronizer {
   // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
   void adopt_names(const Synchronizer& other);
 
-  // Takes over from one with the same parameters whose engine has stopped: residuals, step, weights, what the epilogue
-  // was asked for, and counts of non-finite elements. again: the pass under way there will be handed over here, too, as
-  // KeptPass::packed() returns it.
+  // Takes over from one with the same parameters whose engine has stopped: residuals, step, weights, and counts of
+  // non-finite elements. again: the pass under way there will be handed over here, too, as KeptPass::packed() returns
+  // it.
   void take_over(Synchronizer& from, bool again);
   KeptPass& kept() { return kept_; }
 
@@ -113,18 +118,15 @@ class Synchronizer {
   // where warnings are errors that would fail on this rank alone.
   std::vector<std::string> take_notices();
 
-  // Backward passes so far. The number selects the noise of stochastic rounding.
+  // Backward passes so far.
   int64_t step() const;
   void restore_step(int64_t step);
 
-  PassEpilogue& epilogue() { return epilogue_; }
   PassWeights& weights() { return weights_; }
-  PassDigests& digests() { return digests_; }
   const ErrorMonitor& monitor() const { return monitor_; }
   // Waits for the device, so that the monitor's results can be read.
   void settle() const;
-  // The records of the last backward pass, by bucket index. A record is null from the bucket's fallback to its next
-  // hand-over.
+  // The records of the last backward pass, by bucket index.
   std::vector<BucketRecordPtr> buckets() const;
 
  private:
@@ -132,9 +134,6 @@ class Synchronizer {
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   std::string text_of(const Bucket& bucket);
-  // Call it before the first bucket of a backward pass, if buckets are verified.
-  void begin_pass();
-  void fall_back(const ErrorMonitor::Failing& failing);
   // Keeps the bucket's messages for others, and gives the job codes that it has already.
   void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
             const FuturePtr& future);
@@ -146,6 +145,9 @@ class Synchronizer {
   const Options options_;
   const c10::Device device_;
   const pid_t process_;
+  int64_t call_every_ = 0;  // 0: never
+  int64_t num_begun_ = 0;   // passes; never restored, because all ranks must agree
+  std::function<void()> call_;
   mutable std::mutex mutex_;  // guards the members from here to wire_of_
   mutable Parameters parameters_;
   BucketRecords records_;
@@ -154,10 +156,8 @@ class Synchronizer {
   WireOf wire_of_;  // empty: the number of dimensions decides
 
   ErrorMonitor monitor_;
-  PassEpilogue epilogue_;
   PassWeights weights_;
   KeptPass kept_;
-  PassDigests digests_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

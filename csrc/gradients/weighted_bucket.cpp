@@ -14,7 +14,7 @@ void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const Bu
   if (weight->pack == 0 && !record.plan.on_two_levels()) {
     // What this rank has left out before waits for a pass in which it has a weight. On two levels the residual is of
     // the host's ranks together.
-    for (Payload& payload : job->payloads) payload.pack.residual = {};
+    for (Payload& payload : job->payloads) payload.pack = {};
   }
   std::vector<std::shared_ptr<ResidualBuffer>> residuals;
   for (const BucketRecord::Kept& kept : record.kept) {

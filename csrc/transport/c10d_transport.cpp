@@ -4,23 +4,18 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <future>
 #include <memory>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 
+#include "transport/end_soon.h"
 #include "transport/wire_tensor.h"
 #include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
-
-// How long a destructor waits for collectives under way.
-constexpr std::chrono::seconds kEndTimeout{10};
 
 at::ScalarType scalar_type(Wire wire) {
   switch (wire) {
@@ -72,24 +67,6 @@ const char* peer_on(Channel channel) {
     default:
       return "rank ";
   }
-}
-
-// Runs `end` on a thread and waits for it, for kEndTimeout at most. `end` may wait for a peer that is gone; then the
-// thread goes on alone and keeps alive what it waits for. Returns false only then: true if `end` has ended or no thread
-// could be started.
-template <typename End>
-bool end_soon(End end) {
-  auto ended = std::make_shared<std::promise<void>>();
-  const std::future<void> has_ended = ended->get_future();
-  try {
-    std::thread([end = std::move(end), ended]() mutable {
-      end();
-      ended->set_value();
-    }).detach();
-  } catch (const std::system_error&) {
-    return true;
-  }
-  return has_ended.wait_for(kEndTimeout) != std::future_status::timeout;
 }
 
 }  // namespace
@@ -210,8 +187,7 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 // end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
   const WithoutGil no_gil;
-  std::vector<BackendPtr> own = own_backends();
-  if (owns_) own.push_back(backends()[static_cast<size_t>(Channel::kScatter)]);
+  const std::vector<BackendPtr> own = own_backends();
   const auto all = take_backends();  // they may end here, before the GIL is taken again
   if (own.empty() || given_up()) return;
   end_soon([own, device = device_] {

@@ -81,15 +81,12 @@ class HostTransport : public C10dTransport {
   const pid_t process_ = getpid();  // the process that has the backends' threads
 };
 
-// For backends that enqueue on the current stream (NCCL). It uses DDP's own group, with its watchdog and timeout,
-// or for copy engines a group of its own.
+// For backends that enqueue on the current stream (NCCL). It uses DDP's own group, with its watchdog and timeout.
 // Everything is enqueued within the hook call, in bucket order, so all ranks enqueue our collectives and the model's
 // own in the same order.
 class StreamTransport : public C10dTransport {
  public:
-  // owns: whether only this transport and its copies use `backend`, so that it ends with the last of them.
-  StreamTransport(const BackendPtr& backend, c10::Device device, bool owns = false)
-      : C10dTransport(backend, backend), device_(device), owns_(owns) {}
+  StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
   StreamTransport(const StreamTransport&) = default;
   ~StreamTransport() override;
 
@@ -107,7 +104,6 @@ class StreamTransport : public C10dTransport {
   std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<StreamTransport>(*this); }
 
   const c10::Device device_;
-  const bool owns_;
 };
 
 }  // namespace fusedcomm

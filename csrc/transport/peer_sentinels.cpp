@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <memory>
 
+#include "transport/end_soon.h"
+
 namespace fusedcomm {
 
 PeerSentinels::PeerSentinels(BackendPtr backend, int tag) : backend_(std::move(backend)) {
@@ -18,6 +20,11 @@ PeerSentinels::PeerSentinels(BackendPtr backend, int tag) : backend_(std::move(b
     }
     sentinels_.push_back(std::move(sentinel));
   }
+}
+
+PeerSentinels::~PeerSentinels() {
+  sentinels_.clear();
+  end_soon([backend = std::move(backend_)]() mutable { backend.reset(); });
 }
 
 std::vector<std::pair<int, std::exception_ptr>> PeerSentinels::look() {

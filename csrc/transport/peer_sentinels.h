@@ -19,6 +19,9 @@ class PeerSentinels {
  public:
   // `tag`: a tag that no message on this backend has.
   PeerSentinels(BackendPtr backend, int tag);
+  // If nothing else holds the backend, it ends here: gloo's waits for its collectives, which may wait for a rank that
+  // takes no part, until the process group's timeout. This waits some seconds at most. Call it without the GIL.
+  ~PeerSentinels();
   PeerSentinels(const PeerSentinels&) = delete;
   PeerSentinels& operator=(const PeerSentinels&) = delete;
 
@@ -32,7 +35,7 @@ class PeerSentinels {
     std::exception_ptr error;             // why it could not be posted
     bool ended = false;                   // whether look() has returned the peer
   };
-  const BackendPtr backend_;
+  BackendPtr backend_;
   std::vector<Sentinel> sentinels_;
 };
 

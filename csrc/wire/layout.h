@@ -32,7 +32,7 @@
 namespace fusedcomm {
 
 // Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 6;
+inline constexpr int kWireLayoutVersion = 7;
 
 // Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
 // twelve times slower.
@@ -41,7 +41,7 @@ inline constexpr int64_t kAlignNbytes = 16;
 // Gradient elements in kAlignNbytes, at most: those of 16 bits. A part begins at a multiple of them.
 inline constexpr int64_t kMaxVectorNumel = kAlignNbytes / 2;
 
-// Elements that one rotation mixes; see fusedcomm/reference. Divides every block size.
+// Elements that one rotation mixes; see tests/helpers/reference. Divides every block size.
 inline constexpr int64_t kRotationNumel = 32;
 // Bit i is set if element i of these changes its sign before the rotation.
 inline constexpr uint32_t kRotationSigns = 0x9E3779B9;
@@ -280,7 +280,7 @@ inline RowLayouts row_layouts(const std::vector<WireFormat>& formats, int64_t nu
   return layouts;
 }
 
-// ---- residuals: the rounding errors so far, see fusedcomm/reference
+// ---- residuals: the rounding errors so far, see tests/helpers/reference
 
 enum class ResidualFormat : uint8_t { kFp32, kBf16 };
 

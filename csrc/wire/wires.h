@@ -1,8 +1,8 @@
 // The wire dtypes, one row of a table each: what the layout of messages depends on. What the codes mean is defined in
-// fusedcomm/reference.
+// tests/helpers/reference.
 //
 // A new wire dtype is an enumerator and a row here. Its arithmetic is in codec/isa/scalar_impl.h, in
-// kernels/{elements,encode,quantise}.py, and in fusedcomm/reference/elements.py. For users its name is in
+// kernels/{elements,encode,quantise}.py, and in tests/helpers/reference/elements.py. For users its name is in
 // fusedcomm/literals.py and in the docstring of Config.
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace fusedcomm {
 
-// kFp8 is e4m3. The value 5 was e5m2 and is not used again.
-enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6, kInt2 = 7 };
+// kFp8 is e4m3. The values 5 and 7 were e5m2 and a wire of two bits, and are not used again.
+enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
 
 // Elements of a block. Each block has one scale.
 inline constexpr int64_t kDefaultBlockNumel = 128;
@@ -29,22 +29,23 @@ struct WireRow {
   // Bits of one element. With fewer than 8, the first element of a byte is in its lowest bits: with 4 bits, byte k has
   // element 2k in its low half.
   int64_t code_nbits;
-  // Bytes of one scale: 4 for fp32, 2 for bf16, 0 for wire dtypes that do not quantize. Scales of int4 and int2 are
-  // bf16, because fp32 scales would be a fifth or a third of the payload.
+  // Bytes of one scale: 4 for fp32, 2 for bf16, 0 for wire dtypes that do not quantize. Scales of int4 are bf16,
+  // because fp32 scales would be a fifth of the payload.
   int64_t scale_nbytes;
   int64_t default_block_numel;
 };
 
 // Every wire dtype, in the order in which texts list them.
+// clang-format off
 inline constexpr WireRow kWires[] = {
-    {Wire::kFp32, "fp32", 6, 32, 0, kDefaultBlockNumel},
-    {Wire::kBf16, "bf16", 4, 16, 0, kDefaultBlockNumel},
-    {Wire::kFp16, "fp16", 5, 16, 0, kDefaultBlockNumel},
-    {Wire::kInt8, "int8", 3, 8, 4, kDefaultBlockNumel},
-    {Wire::kFp8, "fp8", 2, 8, 4, kDefaultBlockNumel},
-    {Wire::kInt4, "int4", 1, 4, 2, 32},
-    {Wire::kInt2, "int2", 0, 2, 2, 32},
+    {Wire::kFp32, "fp32", 5, 32, 0, kDefaultBlockNumel},
+    {Wire::kBf16, "bf16", 3, 16, 0, kDefaultBlockNumel},
+    {Wire::kFp16, "fp16", 4, 16, 0, kDefaultBlockNumel},
+    {Wire::kInt8, "int8", 2, 8, 4, kDefaultBlockNumel},
+    {Wire::kFp8, "fp8", 1, 8, 4, kDefaultBlockNumel},
+    {Wire::kInt4, "int4", 0, 4, 2, 32},
 };
+// clang-format on
 
 // Throws std::invalid_argument if `wire` is none of kWires.
 inline constexpr const WireRow& row_of(Wire wire) {

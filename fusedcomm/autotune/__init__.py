@@ -1,1 +1,1 @@
-"""``config="auto"``: runs real steps with each candidate and keeps the fastest."""
+"""``config="auto"``: runs real steps with each candidate in turns and keeps the fastest."""

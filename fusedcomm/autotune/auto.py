@@ -1,114 +1,82 @@
 """``Auto``: a search for the wire, given in place of a configuration; and the argument that takes either."""
 
 import dataclasses
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
-from fusedcomm.autotune.search import OFF, Tuning
-from fusedcomm.config import AUTO, WIRES, Config, Off, Options, Search, Wire, check
-from fusedcomm.native import _C
+from fusedcomm.config import AUTO, OFF, WIRES, WITH_SCALES, Config, Off, Options, Search, Wire, check
 
-EXACT_WIRE: Wire = "fp32"
-"""The wire that is tried by default beside the wire of `Auto.base`, if `base` allows it."""
+UNNAMED_CODES: Wire = "int8"
+"""The codes that need no Config of their own to be tried."""
+MAX_CANDIDATES = 5
+"""More would take more than tuner.MAX_STEPS steps."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Auto(Options):
     """A search for the fastest way to send gradients, made in the first training steps.
 
-    These steps try each of `wires`, then the best wire with other sums and chunks where `base` leaves them open. Given
-    to :func:`fusedcomm.attach` they try DDP's own all-reduce, too, and given to :class:`fusedcomm.GradReducer` other
-    sizes of buckets. The ranks keep the candidate with the shortest steps, or a more exact one that comes within 3% of
-    it. ``config="auto"`` is short for ``Auto()``.
+    These steps try each candidate in turns: first DDP's own all-reduce, or with :class:`fusedcomm.GradReducer`, which
+    has none, "fp32". Then the fastest is kept; of candidates within 3% of it the first. ``config="auto"`` is short for
+    ``Auto()``.
 
     Args:
-        wires: the wires to try. ``attach`` always tries DDP's own exact all-reduce, too. None: the wire of `base`,
-            which is "bf16" by default, and "fp32" if `base` can be combined with it. Codes change gradients more, so
-            they must be named: ``Auto(("fp32", "bf16", "int8"))`` may also choose int8.
-        base: a :class:`fusedcomm.Config` whose options apply to every candidate, except `wire`, which each of `wires`
-            replaces. If `base.wire` is not the default, `wires` must contain it. With hosts="auto", the default, sums
-            on one level and on two are tried where the hosts allow both, unless `base` has `feedback`: then sums have
-            one. None: ``Config()``.
-        tuned: what an earlier ``tuning()`` returned, or the path where its ``save()`` wrote it. Nothing is tried then.
-            If it does not fit the ranks, the model, the device, `wires` or the front end, rank 0 warns and the search
-            is made.
+        candidates: what is tried beside that: wires' names, and a :class:`fusedcomm.Config` where other options are
+            wanted. Codes other than int8 change gradients more, so they must be named in one: ``Auto(("bf16",
+            Config("int4", feedback=Feedback())))``. At most five. A later one is kept only if it is faster than those
+            before it by more than 3%.
 
     Raises:
-        ValueError: `wires` is empty or names an unknown wire, `base` cannot be combined with one of `wires`, `wires`
-            lacks `base.wire`, or `tuned` is of another type. The message names the value.
+        ValueError: a candidate is not known, is given twice or is not possible in a search. The message names it.
     """
 
-    wires: Sequence[Wire] | None = None
-    base: Config | None = None
-    tuned: Tuning | str | os.PathLike | None = None
+    candidates: Sequence[Wire | Config] = ("bf16", UNNAMED_CODES)
 
     def __post_init__(self) -> None:
-        if self.base is not None:
-            check.kind("base", self.base, Config)
-            if self.base.weighted is not None:
+        given = self.candidates
+        if isinstance(given, str):
+            raise ValueError(f"candidates={given!r} is one string: pass a tuple, candidates=({given!r},)")
+        if not isinstance(given, Sequence) or not given:
+            raise ValueError(f"candidates={given!r} leaves nothing to try: pass a tuple, ('bf16', 'int8') for example")
+        if len(given) > MAX_CANDIDATES:
+            raise ValueError(
+                f"candidates={given!r}: a search tries at most {MAX_CANDIDATES}; `fusedcomm probe` compares more"
+            )
+        for candidate in given:
+            self._check(candidate)
+        names = [name_of(config) for config in self.configs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"candidates={given!r} has one of them twice: leave it out")
+
+    def _check(self, candidate: object) -> None:
+        if isinstance(candidate, Config):
+            if candidate.weighted is not None:
                 raise ValueError(
-                    f"base=Config(weighted={self.base.weighted!r}) is not possible: a search also tries DDP's own "
+                    f"Config(weighted={candidate.weighted!r}) cannot be tried: a search also tries DDP's own "
                     "all-reduce, in which ranks weigh equally. Search without it, then name the wire that was found"
                 )
-        if self.tuned is not None and not isinstance(self.tuned, (str, os.PathLike, Tuning)):
+            return
+        if candidate not in WIRES:
+            hint = "; DDP's own all-reduce is always tried" if candidate == OFF else ""
             raise ValueError(
-                f"tuned={self.tuned!r} is not possible: use what tuning() returned, or the path that its save() wrote"
+                f"candidates={self.candidates!r}: {candidate!r} is not known: use {', '.join(map(repr, WIRES))}, or a "
+                f"fusedcomm.Config(…){hint}"
             )
-        if self.wires is not None:
-            self._check_wires(self.wires)
-        for wire in self.tried:
-            try:
-                self.config(wire)
-            except ValueError as error:
-                raise ValueError(f"config='auto' cannot try {wire!r} of wires={self.tried!r}: {error}") from error
-
-    def _check_wires(self, wires: object) -> None:
-        if isinstance(wires, str):
-            raise ValueError(f"wires={wires!r} is one string: pass a tuple, wires=({wires!r},)")
-        if not isinstance(wires, Sequence):
-            raise ValueError(f"wires={wires!r} is not possible: pass a tuple of {', '.join(map(repr, WIRES))}")
-        if not wires:
-            raise ValueError(f"wires={wires!r} leaves nothing to try: name some of {', '.join(map(repr, WIRES))}")
-        for wire in wires:
-            if wire not in WIRES:
-                hint = "; DDP's own all-reduce is always tried" if wire == OFF.wire else ""
-                raise ValueError(
-                    f"wires={tuple(wires)!r}: {wire!r} is not known: use {', '.join(map(repr, WIRES))}{hint}"
-                )
-        if self.common.wire not in (*wires, Config().wire):
+        if candidate in WITH_SCALES and candidate != UNNAMED_CODES:
             raise ValueError(
-                f"base={self.base!r} has wire={self.base.wire!r}, and wires={tuple(wires)!r} does not contain it: "
-                "add it to wires, or leave one of the two out"
+                f"candidates={self.candidates!r}: {candidate!r} changes gradients more than {UNNAMED_CODES}, so it is "
+                f"tried only if a Config names it: fusedcomm.Config({candidate!r}) in its place"
             )
 
     @property
-    def common(self) -> Config:
-        """`base`, or the default configuration."""
-        return self.base or Config()
-
-    @property
-    def tried(self) -> tuple[Wire, ...]:
-        """The wires to try, the most exact first."""
-        wires = self.wires
-        if wires is None:
-            wires = [self.common.wire]
-            if is_possible(lambda: self.config(EXACT_WIRE)):
-                wires.append(EXACT_WIRE)
-        return tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
-
-    def config(self, wire: Wire) -> Config:
-        """The configuration in which `wire` is tried first. Raises ValueError if it is not possible."""
-        return dataclasses.replace(self.common, wire=wire)
+    def configs(self) -> tuple[Config, ...]:
+        """The candidates as configurations."""
+        return tuple(each if isinstance(each, Config) else Config(each) for each in self.candidates)
 
 
-def is_possible(make: Callable[[], Config]) -> bool:
-    """Whether `make` returns a configuration, and does not raise ValueError."""
-    try:
-        make()
-    except ValueError:
-        return False
-    return True
+def name_of(config: Config) -> str:
+    """A candidate's name for people: its wire if all else is default."""
+    return config.wire if repr(config) == repr(Config(config.wire)) else repr(config)
 
 
 ConfigLike: TypeAlias = Config | Auto | Wire | Search | Off
@@ -121,7 +89,7 @@ def chosen(config: ConfigLike | None, *, no_search: str = "", no_off: str = "") 
     - a wire's name, "int8" for example: short for ``Config("int8")``;
     - a :class:`fusedcomm.Config`, which also has all other options;
     - a :class:`fusedcomm.Auto`: the first steps search for the fastest way. "auto" is short for ``Auto()``, which
-      chooses DDP's own all-reduce, "fp32" or "bf16" (``Auto(("fp32", "bf16", "int8"))`` may also choose int8);
+      chooses DDP's own all-reduce, "bf16" or "int8";
     - "off": DDP or FSDP2 stays as it comes, and the handle says so; for comparisons, where only this word changes;
     - None: ``Config()``.
 
@@ -143,9 +111,9 @@ def chosen(config: ConfigLike | None, *, no_search: str = "", no_off: str = "") 
         )
     if no_search and (isinstance(config, Auto) or config == AUTO):
         raise ValueError(no_search)
-    if no_off and config == OFF.wire:
+    if no_off and config == OFF:
         raise ValueError(no_off)
     if not isinstance(config, str):
         return config
-    check.choice("config", config, (*WIRES, *([] if no_search else [AUTO]), *([] if no_off else [OFF.wire])))
-    return Auto() if config == AUTO else OFF.wire if config == OFF.wire else Config(config)
+    check.choice("config", config, (*WIRES, *([] if no_search else [AUTO]), *([] if no_off else [OFF])))
+    return Auto() if config == AUTO else OFF if config == OFF else Config(config)

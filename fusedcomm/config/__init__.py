@@ -15,22 +15,17 @@ from fusedcomm.config.local import (
 )
 from fusedcomm.config.options import (
     RESIDUALS,
-    ROUNDINGS,
     SUMS,
     WIRES,
-    WITH_FEEDBACK,
     WITH_SCALES,
     WITHOUT_SCALES,
     Blocks,
-    Checks,
     Chunks,
-    Fallback,
     Feedback,
     Options,
-    Rounding,
     TwoLevels,
 )
-from fusedcomm.literals import Off, ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
+from fusedcomm.literals import Off, ResidualFormat, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.patterns import ONE_DIMENSIONAL
 
 __all__ = [
@@ -40,27 +35,21 @@ __all__ = [
     "ONE_DIMENSIONAL",
     "RESIDUALS",
     "ResidualFormat",
-    "RoundingKind",
     "Search",
     "Sum",
     "Wire",
     "WireWithoutScales",
-    "ROUNDINGS",
     "STALL_AFTER_S",
     "SUMS",
     "WIRES",
     "WITHOUT_SCALES",
-    "WITH_FEEDBACK",
     "WITH_SCALES",
     "Blocks",
-    "Checks",
     "Chunks",
     "Config",
-    "Fallback",
     "Feedback",
     "LocalOptions",
     "Options",
-    "Rounding",
     "TwoLevels",
     "choose_codec_threads",
     "choose_isa",

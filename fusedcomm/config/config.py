@@ -10,20 +10,19 @@ from fusedcomm import patterns
 from fusedcomm.config import check
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
+    COMPARE,
+    MOST,
     SUMS,
     WIRES,
-    WITH_FEEDBACK,
     WITH_SCALES,
     WITHOUT_SCALES,
     Blocks,
-    Checks,
     Chunks,
     Feedback,
     Options,
-    Rounding,
     TwoLevels,
 )
-from fusedcomm.literals import Sum, Weighted, Wire
+from fusedcomm.literals import Compare, Sum, Weighted, Wire
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
@@ -52,7 +51,7 @@ class Config(Options):
 
     Args:
         wire: the dtype that is sent: "fp32", "bf16", "fp16", or codes with one scale for each block of elements:
-            "int8", "fp8" (e4m3), "int4", or with `feedback` only "int2".
+            "int8", "fp8" (e4m3), "int4".
         sum: how buckets are summed.
             "exact": all-reduce in fp32.
             "direct": all-reduce in the 16-bit wire.
@@ -69,10 +68,17 @@ class Config(Options):
         predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
             divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
         blocks: a :class:`Blocks`: how many elements share a scale, and whether they are rotated.
-        rounding: a :class:`Rounding`: to nearest or stochastic.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
-        checks: a :class:`Checks`: which errors are measured, and what follows from them.
+        measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
+            rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
+            bytes for each element if there is no fp32 residual. 0: never.
+        compare_every: steps between comparisons of the parameters, which should be equal on all ranks. In such a step
+            each rank sends a checksum of its parameters, 8 bytes, before the first bucket. None: never. With FSDP2 only
+            replicas (HSDP, replicate()) are compared.
+        compare: what a difference is. It names the ranks that differ from most, the parameters, and how far they are
+            apart. "warn": rank 0 warns, once. "raise": RuntimeError on every rank. With members a rank that most others
+            outvote always leaves with DamagedError.
         hosts: which ranks share a host, so that sums have two levels, first within hosts, then between them.
             "auto": ranks with the same host name share one. Sums have two levels where several hosts have equally many
             ranks, at least two, and where `sum` and `wire` allow it ("fp32" with sum="auto" keeps the bits of DDP's
@@ -94,10 +100,11 @@ class Config(Options):
     wires: Mapping[str, Wire] = dataclasses.field(default_factory=dict)
     predivide: float | Literal["auto"] = "auto"
     blocks: Blocks = Blocks()
-    rounding: Rounding = Rounding()
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
-    checks: Checks = Checks()
+    measure_every: int = 1000
+    compare_every: int | None = 1000
+    compare: Compare = "warn"
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
     weighted: Weighted | None = None
 
@@ -115,8 +122,13 @@ class Config(Options):
             )
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
-        for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks), ("checks", Checks)):
+        for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
             check.kind(name, getattr(self, name), kind)
+        if self.compare_every is not None:
+            possible = "a whole number of steps, 1 or more, or None for never"
+            check.whole("compare_every", self.compare_every, 1, MOST, possible)
+        check.choice("compare", self.compare, COMPARE)
+        check.whole("measure_every", self.measure_every, 0, MOST, "a whole number of steps, or 0 for never")
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
         if self.weighted is not None:
@@ -124,9 +136,7 @@ class Config(Options):
         if self.predivide != "auto":
             check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
-        self._check_feedback()
         self._check_blocks()
-        self._check_fallback()
         self._check_hosts()
         self.native(_ANY_CHUNKS)
 
@@ -152,38 +162,11 @@ class Config(Options):
                     "exactly: use sum='two-shot', or leave the pattern out"
                 )
 
-    def _check_feedback(self) -> None:
-        named = {"wire": self.wire, **{f"wires[{pattern!r}]": wire for pattern, wire in self.wires.items()}}
-        for field, wire in named.items():
-            if wire in WITH_FEEDBACK and self.feedback is None:
-                raise ValueError(
-                    f"{field}={wire!r} needs error feedback: without it a third of every gradient's norm would be "
-                    "lost. Use feedback=fusedcomm.Feedback(), for FSDP2's reduce-scatters Feedback(unsharded=True), or "
-                    "wire='int4'"
-                )
-
     def _check_blocks(self) -> None:
         if self.blocks.numel is not None and self.wire not in WITH_SCALES:
             raise ValueError(
                 f"Blocks(numel={self.blocks.numel}) has no effect with wire={self.wire!r}, which has no scales: use a "
                 f"wire with scales ({', '.join(WITH_SCALES)}), or leave numel out"
-            )
-
-    def _check_fallback(self) -> None:
-        fallback = self.checks.fallback
-        if fallback is None:
-            return
-        if self.sum in ("exact", "direct"):
-            raise ValueError(
-                f"{fallback} changes the wire of buckets, which sum={self.sum!r} does not allow: use sum='auto', "
-                "'two-shot' or 'one-shot'"
-            )
-        wires = self.numbered_wires
-        if not any(wire != fallback.wire and _C.exactness(wire) < _C.exactness(fallback.wire) for wire in wires):
-            is_lossy = any(wire != "fp32" for wire in (self.wire, *self.wires.values()))
-            raise ValueError(
-                f"{fallback} is no more exact than wire={self.wire!r}, so no bucket could fall back: "
-                + ("use Fallback(error, wire='fp32'), or leave it out" if is_lossy else "leave the fallback out")
             )
 
     def _check_hosts(self) -> None:
@@ -247,11 +230,6 @@ class Config(Options):
         """The format of residuals, "fp32" or "bf16". None: no residuals are kept."""
         return None if self.feedback is None else self.feedback.format
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether encoders round at random."""
-        return self.rounding.kind == "stochastic"
-
     # ---- the wires of parameters
 
     @property
@@ -261,8 +239,6 @@ class Config(Options):
         "fp32" is not among them, unless it is `wire`: its number is EXACT_WIRE.
         """
         others = [wire for wire in self.wires.values() if wire != "fp32"]
-        if self.checks.fallback is not None and self.checks.fallback.wire != "fp32":
-            others.append(self.checks.fallback.wire)
         return tuple(dict.fromkeys((self.wire, *others)))
 
     @property
@@ -320,11 +296,6 @@ class Config(Options):
     def refuse_on(self, device_type: str) -> None:
         """Raises ValueError for an option that a session for gradients on this kind of device does not have."""
         self.refuse_unsharded()
-        if self.checks.digest and device_type != "cpu":
-            raise ValueError(
-                f"fusedcomm: Checks(digest=True) is not possible for gradients on {device_type}: digests are taken of "
-                "messages in host memory only. Leave it out, which means none here"
-            )
 
     @property
     def exempts_1d(self) -> bool:
@@ -365,8 +336,6 @@ class Config(Options):
             chunks_in_flight=chunks.in_flight,
             rotate=rotate,
             others=others,
-            stochastic=self.is_stochastic,
-            seed=self.rounding.seed,
             error_feedback=self.residual_format,
             feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
             ranks_per_host=ranks_per_host,
@@ -374,17 +343,6 @@ class Config(Options):
             ranks_on_host=own_host.num_ranks,
             links_of_host=own_host.num_links,
             keeps_messages=keeps_messages,
-        )
-
-    def native_checks(self) -> "_C.ErrorMonitorOptions":
-        """What the synchronizer measures, and what follows."""
-        fallback = self.checks.fallback
-        return _C.ErrorMonitorOptions(
-            verify_every=self.checks.verify_every,
-            measure_every=self.checks.measure_every,
-            fallback_error=fallback.error if fallback else 0.0,
-            fallback_wire=self.number_of(fallback.wire if fallback else self.wire),
-            digest=self.checks.digest is not False,
         )
 
     def is_one_shot(self, world_size: int) -> bool:

@@ -21,7 +21,7 @@ report every bucket. The most are 31 years, and fit into the engine's clock."""
 
 @dataclasses.dataclass(frozen=True)
 class LocalOptions:
-    """Options that may differ from rank to rank, because no byte depends on them; `copy_engines` may not.
+    """Options that may differ from rank to rank, because no byte depends on them.
 
     Args:
         isa: cpu only: the instruction set of the codec. None: FUSEDCOMM_ISA, else the best that this machine has.
@@ -32,18 +32,14 @@ class LocalOptions:
             bucket and the stage. Training goes on. The same happens if the oldest bucket in flight moves but takes this
             long, as on a slow link, and again when one takes twice as long. From 0.1 to 1e9. None: 60, or a third of
             the group's timeout if that is less. A failure is explained in the same way, in the error's text.
-        copy_engines: cuda only, within a host: whether copy engines, and not multiprocessors, do all-to-alls and
-            all-gathers over NVLink, where NCCL agrees. It needs torch 2.13 with NCCL 2.28 and a driver for CUDA 12.5.
-            The workspaces are then kept until the process ends. Not measured.
 
     Raises:
-        ValueError: a number is out of range, or `copy_engines` is no bool.
+        ValueError: a number is out of range.
     """
 
     isa: str | None = None
     codec_threads: int | None = None
     stall_after: float | None = None
-    copy_engines: bool = False
 
     def __post_init__(self) -> None:
         # `isa` depends on the machine, and is checked when the rank attaches.
@@ -52,20 +48,6 @@ class LocalOptions:
         if self.stall_after is not None:
             possible = "a number of seconds from 0.1 to 1e9"
             check.number("stall_after", self.stall_after, LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S, possible)
-        check.flag("copy_engines", self.copy_engines)
-
-    def refuse_copy_engines(self, auto: bool = False, num_hosts: int = 1) -> None:
-        """Raises ValueError if they were asked for with wire "auto" or for ranks on several hosts."""
-        if self.copy_engines and auto:
-            raise ValueError(
-                "copy_engines=True is not possible with wire 'auto', which tries one engine after another: each would "
-                "keep its workspaces. Give the wire that it finds"
-            )
-        if self.copy_engines and num_hosts > 1:
-            raise ValueError(
-                f"copy_engines=True is possible within a host only, and the ranks are on {num_hosts}: leave it out; "
-                "NCCL's kernels then move the bytes"
-            )
 
 
 def local_options(local: LocalOptions | None) -> LocalOptions:

@@ -5,20 +5,19 @@ from collections.abc import Sequence
 from typing import get_args
 
 from fusedcomm.config import check
-from fusedcomm.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithFeedback, WireWithoutScales
+from fusedcomm.literals import Compare, ResidualFormat, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
 WIRES: tuple[Wire, ...] = tuple(_C.WIRES)
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
-WITH_FEEDBACK: tuple[Wire, ...] = get_args(WireWithFeedback)
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
-ROUNDINGS: tuple[RoundingKind, ...] = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
+COMPARE: tuple[Compare, ...] = get_args(Compare)
 
-# The greatest int64.
-_MOST = 2**63 - 1
+MOST = 2**63 - 1
+"""The greatest int64."""
 
 LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 4096, 1 << 30
 
@@ -45,8 +44,8 @@ class Blocks(Options):
     """The blocks of a wire with scales.
 
     Args:
-        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4
-            and int2. The wires of `Config.wires` always have the default.
+        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
+            The wires of `Config.wires` always have the default.
         rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantized, and by its inverse
             after they are decoded. An outlier then costs its block less accuracy. This helps int4 on heavy-tailed
             gradients. An Inf or NaN turns its whole run into NaN.
@@ -65,30 +64,6 @@ class Blocks(Options):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Rounding(Options):
-    """How encoders round.
-
-    Args:
-        kind: "nearest", or "stochastic": up or down at random, such that the mean of many roundings is exact. Nearest
-            has half the worst error. Stochastic does not round small values in the same direction every time.
-        seed: for "stochastic" only; from 0 to 2^64 - 1. The same seed, step and buckets give the same bits on any
-            device.
-    """
-
-    kind: RoundingKind = "nearest"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check.choice("Rounding(kind)", self.kind, ROUNDINGS)
-        check.whole("Rounding(seed)", self.seed, 0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")
-        if self.seed and self.kind == "nearest":
-            raise ValueError(
-                f"Rounding(kind='nearest', seed={self.seed}): rounding to nearest draws no random numbers, so the seed "
-                "has no effect: use kind='stochastic' with it, or leave the seed out"
-            )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class Feedback(Options):
     """Error feedback: the encoders' errors of one step are added to the gradients of the next. Rounding then delays
     gradients instead of changing them.
@@ -104,7 +79,7 @@ class Feedback(Options):
         unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
             the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
         decay: what both encoders' residuals are multiplied by before they are added to the next gradients, above 0 and
-            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for 2 to 4 bits
+            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for int4
             between seldom merges (:class:`fusedcomm.LocalSteps`), where .9 to .95 is usual.
     """
 
@@ -143,66 +118,6 @@ class Chunks(Options):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Fallback(Options):
-    """A more exact wire for buckets whose error is too large.
-
-    A bucket falls back if `Checks.verify_every` finds that the error of its mean exceeds `error`. From the second step
-    after that on, its parameters with a less exact wire are sent in `wire`. A warning says so once, with the numbers.
-    With `Config.feedback` a result also contains residuals of earlier steps, which count as error here. After attaching
-    again, a restart or a change of the process group, all buckets start with `Config.wire` again.
-
-    Args:
-        error: the relative error beyond which a bucket falls back.
-        wire: "bf16", "fp16" or "fp32"; must be more exact than `Config.wire` or a wire of `Config.wires`.
-    """
-
-    error: float
-    wire: WireWithoutScales = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
-
-    def __post_init__(self) -> None:
-        check.positive("Fallback(error)", self.error, "a relative error greater than 0, e.g. 0.5")
-        check.choice("Fallback(wire)", self.wire, WITHOUT_SCALES)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Checks(Options):
-    """Which errors are measured during training, and what follows from them.
-
-    Args:
-        verify_every: steps between verifications. In such a step one bucket, another each time, is also summed exactly
-            in fp32 and compared; ``stats().verified`` has the errors. The step waits for the extra bytes. 0: never.
-        measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
-            rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
-            bytes for each element if there is no fp32 residual. 0: never.
-        fallback: a :class:`Fallback`. None: buckets keep their wire.
-        digest: whether ranks compare in each step, by CRC-32C, what they received in the step before. Bits that a
-            network card, a cable or memory has changed then end training on every rank, with an error that names the
-            ranks and the links; without it the ranks' parameters would differ from then on, in silence. None: for
-            gradients on cpu. True is an error on cuda.
-    """
-
-    verify_every: int = 0
-    measure_every: int = 1000
-    fallback: Fallback | None = None
-    digest: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.digest is not None:
-            check.flag("Checks(digest)", self.digest)
-        for option in ("verify_every", "measure_every"):
-            possible = "a whole number of steps, or 0 for never"
-            check.whole(f"Checks({option})", getattr(self, option), 0, _MOST, possible)
-        if self.fallback is None:
-            return
-        check.kind("Checks(fallback)", self.fallback, Fallback)
-        if self.verify_every == 0:
-            raise ValueError(
-                f"Checks(verify_every=0, fallback={self.fallback}): no bucket is verified, so none can fall back: set "
-                "verify_every to a number of steps, or leave fallback out"
-            )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class TwoLevels(Options):
     """Sums on two levels, for links between hosts that are slower than those within a host.
 
@@ -233,7 +148,7 @@ class TwoLevels(Options):
             object.__setattr__(self, "groups", self._ordered())
         elif self.groups != hosts.AUTO:
             possible = "'auto', the number of ranks on each host, or a list of each host's ranks, [[0, 1], [2, 3]]"
-            check.whole("hosts", self.groups, 1, _MOST, possible)
+            check.whole("hosts", self.groups, 1, MOST, possible)
 
     def _ordered(self) -> tuple[tuple[int, ...], ...]:
         if not all(

@@ -6,8 +6,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
-from fusedcomm.autotune.search import loaded
-from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import OFF, Config, LocalOptions, local_options
 from fusedcomm.ddp.handle import Handle, targets
@@ -55,10 +53,8 @@ def attach(
         is_off = wanted == OFF
         local = local_options(local)
         quiet = quiet or env.quiet()
-        space = Space(wanted) if isinstance(wanted, Auto) else None
-        configs = [Config("fp32") if is_off else wanted]
-        if space is not None:
-            configs = [space.config(each) for each in space.first]
+        is_search = isinstance(wanted, Auto)
+        configs = wanted.configs if isinstance(wanted, Auto) else (Config("fp32") if is_off else wanted,)
         device = device_of(named)
         if ddp in targets:
             forget_refused_hooks(ddp)
@@ -68,13 +64,12 @@ def attach(
         parameters = synchronized_parameters(named, configs)
         if not is_off:
             refuse_unhooked(parameters)
-        if space is not None:
+        if is_search:
             refuse_sparse(ddp, device)
-        tuned = loaded(wanted.tuned) if isinstance(wanted, Auto) else None
     runs: Session | Tuner | OffSession
     if is_off:
         runs = OffSession(ddp.process_group, parameters, local, device)
-    elif space is None:
+    elif not is_search:
         runs = Session(
             configs[0],
             ddp.process_group,
@@ -87,15 +82,15 @@ def attach(
     else:
         module = weakref.ref(ddp)
         runs = Tuner(
-            space,
+            configs,
             ddp.process_group,
             parameters,
             local,
             device,
+            has_off=True,
             announce=not quiet,
             also_agree=options_to_agree(ddp),
             caps=lambda: bucket_nbytes_caps(module()),
-            tuned=tuned,
         )
     handle = Handle(ddp, runs, None if isinstance(runs, OffSession) else _hook_of(ddp, runs))
     if ddp.process_group.rank() == 0:

@@ -20,7 +20,7 @@ from fusedcomm.ddp.module import (
     synchronized_tensors,
 )
 from fusedcomm.native import _C
-from fusedcomm.session.norm import GradientNorms
+from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.off import OffSession
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.served import serve
@@ -33,7 +33,7 @@ targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookSwitch]" = w
 handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
 
 
-class Handle(GradientNorms):
+class Handle(CommHandle):
     """One attachment of fusedcomm to a DDP module; made by :func:`fusedcomm.attach`.
 
     With config="off" DDP stays as it comes: it has no hook and no engine, nothing is counted or traced, and the state
@@ -97,11 +97,6 @@ class Handle(GradientNorms):
             return f"off, DDP's own all-reduce, {session.world_size} ranks"
         search = "searching, now " if self.runs.is_searching else ""
         return f"{search}wire {session.config.wire}, sum {session.config.sum}, {session.world_size} ranks"
-
-    def _unpack_writes_all(self) -> bool:
-        # DDP leaves the gradient of a parameter that no rank has used as it was, whatever its bucket holds.
-        ddp = self._ddp()
-        return ddp is not None and not ddp.find_unused_parameters
 
     def parameters_now(self) -> list[torch.Tensor]:
         """The parameters that DDP synchronizes, and frozen ones."""

@@ -21,14 +21,7 @@ class CpuPath:
     s_per_byte: float | None = None
     """Seconds that the link takes for a byte; None before connect(). See :func:`fusedcomm.chunks.resolved`."""
 
-    windows = None
-    """Only :class:`fusedcomm.devices.cuda.CudaPath` has some."""
-
     def __init__(self, local: config.LocalOptions, world_size: int) -> None:
-        if local.copy_engines:
-            raise ValueError(
-                "copy_engines=True is for gradients on cuda, and these are on cpu, over gloo: leave it out"
-            )
         self._isa = config.choose_isa(local.isa)
         self._threads = config.choose_codec_threads(local.codec_threads, world_size)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fusedcomm import config, env, log
 from fusedcomm.devices import compile_once
 from fusedcomm.native import _C
-from fusedcomm.ranks import groups, torch_groups
+from fusedcomm.ranks import groups
 
 if TYPE_CHECKING:
     from fusedcomm.kernels.variants import Compiled
@@ -39,9 +39,6 @@ class CudaPath:
     s_per_byte = None
     """The link is not timed, because the size of chunks does not depend on it."""
 
-    windows: torch_groups.Windows | None = None
-    """What the workspaces must become part of; None without copy engines, and before connect()."""
-
     def __init__(
         self,
         cfg: config.Config,
@@ -60,12 +57,6 @@ class CudaPath:
                     f"{field}={getattr(local, field)!r} is for gradients on cpu, and these are on {device}: leave it "
                     "out"
                 )
-        self._copy_engines = local.copy_engines
-        if local.copy_engines and (reason := torch_groups.why_no_copy_engines(device)):
-            raise RuntimeError(
-                f"fusedcomm: LocalOptions(copy_engines=True) is not possible here: {reason}. Leave it out; NCCL's "
-                "kernels then move the bytes"
-            )
         driver = _C.CudaDriver(DRIVER)
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -90,12 +81,7 @@ class CudaPath:
     def connect(
         self, process_group: groups.Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        if not self._copy_engines:
-            return self._device, _C.StreamTransport(self._backend, device)
-        place = (process_group.rank(), process_group.size(), groups.group_timeout(process_group, device))
-        backend = torch_groups.own_nccl(store, "copy engines", *place, device, zero_cta=True)
-        self.windows = torch_groups.Windows(backend, device)
-        return self._device, _C.StreamTransport(backend, device, owns=True)
+        return self._device, _C.StreamTransport(self._backend, device)
 
 
 def check_capability(device: torch.device) -> int:
@@ -130,9 +116,8 @@ def kernel_variants(
     return variants.engine_variants(
         cfg.formats,
         grad_dtypes,
-        stochastic=cfg.is_stochastic,
         feedback=cfg.residual_format,
-        measured=cfg.checks.measure_every > 0,
+        measured=cfg.measure_every > 0,
         local_wire=cfg.local_wire if two_levels else None,
         one_shot=reduces_rows or world_size > 1 and cfg.is_one_shot(world_size),
         keeps_residuals=True,  # also ranks that stand in for others under Join have no weight

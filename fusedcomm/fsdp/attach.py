@@ -1,13 +1,11 @@
 """Attaches fusedcomm to a model of FSDP2."""
 
-import dataclasses
-
 import torch.distributed as dist
 from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike, chosen
-from fusedcomm.config import OFF, Checks, Config, LocalOptions, local_options
+from fusedcomm.config import OFF, Config, LocalOptions, local_options
 from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
@@ -119,11 +117,6 @@ def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
             f"fusedcomm: weighted={config.weighted!r} is not possible on {first.device.type} with both shards and "
             "replicas (HSDP): use a mesh of one dimension, or scale the loss instead"
         )
-    if config.checks.verify_every:
-        raise ValueError(
-            f"fusedcomm: Checks(verify_every={config.checks.verify_every}) is not possible with FSDP2 and "
-            f"weighted={config.weighted!r}, because torch's own sums do not weigh: leave one of them out"
-        )
 
 
 def _sums(
@@ -141,10 +134,8 @@ def refuse_options(config: Config) -> None:
     default = Config(config.wire, feedback=config.feedback)
     refused = {
         "sum": "every rank adds what is for it",
-        "checks": "of these only Checks(verify_every, digest) is for FSDP2",
+        "measure_every": "errors of its sums are not measured",
     }
-    checks = Checks(verify_every=config.checks.verify_every, digest=config.checks.digest)
-    default = dataclasses.replace(default, checks=checks)
     for name, why in refused.items():
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"fusedcomm: {name}={getattr(config, name)!r} is not possible with FSDP2: {why}")

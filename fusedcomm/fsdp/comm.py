@@ -11,9 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from fusedcomm.fsdp.all_gather import waiting
 from fusedcomm.fsdp.modules import Sharded, ShardedParameter
 from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
-from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
-from fusedcomm.ranks.groups import reduce_scatter_single
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 
@@ -105,12 +103,11 @@ class FusedReduceScatter:
         self._factor = 1.0 if session is None else 1.0 / session.world_size  # of the latest reduce-scatter
         self.num_calls = 0  # reduce-scatters so far, or all-reduces where there are none
         self._pending: Pending | None = None
-        self._verifier: Verifier | None = None
         self._has_warned = False
 
-    def use(self, pending: Pending, verifier: Verifier) -> None:
+    def use(self, pending: Pending) -> None:
         """Sets what is shared by the modules of a mesh. Called before the first reduce-scatter."""
-        self._pending, self._verifier = pending, verifier
+        self._pending = pending
         serve(self)
 
     def served(self) -> list[torch.Tensor]:
@@ -143,20 +140,12 @@ class FusedReduceScatter:
                 )
         is_read_at_once = self.sharded.is_read_at_once(output_tensor)
         self._factor = factor_of(op, self._session.world_size)
-        call, self.num_calls = self.num_calls, self.num_calls + 1
+        self.num_calls += 1
         is_last = self._is_last
-        future = native.reduce_scatter(
-            rows=input_tensor, own=output_tensor, factor=self._factor, call=call, is_last=is_last
-        )
+        future = native.reduce_scatter(rows=input_tensor, own=output_tensor, factor=self._factor, is_last=is_last)
         if is_last:
             self._session.synchronizer.step = self.num_calls
-        if self._verifier.is_due(len(self._before), call):
-            self._pending.finish()
-            self._pending.wait(future)
-            exact = torch.empty(output_tensor.numel(), dtype=torch.float32, device=output_tensor.device)
-            reduce_scatter_single(exact, input_tensor.float(), group=group)
-            self._verifier.add(call, self.sharded.name, output_tensor, exact * self._factor)
-        elif is_read_at_once or async_op or self.sharded.device.type != "cpu":
+        if is_read_at_once or async_op or self.sharded.device.type != "cpu":
             self._pending.wait(future)
         else:
             self._pending.add(future)
@@ -168,18 +157,16 @@ class FusedReduceScatter:
             self._say_exact(tensor.dtype, self._replicas.session)
             dist.all_reduce(tensor, op=op, group=self.sharded.replicas)
             return
-        factor, exact = factor_of(op, self._replicas.session.world_size), None
-        if self._session is None:  # else the reduce-scatter is verified
-            call, self.num_calls = self.num_calls, self.num_calls + 1
-            exact = tensor.float().clone() if self._verifier.is_due(len(self._before), call) else None
-        if self._session is not None:
+        factor = factor_of(op, self._replicas.session.world_size)
+        if self._session is None:
+            self.num_calls += 1
+        else:
             self._replicas.weigh_as(self._session.weights)
+        if self._is_last:
+            self._replicas.session.synchronizer.begin_pass()  # parameters change after it, so any moment of it will do
         future = self._replicas.all_reduce(tensor, row, factor, self._is_last)
         if future is not None:
             self._pending.wait(future)
-        if exact is not None:
-            dist.all_reduce(exact, group=self.sharded.replicas)
-            self._verifier.add(call, self.sharded.name, tensor, exact * factor)
 
     @property
     def _is_last(self) -> bool:

@@ -1,17 +1,12 @@
 """The handle of an attachment to an FSDP2 model."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fusedcomm.fsdp.state as state
-from fusedcomm.fsdp.all_gather import waiting
 from fusedcomm.fsdp.mesh import Meshes, MeshSums
-from fusedcomm.fsdp.norm import clip, gradients_by_mesh, total_norm
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.norm import refuse_nonfinite
 from fusedcomm.session.stats import NonFinite
 
 
@@ -26,7 +21,6 @@ class FsdpHandle(CommHandle):
     """
 
     _runs: Meshes | None
-    _shows: tuple[str, ...] = ("clip_grad_norm_", "grad_norm")
 
     def __init__(self, model: nn.Module, meshes: list[MeshSums]) -> None:
         super().__init__(Meshes(meshes))
@@ -65,45 +59,8 @@ class FsdpHandle(CommHandle):
         steps = "" if first.is_off else f", {first.num_steps} steps"
         return f"{how}, {ranks}, {len(self.runs.comms)} modules{steps}"
 
-    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of all gradients together, over all shards, the same on every rank: a tensor without dimensions.
-        Call it after a backward pass. torch computes it, from gradients that it reads.
-
-        Raises:
-            RuntimeError: no parameter has a gradient, as before any backward pass.
-            ValueError: the modules are on meshes of different ranks, so which ranks hold different gradients is not
-                known.
-        """
-        meshes = self.runs.meshes
-        firsts = [mesh.comms[0].sharded for mesh in meshes]
-        gradients, rows = gradients_by_mesh(self._model, firsts), meshes[0].rows
-        is_watched = self._attached and rows is not None and firsts[0].device.type == "cpu"
-        with waiting(rows, "grad_norm()") if is_watched else contextlib.nullcontext():
-            return total_norm(gradients, norm_type)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scales the gradients down to `max_norm` if their norm is greater, and returns the norm before: the bits of
-        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, which does the same.
-
-        Args:
-            error_if_nonfinite: whether a NaN or infinite norm is an error. If not, it makes the gradients NaN or 0, as
-                in torch.
-
-        Raises as :meth:`grad_norm`. Also:
-
-        Raises:
-            RuntimeError: error_if_nonfinite, and the norm is not finite.
-        """
-        norm = self.grad_norm(norm_type)
-        if error_if_nonfinite:
-            refuse_nonfinite(norm)
-        clip(self._model, max_norm, norm)
-        return norm
-
     def state_dict(self, consolidated: bool = False) -> dict:
-        """What error feedback has left out so far, and what numbers random roundings. A collective call, between steps.
+        """What error feedback has left out so far, and the number of steps. A collective call, between steps.
 
         The residuals are DTensors with the placements of their parameters: the means over ranks. Save the state with
         ``torch.distributed.checkpoint``, which also calls this and :meth:`load_state_dict` of a handle that it is

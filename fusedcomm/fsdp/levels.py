@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from fusedcomm.config import Checks, Config
+from fusedcomm.config import Config
 from fusedcomm.fsdp.comm import WireOf
 from fusedcomm.fsdp.grid import Grid
 from fusedcomm.native import _C
@@ -39,11 +39,9 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
         )
     of_sums = None if feedback is None else dataclasses.replace(feedback, unsharded=False)
     of_rows = of_sums if feedback is not None and feedback.unsharded else None
-    # Sums are verified by verify.py.
-    unchecked = dataclasses.replace(config, checks=Checks(digest=config.checks.digest))
-    between = dataclasses.replace(unchecked, feedback=of_sums) if has_replicas else None
+    between = dataclasses.replace(config, feedback=of_sums) if has_replicas else None
     if config.hosts in (hosts.AUTO, None) or not has_rows:
-        rows = dataclasses.replace(unchecked, sum="two-shot", hosts=None, feedback=of_rows) if has_rows else None
+        rows = dataclasses.replace(config, sum="two-shot", hosts=None, feedback=of_rows) if has_rows else None
         return Sums(rows, between, config.wire_number)
     if not has_replicas:
         raise ValueError(

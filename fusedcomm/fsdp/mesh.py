@@ -15,8 +15,8 @@ from fusedcomm.fsdp.grid import Grid, Traffic
 from fusedcomm.fsdp.levels import Sums, check_hosts
 from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
-from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
@@ -121,8 +121,6 @@ class MeshSums:
         if self.sessions:
             self.grid = Grid.of(rows, None if between is None else between.session)
             check_hosts(config, self.grid)
-        groups = [session.process_group for session in self.sessions]
-        self._verifier = Verifier(config.checks.verify_every, len(self.comms), groups)
 
     @staticmethod
     def attached(
@@ -161,6 +159,7 @@ class MeshSums:
             wires = {p.name: config.wire_number(p.name, p.tensor) for p in parameters}
             session = Session(sums.replicas, replicas, None, local, device, problem=problem, **options)
             made.append(session)
+            session.use_comparison([(p.name, p.tensor) for p in parameters])
             between = ReplicaSums(session, wires)
         return MeshSums(config, sums, rows, between, sharded, first_index)
 
@@ -205,7 +204,7 @@ class MeshSums:
     def start(self, pending: Pending) -> None:
         """Takes the place of torch's own reduce-scatters, and watches its all-gathers."""
         for comm in [] if self.is_off else self.comms:
-            comm.use(pending, self._verifier)
+            comm.use(pending)
             sharded = comm.sharded
             all_gather = sharded.all_gather
             if self.rows is not None and sharded.device.type == "cpu":
@@ -294,7 +293,7 @@ class MeshSums:
         """Counts and times of this rank."""
         if self.is_off:
             return Stats(off=True)
-        return dataclasses.replace(self.sessions[0].stats(), verified=self._verifier.kept)
+        return self.sessions[0].stats()
 
 
 class Meshes(Runs):
@@ -340,6 +339,12 @@ class Meshes(Runs):
     def stats(self) -> Stats:
         """The statistics of all meshes together."""
         return together([mesh.stats() for mesh in self.meshes if mesh.is_off == self.is_off])
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        """See :meth:`CommHandle.compare_parameters`; the first difference between replicas."""
+        self.pending.finish()
+        found = [mesh.between.session.compare_parameters() for mesh in self.meshes if mesh.between is not None]
+        return next((each for each in found if each is not None), None)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""

@@ -101,7 +101,7 @@ class Compression:
     @staticmethod
     def of(config: Config) -> Compressor:
         """A compressor with every option of fusedcomm: other wires for some parameters, by the names of their
-        operations, error feedback, stochastic rounding.
+        operations, error feedback.
 
         Raises:
             ValueError: `config` is no :class:`fusedcomm.Config`, or has checks.

@@ -4,23 +4,24 @@ request itself."""
 import dataclasses
 import json
 
-from fusedcomm.config import WIRES, Blocks, Checks, Chunks, Config, Feedback, Rounding, TwoLevels, check
+from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels, check
 
-_GROUPS = {"blocks": Blocks, "rounding": Rounding, "feedback": Feedback, "chunks": Chunks}
+_GROUPS = {"blocks": Blocks, "feedback": Feedback, "chunks": Chunks}
 
 
 def text_of(config: Config) -> str:
     """The name of the wire, if nothing else differs from the defaults; else JSON.
 
     Raises:
-        ValueError: `config` is no Config, or has checks, which need backward passes, or feedback of reduce-scatters.
+        ValueError: `config` is no Config, measures errors of backward passes, or has feedback of reduce-scatters.
     """
     check.kind("config", config, Config)
-    if config.checks != Checks():
-        raise ValueError(
-            f"checks={config.checks!r} is not possible here: operations come one by one, and belong to no backward "
-            "pass whose errors could be checked. Leave checks out, or use fusedcomm.GradReducer"
-        )
+    for name in ("measure_every", "compare_every", "compare"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not possible here: operations come one by one, and belong to no "
+                "backward pass. Leave it out, or use fusedcomm.GradReducer"
+            )
     config.refuse_unsharded()
     defaults = dataclasses.asdict(Config())
     fields = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
@@ -45,5 +46,4 @@ def config_of(text: str) -> Config:
             fields[name] = group(**fields[name])
     if isinstance(fields.get("hosts"), dict):
         fields["hosts"] = TwoLevels(**fields["hosts"])
-    # Sums that come one by one have no end of a pass, with which a digest would go.
-    return Config(**fields, checks=Checks(measure_every=0, digest=False))
+    return Config(**fields, measure_every=0)

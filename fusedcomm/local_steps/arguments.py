@@ -10,16 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check
-from fusedcomm.literals import Merge, MergedState, MergeWeights
+from fusedcomm.literals import Merge, MergeWeights
 from fusedcomm.local_steps import shards
+from fusedcomm.local_steps.windows import seconds_of
 from fusedcomm.native import _C
 
-MERGES: tuple[Merge, ...] = ("corrected", "nesterov", "blend", "average")
+MERGES: tuple[Merge, ...] = ("corrected", "nesterov", "average")
 DECAY = 0.95
 """Of the residuals of wires with scales, where only the wire's name is given."""
 DELAY = 5
 """Steps that a message may travel, where nothing is given and `every` allows it."""
-MOST_GROUPS = 64
 _MOST = 2**31 - 1
 
 
@@ -27,56 +27,73 @@ _MOST = 2**31 - 1
 class Schedule:
     """What all ranks must do alike, beside the wire."""
 
-    every: int
-    """Steps from one merge of a parameter to the next."""
+    every: int | str
+    """Steps from one merge of a parameter to the next, or the time, as "20s"."""
     delay: int
     """Steps from a snapshot to its merge."""
     merge: Merge
     fragments: int
-    alpha: float
-    """The local parameters' share in a blend; 0 for the other rules."""
-    groups: int
-    """Groups of blocks, one of which is merged at a time; 1: all parameters are merged."""
-    seed: int
     weights: MergeWeights | None
-    state: MergedState
-    warmup: int
-    """Steps at the beginning whose gradients are averaged."""
 
     def record(self) -> dict[str, object]:
         """What ranks compare, and what a saved state must agree with."""
         return dataclasses.asdict(self)
 
-    def turn(self, number: int) -> tuple[int, int]:
-        """(fragment, steps after the warm-up after which its snapshot is taken) of turn `number`, counted from 0."""
-        fragment, period = number % self.fragments, number // self.fragments
-        return fragment, period * self.every + (fragment + 1) * self.every // self.fragments
+    @property
+    def period(self) -> str:
+        """`every` in words."""
+        return self.every if isinstance(self.every, str) else f"{self.every} steps"
+
+    @property
+    def seconds(self) -> float | None:
+        """The time from one merge of a parameter to the next; None where steps are counted."""
+        return seconds_of(self.every) if isinstance(self.every, str) else None
+
+    def fragment_of(self, turn: int) -> int:
+        """The fragment whose snapshot is taken in a turn, counted from 0."""
+        return turn % self.fragments
+
+    def step_of(self, turn: int) -> int:
+        """The steps after which the turn's snapshot is taken, where steps are counted."""
+        assert not isinstance(self.every, str)
+        fragment, period = self.fragment_of(turn), turn // self.fragments
+        return period * self.every + (fragment + 1) * self.every // self.fragments
 
 
 def schedule(
-    every: int,
-    delay: int | None,
-    merge: Merge,
-    fragments: int,
-    alpha: float | None,
-    sparse: float | None,
-    seed: int,
-    weights: MergeWeights | None,
-    state: MergedState,
-    warmup: int,
+    every: int | str, delay: int | None, merge: Merge, fragments: int, weights: MergeWeights | None, has_outer: bool
 ) -> Schedule:
     """Raises ValueError for an argument that is out of range, and for two that exclude each other."""
-    check.whole("every", every, 1, _MOST, "a whole number of steps, 1 or more")
+    if isinstance(every, str):
+        seconds_of(every)
+    else:
+        check.whole("every", every, 1, _MOST, 'a whole number of steps, 1 or more, or a time like "20s"')
     check.choice("merge", merge, MERGES)
     check.whole("fragments", fragments, 1, _MOST, "a whole number, 1 or more")
-    check.whole("warmup", warmup, 0, _MOST, "a whole number of steps, 0 or more")
-    check.whole("seed", seed, 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1")
-    check.choice("state", state, ("local", "average"))
     if weights is not None:
-        check.choice("weights", weights, ("steps", "given"))
+        check.choice("weights", weights, ("steps",))
     if delay is None:
-        delay = 0 if merge == "average" or state == "average" else min(DELAY, every - 1)
+        delay = 0 if merge == "average" else DELAY if isinstance(every, str) else min(DELAY, every - 1)
     check.whole("delay", delay, 0, _MOST, "a whole number of steps, 0 or more")
+    if not isinstance(every, str):
+        _check_steps(every, delay, fragments)
+    if merge == "average" and delay:
+        raise ValueError(
+            f"merge='average' waits for every merge, so delay={delay} would do nothing: use delay=0, or "
+            "merge='corrected'"
+        )
+    if has_outer and merge != "nesterov":
+        raise ValueError(f"outer=… is for merge='nesterov', not for merge={merge!r}: leave it out")
+    if merge == "nesterov" and not has_outer and isinstance(every, str):
+        raise ValueError(
+            f"every={every!r} does not say how many steps there are between merges, which the learning rate of "
+            "merge='nesterov' depends on: give outer=lambda parameters: torch.optim.SGD(parameters, lr=…)"
+        )
+    return Schedule(every, delay, merge, fragments, weights)
+
+
+def _check_steps(every: int, delay: int, fragments: int) -> None:
+    """Raises ValueError for what does not fit between two merges."""
     if delay >= every:
         raise ValueError(
             f"delay={delay} is not below every={every}: a merge must have ended before the next one of the same "
@@ -87,41 +104,9 @@ def schedule(
             f"fragments={fragments} is more than every={every}: each fragment has a turn of its own within that many "
             f"steps: use at most {every} fragments"
         )
-    if merge == "average" and delay:
-        raise ValueError(
-            f"merge='average' waits for every merge, so delay={delay} would do nothing: use delay=0, or "
-            "merge='corrected'"
-        )
-    if state == "average" and delay:
-        raise ValueError(
-            f"state='average' averages the optimizer's state where nothing has changed it since, and with "
-            f"delay={delay} steps have: use delay=0, or state='local'"
-        )
-    if alpha is not None and merge != "blend":
-        raise ValueError(f"alpha={alpha!r} is for merge='blend', not for merge={merge!r}: leave it out")
-    if merge == "blend":
-        alpha = 0.5 if alpha is None else alpha
-        check.number("alpha", alpha, 0, 1, "a number from 0, the merged parameters, to 1, the local ones")
-    groups = _groups(sparse, merge, seed)
-    return Schedule(every, delay, merge, fragments, float(alpha or 0), groups, seed, weights, state, warmup)
 
 
-def _groups(sparse: float | None, merge: Merge, seed: int) -> int:
-    if sparse is None:
-        if seed:
-            raise ValueError(f"seed={seed} chooses the blocks of sparse=…, which is not given: leave it out")
-        return 1
-    possible = f"a fraction of the blocks from 1/{MOST_GROUPS} to 0.5, or None for all"
-    check.number("sparse", sparse, 1 / MOST_GROUPS, 0.5, possible)
-    if merge == "nesterov":
-        raise ValueError(
-            "sparse=… merges other blocks each time, and the outer optimizer of merge='nesterov' needs all of them: "
-            "use merge='corrected'"
-        )
-    return round(1 / sparse)
-
-
-def configuration(config: "Config | Wire", groups: int) -> Config:
+def configuration(config: "Config | Wire") -> Config:
     """The wire of the merges: a wire's name has error feedback where the wire has scales.
 
     Raises ValueError or TypeError if merges cannot be sent so.
@@ -137,21 +122,17 @@ def configuration(config: "Config | Wire", groups: int) -> Config:
     if found.weighted is not None:
         raise ValueError(
             f"Config(weighted={found.weighted!r}) weighs backward passes, and here are none: use "
-            "LocalSteps(weights='steps'), or weights='given'"
+            "LocalSteps(weights='steps')"
         )
-    if found.checks.verify_every:
-        raise ValueError(
-            f"Checks(verify_every={found.checks.verify_every}) verifies buckets of backward passes, and here are none: "
-            "leave it out"
-        )
+    for name in ("compare_every", "compare"):
+        if getattr(found, name) not in (None, getattr(Config(), name)):
+            raise ValueError(
+                f"{name}={getattr(found, name)!r} compares parameters between backward passes, and here they differ "
+                "until they are merged; merged states are compared with every message: leave it out"
+            )
     if found.sum == "direct":
         raise ValueError(
             "sum='direct' adds everything in the wire, and a merge has numbers that must stay exact: use sum='auto'"
-        )
-    if groups > 1 and found.name_patterns:
-        raise ValueError(
-            f"wires={found.wires!r} chooses wires by parameters' names, and sparse=… sends blocks of several "
-            "parameters together: leave one of them out"
         )
     return found
 
@@ -202,6 +183,16 @@ def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> N
         raise ValueError(
             f"fusedcomm: {name} is {target.dtype} and {target.layout}, which no merge carries: use dense float32, "
             "bfloat16 or float16 parameters"
+        )
+
+
+def refuse_mates(every: int | str, model: nn.Module) -> None:
+    """Raises ValueError for windows of time on ranks that make each step together."""
+    if isinstance(every, str) and isinstance(model, nn.Module) and shards.has_mates(model):
+        raise ValueError(
+            f"every={every!r} lets each rank begin a merge by its own clock, and ranks that make each step together, "
+            "with DDP or FSDP2 inside a host, must begin it after the same step: give every= in steps, or the plain "
+            "module"
         )
 
 

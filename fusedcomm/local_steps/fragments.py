@@ -13,8 +13,8 @@ from fusedcomm.local_steps.shards import place as shard_of
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
-BLOCK_NUMEL = 1024
-"""Elements of a block that is merged or not, with sparse=…"""
+_ROW_NUMEL = 1024
+"""Elements whose squares are summed in fp32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,50 +36,30 @@ class Merged:
 
 
 class Fragment:
-    """Some parameters, in one flat order: first those that the wire may round, then the exact ones.
+    """Some parameters, in one flat order: first those that the wire may round, then the exact ones."""
 
-    Where blocks are merged by turns, the first ones are padded to whole blocks, which are dealt at random into `groups`
-    groups. A message has one group and all exact elements; without groups it has all.
-
-    Args:
-        groups: of blocks; 1: none.
-        seed: of the groups; the same on every rank.
-    """
-
-    def __init__(self, index: int, merged: Sequence[Merged], groups: int, seed: int) -> None:
+    def __init__(self, index: int, merged: Sequence[Merged]) -> None:
         self.index = index
         lossy = [each for each in merged if each.wire != _C.EXACT_WIRE]
         exact = [each for each in merged if each.wire == _C.EXACT_WIRE]
         self.merged = (*lossy, *exact)
-        lossy_numel = sum(each.local.numel() for each in lossy)
-        self._lossy_numel = -(-lossy_numel // BLOCK_NUMEL) * BLOCK_NUMEL if groups > 1 else lossy_numel
         self._places: list[tuple[int, int, torch.Size]] = []  # of each parameter: where it begins and ends, its shape
         end = 0
-        for number, each in enumerate(self.merged):
-            begin = max(end, self._lossy_numel) if number == len(lossy) else end
-            end = begin + each.local.numel()
+        for each in self.merged:
+            begin, end = end, end + each.local.numel()
             self._places.append((begin, end, each.local.shape))
-        self._num_lossy = len(lossy)
-        self.numel = max(end, self._lossy_numel)
-        device = merged[0].local.device
-        self.anchor = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        self.numel = end
+        self.anchor = torch.zeros(end, dtype=torch.float32, device=merged[0].local.device)
         """The merged state, fp32 [numel]: equal on every rank."""
-        self._groups = _dealt(self._lossy_numel // BLOCK_NUMEL, groups, seed + index, device) if groups > 1 else []
-        self._order: list[int] = []
         self.anchor.copy_(self.read())
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of blocks, 1 without blocks."""
-        return max(len(self._groups), 1)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' elements of `flat` [numel], each in its target's local shape, in the order of `merged`."""
         return [flat[begin:end].view(shape) for begin, end, shape in self._places]
 
     def read(self) -> torch.Tensor:
-        """fp32 [numel]: the parameters as they are on this rank now; padding is 0."""
-        flat = torch.zeros_like(self.anchor) if self._groups else torch.empty_like(self.anchor)
+        """fp32 [numel]: the parameters as they are on this rank now."""
+        flat = torch.empty_like(self.anchor)
         torch._foreach_copy_(self.views(flat), [each.local for each in self.merged])
         return flat
 
@@ -90,53 +70,15 @@ class Fragment:
         if copied:
             torch._foreach_copy_([local(each.parameter) for each in copied], [each.local for each in copied])
 
-    # ---- what one message has of it
-
-    def gather(self, flat: torch.Tensor, group: int) -> torch.Tensor:
-        """The elements of `flat` that a message of this group has, one after another. Without groups `flat` itself."""
-        if not self._groups:
-            return flat
-        blocks = flat[: self._lossy_numel].view(-1, BLOCK_NUMEL)[self._groups[group]]
-        return torch.cat((blocks.view(-1), flat[self._lossy_numel :]))
-
-    def scatter(self, part: torch.Tensor, flat: torch.Tensor, group: int) -> None:
-        """The reverse of gather(): writes a message's elements into `flat`."""
-        if not self._groups:
-            if part is not flat:
-                flat.copy_(part)
-            return
-        numel = self._groups[group].numel() * BLOCK_NUMEL
-        flat[: self._lossy_numel].view(-1, BLOCK_NUMEL)[self._groups[group]] = part[:numel].view(-1, BLOCK_NUMEL)
-        flat[self._lossy_numel :] = part[numel:]
-
-    def tensors(self, part: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-        """A message's elements by the names that the engine knows them by, as views of `part`. None is empty."""
-        if not self._groups:
-            views = zip(self.merged, self.views(part), strict=True)
-            return {each.name: view for each, view in views if view.numel()}
-        numel = self._groups[group].numel() * BLOCK_NUMEL
-        found = {self._name(group): part[:numel]} if numel else {}
-        moved = numel - self._lossy_numel
-        for (begin, end, shape), each in list(zip(self._places, self.merged, strict=True))[self._num_lossy :]:
-            if end > begin:
-                found[each.name] = part[begin + moved : end + moved].view(shape)
-        return found
+    def tensors(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters' elements of `flat` [numel] by the names that the engine knows them by, as views. None is
+        empty."""
+        views = zip(self.merged, self.views(flat), strict=True)
+        return {each.name: view for each, view in views if view.numel()}
 
     def wires(self) -> dict[str, int]:
         """The number of the wire of every name of tensors()."""
-        found = {each.name: each.wire for each in self.merged}
-        return {**found, **{self._name(group): 0 for group in range(len(self._groups))}}
-
-    def _name(self, group: int) -> str:
-        return f"fragment {self.index}, blocks {group}"
-
-    def next_group(self, number: int, seed: int) -> int:
-        """The group of merge `number` of this fragment: each comes once in a round, in an order drawn anew."""
-        count = self.num_groups
-        if count == 1:
-            return 0
-        generator = torch.Generator().manual_seed((seed + self.index) * 1_000_003 + number // count)
-        return int(torch.randperm(count, generator=generator)[number % count])
+        return {each.name: each.wire for each in self.merged}
 
     def checksum(self, flat: torch.Tensor | None = None) -> torch.Tensor:
         """32 bits of the merged state, or of `flat`, as an int64 without dimensions where they lie: those of different
@@ -151,24 +93,17 @@ class Fragment:
 def squares(flat: torch.Tensor) -> torch.Tensor:
     """‖flat‖² of an fp32 tensor, as a float64 without dimensions where it lies: norms of rows in fp32, and their sum in
     float64, which is nearly as exact as float64 alone and takes a quarter of its time."""
-    whole = flat.numel() // BLOCK_NUMEL * BLOCK_NUMEL
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK_NUMEL), dim=1)
+    whole = flat.numel() // _ROW_NUMEL * _ROW_NUMEL
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW_NUMEL), dim=1)
     return norms.double().square().sum() + flat[whole:].double().square().sum()
 
 
-def _dealt(num_blocks: int, groups: int, seed: int, device: torch.device) -> list[torch.Tensor]:
-    """The blocks of each group, which have equally many within one."""
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
-    return [each.sort().values.to(device) for each in order.tensor_split(groups)]
-
-
-def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config, schedule_: object) -> list[Fragment]:
+def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config, fragments: int) -> list[Fragment]:
     """The fragments of the parameters, as arguments.targets() returns them.
 
     Modules go to the fragments by turns, so that each has early and late ones; single parameters where there are fewer
     modules than fragments. Raises ValueError if there are more fragments than parameters.
     """
-    fragments, groups, seed = (getattr(schedule_, name) for name in ("fragments", "groups", "seed"))
     if fragments > len(found):
         raise ValueError(
             f"fragments={fragments} is more than the {len(found)} parameters that require gradients: use at most "
@@ -182,7 +117,7 @@ def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config,
     else:
         numbers = [number % fragments for number in range(len(merged))]
     return [
-        Fragment(index, [each for each, of in zip(merged, numbers, strict=True) if of == index], groups, seed)
+        Fragment(index, [each for each, of in zip(merged, numbers, strict=True) if of == index])
         for index in range(fragments)
     ]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,16 +11,16 @@ from torch import nn
 
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
-from fusedcomm.literals import Merge, MergedState, MergeWeights
+from fusedcomm.literals import Merge, MergeWeights
 from fusedcomm.local_steps import arguments, rules, shards, state
 from fusedcomm.local_steps.fragments import Fragment, begin_equal, cut, record, refuse_changed
 from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
-from fusedcomm.local_steps.messages import Messages, Pending
+from fusedcomm.local_steps.messages import Messages, Pending, Spread
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
-from fusedcomm.local_steps.presence import MISSED, StandIn, alone, check_quorum
 from fusedcomm.local_steps.rules import Outer, OuterMaker
-from fusedcomm.local_steps.stats import Drift, LocalStats, StepTimer, collect
+from fusedcomm.local_steps.stats import LocalStats, StepTimer, collect
 from fusedcomm.local_steps.weights import Weights
+from fusedcomm.local_steps.windows import Window
 from fusedcomm.members.members import Members
 from fusedcomm.session.served import Place, refuse_served, serve
 from fusedcomm.session.session import Session
@@ -46,37 +45,26 @@ class LocalSteps(Surface):
         model: the module; or, with ranks of a host that average gradients, a DistributedDataParallel or a module of
             FSDP2's over them. What requires gradients now is merged; of a DTensor the rank's own shard.
         optimizer: any torch optimizer that holds these parameters. It is not wrapped; its steps are followed by a hook.
-        every: steps from one merge of a parameter to the next.
+        every: steps from one merge of a parameter to the next; or a time, "20s": a merge begins at each rank's first
+            step after 20 seconds since the last message arrived, so each rank makes the steps that it can.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge. None: 5, or less where
-            `every` or another argument demands it.
+            `every` or another argument demands it. Where `every` is a time, the next merge of the same parameters
+            ends it earlier.
         merge: "corrected": x = z + (m̄ − y), so no step of this rank is lost or counts twice.
             "nesterov": `outer` moves m̄ against the mean difference; then as "corrected". With delay=0 this is DiLoCo.
-            "blend": x = alpha·z + (1 − alpha)·m̄.
             "average": x = m̄, with delay=0.
-        fragments: parts that have their turns one after another, `every` / fragments steps apart.
+        fragments: parts that have their turns one after another, `every` / fragments apart.
         config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback with decay 0.95 if it
             has scales; a Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
         outer: for "nesterov": a function that makes a torch optimizer of a list of fp32 parameters. None: SGD with
-            Nesterov's momentum 0.9 and a learning rate by `every` and the number of ranks.
-        alpha: for "blend"; None: 0.5.
-        sparse: the fraction of blocks of 1024 elements that a merge has, 1/64 to 0.5; the blocks are dealt at random
-            into 1 / sparse groups, which come by turns in random order. What the wire does not round, biases and norms
-            with codes, is always merged. None: all.
-        seed: of the blocks.
-        weights: how ranks count in the mean. None: alike. "steps": by their steps. "given": by :meth:`add_weight`.
-        state: the optimizer's state is "local", or its means over the ranks are taken at merges, "average" (delay=0),
-            sent exactly.
-        warmup: steps at the beginning whose gradients are averaged exactly, as DDP does.
+            Nesterov's momentum 0.9 and a learning rate by `every`, in steps, and the number of ranks.
+        weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
         masters: the optimizer's own fp32 copies by the model's parameter names. They are merged, and the model's
             parameters are refreshed.
-        moves: names of optimizer state that lies where the parameters lie, ("z",) of a schedule-free optimizer: a merge
-            moves it as it moves the parameter.
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
             A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
             state; ``members.carry(optimizer=optimizer)`` gives it the optimizer's state of one member, too.
-        quorum, timeout: a merge waits for all ranks, or, so many seconds after `quorum` ranks have come to it, for no
-            more: what a late rank has done since its last merge is in its next one. None: it waits for all.
         quiet: whether rank 0 does not report the plan.
 
     Raises:
@@ -84,53 +72,46 @@ class LocalSteps(Surface):
         RuntimeError: the ranks do not agree (the same text on every rank), or the engine cannot run.
     """
 
-    _shows: tuple[str, ...] = ("add_weight", "finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
+    _shows: tuple[str, ...] = ("finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
     _kind = serves_as = "LocalSteps"
-    steps = turns = num_messages = num_missed = _finished_at = 0
+    steps = turns = num_messages = _finished_at = 0
     merging: Merging | None = None
+    window: Window | None = None
+    """Where `every` is a time."""
+    spread: Spread | None = None
+    """Of the last merge."""
     _hooks: Sequence[Any] = ()
-    _stand_in: StandIn | None = None
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        every: int,
+        every: int | str,
         *,
         delay: int | None = None,
         merge: Merge = "corrected",
         fragments: int = 1,
         config: Config | Wire = "int4",
         outer: OuterMaker | None = None,
-        alpha: float | None = None,
-        sparse: float | None = None,
-        seed: int = 0,
         weights: MergeWeights | None = None,
-        state: MergedState = "local",
-        warmup: int = 0,
         masters: Mapping[str, torch.Tensor] | None = None,
-        moves: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         members: Members | None = None,
-        quorum: int | None = None,
-        timeout: float | None = None,
         quiet: bool = False,
     ) -> None:
-        self.schedule = arguments.schedule(every, delay, merge, fragments, alpha, sparse, seed, weights, state, warmup)
-        cfg = arguments.configuration(config, self.schedule.groups)
+        self.schedule = arguments.schedule(every, delay, merge, fragments, weights, outer is not None)
+        arguments.refuse_mates(every, model)
+        cfg = arguments.configuration(config)
         if members is not None:
-            cfg = fitting(members, cfg, self.schedule, model, process_group)
+            cfg = fitting(members, cfg, model, process_group)
         group = dist.group.WORLD if process_group is None else process_group
         # The outer learning rate must not depend on how many members there are when this rank joins.
         num_ranks = group.size() if members is None else SOME_RANKS
-        check_quorum(quorum, timeout, num_ranks, self.schedule, members, model)
-        if outer is not None and merge != "nesterov":
-            raise ValueError(f"outer=… is for merge='nesterov', not for merge={merge!r}: leave it out")
         self.place: Place = "across hosts" if isinstance(model, nn.Module) and shards.has_mates(model) else "alone"
         problem: Exception | None = None
         self.outer: Outer | None = None
         self.fragments: list[Fragment] = []
-        self.model, self._optimizer, self._moves = model, optimizer, tuple(moves)
+        self.model, self._optimizer = model, optimizer
         try:
             found = arguments.targets(model, optimizer, masters)
             if members is None:
@@ -138,13 +119,12 @@ class LocalSteps(Surface):
                 shards.refuse_group([(name, target) for name, _, target in found], group)
             refuse_served([pair[:2] for pair in found], self.serves_as, self.place, hooks=self.place == "alone")
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
-            self.fragments = cut(found, cfg, self.schedule)
+            self.fragments = cut(found, cfg, fragments)
             if merge == "nesterov":
                 self.outer = Outer(self.fragments, outer, every, num_ranks)
         except (ValueError, TypeError) as error:
             problem = error  # the other ranks are told
         device = self.fragments[0].anchor.device if self.fragments else torch.device("cpu")
-        self.lock = threading.RLock()
         self.merges = [0] * fragments
         self.under_way: list[Pending] = []
         self.rest: list[int] = []
@@ -155,10 +135,12 @@ class LocalSteps(Surface):
             self.merging = Merging(self, members, cfg, device, self._record(), problem)
             self.session = self.merging.session
         wires = {name: wire for fragment in self.fragments for name, wire in fragment.wires().items()}
-        self.messages = Messages(self.session, wires, keeps=members is not None and cfg.feedback is not None)
-        # A rank that joins, or is late, does not know what the others' first weights were.
-        self.weights = Weights(weights, every, fragments, None if members is None and quorum is None else 1.0)
-        self.drift = Drift(self.session.rank)
+        seconds = self.schedule.seconds
+        if seconds is not None:
+            self.window = Window(str(every), seconds / fragments, self.session.rank)
+        keeps = members is not None and cfg.feedback is not None
+        self.messages = Messages(self.session, wires, keeps, self.window)
+        self.weights = Weights(weights, float(every) if seconds is None else seconds, fragments)
         self.timer = StepTimer()
         if self.merging is not None and self.merging.members.joins is not None:
             self.merging.take_state()
@@ -166,11 +148,11 @@ class LocalSteps(Surface):
             if self.merging is not None:
                 self.merging.take_first_anchors()
             begin_equal(self.fragments, self.session, is_equal=self.merging is not None)
+            if self.window is not None:
+                self.window.begin()
         self._hooks = self._hook()
         serve(self)
         self._seal()
-        if quorum is not None and timeout is not None:
-            self._stand_in = StandIn(self, self.session.store("messages"), quorum, timeout)
         if self.session.rank == 0 and shards.is_first(target for _, _, target in found):
             log.report(self.plan, quiet)
 
@@ -180,7 +162,7 @@ class LocalSteps(Surface):
 
     def _record(self) -> dict[str, object]:
         outer = None if self.outer is None else self.outer.record()
-        return {**self.schedule.record(), "outer": outer, "moves": list(self._moves), **record(self.fragments)}
+        return {**self.schedule.record(), "outer": outer, **record(self.fragments)}
 
     @property
     def is_attached(self) -> bool:
@@ -188,7 +170,7 @@ class LocalSteps(Surface):
         return bool(self._hooks)
 
     def _described(self) -> str:
-        how = f"wire {self.session.config.wire}, merge {self.schedule.merge!r} every {self.schedule.every} steps"
+        how = f"wire {self.session.config.wire}, merge {self.schedule.merge!r} every {self.schedule.period}"
         return f"{how}, {self.session.world_size} ranks, {self.steps} steps"
 
     def use(self, session: Session) -> None:
@@ -198,44 +180,36 @@ class LocalSteps(Surface):
 
     def _hook(self) -> list[Any]:
         # The optimizer keeps this object alive, which need not be assigned to anything.
-        hooks = [self._optimizer.register_step_post_hook(lambda *_: self._after_step())]
-        if self.schedule.warmup:
-            hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._before_step()))
-        return hooks
+        return [self._optimizer.register_step_post_hook(lambda *_: self._after_step())]
 
     # ---- steps
 
-    @alone
-    def _before_step(self) -> None:
-        if self.steps < self.schedule.warmup:
-            for fragment in self.fragments:
-                rules.average_gradients(fragment, self.messages)
-
-    @alone
+    @torch.no_grad()
     def _after_step(self) -> None:
         self._refuse_ended()
         waited_s = self.messages.waited_s
         self.steps += 1
-        after = self.steps - self.schedule.warmup
-        if after <= 0:
-            if after == 0:
-                for fragment in self.fragments:
-                    fragment.anchor.copy_(fragment.read())
-            return
         self.weights.step()
         if self.merging is not None:
             self.merging.look()
         self._end_due()
-        if self.schedule.turn(self.turns)[1] <= after:
+        if self.window.is_over() if self.window is not None else self.schedule.step_of(self.turns) <= self.steps:
             self._take_turn()
         self.timer.step(self.messages.waited_s - waited_s)
 
     def _take_turn(self, weight: float | None = None) -> None:
-        self._begin(self.fragments[self.schedule.turn(self.turns)[0]], weight=weight)
+        fragment = self._next_fragment
+        while any(pending.fragment is fragment for pending in self.under_way):
+            self._end(self.under_way[0])  # a window of time was shorter than the delay; the message has arrived
+        self._begin(fragment, weight=weight)
         self.turns += 1
         self._end_due()
 
-    @alone
+    @property
+    def _next_fragment(self) -> Fragment:
+        return self.fragments[self.schedule.fragment_of(self.turns)]
+
+    @torch.no_grad()
     def take_first_turn(self) -> None:
         """Takes part in what the others are doing, on a rank that has joined and has done nothing yet."""
         if self.rest:
@@ -252,36 +226,17 @@ class LocalSteps(Surface):
         refuse_changed(fragment, self.fragments, self.model, self._optimizer, self.session.rank)
         if self.merging is not None:
             self.merging.before(self.num_messages)
-        if self._stand_in is not None:
-            self._stand_in.come(self.num_messages)
-        if weight is None:
-            weight = self.weights.take(fragment.index, self.session)
-        self._send(fragment, fragment.read().sub_(fragment.anchor), weight, is_finishing=is_finishing)
-
-    def _send(
-        self,
-        fragment: Fragment,
-        flat: torch.Tensor,
-        weight: float,
-        *,
-        is_there: bool = True,
-        is_finishing: bool = False,
-    ) -> None:
-        """Sends a message with this difference from the merged state. is_there: whether this rank is at its turn."""
-        number = self.merges[fragment.index]
-        group = fragment.next_group(number, self.schedule.seed)
-        own = fragment.gather(flat, group)
+        own = fragment.read().sub_(fragment.anchor)
         pending = Pending(
             fragment=fragment,
-            group=group,
-            number=number,
-            began=self.steps if is_there else MISSED,
-            due=self.steps + (self.schedule.delay if is_there else 0),
+            number=self.merges[fragment.index],
+            began=self.steps,
+            due=self.steps + self.schedule.delay,
             own=own,
             mean=own,
             checksum=fragment.checksum(),
             message=self.num_messages,
-            weight=weight,
+            weight=self.weights.take(fragment.index) if weight is None else weight,
             is_finishing=is_finishing,
         )
         self.messages.send(pending)
@@ -289,52 +244,23 @@ class LocalSteps(Surface):
         self.num_messages += 1
         self.under_way.append(pending)
 
-    @alone
-    def stand_in(self, message: int) -> None:
-        """Sends a message without a difference and without weight, if this rank has not sent it. Any thread's."""
-        is_training = self._hooks and self.steps >= self.schedule.warmup
-        if message != self.num_messages or not is_training or self._stand_in is None:
-            return
-        fragment = self.fragments[self.schedule.turn(self.turns)[0]]
-        for pending in self.under_way:
-            if pending.fragment is fragment:
-                self._settle(pending)
-        self._stand_in.fold(self.under_way)
-        self._send(fragment, torch.zeros_like(fragment.anchor), 0.0, is_there=False)
-        self.turns += 1
-        self.num_missed += 1
-
     def _end(self, pending: Pending, is_final: bool = False) -> bool:
         """Waits for a message, and merges. Returns whether all ranks were in finish() when they sent theirs.
 
         is_final: the parameters become the merged state, whatever the rule.
         """
-        fragment, group = pending.fragment, pending.group
+        fragment = pending.fragment
         refuse_changed(fragment, self.fragments, self.model, self._optimizer, self.session.rank)
-        now, moved = self._settle(pending)
+        self._arrive(pending)
         self.under_way.remove(pending)
-        alpha = self.schedule.alpha if self.schedule.merge == "blend" else None
-        flat = fragment.read()
-        before = flat.clone() if self._moves else None
-        if not is_final and (alpha is not None or pending.began != self.steps):
+        # The last merges average: an outer step would go on by momentum alone, and no later merge corrects it.
+        moved = rules.move(fragment, pending.mean, None if pending.all_finish else self.outer)
+        if is_final or pending.began == self.steps:
             # With no step since the snapshot, z is y: the corrected rule gives the merged state itself.
-            now = rules.merged(fragment.gather(flat, group), now, moved, pending.own, alpha)
-        fragment.scatter(now, flat, group)
-        fragment.write(flat)
-        if before is not None:
-            rules.move_state(self._optimizer, self._moves, fragment, flat - before)
-        if self.schedule.state == "average":
-            rules.average_state(self._optimizer, fragment, self.messages)
+            fragment.write(fragment.anchor)
+        else:
+            fragment.write(rules.corrected(fragment.read(), moved, pending.own))
         return pending.all_finish
-
-    def _settle(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor]:
-        """Moves the merged state by a message's mean; the parameters follow in _end(). As rules.move()."""
-        if pending.settled is None:
-            self._arrive(pending)
-            # The last merges average: an outer step would go on by momentum alone, and no later merge corrects it.
-            outer = None if pending.all_finish else self.outer
-            pending.settled = rules.move(pending.fragment, pending.group, pending.mean, outer)
-        return pending.settled
 
     def _arrive(self, pending: Pending) -> None:
         if pending.is_read:
@@ -343,42 +269,32 @@ class LocalSteps(Surface):
             self.messages.wait(pending)
         else:
             self.merging.arrive(pending)
-        self.drift.add(pending.fragment.index, self.messages.read(pending))
+        self.spread = self.messages.read(pending)
 
     # ---- what the user calls
 
-    def add_weight(self, amount: float) -> None:
-        """Counts what this rank has done, tokens for example. For weights="given", before each step."""
-        self.weights.add(amount)
-
-    @alone
+    @torch.no_grad()
     def finish(self) -> None:
         """Ends all merges and averages all parameters: then they are equal on every rank. A collective call.
 
         Ranks may have made different numbers of steps: those that have ended take part in the merges of the others.
-        Training may go on afterwards. Within the warm-up parameters are equal already, and this does nothing.
+        Training may go on afterwards.
         """
         self._refuse_ended()
-        if self.steps < self.schedule.warmup:
-            return
         self.drain()
         all_finish = False
         while not all_finish:  # a message tells every rank alike, so all leave after the same one
-            self._begin(self.fragments[self.schedule.turn(self.turns)[0]], is_finishing=True)
+            self._begin(self._next_fragment, is_finishing=True)
             self.turns += 1
             all_finish = self._end(self.under_way[-1])
-        self.rest = [fragment.index for fragment in self.fragments for _ in range(fragment.num_groups)]
+        self.rest = [fragment.index for fragment in self.fragments]
         self._merge_rest()
         self._finished_at = self.num_messages
 
     def _merge_rest(self, weight: float | None = None) -> None:
         """The last messages of finish(). weight: None: as `weights` has it."""
-        taken: dict[int, float] = {}
         while self.rest:
-            fragment = self.fragments[self.rest[0]]
-            if weight is None and fragment.index not in taken:
-                taken[fragment.index] = self.weights.take(fragment.index, self.session)
-            self._begin(fragment, weight=taken.get(fragment.index, weight), is_finishing=True)
+            self._begin(self.fragments[self.rest[0]], weight=weight, is_finishing=True)
             self._end(self.under_way[-1], is_final=True)
             del self.rest[0]
 
@@ -387,22 +303,25 @@ class LocalSteps(Surface):
         while self.under_way:
             self._end(self.under_way[0])
 
-    @alone
+    @torch.no_grad()
     def state_dict(self) -> dict:
         """The state of this rank for a checkpoint, beside the model's, the optimizer's and the sampler's.
 
         Waits for messages under way, which are part of the state; so training goes on as if it had not been
-        interrupted. Every rank saves its own, after the same step. To go on with another number of ranks, call
-        :meth:`finish` first: each rank may then load any rank's.
+        interrupted. Every rank saves its own, after the same step; where `every` is a time, after :meth:`finish`. To go
+        on with another number of ranks, call :meth:`finish` first, too: each rank may then load any rank's.
         """
         self._refuse_ended()
-        if self._stand_in is not None and self.num_messages != self._finished_at:
-            raise RuntimeError("fusedcomm: with a quorum ranks may be at different turns: call finish() before saving")
+        if self.window is not None and self.num_messages != self._finished_at:
+            raise RuntimeError(
+                f"fusedcomm: with every={self.schedule.every!r} a rank may have begun a merge that another has not: "
+                "call finish() before saving"
+            )
         for pending in self.under_way:
             self._arrive(pending)
         return state.save(self)
 
-    @alone
+    @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
         """Restores what :meth:`state_dict` returned. Load the model and the optimizer before it, and after LocalSteps
         was made, which gives every rank the first rank's parameters.
@@ -435,11 +354,9 @@ class LocalSteps(Surface):
         self._refuse_ended()
         return self.session.recorder.record(path, all_ranks, self.model)
 
-    @alone
+    @torch.no_grad()
     def detach(self) -> None:
         """Stops merging; what is under way is dropped. Call :meth:`finish` before. Idempotent."""
-        if self._stand_in is not None:
-            self._stand_in.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -448,5 +365,3 @@ class LocalSteps(Surface):
 
     def _refuse_ended(self) -> None:
         self.refuse_detached("nothing is merged")
-        if self._stand_in is not None and self._stand_in.failure is not None:
-            raise self._stand_in.failure

@@ -14,7 +14,6 @@ from torch import nn
 
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.local_steps import shards
-from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.messages import Pending
 from fusedcomm.members.errors import MemberLostError
 from fusedcomm.members.keeping import UnexplainedSession, on_one_level
@@ -33,7 +32,7 @@ _MEAN = "mean of a merge"
 _MERGED, _BUFFERS = "merged state", "buffers"
 
 
-def fitting(members: Members, config: Config, schedule: Schedule, model: nn.Module, group: object) -> Config:
+def fitting(members: Members, config: Config, model: nn.Module, group: object) -> Config:
     """`config` for ranks that come and go. Raises ValueError where something needs the same ranks all the time."""
     if not isinstance(members, Members):
         raise ValueError(f"members={members!r} is no fusedcomm.Members: make one, or leave it out")
@@ -49,12 +48,6 @@ def fitting(members: Members, config: Config, schedule: Schedule, model: nn.Modu
             f"Members(microbatches={members.microbatches}) shares out a step of all ranks, and LocalSteps has steps of "
             "each rank's own: leave it out"
         )
-    for name, value in (("warmup", schedule.warmup), ("state", schedule.state)):
-        if value not in (0, "local"):
-            raise ValueError(
-                f"{name}={value!r} waits for sums that cannot be made again when a rank is lost: leave it out, or "
-                "leave out members="
-            )
     if next(model.parameters()).device.type != "cpu":
         raise ValueError(
             f"the parameters are on {next(model.parameters()).device}, and ranks come and go only where they are on "
@@ -84,7 +77,11 @@ class Merging(Views):
         self._also_agree = {**record, "members": {"min_ranks": members.min_ranks}}
         self._is_frozen = False
         # As many as another rank may lack: it has sent all of them.
-        most = 2 + of.schedule.delay * of.schedule.fragments // of.schedule.every
+        schedule = of.schedule
+        if isinstance(schedule.every, str):
+            most = 2 + schedule.fragments  # a fragment's message ends before its next one
+        else:
+            most = 2 + schedule.delay * schedule.fragments // schedule.every
         self._kept: collections.deque[tuple[int, tuple[torch.Tensor, ...]]] = collections.deque(maxlen=most)
         members.plane.handlers[_MEAN] = self._serve_mean
         if members.joins is None:
@@ -112,7 +109,7 @@ class Merging(Views):
             "turns": of.turns,
             "merges": list(of.merges),
             "rest": list(of.rest),
-            "noise step": self.session.synchronizer.step,
+            "synchronizer step": self.session.synchronizer.step,
         }
 
     def _own_state(self, name: str) -> Any:
@@ -182,7 +179,7 @@ class Merging(Views):
             buffer.copy_(buffers[name])
         of.steps, of.turns, of.merges, of.rest = said["steps"], said["turns"], said["merges"], said["rest"]
         of.num_messages = self.step
-        self.session.synchronizer.step = said["noise step"]
+        self.session.synchronizer.step = said["synchronizer step"]
         self._missing = set(said["carries"])
         if not self._missing:
             of.take_first_turn()
@@ -241,7 +238,6 @@ class Merging(Views):
         """Goes over to the next view, with the messages under way. first: the decision on it, if it is known."""
         began = time.monotonic()
         with self._going_on():
-            self._refuse_damage(failure)
             for _ in range(MAX_FAILURES):
                 decision, first = first or self.members.plane.recover(), None
                 if self._fetch(decision) and self._install(decision, began):

@@ -1,6 +1,7 @@
 """The messages of merges: what ranks send beside the differences, and what they learn from it."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from fusedcomm.local_steps.fragments import Fragment, squares
+from fusedcomm.local_steps.windows import Window
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
@@ -24,7 +26,6 @@ class Pending:
     """A merge under way."""
 
     fragment: Fragment
-    group: int
     number: int
     """Counts this fragment's merges."""
     began: int
@@ -32,7 +33,7 @@ class Pending:
     due: int
     """Steps after which it is merged."""
     own: torch.Tensor
-    """fp32: this rank's difference from the merged state, a message's elements."""
+    """fp32: this rank's difference from the merged state."""
     mean: torch.Tensor
     """fp32: the ranks' mean difference, once the message has arrived."""
     checksum: torch.Tensor | None = None
@@ -51,15 +52,13 @@ class Pending:
     residuals: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """This rank's as they were before the message, where it may have to be sent again."""
     is_read: bool = False
-    settled: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What rules.move() has returned, once the merged state has moved."""
     all_finish: bool = False
     """Whether all ranks had ended their training, once the message is read."""
 
     @property
     def names(self) -> set[str]:
         """Of the message's tensors, as the engine knows them."""
-        return set(self.fragment.tensors(self.own, self.group))
+        return set(self.fragment.tensors(self.own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +73,16 @@ class Spread:
 
 
 class Messages:
-    """Sums the fragments' differences over the ranks."""
+    """Sums the fragments' differences over the ranks.
 
-    def __init__(self, session: Session, wires: Mapping[str, int], keeps: bool = False) -> None:
-        self._wires, self._keeps = dict(wires), keeps
+    Args:
+        wires: numbers by the names of Fragment.tensors().
+        keeps: whether residuals are kept for a message that is sent again.
+        window: is told when a message leaves and when it arrives.
+    """
+
+    def __init__(self, session: Session, wires: Mapping[str, int], keeps: bool, window: Window | None) -> None:
+        self._wires, self._keeps, self._window = dict(wires), keeps, window
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages."""
         self.use(session)
@@ -104,9 +109,13 @@ class Messages:
         control[1] = squares(pending.own)
         control[2] = pending.is_finishing
         control[_FIRST_BIT:] = _bits(pending.checksum)
-        tensors = pending.fragment.tensors(pending.mean, pending.group)
+        tensors = pending.fragment.tensors(pending.mean)
+        done = None
+        if self._window is not None:
+            self._window.wait_for(pending.message)
+            done = functools.partial(_tell, self._window, pending.message) if _is_on_cpu(pending) else None
         pending.future = self._sum.run(
-            names=[*tensors, CONTROL], tensors=[*tensors.values(), pending.control], ends_step=True
+            names=[*tensors, CONTROL], tensors=[*tensors.values(), pending.control], done=done, ends_step=True
         )
 
     def send_again(self, pending: Pending) -> None:
@@ -119,17 +128,15 @@ class Messages:
         received = torch.frombuffer(bytearray(content), dtype=torch.float32)
         pending.control, pending.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
         pending.future = None
-
-    def mean_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replaces fp32 tensors by their means over the ranks, exactly. Waits."""
-        found = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-        if found:
-            self._wait(self._sum.run(names=list(found), tensors=list(found.values()), ends_step=True))
+        if self._window is not None:
+            self._window.arrived(pending.message)
 
     def wait(self, pending: Pending) -> None:
         """Waits for a message. Raises RuntimeError if the sum has failed."""
         if pending.future is not None:
-            self._wait(pending.future)
+            begin = time.perf_counter()
+            pending.future.wait()  # type: ignore[attr-defined]  # torch's, which lets other threads run
+            self.waited_s += time.perf_counter() - begin
 
     def read(self, pending: Pending) -> Spread:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
@@ -139,6 +146,8 @@ class Messages:
         seen = torch.cat([pending.control.double(), torch.stack(squared), _bits(pending.checksum).double()])
         weight, of_own, finishing, *bits = seen.tolist()  # all at once: here the host waits for an accelerator
         of_mean, of_anchor = bits[_BITS : _BITS + 2]
+        if self._window is not None and not _is_on_cpu(pending):
+            self._window.arrived(pending.message)
         self._compare(pending, bits[:_BITS], bits[_BITS + 2 :])
         pending.all_finish = finishing > 1 - 0.5 / pending.world_size
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
@@ -147,11 +156,6 @@ class Messages:
         pending.is_read, pending.checksum = True, None
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
-
-    def _wait(self, future: object) -> None:
-        begin = time.perf_counter()
-        future.wait()  # type: ignore[attr-defined]  # torch's, which lets other threads run
-        self.waited_s += time.perf_counter() - begin
 
     def _compare(self, pending: Pending, means: list[float], own: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
@@ -164,6 +168,17 @@ class Messages:
             f"{checksum:08x} on rank {self._session.rank}, before merge {pending.number}): a rank has changed it, has "
             "loaded another checkpoint, or computes other bits. Load the same state on every rank"
         )
+
+
+def _tell(window: Window, message: int, error: str) -> None:
+    """Called by the engine, when a message has arrived or failed."""
+    if not error:
+        window.arrived(message)
+
+
+def _is_on_cpu(pending: Pending) -> bool:
+    """Whether a message has arrived when the engine is done with it. On an accelerator it is only enqueued then."""
+    return pending.own.device.type == "cpu"
 
 
 def _bits(checksum: torch.Tensor) -> torch.Tensor:

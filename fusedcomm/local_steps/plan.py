@@ -18,14 +18,13 @@ _MARGIN = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class FragmentRow:
-    """A message of one fragment. Of groups of blocks it is the first one's; the others' are as large within a block."""
+    """A message of one fragment."""
 
     index: int
     first: str
     """The name of its first parameter."""
     num_parameters: int
     numel: int
-    """Elements of the whole fragment."""
     wire: str
     """As its message is sent: few elements travel in fp32 whatever the wire is."""
     sum: str
@@ -58,7 +57,7 @@ class LocalPlan:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank sends in `every` steps."""
+        """Bytes that this rank sends from one merge of a parameter to the next."""
         return sum(row.sent_nbytes for row in self.fragments)
 
     @property
@@ -69,12 +68,12 @@ class LocalPlan:
     @property
     def is_waited_for(self) -> bool:
         """Whether every merge waits for its message, whatever it takes, so that none can be hidden."""
-        return self.schedule.merge == "average" or self.schedule.state == "average"
+        return self.schedule.merge == "average"
 
     @property
     def least_every(self) -> int | None:
-        """The smallest `every` within which all messages are hidden: bytes fit on the line, and the delay is below it.
-        None if `step_s` is not known, or if every merge waits for its message."""
+        """The smallest `every`, in steps, within which all messages are hidden: bytes fit on the line, and the delay is
+        below it. None if `step_s` is not known, or if every merge waits for its message."""
         delay, of_line = self.least_delay, self._steps_for(self.line_s)
         return None if delay is None or of_line is None else max(delay + 1, of_line)
 
@@ -91,7 +90,7 @@ class LocalPlan:
     def __str__(self) -> str:
         of, wires = self.schedule, " and ".join(dict.fromkeys(row.wire for row in self.fragments))
         lines = [
-            f"fusedcomm: local steps, merge {of.merge!r} every {of.every} steps, {of.delay} steps late, {wires}, "
+            f"fusedcomm: local steps, merge {of.merge!r} every {of.period}, {of.delay} steps late, {wires}, "
             f"{self.world_size} ranks",
             f"  {'fragment':>8} {'elements':>12} {'wire':>9} {'sum':>9} {'sends MiB':>9}  parameters",
         ]
@@ -101,13 +100,14 @@ class LocalPlan:
                 f"{row.first}, … ({row.num_parameters})"
             )
         hides = "; every merge waits for them" if self.is_waited_for else ""
-        if self.step_s is not None and not self.is_waited_for:
+        if self.step_s is not None and self.least_every is not None:
+            least = f'"{self.least_every * self.step_s:.3g}s"' if of.seconds is not None else str(self.least_every)
             hides = (
-                f"; a step takes {self.step_s:.3g} s, so every={self.least_every} is the least that hides them, with "
+                f"; a step takes {self.step_s:.3g} s, so every={least} is the least that hides them, with "
                 f"delay={self.least_delay}"
             )
         lines.append(
-            f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB in {of.every} steps, {self.line_s:.3g} s on the line"
+            f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB in {of.period}, {self.line_s:.3g} s on the line"
             + hides
         )
         parts = (self.state_nbytes, self.under_way_nbytes, self.outer_nbytes, self.residual_nbytes)
@@ -129,20 +129,17 @@ def make_plan(
     """See :meth:`fusedcomm.LocalSteps.plan`."""
     rows, residual_nbytes = [], 0
     for fragment in fragments:
-        part = fragment.gather(fragment.anchor, 0)
-        wires = fragment.wires()
-        slices = [(tensor.numel(), wires[name]) for name, tensor in fragment.tensors(part, 0).items()]
+        slices = [(each.local.numel(), each.wire) for each in fragment.merged if each.local.numel()]
         slices.append((CONTROL_NUMEL, _C.EXACT_WIRE))
         like = torch.empty(0, dtype=torch.float32)
         plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
         name = fragment.merged[0].name
-        numel = sum(each.local.numel() for each in fragment.merged)
         sent = line = plan.sent_nbytes
         if session.hosts is not None and session.ranks_per_host > 1:
             own = session.levels.own_host
             line = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
         wire = "+".join(layout.wire for layout in plan.layouts)
-        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), numel, wire, plan.sum, sent, line))
+        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), fragment.numel, wire, plan.sum, sent, line))
         if session.config.residual_format is not None and wire != "fp32":
             lossy = sum(each.local.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
             second = lossy // session.world_size if plan.sum == "two-shot" else 0
@@ -154,7 +151,7 @@ def make_plan(
         world_size=session.world_size,
         fragments=tuple(rows),
         state_nbytes=sum(fragment.anchor.nbytes for fragment in fragments),
-        under_way_nbytes=max(2 * fragment.gather(fragment.anchor, 0).nbytes for fragment in fragments),
+        under_way_nbytes=max(2 * fragment.anchor.nbytes for fragment in fragments),
         outer_nbytes=outer_nbytes,
         residual_nbytes=residual_nbytes,
         s_per_byte=s_per_byte,

@@ -29,15 +29,6 @@ def has_mates(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters()))
 
 
-def set_gradient(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Gives a parameter the gradient `values`, which has the shape of what this rank holds of it."""
-    if tensor.grad is not None:
-        local(tensor.grad).copy_(values)
-        return
-    tensor.grad = torch.zeros_like(tensor.detach())  # a DTensor of a DTensor
-    local(tensor.grad).copy_(values)
-
-
 def reshard(model: nn.Module) -> None:
     """Makes every module of FSDP2 hold its shards. After a forward pass without a backward pass, as in an evaluation,
     FSDP2 leaves whole copies in the outermost module, which would not see what is written to the shards."""

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from fusedcomm.local_steps.local_steps import LocalSteps
 
 VERSION = 1
+EARLIER = {"groups": 1, "warmup": 0, "state": "local"}
+"""Options that earlier versions had, with the values that their states can be loaded with."""
 KEYS = {
     "version",
     "schedule",
@@ -43,7 +45,6 @@ def save(of: "LocalSteps") -> dict:
         "under_way": [
             {
                 "fragment": pending.fragment.index,
-                "group": pending.group,
                 "number": pending.number,
                 "began": pending.began,
                 "due": pending.due,
@@ -74,11 +75,12 @@ def load(of: "LocalSteps", state: dict) -> None:
             view.copy_(state["merged"][each.name])
     of.steps, of.turns, of.merges = state["steps"], state["turns"], list(state["merges"])
     of.weights.load(state["weights"])
+    if of.window is not None:
+        of.window.begin()
     device = of.fragments[0].anchor.device
     of.under_way[:] = [
         Pending(
             fragment=of.fragments[saved["fragment"]],
-            group=saved["group"],
             number=saved["number"],
             began=saved["began"],
             due=saved["due"],
@@ -97,8 +99,8 @@ def check(of: "LocalSteps", state: dict) -> None:
         raise ValueError(f"fusedcomm: this is no state of LocalSteps: missing {missing}")
     if state["version"] != VERSION:
         raise ValueError(f"fusedcomm: state version {state['version']!r} is not known; this fusedcomm reads {VERSION}")
-    now = {**of.schedule.record(), "wire": of.session.config.wire}
-    saved = {**state["schedule"], "wire": state["wire"]}
+    now = {**of.schedule.record(), **EARLIER, "wire": of.session.config.wire}
+    saved = {**EARLIER, **state["schedule"], "wire": state["wire"]}
     for option, value in now.items():
         if saved.get(option) != value:
             raise ValueError(

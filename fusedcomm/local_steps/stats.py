@@ -6,16 +6,11 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from fusedcomm.local_steps.messages import Spread
-from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session.stats import Change
 
 if TYPE_CHECKING:
     from fusedcomm.local_steps.local_steps import LocalSteps
 
-GROWTH = 4.0
-"""The drift of a merge, as a multiple of its median before, from which on there is a warning."""
-_KEPT, _ENOUGH = 20, 10
 _KEPT_STEPS = 64
 
 
@@ -38,8 +33,6 @@ class LocalStats:
     agreement: float | None = None
     nonfinite: int = 0
     """Elements of this rank's differences that were NaN or Inf. A merge brings them to every rank."""
-    missed: int = 0
-    """Merges without this rank, which was late; see `quorum`."""
     changes: tuple[Change, ...] = ()
     """Of the ranks, with `members`."""
 
@@ -54,7 +47,7 @@ class LocalStats:
 
 def collect(of: "LocalSteps") -> LocalStats:
     """See :meth:`fusedcomm.LocalSteps.stats`."""
-    counts, step_s, last = of.session.stats(), of.timer.step_s, of.drift.last
+    counts, step_s, last = of.session.stats(), of.timer.step_s, of.spread
     return LocalStats(
         steps=of.steps,
         merges=sum(of.merges) - len(of.under_way),
@@ -66,37 +59,8 @@ def collect(of: "LocalSteps") -> LocalStats:
         drift=None if last is None else last.drift,
         agreement=None if last is None else last.agreement,
         nonfinite=counts.nonfinite,
-        missed=of.num_missed,
         changes=() if of.merging is None else of.merging.changes,
     )
-
-
-class Drift:
-    """Watches how far the ranks are apart, and warns once if that grows at a leap."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._seen: dict[int, collections.deque[float]] = {}
-        self._has_warned = False
-        self.last: Spread | None = None
-
-    def add(self, fragment: int, spread: Spread) -> None:
-        """Call for each merge."""
-        self.last = spread
-        seen = self._seen.setdefault(fragment, collections.deque(maxlen=_KEPT))
-        usual = statistics.median(seen) if len(seen) >= _ENOUGH else None
-        seen.append(spread.drift)
-        # The same on every rank, so one of them says it. A NaN has grown, too.
-        if usual is None or spread.drift <= GROWTH * usual or self._has_warned:
-            return
-        self._has_warned = True
-        if self._rank == 0:
-            warn_alone(
-                f"fusedcomm: the ranks drift apart: at a merge of fragment {fragment} they were {spread.drift:.3g} of "
-                f"the parameters' norm from their mean, and {usual:.3g} in the {_KEPT} merges before (median). Lower "
-                "the learning rate or every=…, if the loss rises. Later growth is not reported",
-                stacklevel=6,
-            )
 
 
 class StepTimer:

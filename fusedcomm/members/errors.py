@@ -26,7 +26,7 @@ class MemberLostError(RuntimeError):
 
 
 class DamagedError(RuntimeError):
-    """Bits have changed on the way between ranks."""
+    """This rank's parameters are not those of most ranks, or none are those of most."""
 
 
 class InstallTimeoutError(RuntimeError):

@@ -1,12 +1,13 @@
 """Sessions whose buckets keep what is needed to sum them again, and what they and their members refuse."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
@@ -24,23 +25,21 @@ class UnexplainedSession(Session):
 class KeepingSession(UnexplainedSession):
     """A session whose buckets keep their codes and means."""
 
+    def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
+
     @property
     def native_config(self) -> "_C.WireConfig":
         config = self.effective_config
         return config.native(config.chunks, keeps_messages=True)
 
 
-def with_codes_kept(config: Config, local: LocalOptions, members: Members, device: torch.device) -> Config:
+def with_codes_kept(config: Config, members: Members, device: torch.device) -> Config:
     """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo, "
             "or on cuda, over NCCL. Leave out members="
-        )
-    if local.copy_engines:
-        raise ValueError(
-            "fusedcomm: the windows of LocalOptions(copy_engines=True) belong to one communicator, and members make one"
-            " for each view: leave it out with members"
         )
     if device.type == "cuda" and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         raise ValueError(
@@ -52,8 +51,6 @@ def with_codes_kept(config: Config, local: LocalOptions, members: Members, devic
             f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
             "when a rank is lost: with members use sum='auto' or 'two-shot'"
         )
-    if config.checks.verify_every:
-        raise ValueError("fusedcomm: verify_every compares with sums that keep no codes: leave it out with members")
     if members.microbatches is not None and config.weighted != "mean":
         raise ValueError(
             "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"

@@ -26,6 +26,7 @@ from fusedcomm.members.views import ENDING_S, MAX_FAILURES, Views
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.parameters import NamedParameter
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.runs import Runs
@@ -56,7 +57,7 @@ class Training(Views, Runs):
     ) -> None:
         super().__init__(members, device)
         self._model = model
-        self._config = with_codes_kept(config, local, members, device)
+        self._config = with_codes_kept(config, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
@@ -72,7 +73,7 @@ class Training(Views, Runs):
         self._native: Callable[[], _C.GradReducer | None] = lambda: None  # it holds this object
         self._pending: Decision | None = None
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
-        self._noise_step = 0  # the synchronizer's number of the step under way
+        self._synchronizer_step = 0  # its number of the step under way
         self._weight_sum = 0.0  # of the ranks' weights in the last step
         self._num_shared = 0  # microbatches of this step when it began
         members.plane.handlers[_MEANS] = self._serve_means
@@ -133,7 +134,7 @@ class Training(Views, Runs):
         return {
             "microbatches": self.members.num_microbatches,
             "shared out": self._num_shared,
-            "noise step": self._noise_step,
+            "synchronizer step": self._synchronizer_step,
         }
 
     def _own_state(self, name: str) -> Any:
@@ -160,14 +161,22 @@ class Training(Views, Runs):
     def before_pass(self) -> None:
         """Installs the view that begins with this step, if one does."""
         self._refuse_missing()
-        self._noise_step = self.session.synchronizer.step
+        self._synchronizer_step = self.session.synchronizer.step
         while True:
             decision = self._pending or self.members.plane.boundary(self.step)
             self._pending = None
             if decision is not None:
                 self._go_over(decision)
             elif self._compare_places():
-                return
+                return self._compare_when_due()
+
+    def _compare_when_due(self) -> None:
+        every = self._config.compare_every
+        if every is not None and self.step and self.step % every == 0:
+            self.compare_parameters()
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        return self._compared([(p.name, p.tensor) for p in self._arguments[0]], self._config.compare)
 
     def _go_over(self, decision: Decision) -> None:
         """Enters the next view between two steps."""
@@ -213,7 +222,6 @@ class Training(Views, Runs):
 
     def _recovered(self, failure: str) -> "_C.Synchronizer | None":
         began = time.monotonic()
-        self._refuse_damage(failure)
         self.session.synchronizer.wait_until_idle(ENDING_S)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()
@@ -276,4 +284,4 @@ class Training(Views, Runs):
         else:
             self.members.portion = (0, 1)
             self.session.weights.set(0.0)
-        self.session.synchronizer.step = said["noise step"]
+        self.session.synchronizer.step = said["synchronizer step"]

@@ -19,10 +19,11 @@ from fusedcomm.members.keeping import why_not
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
 from fusedcomm.members.packed import unpack
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.bounded_store import Errand
 from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.session import compare
 from fusedcomm.session.stats import Change
 
 CHANGING = "the ranks are changing"
@@ -62,6 +63,9 @@ class Views(abc.ABC):
         self._missing: set[str] = set()  # what the others carry and this rank has not received
         self._place: list[int] | None = None  # once the first step begins: this rank's, its step and microbatches
         self._has_compared = members.joins is not None
+        self._sum: tuple[int, int, str, int] | None = None  # see _compared(): step, call, own uid, checksum
+        self._read = (-1, 0)  # step and call of the latest comparison that this rank has all checksums of
+        self._has_differed = False
         self._why_not_built: Exception = RuntimeError("fusedcomm: the members have changed before the first step")
         self._is_equal = False  # whether this rank, a founder, has the first rank's state
         self._admitted: set[str] = set()  # the ranks that have joined since the last step
@@ -74,9 +78,10 @@ class Views(abc.ABC):
         plane.handlers[PROGRESS] = lambda header: (
             {
                 "finished": self._progress(),
-                "damaged": self._damage() is not None,
                 "place": self._place,
                 "compared": self._has_compared,
+                "sum": self._sum,
+                "read": self._read,
             },
             [],
         )
@@ -120,13 +125,6 @@ class Views(abc.ABC):
     def _progress(self) -> int:
         """The last step that has ended; -2 before this rank could begin one."""
         return self.step - 1 if self._has_tried and not self._missing else -2
-
-    def _damage(self) -> "_C.DigestComparison | None":
-        """What the ranks' digests say, if bits have changed between them."""
-        with self._lock:
-            session = self.session
-        found = None if session is None else session.synchronizer.last_digests()
-        return None if found is None or found.agrees else found
 
     def freeze(self) -> None:
         """Stops the engine: no step finishes until the members have another view. On a device collectives under way end
@@ -287,24 +285,46 @@ class Views(abc.ABC):
             )
         return True
 
-    def _refuse_damage(self, failure: str) -> None:
-        """Raises DamagedError if bits of the step before have changed on the way, on each rank that they have reached.
+    def _compared(self, named: compare.Named, kind: str) -> compare.ParameterDifference | None:
+        """Compares the members' parameters, between two steps; None if they are equal, or if members are lost.
+        Every member makes the same calls between two steps.
 
-        If only the means differ between ranks, those that most ranks have are right, and a rank with others leaves.
+        Raises DamagedError if those of this rank are not those of most ranks: it leaves, and the others go on.
         """
-        found = self._damage()
-        if found is None:
-            return
-        failure = failure or found.text()
-        if found.outvoted and len(found.outvoted) < len(found.means):
-            if self.session.rank not in found.outvoted:
-                return  # the others leave
-            self.members.plane.leave("its means of a step were not those of most ranks")
-            failure += ". This rank has left, and the others go on"
-        else:
-            # To one that has not received all digests this rank would only be lost, and it would go on.
-            self.members.wait_for_others(ENDING_S, lambda told: told["damaged"])
-        raise DamagedError(failure)
+        members = self.members
+        sums = compare.checksums([tensor for _, tensor in named], self.device)
+        own = int(compare.checksums([sums], self.device))
+        number = self._sum[1] + 1 if self._sum is not None and self._sum[0] == self.step else 0
+        uid, here = members.plane.member.uid, [self.step, number]
+        self._sum = (self.step, number, uid, own)
+        found = {uid: own}
+
+        def has_come(told: dict) -> bool:
+            if told["sum"] is None or told["sum"][:2] < here:
+                return False
+            if told["sum"][:2] == here:
+                found[told["sum"][2]] = told["sum"][3]
+            return True
+
+        members.wait_for_others(INSTALL_TIMEOUT_S, has_come, in_view=True)
+        self._read = (self.step, number)
+        those = members.current.members
+        ranks = compare.outvoted([found[m.uid] for m in those]) if all(m.uid in found for m in those) else ()
+        if not ranks:
+            return None
+        text = f"fusedcomm: ahead of step {self.step} {compare.text_of_ranks(ranks, members.size)}. {compare.CAUSES}"
+        if members.rank in ranks:
+            # To one that has not received all checksums this rank would only be lost.
+            members.wait_for_others(ENDING_S, lambda told: told["read"] >= here, in_view=True)
+        if len(ranks) < members.size and members.rank in ranks:
+            members.plane.leave("its parameters were not those of most ranks")
+            raise DamagedError(f"{text}. This rank has left, and the others go on")
+        if kind == "raise" and len(ranks) == members.size:
+            raise DamagedError(text)
+        if not self._has_differed and members.rank == min(set(range(members.size)) - set(ranks), default=0):
+            warn_alone(text, stacklevel=4)
+        self._has_differed = True
+        return compare.ParameterDifference(ranks, (), {}, text)
 
     # ---- from one view to the next
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fusedcomm.config import AUTO, Config
-from fusedcomm.config.options import WITH_FEEDBACK
 from fusedcomm.literals import Wire
 from fusedcomm.members.training import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
@@ -37,15 +36,13 @@ def check_reducer(reducer: object) -> None:
         )
     if reducer.runs is not reducer.session:
         raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs its wire and buckets from the start, and this GradReducer searches "
-            "for them: name its config and its bucket_mib in place of 'auto'"
+            "fusedcomm: a ShardedOptimizer needs its wire from the start, and this GradReducer searches for it: name "
+            "its config in place of 'auto'"
         )
 
 
 def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
     """Raises ValueError."""
-    if update in WITH_FEEDBACK:
-        raise ValueError(f"fusedcomm: update={update!r} needs error feedback at both ends: use 'int8' or 'bf16'")
     Config(update)
     if overlap and reducer.finds_unused:
         raise ValueError(
@@ -114,11 +111,6 @@ def rows_config(reducer: GradReducer) -> Config:
         raise ValueError(
             f"fusedcomm: hosts={config.hosts!r} asks for sums on two levels, and a ShardedOptimizer's have one: leave "
             "it out"
-        )
-    if config.checks.verify_every or config.checks.fallback is not None:
-        raise ValueError(
-            "fusedcomm: Checks(verify_every=…) and Fallback are of sums that every rank has, not of a "
-            "ShardedOptimizer's: leave them out"
         )
     return dataclasses.replace(config, sum="two-shot", hosts=None)
 

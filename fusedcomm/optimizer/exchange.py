@@ -161,12 +161,10 @@ class Exchange:
         if places:
             torch._foreach_copy_(places, values)
 
-    def reduce(self, call: int) -> torch.futures.Future:
+    def reduce(self) -> torch.futures.Future:
         """Begins the sum of the ranks' rows: `sum` has this rank's when the future is done."""
         factor = 1.0 / self._sums.world_size
-        return self._native_sums.reduce_scatter(
-            rows=self._rows, own=self.sum, factor=factor, call=call, is_last=self._is_last
-        )
+        return self._native_sums.reduce_scatter(rows=self._rows, own=self.sum, factor=factor, is_last=self._is_last)
 
     @torch.no_grad()
     def refresh(self, everything: bool = False) -> torch.Tensor:
@@ -205,7 +203,7 @@ class Exchange:
         written them: torch's set_state_dict() loads the model after the optimizer."""
         self._loaded[target] = bits
 
-    def send(self, call: int) -> torch.futures.Future:
+    def send(self) -> torch.futures.Future:
         """Begins to send this rank's updates to all ranks: apply() may be called when the future is done."""
         if self._sent is not self.owned:
             with torch.no_grad():
@@ -213,7 +211,7 @@ class Exchange:
                 for piece in self._own:
                     if self._is_value[piece]:
                         _in_row(self._sent, piece).copy_(_in_row(self.owned, piece))
-        return self._native_updates.all_gather(rows=self._results, own=self._sent, call=call, is_last=self._is_last)
+        return self._native_updates.all_gather(rows=self._results, own=self._sent, is_last=self._is_last)
 
     def apply(self) -> None:
         """Writes all ranks' updates to the parameters."""
@@ -235,3 +233,20 @@ class Exchange:
                 torch._foreach_add_(*differences)
             if self._sent is not self.owned:
                 self._sent.copy_(self._now())
+
+
+def session_of_rows(old: Session, config: Config) -> Session:
+    """A session whose sums are of rows, watched in place of `old`."""
+    session = Session(
+        config,
+        old.process_group,
+        old.parameters,
+        old.local,
+        old.device,
+        beside=old,
+        reduces_rows=True,
+        watched=False,
+    )
+    old.unwatch()
+    session.watch()
+    return session

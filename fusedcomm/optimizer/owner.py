@@ -108,7 +108,6 @@ class Owner:
         self._made = [(*made[place], group["params"]) for place, group in enumerate(groups)]
         self.groups = [group for _, group, _ in self._made]
         self._of_leaf = {id(leaf): (each, group) for each, group, _ in self._made for leaf in group["params"]}
-        self._call = 0
         self.hyperparameters: list[dict[str, Any]] = []
         self._reduced: dict[int, torch.futures.Future] = {}
         self._started: dict[int, Started] = {}
@@ -135,9 +134,8 @@ class Owner:
         """The optimizer that steps a leaf, and the leaf's group."""
         return self._of_leaf[id(leaf)]
 
-    def begin(self, call: int, hyperparameters: list[dict[str, Any]]) -> None:
+    def begin(self, hyperparameters: list[dict[str, Any]]) -> None:
         """Begins a pass. hyperparameters: of each group, used at once where units overlap."""
-        self._call = call
         self._reduced, self._started = {}, {}
         if self._overlaps:
             self._set(hyperparameters)
@@ -146,7 +144,7 @@ class Owner:
 
     def reduce(self, index: int) -> None:
         """Begins the sum of a unit, whose gradients are there; where units overlap, also its step."""
-        self._reduced[index] = self._exchanges[index].reduce(self._call)
+        self._reduced[index] = self._exchanges[index].reduce()
         if not self._overlaps:
             return
         if self._stream is not None:
@@ -155,20 +153,20 @@ class Owner:
             with self._stream, torch.no_grad():
                 self._reduced[index].wait()
                 self._step_unit(index)
-                self._started[index] = _known(self._exchanges[index].send(self._call))
+                self._started[index] = _known(self._exchanges[index].send())
             return
         if not self._has_thread:
             self._has_thread = True
             threading.Thread(target=_work_on, args=(self._work,), name="fc-owner", daemon=True).start()
         started = self._started[index] = concurrent.futures.Future()
-        self._work.put(functools.partial(self._step_when_reduced, index, self._reduced[index], started, self._call))
+        self._work.put(functools.partial(self._step_when_reduced, index, self._reduced[index], started))
 
     @torch.no_grad()
-    def _step_when_reduced(self, index: int, reduced: torch.futures.Future, started: Started, call: int) -> None:
+    def _step_when_reduced(self, index: int, reduced: torch.futures.Future, started: Started) -> None:
         try:
             reduced.wait()
             self._step_unit(index)
-            started.set_result(self._exchanges[index].send(call))
+            started.set_result(self._exchanges[index].send())
         except Exception as error:
             started.set_exception(error)
 
@@ -191,7 +189,7 @@ class Owner:
                 exchange.refresh()
             self._step([each for sums in self._sums for each in sums], used)
             for index, exchange in enumerate(self._exchanges):
-                self._started[index] = _known(exchange.send(self._call))
+                self._started[index] = _known(exchange.send())
         for index, exchange in enumerate(self._exchanges):
             _wait(self._started[index], check)
             sent = self._started[index].result()

@@ -14,15 +14,15 @@ from fusedcomm import log
 from fusedcomm.config import Config
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
-from fusedcomm.optimizer.exchange import Exchange
+from fusedcomm.optimizer.exchange import Exchange, session_of_rows
 from fusedcomm.optimizer.owner import Owner, State, StepError
 from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.optimizer.scaler import SumsScaler
 from fusedcomm.optimizer.seen import SeenGradients
 from fusedcomm.optimizer.trial import changed_by_steps
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
-from fusedcomm.session.norm import refuse_nonfinite
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import Stats, together
 from fusedcomm.session.surface import Spelled
@@ -58,7 +58,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         update: the wire of the updates. "fp32" sends new values exactly, and "bf16" those of bf16 parameters. Else a
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
         overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
-            backward() and step(): no clipping, no GradScaler, no change of parameters or rates. Not possible with
+            backward() and step(): no clipping, no loss scaling, no change of parameters or rates. Not possible with
             optimizers that count their steps, nor with a reducer that looks for unused parameters. None: if possible.
         whole: whether a rank owns whole parameters. None: by the class.
         quiet: whether rank 0 does not report the plan.
@@ -74,7 +74,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     """
 
     _weight_is = "the GradReducer's: reducer.weight, or DataParallel's"
-    _step_supports_amp_scaling = True  # so a GradScaler calls step() in any case, and says what it has found
+    _step_supports_amp_scaling = True  # so a scaler calls step() in any case, and says what it has found
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             also_agree={"sharded": arguments.record(groups, self._targets, update, self._overlaps, defaults)},
             problem=problem,
         )
-        self._sums = self._replace_session(old, config)
+        self._sums = session_of_rows(old, config)
         assert self._sums.synchronizer is not None
         self._synchronizer = self._sums.synchronizer
         self._cut_into_units(found)
@@ -180,22 +180,6 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             raise
         self._is_made = True
 
-    def _replace_session(self, old: Session, config: Config) -> Session:
-        """Gives the reducer a session whose sums are of rows."""
-        session = Session(
-            config,
-            old.process_group,
-            old.parameters,
-            old.local,
-            old.device,
-            beside=old,
-            reduces_rows=True,
-            watched=False,
-        )
-        old.unwatch()
-        session.watch()
-        return session
-
     def _hand_over_to(self, reducer: GradReducer) -> None:
         this = weakref.ref(self)
 
@@ -240,7 +224,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "no_sync()"
             )
         if self._num_handed == 0:
-            self._owner.begin(self._synchronizer.step, self._hyperparameters())
+            self._owner.begin(self._hyperparameters())
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
@@ -271,8 +255,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and not self._is_unscaled:
             native.refuse(
-                "torch.amp.GradScaler cannot unscale the sums of a ShardedOptimizer, which are not in p.grad: use "
-                "fusedcomm.GradScaler(reducer) in its place"
+                "torch.amp.GradScaler cannot unscale the sums of a ShardedOptimizer, which are not in p.grad: use the "
+                "scaler that optimizer.grad_scaler() returns"
             )
         if found_inf is not None and found_inf.item() != 0:
             self._end_pass()
@@ -300,8 +284,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         if name := self._gradients.changed():
             native.refuse(
                 f"the gradient of {name} was changed or removed between backward() and step(). A ShardedOptimizer has "
-                "summed it already: clip with optimizer.clip_grad_norm_(), and use fusedcomm.GradScaler in place of "
-                "torch's"
+                "summed it already: clip with optimizer.clip_grad_norm_(), and scale losses with "
+                "optimizer.grad_scaler()"
             )
         if written := self._owner.changed_parameters():
             native.refuse(
@@ -359,20 +343,28 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``; a collective call, with ``overlap=False``.
         Raises RuntimeError if error_if_nonfinite, and the norm is not finite."""
         norm = self.grad_norm(norm_type)
-        if error_if_nonfinite:
-            refuse_nonfinite(norm)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"fusedcomm: the norm of the means is {norm.item()}, so they cannot be clipped. To clip anyway: "
+                "error_if_nonfinite=False"
+            )
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         for sums in self._own_sums():
             sums.mul_(factor)
         return norm
 
+    def grad_scaler(self, device: str = "cuda", **options: Any) -> torch.amp.GradScaler:  # noqa: ANN401  (torch's)
+        """A scaler for losses, in place of ``torch.amp.GradScaler(device, …)``: that one looks for Inf in ``p.grad``,
+        which is this rank's own gradient. With ``overlap=False``. Other optimizers it treats as torch's does."""
+        return SumsScaler(device, **options)
+
     def unscale_sums(self, inv_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
-        """Multiplies the means, and says whether one is not finite on any rank; for :class:`fusedcomm.GradScaler`."""
-        self._refuse_overlap("GradScaler")
+        """Multiplies the means, and says whether one is not finite on any rank; for :meth:`grad_scaler`."""
+        self._refuse_overlap("unscale_()")
         sums = self._own_sums()
         found = torch.zeros(1, dtype=torch.float32, device=self._sums.device)
         torch._amp_foreach_non_finite_check_and_unscale_(sums, found, inv_scale.to(found.device))
-        self._sum_over_ranks(found, "GradScaler.unscale_()")
+        self._sum_over_ranks(found, "unscale_()")
         self._is_unscaled = True
         return {found.device: found.clamp_(max=1.0)}
 

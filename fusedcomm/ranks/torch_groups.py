@@ -11,20 +11,16 @@ old one.
   new one's Work keeps the outputs; in 2.14 a queue keeps that Work until a later call finds that it has ended.
 - Collectives: ``alltoall_base`` without splits is one equal all-to-all, which these builds hand to ``ncclAlltoAll``.
   From 2.14 on it and ``_allgather_base`` stand for ``all_to_all_single`` and ``all_gather_single``.
-- Groups of fusedcomm's own, for sums on two levels and for copy engines, are always the old class: made by its
-  constructor, connected by ``eager_connect_single_device``, ended by ``shutdown()``. Each has its own communicator, so
+- Groups of fusedcomm's own, for sums on two levels, are always the old class: made by its constructor,
+  connected by ``eager_connect_single_device``, ended by ``shutdown()``. Each has its own communicator, so
   the user's group may be of the other class.
 - Ends: torch's watchdog aborts NCCL's collectives, at the group's timeout. Where ranks come and go fusedcomm does, with
   ``Backend.abort()``, and the watchdog is told not to. It aborts receives of gloo's with ``Work.abort()``.
-- Windows, for copy engines only: from 2.13 on a communicator ends well that has some. Before, it ended the process.
 """
 
-import contextlib
-import ctypes
 import datetime
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -56,8 +52,6 @@ BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "nccl2", "nccl-legacy")}
 """The names of torch's backends over which fusedcomm moves gradients, by the type of device; the usual one first."""
 
 _CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
-# The oldest for copy engines.
-_TORCH, _NCCL, _DRIVER = (2, 13), (2, 28), 12050
 
 
 def declares(include: Path, header: str, pattern: str) -> bool:
@@ -107,25 +101,21 @@ def own_nccl(
     size: int,
     timeout: datetime.timedelta,
     device: torch.device,
-    zero_cta: bool = False,
     is_supervised: bool = True,
 ) -> dist.Backend:
     """A new, connected NCCL backend over the ranks that call this with the same name. A collective call of these ranks.
 
-    zero_cta: whether copy engines do what they can.
     is_supervised: whether torch's watchdog ends the process, or aborts collectives, when one fails or is late. If not,
         only ``abort()`` ends those that wait for a lost rank.
     """
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise RuntimeError(
             f"fusedcomm: torch {torch.__version__} has no torch.distributed.ProcessGroupNCCL, of which fusedcomm makes "
-            "groups of its own: use Config(hosts=None) and LocalOptions(copy_engines=False)"
+            "groups of its own: use Config(hosts=None)"
         )
     # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    if zero_cta:
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     with _environment_lock, env.changed(**({} if is_supervised else _UNSUPERVISED)):
         backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
     # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
@@ -133,68 +123,3 @@ def own_nccl(
     # because DDP's constructor has broadcast the parameters over it.
     backend.eager_connect_single_device(device)
     return backend
-
-
-# ---- copy engines
-
-
-def why_no_copy_engines(device: torch.device) -> str:
-    """Why NCCL cannot move bytes by copy engines on this rank; empty if nothing that can be asked speaks against it."""
-    version = torch.__version__
-    if tuple(map(int, version.split(".")[:2])) < _TORCH:
-        return f"torch {version} ends the process with a communicator that has windows, and 2.13 does not"
-    nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if nccl is None or not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or not hasattr(nccl.Options().config, "cta_policy"):
-        return f"torch {version} was built without NCCL's CTA policy"
-    for what, found in (("runs", nccl.get_runtime_nccl_version()), ("was built for", nccl.get_build_nccl_version())):
-        if tuple(found)[:2] < _NCCL:
-            return f"torch {what} NCCL {'.'.join(map(str, found))}, and 2.28 is needed"
-    driver = _driver()
-    if driver < _DRIVER:
-        found = f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "there is no driver"
-        return f"{found}, and one for CUDA 12.5 is needed"
-    links = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
-    if len(links) > 1 and not any(links[device.index]):
-        return f"NVLink connects {device} with none of the {len(links) - 1} other GPUs that this process sees"
-    return ""
-
-
-def _driver() -> int:
-    """The CUDA version of the driver, 12050 for 12.5; 0 without a driver."""
-    version = ctypes.c_int()
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return version.value
-
-
-class Windows:
-    """Makes an engine's workspaces symmetric windows of a communicator, as copy engines need them."""
-
-    # For the life of the process: ranks end at different moments, and a window must not end before a peer's last copy.
-    _pools: list["torch.cuda.MemPool"] = []
-
-    def __init__(self, backend: dist.Backend, device: torch.device) -> None:
-        self._backend, self._device = backend, device
-
-    @contextlib.contextmanager
-    def allocated(self) -> Iterator[None]:
-        """Memory that this thread allocates inside can become windows. Every rank must allocate the same, in order."""
-        self._pools.append(torch.cuda.MemPool(self._backend.mem_allocator))
-        with torch.cuda.use_mem_pool(self._pools[-1], self._device):
-            yield
-
-    def register(self) -> None:
-        """Makes that memory windows. A collective call; nothing may be allocated there afterwards."""
-        self._backend.register_mem_pool(self._pools[-1], symm=True)
-
-
-def transfers(device: torch.device, copy_engines: bool) -> str:
-    """What moves the bytes, and why, for the plan; empty on cpu."""
-    if device.type == "cpu":
-        return ""
-    if not copy_engines:
-        return "by NCCL's kernels, because copy_engines=False"
-    return (
-        "all-to-all and all-gather by copy engines if NCCL agrees, which a profile tells, because copy_engines=True; "
-        "all-reduce by NCCL's kernels, because it adds"
-    )

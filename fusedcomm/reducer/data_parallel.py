@@ -28,6 +28,7 @@ from fusedcomm.reducer.ddp_arguments import (
 )
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.reducer import GradReducer, release
+from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB
 from fusedcomm.session.off import told
 from fusedcomm.session.served import servers_of
 from fusedcomm.session.surface import Spelled
@@ -66,7 +67,7 @@ class DataParallel(Spelled, DistributedDataParallel):
         init_sync: whether construction broadcasts parameters and buffers. The ranks are compared in any case.
         process_group: None: the default group.
         bucket_cap_mb: a bucket is complete when it has this many MiB of gradients; the first has 1 MiB if that is less.
-            None: 25, or with a search the size that it finds.
+            None: 25.
         find_unused_parameters: whether a backward pass may leave out parameters; see :class:`GradReducer`.
         check_reduction: accepted with either value, because a missing gradient is always an error.
         gradient_as_bucket_view: accepted with either value. Gradients are sent from where they lie, so the copy that
@@ -168,13 +169,15 @@ class DataParallel(Spelled, DistributedDataParallel):
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._options = {
             "config": config,
-            "bucket_mib": bucket_cap_mb,
+            "bucket_mib": USUAL_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb,
             "local": local,
             "quiet": quiet,
             "members": members,
         }
         self._set_what_ddp_has()
         self._make_comm()
+        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
+        self.bucket_bytes_cap = self.comm.bucket_nbytes
         try:
             self._begin_equal(init_sync, broadcast_buffers or forward_sync_buffers is not None)
         except BaseException:
@@ -185,9 +188,6 @@ class DataParallel(Spelled, DistributedDataParallel):
         """Attributes that methods of DDP, torch and trainers read."""
         self.device_type, self.is_multi_device_module = self.device.type, False
         self.broadcast_bucket_size = 250 * _MIB
-        cap_mib = self._options["bucket_mib"]
-        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
-        self.bucket_bytes_cap = int((cap_mib if isinstance(cap_mib, (int, float)) else 25) * _MIB)
         self.use_side_stream_for_tensor_copies = True
         self.logger = self.mixed_precision = None
         self._use_python_reducer = self.batched_grad_copy = self.skip_all_reduce_unused_params = False

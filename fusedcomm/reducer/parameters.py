@@ -107,8 +107,8 @@ def refuse_with_members(
         )
     if is_search:
         raise ValueError(
-            "fusedcomm: a search (config='auto', bucket_mib='auto') times steps, and ranks that come and go would "
-            "change what it measures: with members name a wire, and a number of MiB"
+            "fusedcomm: a search (config='auto') times steps, and ranks that come and go would change what it "
+            "measures: with members name a wire"
         )
     for name, tensor in named:
         if isinstance(tensor, DTensor):

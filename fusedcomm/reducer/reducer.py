@@ -27,8 +27,8 @@ from fusedcomm.reducer.parameters import (
     tensors_of,
 )
 from fusedcomm.reducer.replicas import ignored_names
-from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
-from fusedcomm.session.norm import GradientNorms, Measured
+from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps, configs_of
+from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
@@ -43,7 +43,7 @@ _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakK
 """A module keeps its reducer alive."""
 
 
-class GradReducer(GradientNorms):
+class GradReducer(CommHandle):
     """Averages the gradients of parameters over the ranks while the backward pass runs.
 
     ::
@@ -68,9 +68,6 @@ class GradReducer(GradientNorms):
         config: a wire's name, a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`; see
             :func:`fusedcomm.autotune.auto.chosen`.
         bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.
-            "auto": the first steps try 25 MiB and other sizes, at most 82 steps, and the best is kept. Where sums
-            are not exact, the last bits of gradients depend on the size, with "fp32" only if there are more than two
-            ranks. None: 25, or "auto" if `config` is a search.
         process_group: None: the default group. Over gloo for parameters on cpu, over NCCL on one cuda device.
         find_unused_parameters: whether backward passes may leave out parameters. If no rank has used a parameter, its
             gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small
@@ -112,7 +109,7 @@ class GradReducer(GradientNorms):
         module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]],
         config: ConfigLike | None = None,
         *,
-        bucket_mib: BucketMib | None = None,
+        bucket_mib: float = USUAL_BUCKET_MIB,
         process_group: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
         every: int = 1,
@@ -121,16 +118,15 @@ class GradReducer(GradientNorms):
         members: Members | None = None,
     ) -> None:
         with told(None if members is not None else process_group or dist.group.WORLD):
-            choice = Choice.of(config, bucket_mib)
-            space = choice.space
-            configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
+            check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
+            configs, is_search = configs_of(config)
             local, quiet = local_options(local), quiet or env.quiet()
             check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
             check.flag("find_unused_parameters", find_unused_parameters)
             named = named_tensors(module_or_named_parameters)
             sparse = ids_of_sparse(module_or_named_parameters)
             if members is not None:
-                refuse_with_members(named, sparse, process_group, space is not None, find_unused_parameters)
+                refuse_with_members(named, sparse, process_group, is_search, find_unused_parameters)
         if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
         parameters, problem = [], None
@@ -139,10 +135,10 @@ class GradReducer(GradientNorms):
             parameters = synchronized_parameters(named, configs)
         except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
             problem = error
-        self._size = choice.size
+        caps = self._bucket_caps = bucket_caps(bucket_mib)
         also_agree = {
             "reducer": {
-                "bucket_mib": choice.bucket_mib,
+                "bucket_mib": bucket_mib,
                 "every": every,
                 "find_unused_parameters": find_unused_parameters,
                 "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
@@ -154,24 +150,24 @@ class GradReducer(GradientNorms):
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
             super().__init__(Training(members, configs[0], *arguments[1:], also_agree, model, problem))
-        elif space is None:
-            super().__init__(Session(configs[0], *arguments, **options))
+        elif is_search:
+            super().__init__(Tuner(configs, *arguments, has_off=False, caps=lambda: caps, **options))
         else:
-            super().__init__(make_tuner(choice, space, *arguments, self._size, **options))
+            super().__init__(Session(configs[0], *arguments, **options))
         self._store, self._num_meetings = self.session.store("reducer"), 0
         self.native = _C.GradReducer(
             synchronizer=self.session.synchronizer,
             # Gradients arrive from the model's end to its beginning.
             parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
-            first_bucket_nbytes=self._size.caps()[0],
-            bucket_nbytes=self._size.caps()[1],
+            first_bucket_nbytes=caps[0],
+            bucket_nbytes=caps[1],
             find_unused=find_unused_parameters,
             every=every,
             store=self._store,
             say=_say,
         )
         if isinstance(self.runs, Tuner):
-            self.runs.start(ReducerTarget(self.native, self._size))
+            self.runs.start(ReducerTarget(self.native))
         elif isinstance(self.runs, Training):
             self.runs.start(self.native)
         self.finds_unused, self._sparse = find_unused_parameters, sparse
@@ -233,7 +229,7 @@ class GradReducer(GradientNorms):
     @property
     def bucket_nbytes(self) -> int:
         """At so many bytes of gradients a bucket is complete, the first one perhaps before."""
-        return self._size.caps()[-1]
+        return self._bucket_caps[-1]
 
     def meet(self, what: str, problem: str = "", within_step: bool = False) -> None:
         """Returns once every rank has called this between the same backward passes. A collective call.
@@ -324,14 +320,6 @@ class GradReducer(GradientNorms):
         self.native.set_synchronizer(session.synchronizer)
         self._runs, self._end_owner = session, detach
 
-    def _measured(self, also: Iterable[torch.Tensor]) -> Measured:
-        if self.has_owner:
-            raise RuntimeError(
-                "fusedcomm: with a ShardedOptimizer gradients are this rank's own, not means: call its grad_norm() or "
-                "clip_grad_norm_()"
-            )
-        return super()._measured(also)
-
     def _let_go(self) -> None:
         if self._end_owner is not None:
             end, self._end_owner = self._end_owner, _nothing  # the optimizer is not kept
@@ -343,7 +331,7 @@ class GradReducer(GradientNorms):
             del _of_modules[module]
 
     def _caps(self) -> list[int] | None:
-        return None if self.has_owner else self._size.caps()
+        return None if self.has_owner else self._bucket_caps
 
     def _module(self) -> nn.Module | None:
         return self._module_of()

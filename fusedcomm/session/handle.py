@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.runs import Runs
 from fusedcomm.session.served import Place
@@ -19,7 +20,7 @@ from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import AddedPasses, give
 
 if TYPE_CHECKING:
-    from fusedcomm.autotune.search import Tuning
+    from fusedcomm.autotune.tuning import Tuning
     from fusedcomm.native import _C
 
 
@@ -31,6 +32,7 @@ class CommHandle(Surface):
     """
 
     _shows: tuple[str, ...] = (
+        "compare_parameters",
         "is_copy",
         "load_state_dict",
         "nonfinite_report",
@@ -175,7 +177,7 @@ class CommHandle(Surface):
         return self.runs.plan(self._caps())
 
     def tuning(self) -> "Tuning | None":
-        """What a search has found so far; printable. Can be saved once it is finished. None if nothing is searched."""
+        """What config="auto" has found so far; printable. None if nothing is searched."""
         return self.runs.tuning()
 
     def nonfinite_report(self) -> list[NonFinite]:
@@ -184,6 +186,21 @@ class CommHandle(Surface):
         Counting does not make the host wait, but this call waits for the kernels under way.
         """
         return self.session.nonfinite_report()
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        """Compares the parameters of all ranks now, bit for bit by checksums; None if they are equal. What is left out
+        of synchronization is left out here, too. A collective call, between steps.
+
+        A difference is also told as ``Config(compare=…)`` says; see ``compare_every`` there. A fault that changes the
+        parameters of all ranks alike is not found.
+
+        Raises:
+            RuntimeError: this object has been detached, or torch's own sums run; with ``compare="raise"`` on every
+                rank, if parameters differ.
+            DamagedError: with members, this rank's parameters are not those of most ranks.
+        """
+        self.refuse_detached("its ranks' parameters are not compared")
+        return self.runs.compare_parameters()
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records when the module's passes, each stage of each bucket and the optimizer ran. Writes a Chrome trace for
@@ -209,7 +226,7 @@ class CommHandle(Surface):
         self.refuse_detached("there is nothing to trace")
         if self.runs.is_searching:
             raise RuntimeError(
-                f"fusedcomm: {self.tuning().option} is still searching, and would change what is traced: wait for "
+                "fusedcomm: config='auto' is still searching, and would change what is traced: wait for "
                 "comm.tuning().finished"
             )
         if self.runs.is_off:

@@ -132,5 +132,12 @@ class OffSession(Runs):
         """Empty, because nothing is counted."""
         return []
 
+    def compare_parameters(self) -> None:
+        """Raises RuntimeError: no engine runs that could."""
+        raise RuntimeError(
+            "fusedcomm: with config='off' no engine runs that could compare parameters: attach with "
+            "Config('fp32', compare_every=…)"
+        )
+
     def stop(self, reason: str) -> None:
         """Nothing: no engine runs."""

@@ -40,19 +40,11 @@ class BucketRow:
 
 
 class Found(Protocol):
-    """What a plan shows of a search for the wire. :class:`fusedcomm.autotune.search.Tuning` is one."""
+    """What a plan shows of a search for the wire. :class:`fusedcomm.autotune.tuning.Tuning` is one."""
 
     @property
     def line(self) -> str:
         """The choice, or how far the search is; never empty."""
-
-    @property
-    def wires_line(self) -> str:
-        """Which wires it may choose, and how to let it choose others; empty if that is not known."""
-
-    @property
-    def has_tried_two_levels(self) -> bool:
-        """Whether a candidate with sums on two levels was tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +79,6 @@ class Plan:
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
     kept_nbytes: int = 0
     """With members: bytes of the codes and means that this rank keeps of all buckets."""
-    transfers: str = ""
-    """On cuda: what moves the bytes, and why. Empty on cpu and when `off`."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -116,8 +106,6 @@ class Plan:
         if self.one_level_reason and not self.off:
             hosts = self.config.groups or self.config.hosts
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
-        if self.transfers:
-            lines.append(f"  transfers: {self.transfers}")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.buckets or not self.frozen:
@@ -136,8 +124,7 @@ class Plan:
             return [f"fusedcomm: {self.headline}"]
         if self.tuning is None:
             return [f"fusedcomm: {self._way()}"]
-        wires = [f"  {self.tuning.wires_line}"] if self.tuning.wires_line else []
-        return [f"fusedcomm: {self.tuning.line}", *wires, f"  now {self._way()}"]
+        return [f"fusedcomm: {self.tuning.line}", f"  now {self._way()}"]
 
     def _off_text(self) -> str:
         return f"DDP's own exact all-reduce, {self.world_size} ranks"
@@ -150,7 +137,6 @@ class Plan:
             (
                 config.wire,
                 *(["rotated"] if config.blocks.rotate else []),
-                *(["rounded stochastically"] if config.is_stochastic else []),
                 *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )
@@ -175,7 +161,7 @@ class Plan:
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
             )
-        elif any(row.sum == "two-shot" for row in self.buckets) and not self._has_tried_two_levels:
+        elif any(row.sum == "two-shot" for row in self.buckets):
             lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         return lines
 
@@ -189,10 +175,6 @@ class Plan:
             if _FIRST_SHOWN <= index < len(self.buckets) - _LAST_SHOWN:
                 rest.setdefault(way, []).append(index)
         return [_line_of_many(like[way], [self.buckets[index] for index in indices]) for way, indices in rest.items()]
-
-    @property
-    def _has_tried_two_levels(self) -> bool:
-        return self.tuning is not None and self.tuning.has_tried_two_levels
 
     def _ranks(self) -> str:
         if self.hosts is None or self.one_level_reason:

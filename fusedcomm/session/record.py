@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def record_of(session: "Session", also_agree: dict[str, object]) -> dict[str, object]:
     """What must be equal on all ranks, `also_agree` included. Causes stand before what follows from them.
 
-    LocalOptions may differ, except copy_engines: the bytes do not depend on them.
+    LocalOptions may differ: the bytes do not depend on them.
     """
     searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
     record = {
@@ -22,7 +22,6 @@ def record_of(session: "Session", also_agree: dict[str, object]) -> dict[str, ob
         "wire": AUTO if searched else session.config.wire,
         **searched,
         "config": session.config.record(),
-        "copy_engines": session.local.copy_engines,
         **also_agree,
     }
     if session.parameters is not None:

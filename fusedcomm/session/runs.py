@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusedcomm.session.compare import ParameterDifference
     from fusedcomm.session.plan import Plan
     from fusedcomm.session.stats import Stats
 
@@ -34,6 +35,10 @@ class Runs:
     def stop(self, reason: str) -> None:
         """Stops what runs; buckets under way fail with `reason`. Idempotent."""
         raise NotImplementedError
+
+    def compare_parameters(self) -> "ParameterDifference | None":
+        """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
+        return self.session.compare_parameters()
 
     def tuning(self) -> object | None:
         """What a search has found; None without one."""

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import chunks, env
-from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, groups, hosts, torch_groups
+from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
 from fusedcomm.session import levels, plan, weights
+from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
 from fusedcomm.session.record import record_of
 from fusedcomm.session.runs import Runs
@@ -100,7 +101,7 @@ class Session(Runs):
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
-            with fitting, self._windows.allocated() if self._windows else contextlib.nullcontext():
+            with fitting:
                 synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
@@ -108,10 +109,8 @@ class Session(Runs):
                     parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                     wire_1d=cfg.wire_number_1d,
                     grad_device=device,
-                    checks=cfg.native_checks(),
+                    measure_every=cfg.measure_every,
                 )
-            if self._windows:
-                self._while_connecting(self._windows.register)
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
@@ -130,6 +129,7 @@ class Session(Runs):
             raise
         self.synchronizer = synchronizer
         self.weights = weights.used(synchronizer, cfg)
+        self.use_comparison([(p.name, p.tensor) for p in parameters or []])
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         self.recorder = Recorder(synchronizer, self._store, self.peers, place)
@@ -151,7 +151,6 @@ class Session(Runs):
             if problem is not None:
                 raise problem
             self.config.refuse_on(self.device.type)
-            self.local.refuse_copy_engines(auto=AUTO in (also_agree or {}))
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
@@ -168,11 +167,10 @@ class Session(Runs):
         return path
 
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
-        self.local.refuse_copy_engines(num_hosts=len(set(self.host_names)))
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
-        self.s_per_byte, self.codec, self._windows = path.s_per_byte, path.codec, path.windows
+        self.s_per_byte, self.codec = path.s_per_byte, path.codec
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
@@ -199,7 +197,7 @@ class Session(Runs):
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
-        self.s_per_byte, self._windows = beside.s_per_byte, None
+        self.s_per_byte = beside.s_per_byte
         self._transport = beside._transport
         return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
@@ -380,6 +378,20 @@ class Session(Runs):
             else:
                 collective()  # only enqueues, and does not wait
 
+    def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Compares these parameters every `compare_every` backward passes. Call it before the first."""
+        self._comparison = Comparison(self, named)
+        if self.config.compare_every is not None and self._comparison.named:
+            due = weakref.WeakMethod(self._compare_when_due)  # the engine must not keep the session
+            self.synchronizer.before_every(self.config.compare_every, lambda: due()())
+
+    def _compare_when_due(self) -> None:
+        self._comparison.when_due()
+
+    def compare_parameters(self) -> ParameterDifference | None:
+        """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
+        return self._comparison.now()
+
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
         """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
 
@@ -408,7 +420,6 @@ class Session(Runs):
             off=off,
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
-            transfers="" if off else torch_groups.transfers(self.device, self.local.copy_engines),
         )
 
     def max_over_ranks(self, value: float, what: str) -> float:

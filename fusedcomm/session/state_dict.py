@@ -56,8 +56,7 @@ def load_state_dict(session: Session, state: dict) -> None:
 def take_over(session: Session, old: Session) -> None:
     """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes.
 
-    `session` also does to the next pass what `old` was asked to do: weighs this rank and the passes that have only
-    added up, adds up squares, takes out a loss scale.
+    `session` also weighs this rank, and the passes that have only added up, as `old` was asked to.
     """
     known = {parameter.name for parameter in session.parameters or []}
 
@@ -70,7 +69,6 @@ def take_over(session: Session, old: Session) -> None:
     session.synchronizer.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
     session.synchronizer.step = old.synchronizer.step
     session.synchronizer.weights.take_over(old.synchronizer.weights)
-    session.synchronizer.epilogue.take_over(old.synchronizer.epilogue)
     # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
     ratio = session.world_size / old.world_size
     residuals = old.synchronizer.residuals()

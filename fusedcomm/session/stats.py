@@ -24,19 +24,6 @@ class StepTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified:
-    """The error of one bucket's result, against an exact all-reduce of the same gradients. Equal on every rank."""
-
-    step: int
-    bucket: str
-    """The bucket's label: see `BucketRow.label` of the plan."""
-    relative_error: float
-    """‖result − exact‖₂ / ‖exact‖₂; 0 if both are all zeros. Inf if only the exact sum is, or if an element is
-    finite in one of them and not in the other. NaN if gradients were not finite and the result is not finite there
-    either."""
-
-
-@dataclasses.dataclass(frozen=True)
 class NonFinite:
     """A rank's count of NaN and Inf in the gradients of one parameter."""
 
@@ -97,14 +84,12 @@ class Stats:
     nonfinite_by_parameter: dict[str, int] = dataclasses.field(default_factory=dict)
     quantization_error: dict[str, float] = dataclasses.field(default_factory=dict)
     """By the bucket's label, the relative error ‖g − ĝ‖₂ / ‖g‖₂ that was last measured (``measure_every`` of
-    :class:`fusedcomm.Checks`): g is this rank's gradient, ĝ what the other ranks received for it. With error feedback
+    :class:`fusedcomm.Config`): g is this rank's gradient, ĝ what the other ranks received for it. With error feedback
     the numerator is the norm of the residual after the step.
 
     On two levels the numerator is the error of the part of its host's sum that this rank encodes. The ratio is then as
     large as without for independent gradients, and √(ranks on a host) times as large for equal ones. Buckets that are
     summed exactly are missing."""
-    verified: tuple[Verified, ...] = ()
-    """The last 256 compared buckets, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
     changes: tuple[Change, ...] = ()
     """With members: the changes of who trains together, oldest first."""
     off: bool = False
@@ -140,10 +125,8 @@ class Stats:
             busy_ms/last, p50, p95 *            see :class:`StepTimes`
             quantization_error/max #            the largest of the buckets
             quantization_error/bucket_0 … #     each bucket's, if there are at most 16
-            verified_error/last, max #          of the kept entries of `verified`
 
-        All are finite, except the errors: they are Inf or NaN if gradients or results are (see :class:`Verified`), and
-        then the largest is, too.
+        All are finite, except the errors: they are Inf or NaN if gradients are, and then the largest is, too.
         """
         per_step = {
             "buckets_per_step": self.buckets,
@@ -160,8 +143,6 @@ class Stats:
         found["quantization_error/max"] = _largest(errors.values())
         if len(errors) <= MAX_BUCKETS_SHOWN:
             found |= {f"quantization_error/{_name_of(label)}": error for label, error in errors.items()}
-        verified = [each.relative_error for each in self.verified]
-        found |= {"verified_error/last": verified[-1] if verified else None, "verified_error/max": _largest(verified)}
         return {name.replace("/", separator): float(value) for name, value in found.items() if value is not None}
 
     def __repr__(self) -> str:
@@ -200,9 +181,6 @@ class Stats:
         if self.quantization_error:
             worst = max(self.quantization_error, key=lambda label: _nan_last(self.quantization_error[label]))
             rows.append(("quantization", f"error {self.quantization_error[worst]:.3g} at most, of {worst}"))
-        if self.verified:
-            last = self.verified[-1]
-            rows.append(("verified", f"error {last.relative_error:.3g} in step {last.step}, of {last.bucket}"))
         return rows
 
 
@@ -228,7 +206,6 @@ def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
             measured.bucket: _ratio(measured.error_norm.item(), measured.norm.item())
             for measured in synchronizer.measurements().values()
         },
-        verified=tuple(_verified(verification) for verification in synchronizer.verifications()),
     )
 
 
@@ -244,7 +221,6 @@ def together(found: Sequence[Stats]) -> Stats:
         wire_ratio=sum(each.sent_nbytes for each in found) / uncompressed if uncompressed else None,
         nonfinite_by_parameter={k: v for each in found for k, v in each.nonfinite_by_parameter.items()},
         quantization_error={k: v for each in found for k, v in each.quantization_error.items()},
-        verified=tuple(sorted((v for each in found for v in each.verified), key=lambda v: v.step)),
     )
 
 
@@ -270,12 +246,6 @@ def _largest(errors: Iterable[float]) -> float | None:
 def _name_of(label: str) -> str:
     """ "bucket_3" of the label of bucket 3."""
     return label.partition(" (")[0].replace(" ", "_")
-
-
-def _verified(verification: "_C.Verification") -> Verified:
-    error, exact, num_wrong = verification.norms.sqrt().tolist()
-    relative = float("inf") if num_wrong else _ratio(error, exact)
-    return Verified(verification.step, verification.bucket, relative)
 
 
 def _ratio(error: float, norm: float) -> float:

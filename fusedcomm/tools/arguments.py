@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from fusedcomm.literals import Wire, WireWithFeedback
+from fusedcomm.literals import Wire
 from fusedcomm.tools.errors import UsageError
 
-WIRES = tuple(wire for wire in get_args(Wire) if wire not in get_args(WireWithFeedback))
-"""fusedcomm.WIRES, which needs torch, without those that need error feedback: what is compared here has none."""
+WIRES = get_args(Wire)
+"""fusedcomm.WIRES, which needs torch."""
 
 COMPARED = ("bf16", "int8", "fp8", "int4")
 """Wires that plan and probe compare unless --wires names others."""

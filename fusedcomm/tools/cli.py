@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusedcomm import version
-from fusedcomm.tools.arguments import Parser, whole, wire
+from fusedcomm.tools.arguments import WIRES, Parser, whole, wire
 from fusedcomm.tools.demo import MAX_RANKS
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.plan import command as plan_command
@@ -108,9 +108,9 @@ def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small network under DDP and under each wire, and compare",
-        description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook,\n"
-        "under DDP with each fusedcomm wire, and with one wire in a GradReducer in place of DDP. Compares accuracy,\n"
-        "bytes and times from the same seeds. Starts processes on this machine over gloo, or joins those of torchrun.",
+        description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook and\n"
+        "under DDP with each fusedcomm wire. Compares accuracy and bytes from the same seeds. Starts processes on\n"
+        "this machine over gloo, or joins those of torchrun.",
         example="fusedcomm demo --steps 40 --seeds 1 --wires bf16 int8    (under a minute)",
     )
     demo.add_argument("--steps", type=whole(1), metavar="N", default=300, help="training steps in each run (300)")
@@ -122,9 +122,7 @@ def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
         metavar="N",
         help=f"processes to start, 2 to {MAX_RANKS} (2; under torchrun: its world size)",
     )
-    demo.add_argument(
-        "--out", type=Path, metavar="FOLDER", default=Path("out"), help="folder for demo.json and demo.png (out)"
-    )
+    demo.add_argument("--out", type=Path, metavar="FOLDER", default=Path("out"), help="folder for demo.json (out)")
     demo.set_defaults(run=_run_demo, parser=demo)
 
 
@@ -152,11 +150,10 @@ def _run_doctor(args: argparse.Namespace) -> int:
 def _run_demo(args: argparse.Namespace) -> int:
     from fusedcomm.tools import output
 
-    output.check((("--out", args.out / "demo.json"), ("--out", args.out / "demo.png")))
-    from fusedcomm.tools.demo.launch import Options, launch
+    output.check((("--out", args.out / "demo.json"),))
+    from fusedcomm.tools.demo.launch import launch
 
-    wires = None if args.wires is None else tuple(dict.fromkeys(args.wires))
-    return launch(Options(steps=args.steps, seeds=args.seeds, wires=wires, ranks=args.ranks, out=args.out))
+    return launch(args.steps, args.seeds, tuple(dict.fromkeys(args.wires or WIRES)), args.ranks, args.out)
 
 
 def _run_timeline(args: argparse.Namespace) -> int:

@@ -1,43 +1,30 @@
-"""The files that commands write. They are checked before the work begins; pictures are drawn with matplotlib."""
+"""The files that commands read and write, which are checked before the work begins, and progress bars."""
 
 import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fusedcomm.files import replacing, why_not_writable
+from fusedcomm.files import why_not_writable
 from fusedcomm.tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from tqdm import tqdm
-
-PICTURES = (".png", ".pdf", ".svg")
-BLACK, GREY = "#000000", "#8a8a8a"
-PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#8c510a", "#999933")
-"""Okabe and Ito's colors, which color-blind readers can tell apart; brown and olive in the place of a yellow that is
-faint on white."""
 
 
 def check(files: Iterable[tuple[str, Path | None]]) -> None:
     """Checks that files can be written, and creates their folders.
 
     Args:
-        files: (option that names the file, file). None: no file is written. For the option --plot the file is a
-            picture.
+        files: (option that names the file, file). None: no file is written.
 
     Raises:
-        UsageError: a file cannot be written, or a picture's suffix is not in PICTURES.
+        UsageError: a file cannot be written.
     """
     for option, path in files:
         if path is None:
             continue
-        if option == "--plot" and path.suffix.lower() not in PICTURES:
-            raise UsageError(
-                f"{option} {path}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
-            )
         if os.path.isdir(path):
             raise UsageError(f"{option} {path} is a folder; name a file")
         try:
@@ -73,24 +60,3 @@ def bar(**options: object) -> "tqdm":
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0  # its thread would run beside what is measured
     return tqdm(**options)
-
-
-def pyplot() -> ModuleType:
-    """matplotlib.pyplot, set up to draw files. Without matplotlib, raises ImportError that says what to install."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
-    matplotlib.use("Agg")  # draws files only, so no screen is needed
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save_picture(figure: "Figure", path: Path, dpi: int) -> None:
-    """Writes the picture, in the format that the file's name ends in, and closes it."""
-    from matplotlib import pyplot
-
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower(), dpi=dpi)
-    pyplot.close(figure)

@@ -167,11 +167,12 @@ def test_the_other_tables_are_of_the_results():
         assert document == _report.README or set(blocks) == set(tables)
     rows = [line.split("|") for line in blocks["fsdp"].splitlines()[2:]]
     assert len(rows) == 7 and all(cell.strip() for row in rows for cell in row[1:-1])
+    assert all(len(table.splitlines()) > 4 for table in blocks.values())
 
 
 def test_what_is_said_of_fsdp_is_of_the_results():
-    document = _report.FSDP.read_text()
-    said = " ".join(document[document.index("<!-- end -->") :].split())
+    document = _report.BENCHMARKS.read_text()
+    said = " ".join(document[document.index("<!-- fsdp -->") :].split())
     for hosts in (2, 4):
         rows = {row["impl"]: row for row in _report.load(f"fsdp-{hosts}-hosts-100mbit.json")["rows"]}
         steps = {way: row["median_s"] for way, row in rows.items()}

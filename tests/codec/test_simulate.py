@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import reference
 import torch
-from models import Gradients, feedback_of, synchronize
+from models import Gradients, synchronize
 from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import reference, simulation
+from fusedcomm import simulation
 from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
 
@@ -54,7 +55,7 @@ def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
                 mean = fusedcomm.simulate(
                     grads,
-                    Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire)),
+                    Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)),
                     exempt_mask=exempt,
                 )
                 assert mean.dtype == dtype
@@ -69,7 +70,7 @@ def test_one_shot_gives_the_bits_of_the_reference(wire, rotate):
         for exempt in (None, mask):
             mean = fusedcomm.simulate(
                 grads,
-                Config(wire, sum="one-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire)),
+                Config(wire, sum="one-shot", blocks=Blocks(rotate=rotate)),
                 exempt_mask=exempt,
             )
             assert torch.equal(mean, expected(grads, wire, rotate, exempt, sum="one-shot")), world_size
@@ -93,9 +94,7 @@ def test_predivide_is_the_codecs():
 def test_what_is_not_finite_ends_as_in_the_reference(wire, rotate):
     grads = gradients(3, (2000,))
     grads[1][100], grads[1][700], grads[2][1500] = torch.inf, -torch.inf, torch.nan
-    mean = fusedcomm.simulate(
-        grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire))
-    )
+    mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
     assert not mean.isfinite().all()
     assert torch.equal(mean.view(torch.int32), expected(grads, wire, rotate).view(torch.int32))
 
@@ -103,7 +102,7 @@ def test_what_is_not_finite_ends_as_in_the_reference(wire, rotate):
 def test_the_cut_into_pieces_does_not_show(monkeypatch):
     grads = gradients(3, (20011,))
     mask = torch.arange(20011) % 7 == 0
-    ways = [(Config(w, "two-shot", blocks=Blocks(rotate=r), feedback=feedback_of(w)), mask) for w, r in WAYS]
+    ways = [(Config(w, "two-shot", blocks=Blocks(rotate=r)), mask) for w, r in WAYS]
     ways.append((Config("bf16", "direct"), None))
     whole = [fusedcomm.simulate(grads, config, exempt_mask=exempt) for config, exempt in ways]
     monkeypatch.setattr(simulation, "_PIECES_NBYTES", 4 * 3 * 1024)
@@ -115,9 +114,7 @@ def test_the_cut_into_pieces_does_not_show(monkeypatch):
 def test_thousands_of_ranks():
     grads = list(torch.randn(3000, 40, generator=torch.Generator().manual_seed(0)))
     for wire, rotate in WAYS:
-        mean = fusedcomm.simulate(
-            grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate), feedback=feedback_of(wire))
-        )
+        mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
         assert torch.equal(mean, expected(grads, wire, rotate)), wire
 
 
@@ -164,7 +161,7 @@ def test_auto_decides_as_the_engine():
 
 def real_means(rank, world_size, shape, wire, kwargs):
     ddp = DistributedDataParallel(Gradients(shape))
-    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, feedback=feedback_of(wire), **kwargs), quiet=True)
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
     return synchronize(ddp, [gradients(world_size, shape)[rank]])[0]
 
 
@@ -184,7 +181,7 @@ REAL = [
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world_size", "shape", "wire", "kwargs"), REAL, ids=str)
 def test_it_gives_the_bits_of_real_ranks(ranks, world_size, shape, wire, kwargs):
-    mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, feedback=feedback_of(wire), **kwargs))
+    mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, **kwargs))
     for of_rank in ranks.run(real_means, shape, wire, kwargs, world_size=world_size):
         assert torch.equal(of_rank, mean)
 

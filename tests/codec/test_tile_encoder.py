@@ -1,21 +1,17 @@
-"""Stochastic rounding, error feedback, several wires in a message, sums into another layout: the C++ codec against the
+"""Error feedback, several wires in a message, sums into another layout: the C++ codec against the
 oracle, and the oracle against the properties that these must have."""
 
-import functools
-import itertools
-
 import pytest
+import reference
 import torch
 from values import BLOCK_WIRES, CODECS, DTYPES, uninitialised
 from values import signed as signed_by_seed
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 WIRES = ("bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))
 FORMATS = (None, "fp32", "bf16")
 NOTHING = torch.empty(0)
-KEY = reference.NoiseKey(seed=0x0123456789ABCDEF, parameter=5, step=3, source=2)
 
 
 @pytest.fixture(params=CODECS)
@@ -57,10 +53,6 @@ def feedbacks(format, numel):
     return (format, ours, numel), reference.Feedback(format, oracles)
 
 
-def noise(key):
-    return None if key is None else (key.seed, key.parameter, key.step, key.source)
-
-
 def same_residual(ours, oracles):
     return ours is None or torch.equal(ours[1], oracles.residual)
 
@@ -69,40 +61,36 @@ def same_residual(ours, oracles):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("stochastic", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype, stochastic):
+def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype):
     for format in FORMATS:
         layout = layout_of(wire, 5003)
         ours, oracles = feedbacks(format, layout.padded_numel)
         exact = signed(37, dtype, seed=7)
         for step in range(3):
-            key = reference.NoiseKey(9, 1, step, 0) if stochastic else None
             lossy = signed(5003, dtype, seed=step, specials=step == 1)
             # Slices end within blocks, and one begins at an odd element.
             slices = [lossy[:1], lossy[1:1200].clone(), lossy[1200:1203], lossy[1203:]]
             for chunk in range(layout.num_chunks):
                 out = uninitialised(layout.chunk_nbytes)
-                codec.pack(layout, chunk, slices, [exact], 1 / 3, out, noise(key), ours)
-                assert torch.equal(out, reference.pack(layout, chunk, lossy, exact, 1 / 3, key, oracles))
+                codec.pack(layout, chunk, slices, [exact], 1 / 3, out, ours)
+                assert torch.equal(out, reference.pack(layout, chunk, lossy, exact, 1 / 3, oracles))
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
-@pytest.mark.sampled(by=lambda stochastic, wire, **others: {"stochastic": stochastic, "scales": wire in BLOCK_WIRES})
-@pytest.mark.parametrize("stochastic", (False, True))
-def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stochastic):
+@pytest.mark.sampled(by=lambda wire, **others: {"scales": wire in BLOCK_WIRES})
+def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire):
     for format in FORMATS:
         layout = layout_of(wire, 5003)
-        rank, numel = 1, layout.num_chunks * layout.part.lossy_numel
+        numel = layout.num_chunks * layout.part.lossy_numel
         ours, oracles = feedbacks(format, numel)
         for step in range(3):
-            key = reference.NoiseKey(9, 1, step, reference.REDUCER) if stochastic else None
             lossy, exact = signed(5003, seed=step, specials=step == 1), signed(37, seed=9)
             for chunk in range(layout.num_chunks):
                 parts = reference.pack(layout, chunk, lossy, exact, 1.0)
                 out = uninitialised(layout.part.nbytes)
-                codec.reduce(layout, parts, 1 / 3, out, noise(key), ours, chunk, rank)
-                assert torch.equal(out, reference.reduce(layout, parts, 1 / 3, key, oracles, chunk, rank))
+                codec.reduce(layout, parts, 1 / 3, out, ours, chunk)
+                assert torch.equal(out, reference.reduce(layout, parts, 1 / 3, oracles, chunk))
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
@@ -115,16 +103,15 @@ def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
     assert (host.num_parts, host.num_chunks, host.part.lossy_numel) == (2, to.num_chunks, 3 * to.part.lossy_numel)
     assert all(host.lossy_range(c, 1) == (to.lossy_range(c, 3)[0], to.lossy_range(c, 5)[1]) for c in range(2))
     numel = to.num_chunks * 3 * to.part.lossy_numel
-    for stochastic, format in itertools.product((False, True), FORMATS):
+    for format in FORMATS:
         ours, oracles = feedbacks(format, numel)
         for step in range(2):
-            key = reference.NoiseKey(9, 1, step, 0x40000001) if stochastic else None
             lossy, exact = signed(5003, seed=step, specials=step == 1), signed(37, seed=9)
             for chunk in range(to.num_chunks):
                 parts = reference.pack(host, chunk, lossy, exact, 1.0)
                 out = uninitialised(3 * to.part_stride)
-                codec.reduce(host, parts, 0.5, out, noise(key), ours, chunk, 3, to, 3)
-                assert torch.equal(out, reference.reduce(host, parts, 0.5, key, oracles, chunk, 3, to, 3))
+                codec.reduce(host, parts, 0.5, out, ours, chunk, to, 3)
+                assert torch.equal(out, reference.reduce(host, parts, 0.5, oracles, chunk, to, 3))
                 assert same_residual(ours, oracles), (format, step, chunk)
 
 
@@ -145,8 +132,8 @@ def test_wires_share_a_message(codec, format):
         pieces, summed = [], [torch.full((layouts[0].part_stride,), fill, dtype=torch.uint8) for fill in (0xA5, 0x5A)]
         for layout, value, (ours, oracles) in zip(layouts, values, residuals, strict=True):
             exact_of = exact if layout.exact_numel else NOTHING
-            codec.pack(layout, chunk, [value], [exact_of], 1.0, message, None, ours)
-            piece = reference.pack(layout, chunk, value, exact_of, 1.0, None, oracles)
+            codec.pack(layout, chunk, [value], [exact_of], 1.0, message, ours)
+            piece = reference.pack(layout, chunk, value, exact_of, 1.0, oracles)
             pieces.append(piece.view(3, -1))
             assert same_residual(ours, oracles)
         assert torch.equal(message.view(3, -1), torch.cat(pieces, dim=1))
@@ -173,62 +160,16 @@ def test_residuals_that_do_not_fit_are_refused(codec):
     numel = layout.padded_numel
     out, values, exact = torch.zeros(layout.chunk_nbytes, dtype=torch.uint8), [torch.zeros(1000)], [torch.zeros(37)]
     with pytest.raises(ValueError, match=f"residual has {numel - 64} elements, but this encoder encodes {numel}"):
-        codec.pack(layout, 0, values, exact, 1.0, out, None, ("fp32", residual("fp32", numel - 64), numel - 64))
+        codec.pack(layout, 0, values, exact, 1.0, out, ("fp32", residual("fp32", numel - 64), numel - 64))
     with pytest.raises(ValueError, match="residual must have"):
-        codec.pack(layout, 0, values, exact, 1.0, out, None, ("bf16", residual("fp32", numel), numel))
+        codec.pack(layout, 0, values, exact, 1.0, out, ("bf16", residual("fp32", numel), numel))
     with pytest.raises(ValueError, match="a residual cannot be 'fp8': use 'fp32' or 'bf16'"):
-        codec.pack(layout, 0, values, exact, 1.0, out, None, ("fp8", residual("fp32", numel), numel))
+        codec.pack(layout, 0, values, exact, 1.0, out, ("fp8", residual("fp32", numel), numel))
     with pytest.raises(ValueError, match="cannot become 2 parts of"):
         codec.reduce(layout, out, 1.0, torch.zeros(2 * layout.part_stride, dtype=torch.uint8), num_parts=2)
 
 
 # ---- what the oracle means
-
-
-def test_the_noise_is_philox():
-    """Random123's known answers for Philox4x32-10. Each element takes 16 of the bits."""
-
-    def words(key, first):
-        halves = (reference.noise(key, first, 8) * 2**16).long().tolist()
-        return [low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True)]
-
-    assert words(reference.NoiseKey(0, 0, 0, 0), 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ones = 0xFFFFFFFF
-    key = reference.NoiseKey(ones << 32 | ones, ones, ones, ones)
-    assert words(key, 8 * ones) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    key = reference.NoiseKey(0x299F31D0A4093822, 0x85A308D3, 0x13198A2E, 0x03707344)
-    assert words(key, 8 * 0x243F6A88) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-
-
-def test_noise_does_not_depend_on_where_it_is_cut():
-    whole = reference.noise(KEY, 0, 100)
-    assert all(torch.equal(reference.noise(KEY, first, 5), whole[first : first + 5]) for first in range(95))
-    assert whole.min() >= 0 and whole.max() < 1
-
-
-@functools.cache
-def noise_of_steps():
-    """Noise for 64 elements in each of 4096 steps, fp32 [4096, 64]."""
-    return torch.stack([reference.noise(reference.NoiseKey(0, 0, step, 0), 0, 64) for step in range(4096)])
-
-
-@pytest.mark.parametrize("wire", [wire for wire in WIRES if "rotated" not in wire])
-def test_stochastic_rounding_is_right_in_the_mean_and_goes_to_a_neighbour(wire):
-    generator = torch.Generator().manual_seed(1)
-    # The first element sets the scale. All others lie between neighboring values of the wire.
-    y = torch.cat([torch.tensor([100.0]), torch.rand(63, generator=generator) * 90 - 45])
-    # int4's and int2's scales differ by the rounding; noise of a half rounds to the nearest with the stochastic one.
-    half = torch.full_like(y, 0.5) if wire in ("int4", "int2") else None
-    nearest = reference.decode(*reference.encode(y, wire, 64, half), wire, 64)
-    num_draws = len(noise_of_steps())
-    drawn = reference.encode(y.repeat(num_draws), wire, 64, noise_of_steps().view(-1))  # a block for each step
-    values = reference.decode(*drawn, wire, 64).view(num_draws, 64)
-    total, least, greatest = values.double().sum(0), values.amin(0), values.amax(0)
-    step_size = greatest - least
-    assert torch.all((least <= y + 1e-4) & (y <= greatest + 1e-4))
-    assert torch.all((nearest == least) | (nearest == greatest))
-    # The tolerance is five standard deviations of the mean of Bernoulli draws.
-    assert torch.all((total / num_draws - y).abs() <= 5 * 0.5 * step_size / num_draws**0.5 + 1e-4)
 
 
 @pytest.mark.parametrize("format", ("fp32", "bf16"))
@@ -241,7 +182,7 @@ def test_error_feedback_delays_instead_of_losing(format):
     num_steps = 200
     for _ in range(num_steps):
         for name, kept in (("without", None), ("with", feedback)):
-            parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, None, kept)
+            parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, kept)
             sums[name] += reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].double()
     errors = {name: ((total / num_steps - gradient).norm() / gradient.norm()).item() for name, total in sums.items()}
     assert errors["without"] > 0.05  # rounding to nearest loses the same in every step
@@ -255,8 +196,8 @@ def test_what_is_not_finite_does_not_live_on_in_a_residual():
     broken = gradient.clone()
     broken[70] = torch.inf
     broken[200] = torch.nan
-    reference.pack(layout, 0, broken, NOTHING, 1.0, None, feedback)
+    reference.pack(layout, 0, broken, NOTHING, 1.0, feedback)
     kept = feedback.residual.view(torch.float32)
     assert kept.isfinite().all() and not kept[64:128].any() and not kept[192:256].any() and kept[:64].any()
-    parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, None, feedback)
+    parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, feedback)
     assert reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].isfinite().all()

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.integrations.attachment import Attachment
 from fusedcomm.native import _C
 
@@ -19,17 +19,18 @@ EVERYTHING = Config(
     "two-shot",
     wires={"*.0": "fp32", "1d": "int8"},
     blocks=Blocks(64, rotate=True),
-    rounding=Rounding("stochastic", seed=3),
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
-    checks=Checks(verify_every=5, fallback=Fallback(0.5, "fp32")),
+    measure_every=5,
+    compare_every=None,
+    compare="raise",
     hosts=TwoLevels([[0, 1]], "fp16"),
 )
 
 # --- one object ------------------------------------------------------------------------------------------------------
 
 SHAPE = (70, 90)
-CONFIG = Config("int8", "two-shot", blocks=Blocks(64), rounding=Rounding("stochastic", seed=7), chunks=Chunks(4096))
+CONFIG = Config("int8", "two-shot", blocks=Blocks(64), chunks=Chunks(4096))
 
 
 def gradient_of(rank):
@@ -108,10 +109,11 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "sum": "auto",
         "wires": {},
         "blocks": Blocks(),
-        "rounding": Rounding(),
         "feedback": None,
         "chunks": Chunks(),
-        "checks": Checks(),
+        "measure_every": 1000,
+        "compare_every": 1000,
+        "compare": "warn",
         "hosts": "auto",
     }.items():
         changed = dataclasses.replace(EVERYTHING, **{field: value})
@@ -133,8 +135,7 @@ def test_a_configuration_is_shown_as_one_would_write_it():
         assert eval(repr(config), vars(fusedcomm.config)) == config
     assert repr(Config("bf16", hosts="auto")) == "Config(wire='bf16')"
     assert repr(Config("bf16", hosts=None)) == "Config(wire='bf16', hosts=None)"
-    checks = Checks(verify_every=5, fallback=Fallback(0.5))
-    assert repr(checks) == "Checks(verify_every=5, fallback=Fallback(error=0.5, wire='bf16'))"
+    assert repr(Feedback("bf16")) == "Feedback(format='bf16')"
 
 
 def test_a_configuration_cannot_be_changed_from_outside():
@@ -155,8 +156,7 @@ def test_two_ways_to_say_the_same_are_agreed_on():
 def test_biases_and_norms_are_exact_on_wires_with_scales_unless_something_else_is_said_of_them():
     bias = torch.zeros(3)
     for wire in fusedcomm.WIRES:
-        feedback = Feedback() if wire == "int2" else None
-        default, all_alike = Config(wire, feedback=feedback), Config(wire, feedback=feedback, wires={"1d": wire})
+        default, all_alike = Config(wire), Config(wire, wires={"1d": wire})
         assert default.exempts_1d == _C.has_scales(wire) and not all_alike.exempts_1d
         assert default.wire_number("head.bias", torch.zeros(3, 3)) == 0 == all_alike.wire_number("head.bias", bias)
     first = Config("int8", wires={"head.*": "bf16"})

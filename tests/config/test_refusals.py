@@ -4,15 +4,12 @@ error names both values of a pair."""
 import pytest
 
 import fusedcomm
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
 
 
 def words_of(value):
     """A value's test id. It must be the same in every process, and a lambda's text has an address in memory."""
     return str(value) if isinstance(value, list) else "make"
-
-
-OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
 
 
 @pytest.mark.parametrize(
@@ -33,10 +30,14 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Config(wires={"": "fp8"}), ["wires['']", "pattern"]),
         (lambda: Config(wires={5: "fp8"}), ["wires[5]", "pattern"]),
         (lambda: Config(blocks=64), ["blocks=64", "a fusedcomm.Blocks(…)"]),
-        (lambda: Config(rounding="stochastic"), ["rounding='stochastic'", "a fusedcomm.Rounding(…)"]),
         (lambda: Config(feedback=True), ["feedback=True", "a fusedcomm.Feedback(…)"]),
         (lambda: Config(chunks=4096), ["chunks=4096", "a fusedcomm.Chunks(…)"]),
-        (lambda: Config(checks=100), ["checks=100", "a fusedcomm.Checks(…)"]),
+        (lambda: Config(compare_every=0), ["compare_every=0", "1 or more, or None for never"]),
+        (lambda: Config(compare_every=2.5), ["compare_every=2.5", "whole number"]),
+        (lambda: Config(compare="stop"), ["compare='stop'", "'raise'"]),
+        (lambda: Config(measure_every=-3), ["measure_every=-3", "0 for never"]),
+        (lambda: Config(measure_every=1.5), ["measure_every=1.5", "whole number"]),
+        (lambda: Config(measure_every=2**70), [f"measure_every={2**70}", "number of steps"]),
         (lambda: Config(hosts="by rack"), ["hosts='by rack'", "'auto'"]),
         (lambda: Config(hosts=[[0, "1"]]), ["hosts=[[0, '1']] is not possible", "use 'auto'"]),
         (lambda: Config(hosts=[]), ["hosts=[]", "it has no ranks"]),
@@ -49,9 +50,6 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Blocks(8192), ["Blocks(numel)=8192"]),
         (lambda: Blocks("128"), ["Blocks(numel)='128'", "power of two"]),
         (lambda: Blocks(rotate=1), ["Blocks(rotate)=1", "True or False"]),
-        (lambda: Rounding("up"), ["Rounding(kind)='up'", "'stochastic'"]),
-        (lambda: Rounding("stochastic", -1), ["Rounding(seed)=-1", "2^64 - 1"]),
-        (lambda: Rounding("stochastic", 0.5), ["Rounding(seed)=0.5", "whole number"]),
         (lambda: Feedback("fp8"), ["Feedback(format)='fp8'", "'fp32', 'bf16'"]),
         (lambda: Feedback(decay=0), ["Feedback(decay)=0", "above 0 and at most 1"]),
         (lambda: Feedback(decay=1.5), ["Feedback(decay)=1.5", "above 0 and at most 1"]),
@@ -61,27 +59,20 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Chunks(2**62), [f"Chunks(nbytes)={2**62}", "from 4096 to 1073741824"]),
         (lambda: Chunks(in_flight=0), ["Chunks(in_flight)=0", "1 to 64"]),
         (lambda: Chunks(in_flight=65), ["Chunks(in_flight)=65", "1 to 64"]),
-        (lambda: Checks(verify_every=-1), ["Checks(verify_every)=-1", "number of steps, or 0"]),
-        (lambda: Checks(verify_every=1.5), ["Checks(verify_every)=1.5", "whole number"]),
-        (lambda: Checks(measure_every=-3), ["Checks(measure_every)=-3", "0 for never"]),
-        (lambda: Checks(measure_every=2**70), [f"Checks(measure_every)={2**70}", "number of steps"]),
-        (lambda: Checks(1, fallback=0.5), ["Checks(fallback)=0.5", "a fusedcomm.Fallback(…)"]),
-        (lambda: Fallback(0), ["Fallback(error)=0", "greater than 0"]),
-        (lambda: Fallback(float("nan")), ["Fallback(error)=nan", "greater than 0"]),
-        (lambda: Fallback(10**400), ["Fallback(error)=1000", "greater than 0"]),
-        (lambda: Fallback(0.5, "int8"), ["Fallback(wire)='int8'", "'bf16'"]),
         (lambda: LocalOptions(stall_after=-1), ["stall_after=-1", "a number of seconds from 0.1 to 1e9"]),
         (lambda: LocalOptions(codec_threads=0), ["codec_threads=0", "1 to 256"]),
         (lambda: LocalOptions(codec_threads=100000), ["codec_threads=100000", "1 to 256"]),
         (lambda: LocalOptions(codec_threads=2.0), ["codec_threads=2.0", "whole number"]),
         (lambda: fusedcomm.Residuals("int8"), ["Feedback(format)='int8'", "'bf16'"]),
-        (lambda: fusedcomm.Auto("bf16"), ["wires='bf16' is one string", "('bf16',)"]),
-        (lambda: fusedcomm.Auto(5), ["wires=5", "pass a tuple"]),
-        (lambda: fusedcomm.Auto(()), ["wires=()", "leaves nothing to try"]),
-        (lambda: fusedcomm.Auto(("fp7",)), ["wires=('fp7',)", "'fp8'"]),
-        (lambda: fusedcomm.Auto(("off",)), ["wires=('off',)", "DDP's own all-reduce is always tried"]),
-        (lambda: fusedcomm.Auto(tuned=5), ["tuned=5", "path that its save() wrote"]),
-        (lambda: fusedcomm.Auto(base="int8"), ["base='int8'", "a fusedcomm.Config(…)"]),
+        (lambda: fusedcomm.Auto("bf16"), ["candidates='bf16' is one string", "('bf16',)"]),
+        (lambda: fusedcomm.Auto(5), ["candidates=5", "pass a tuple"]),
+        (lambda: fusedcomm.Auto(()), ["candidates=()", "leaves nothing to try"]),
+        (lambda: fusedcomm.Auto(("fp7",)), ["candidates=('fp7',)", "'fp8'", "a fusedcomm.Config(…)"]),
+        (lambda: fusedcomm.Auto((["bf16"],)), ["candidates=(['bf16'],)", "['bf16'] is not known"]),
+        (lambda: fusedcomm.Auto(("off",)), ["candidates=('off',)", "DDP's own all-reduce is always tried"]),
+        (lambda: fusedcomm.Auto(("int4",)), ["candidates=('int4',)", "fusedcomm.Config('int4') in its place"]),
+        (lambda: fusedcomm.Auto(("bf16", Config())), ["Config(wire='bf16')", "has one of them twice"]),
+        (lambda: fusedcomm.Auto(("bf16",) * 6), ["at most 5", "fusedcomm probe"]),
     ],
     ids=words_of,
 )
@@ -96,10 +87,8 @@ def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
     [
         (
             lambda: Config("bf16", blocks=Blocks(64)),
-            ["Blocks(numel=64) has no effect", "wire='bf16'", "int8, fp8, int4, int2"],
+            ["Blocks(numel=64) has no effect", "wire='bf16'", "int8, fp8, int4"],
         ),
-        (lambda: Config("int2"), ["wire='int2' needs error feedback", "feedback=fusedcomm.Feedback()", "'int4'"]),
-        (lambda: Config("int8", wires={"w.*": "int2"}), ["wires['w.*']='int2' needs error feedback", "Feedback()"]),
         (lambda: Config("bf16", blocks=Blocks(rotate=True)), ["rotate=True", "wire='bf16'", "int8, fp8, int4"]),
         (lambda: Config("int8", sum="direct"), ["sum='direct'", "wire='int8'", "sum='two-shot'"]),
         (lambda: Config("fp32", sum="direct"), ["sum='direct'", "wire='fp32'", "sum='exact'"]),
@@ -109,21 +98,8 @@ def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
         (lambda: Config(sum="direct", wires={"a": "int8"}), ["sum='direct'", "wires={…: 'int8'}", "sum='two-shot'"]),
         (lambda: Config("fp32", "exact", wires={"a": "int8"}), ["sum='exact'", "wires={…: 'int8'}", "no other wires"]),
         (lambda: Config("bf16", predivide=2.0), ["predivide=2", "wire='bf16'", "fp16"]),
-        (lambda: Rounding(seed=3), ["kind='nearest'", "seed=3", "kind='stochastic'"]),
-        (lambda: Config("fp32", rounding=Rounding("stochastic")), ["Rounding('stochastic')", "wire='fp32'"]),
-        (lambda: Config(sum="direct", rounding=Rounding("stochastic")), ["Rounding('stochastic')", "sum='direct'"]),
         (lambda: Config("fp32", feedback=Feedback()), ["Feedback('fp32')", "wire='fp32'", "rounds nothing"]),
         (lambda: Config(sum="direct", feedback=Feedback("bf16")), ["Feedback('bf16')", "sum='direct'", "two-shot"]),
-        (lambda: Checks(fallback=Fallback(0.5)), ["verify_every=0", "Fallback(error=0.5, wire='bf16')"]),
-        (
-            lambda: Config(sum="direct", checks=OFF_BY),
-            ["Fallback(error=0.5, wire='bf16')", "sum='direct'", "'two-shot'"],
-        ),
-        (lambda: Config("bf16", checks=OFF_BY), ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='bf16'"]),
-        (
-            lambda: Config("fp32", checks=OFF_BY),
-            ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='fp32'", "leave the fallback out"],
-        ),
         (
             lambda: Config("fp32", "exact", hosts=TwoLevels()),
             ["hosts=TwoLevels()", "sum='exact' has one", "'two-shot'"],
@@ -134,19 +110,6 @@ def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
         ),
         (lambda: Config(sum="one-shot", hosts=2), ["hosts=2", "sum='one-shot' has one"]),
         (lambda: Config("fp32", hosts=TwoLevels("auto", "bf16")), ["local_wire='bf16'", "wire='fp32'"]),
-        (lambda: fusedcomm.Auto(("bf16",), base=Config("int8")), ["Config(wire='int8')", "wires=('bf16',)"]),
-        (
-            lambda: fusedcomm.Auto(("fp32", "bf16"), base=Config(feedback=Feedback())),
-            ["cannot try 'fp32' of wires=('fp32', 'bf16')", "Feedback('fp32')", "rounds nothing"],
-        ),
-        (
-            lambda: fusedcomm.Auto(("bf16", "int8"), base=Config(sum="direct")),
-            ["cannot try 'int8'", "sum='direct'", "wire='int8'"],
-        ),
-        (
-            lambda: fusedcomm.Auto(("bf16", "int8"), base=Config("int8", checks=OFF_BY)),
-            ["cannot try 'bf16'", "Fallback(error=0.5, wire='bf16')", "wire='bf16'"],
-        ),
     ],
     ids=words_of,
 )

@@ -18,7 +18,6 @@ from models import (
     by_kind,
     constant,
     error_of,
-    feedback_of,
     refusal,
     synchronize,
     synchronized,
@@ -244,7 +243,7 @@ def test_compiled_autograds_python_reducer_is_refused_loudly(ranks):
 def aliasing(rank, world_size, wire, views):
     """With views every gradient stays in its bucket's memory. Sizes are whole blocks, so that int8 is exact, too."""
     ddp = DistributedDataParallel(Gradients((5120,), (3072,)), gradient_as_bucket_view=views)
-    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, feedback=feedback_of(wire)))
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     pointers = []
     for _ in range(4):
         ddp([torch.full((5120,), 2.0 * rank), torch.full((3072,), 4.0 * rank)]).backward()
@@ -386,7 +385,7 @@ def test_sparse_gradients_pass_exactly_with_one_warning():
 def joined(rank, world_size, wire):
     """Rank 0 has two batches, rank 1 has five. Rank 0 then takes part with buckets of zeros at new addresses."""
     ddp = DistributedDataParallel(Gradients((5120,), (64, 40)), **SMALL_BUCKETS)
-    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, feedback=feedback_of(wire)))
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     seen = []
     with Join([ddp]):
         for _ in range(2 + 3 * rank):

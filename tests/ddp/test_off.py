@@ -137,7 +137,7 @@ def test_where_it_is_not_possible_the_error_says_what_to_use(make, words):
     assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
-@pytest.mark.parametrize("command", [["plan", "--ranks", "2", "--params", "1e6"], ["demo"], ["probe"]], ids=str)
+@pytest.mark.parametrize("command", [["plan", "--hosts", "2", "--params", "1e6"], ["demo"], ["probe"]], ids=str)
 def test_commands_say_that_they_always_compare_it(capsys, command):
     with pytest.raises(SystemExit, match="^2$"):
         cli.main([*command, "--wires", "int8", "off"])

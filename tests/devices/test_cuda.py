@@ -21,7 +21,6 @@ from traces import read
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.config import Chunks, Config, LocalOptions
-from fusedcomm.ranks import torch_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -227,7 +226,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 
 def searched(rank, world_size):
     """Trains on integers, so that every mean is exact. Returns (whether the search has finished, its choice, step times
-    of the trials in ms, each step's wire, the number of wrong elements)."""
+    of the candidates in ms, each step's wire, the number of wrong elements)."""
     shapes = ((200_000,), (3_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("fp32", "bf16", "fp16")), quiet=True)
@@ -240,7 +239,7 @@ def searched(rank, world_size):
         wires.append("off" if plan.off else plan.config.wire)
     tuning = comm.tuning()
     comm.detach()
-    return tuning.finished, tuning.chosen, [trial.step_ms for trial in tuning.trials], wires, wrong
+    return tuning.finished, tuning.chosen, list(tuning.step_ms.values()), wires, wrong
 
 
 def test_a_search_ends_alike_on_all_ranks_and_every_step_is_right(ranks):
@@ -382,23 +381,6 @@ def test_options_for_the_cpu_are_refused(local, words):
     with one_rank_group():
         with pytest.raises(ValueError, match=words):
             fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), local=local)
-
-
-def test_copy_engines_are_refused_by_name_or_give_the_same_gradients():
-    """One rank: this shows that windows are registered and that their group ends, not that copy engines run."""
-    with one_rank_group():
-        ddp = DistributedDataParallel(Gradients((5000,)).cuda())
-        local = LocalOptions(copy_engines=True)
-        if reason := torch_groups.why_no_copy_engines(torch.device("cuda", 0)):
-            with pytest.raises(RuntimeError, match="copy_engines=True\\) is not possible here") as error:
-                fusedcomm.attach(ddp, "int8", local=local, quiet=True)
-            assert reason in str(error.value)
-            return
-        comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot"), local=local, quiet=True)
-        (seen,) = synchronize(ddp, [torch.full((5000,), 3.0).cuda()])
-        assert seen.unique().tolist() == [3.0]
-        assert "by copy engines if NCCL agrees" in str(comm.plan())
-        comm.detach()
 
 
 def test_gradients_on_cuda_over_gloo_are_refused():

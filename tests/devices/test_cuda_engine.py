@@ -17,7 +17,7 @@ from models import Gradients, Mlp, Sparse, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, Rounding
+from fusedcomm.config import Blocks, Chunks, Config, Feedback
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
@@ -71,14 +71,13 @@ def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes
         flat = torch.cat([gradient.flatten() for gradient in seen])
         bits = (torch.where(flat.isnan(), torch.nan, flat) if any_nan else flat).view(torch.uint8)
         # As text, because some errors are NaN, which equals nothing.
-        told = str(stats.verified), str(stats.quantization_error)
+        told = str(stats.quantization_error)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
     return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
 
 
 CHUNKED = Chunks(4096)
-MEASURED = Checks(verify_every=1, measure_every=1)
-STOCHASTIC = {"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")}
+KEPT_IN_BF16 = {"feedback": Feedback("bf16")}
 ROTATED_INT4 = {"wires": {"1d": "int4"}, "blocks": Blocks(rotate=True), "chunks": CHUNKED}
 EXEMPT = {"weights.[24]": "fp32"}
 
@@ -87,7 +86,7 @@ CONFIGS = {
     "fp32 two-shot": Config("fp32", "two-shot"),
     "bf16": Config("bf16"),
     "bf16 two-shot chunked": Config("bf16", "two-shot", chunks=CHUNKED),
-    "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}, checks=Checks(verify_every=1)),
+    "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}),
     "fp16 direct": Config("fp16", "direct"),
     "int8": Config("int8", "two-shot"),
     "int8 rotated": Config("int8", "two-shot", blocks=Blocks(rotate=True)),
@@ -96,41 +95,36 @@ CONFIGS = {
     "int4": Config("int4", "two-shot"),
     "int4 rotated": Config("int4", "two-shot", **ROTATED_INT4),
     "bf16 feedback": Config("bf16", "two-shot", feedback=Feedback()),
-    "fp16 stochastic": Config("fp16", "two-shot", rounding=Rounding("stochastic"), chunks=CHUNKED),
-    "fp8 stochastic feedback": Config("fp8", "two-shot", **STOCHASTIC),
-    "int4 rotated stochastic feedback": Config(
-        "int4", "two-shot", **ROTATED_INT4, rounding=Rounding("stochastic", 2**64 - 3), feedback=Feedback("bf16")
-    ),
+    "fp16 chunked": Config("fp16", "two-shot", chunks=CHUNKED),
+    "fp8 feedback": Config("fp8", "two-shot", **KEPT_IN_BF16),
+    "int4 rotated feedback": Config("int4", "two-shot", **ROTATED_INT4, **KEPT_IN_BF16),
     "several wires": Config(
         "int8",
         "two-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "bf16", "1d": "int8"},
         blocks=Blocks(rotate=True),
         chunks=CHUNKED,
-        **STOCHASTIC,
+        **KEPT_IN_BF16,
     ),
     "two levels": Config(
-        "int4", "two-shot", blocks=Blocks(rotate=True), chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **STOCHASTIC
+        "int4", "two-shot", blocks=Blocks(rotate=True), chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16
     ),
     "two levels measured": Config(
-        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, checks=MEASURED, hosts=[[0, 3], [1, 2]]
+        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, measure_every=1, hosts=[[0, 3], [1, 2]]
     ),
     "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
-    "int4 one-shot rotated": Config("int4", "one-shot", **ROTATED_INT4, **STOCHASTIC),
+    "int4 one-shot rotated": Config("int4", "one-shot", **ROTATED_INT4, **KEPT_IN_BF16),
     "several wires one-shot": Config(
         "fp8",
         "one-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "fp16", "1d": "fp8"},
         feedback=Feedback("bf16"),
-        checks=MEASURED,
+        measure_every=1,
     ),
-    "int2": Config("int2", "two-shot", feedback=Feedback()),
-    "int2 one-shot": Config("int2", "one-shot", chunks=CHUNKED, **STOCHASTIC),
-    "int2 two levels": Config("int2", "two-shot", feedback=Feedback("bf16"), hosts=[[0, 1], [2, 3]]),
     "fp32 one-shot": Config("fp32", "one-shot"),
     "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
-    "measured": Config("int8", "two-shot", checks=Checks(measure_every=1)),
+    "measured": Config("int8", "two-shot", measure_every=1),
     "int8 chunked": Config("int8", "two-shot", blocks=Blocks(32), chunks=Chunks(4096, in_flight=1)),
 }
 
@@ -231,21 +225,20 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes are worked out by hand. There are two parts, or one in a one-shot. The bucket has 600 lossy elements in
     blocks of 64, and 3000 exact elements."""
     part = {"shape.stride": 1504 * 4 + 32 + 320, "shape.numel": 320, "shape.exact_numel": 1504}
-    no_noise = dict.fromkeys(("key.seed", "key.parameter", "key.step", "key.source"), 0)
     of_bucket = {"first_part": 0}
     counted = {"lossy.num_slices": 1, "exact.num_slices": 1}
-    for rank, launches in enumerate(ranks.run(recorded, library, "two-shot", world_size=2)):
+    for launches in ranks.run(recorded, library, "two-shot", world_size=2):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
-        assert pack_args == {**of_bucket, **counted, **part, "num_parts": 2, "scale": 1.0, **no_noise}
-        of_sum = {"in_stride": part["shape.stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
-        assert reduce_args == {**part, **of_sum, **no_noise}
+        assert pack_args == {**of_bucket, **counted, **part, "num_parts": 2, "scale": 1.0}
+        of_sum = {"in_stride": part["shape.stride"], "num_parts": 1, "world_size": 2, "scale": 0.5}
+        assert reduce_args == {**part, **of_sum}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
     whole = {"shape.stride": 3000 * 4 + 48 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
     for launches in ranks.run(recorded, library, "one-shot", world_size=2):
         (pack, pack_args), (unpack, unpack_args) = launches
         assert (pack, unpack) == ("pack", "unpack")
-        assert pack_args == {**of_bucket, **counted, **whole, "scale": 1.0, **no_noise}
+        assert pack_args == {**of_bucket, **counted, **whole, "scale": 1.0}
         assert unpack_args == {**of_bucket, **whole, "num_messages": 2, "scale": 0.5}
 
 
@@ -268,9 +261,9 @@ def test_a_kernels_key_has_what_matters_to_it():
     assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, feedback="bf16")
     assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, feedback="fp32")
     assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
-    reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16", stochastic=True)
-    assert (reduce.block, reduce.grad_dtype, reduce.in_wire, reduce.stochastic) == (32, None, "bf16", True)
-    assert reduce != _C.KernelKey("reduce", "int4", 64, rotated=True, in_wire="bf16", stochastic=True)
+    reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16")
+    assert (reduce.block, reduce.grad_dtype, reduce.in_wire) == (32, None, "bf16")
+    assert reduce != _C.KernelKey("reduce", "int4", 64, rotated=True, in_wire="bf16")
     for each in (key, reduce, _C.KernelKey("scale")):
         copy = pickle.loads(pickle.dumps(each))
         assert (copy, hash(copy), repr(copy)) == (each, hash(each), repr(each))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_cuda_engine import CHUNKED, CONFIGS, both_paths, check_both_paths
 
-from fusedcomm.config import Blocks, Config, Feedback, Rounding
+from fusedcomm.config import Blocks, Config, Feedback
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"
@@ -50,7 +50,7 @@ ALL = {
     "bf16 direct": Config("bf16", "direct"),
     "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback("bf16")),
     "fp16 one-shot": Config("fp16", "one-shot", chunks=CHUNKED),
-    "fp8 one-shot rotated": Config("fp8", "one-shot", blocks=Blocks(rotate=True), rounding=Rounding("stochastic")),
+    "fp8 one-shot rotated": Config("fp8", "one-shot", blocks=Blocks(rotate=True)),
 }
 """Each wire with each sum that it can have."""
 

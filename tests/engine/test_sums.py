@@ -11,12 +11,12 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, feedback_of, synchronize
+from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, Rounding, TwoLevels
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
@@ -197,7 +197,6 @@ BITS = {
     "fp8": 8 + 32 / 128,
     "int8": 8 + 32 / 128,
     "int4": 4 + 16 / 32,
-    "int2": 2 + 16 / 32,
 }
 """By wire dtype: bits of an element, including its share of its block's scale."""
 NUMEL = 8 * 12 * 1024
@@ -215,8 +214,8 @@ def message_nbytes(wire: str) -> int:
 
 
 def _config(sum: str, wire: str, chunks: Chunks | None = None, hosts: TwoLevels | str = "auto") -> Config:
-    """The same wire for all parameters, with the feedback that int2 needs and that sends nothing."""
-    return Config(wire, sum, wires={"1d": wire}, feedback=feedback_of(wire), chunks=chunks or Chunks(), hosts=hosts)
+    """The same wire for all parameters."""
+    return Config(wire, sum, wires={"1d": wire}, chunks=chunks or Chunks(), hosts=hosts)
 
 
 def wires_beside(local_wire: str) -> list[str]:
@@ -452,7 +451,7 @@ def counted(rank, world_size, kwargs, num_steps):
         {"wire": "int8", "sum": "one-shot"},
         {"wire": "fp16", "sum": "two-shot"},
         {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
-        {"wire": "fp8", "wires": {"1d": "fp8"}, "rounding": Rounding("stochastic"), "feedback": Feedback()},
+        {"wire": "fp8", "wires": {"1d": "fp8"}, "feedback": Feedback()},
         {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
     ],
     ids=str,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusedcomm
-from fusedcomm.config import Checks, Chunks, Config
+from fusedcomm.config import Chunks, Config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,14 +115,15 @@ def test_late_gradients_are_reduced_when_they_are_there(ranks, config, reshard):
 
 
 def trained(rank, world_size, config):
-    """Parameters after ten steps, verified errors, and the most memory allocated in the last steps."""
+    """Parameters after ten steps, and the most memory allocated in the last steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6))).cuda()
     mesh = init_device_mesh("cuda", (world_size,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    comm = config and fusedcomm.attach(model, config, quiet=True)
+    if config:
+        fusedcomm.attach(model, config, quiet=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     for step in range(10):
@@ -136,18 +137,15 @@ def trained(rank, world_size, config):
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
-    verified = [each.relative_error for each in comm.stats().verified] if comm else []
     parameters = [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
-    return parameters, verified, torch.cuda.max_memory_allocated()
+    return parameters, torch.cuda.max_memory_allocated()
 
 
 def test_training_is_that_of_fsdp2_alone(ranks):
     plain = ranks.run(trained, None, world_size=2, backend=BACKEND)
-    config = Config("fp32", checks=Checks(verify_every=2))
-    for ours, alone in zip(ranks.run(trained, config, world_size=2, backend=BACKEND), plain, strict=True):
+    for ours, alone in zip(ranks.run(trained, Config("fp32"), world_size=2, backend=BACKEND), plain, strict=True):
         for a, b in zip(ours[0], alone[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert ours[1] and max(ours[1]) < 1e-6
 
 
 def test_memory_is_that_of_fsdp2_alone(ranks):
@@ -157,9 +155,3 @@ def test_memory_is_that_of_fsdp2_alone(ranks):
     layer_nbytes = 4 * 512 * 513
     for (*_, with_ours), (*_, alone) in zip(ours, plain, strict=True):
         assert with_ours - alone < 2.5 * layer_nbytes, (with_ours, alone)
-
-
-def test_the_error_is_that_of_the_wire(ranks):
-    config = Config("bf16", checks=Checks(verify_every=2))
-    for _, verified, _ in ranks.run(trained, config, world_size=2, backend=BACKEND):
-        assert 1e-5 < max(verified) < 2**-8

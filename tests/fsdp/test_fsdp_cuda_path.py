@@ -16,7 +16,7 @@ from models import KINDS
 from test_fsdp_feedback import gradients_of, made
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback, Rounding
+from fusedcomm.config import Blocks, Chunks, Config, Feedback
 
 pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
 pytestmark = [
@@ -36,9 +36,7 @@ CONFIGS = {
     "int8 all": Config("int8", wires=LOSSY_1D, chunks=Chunks(4096)),
     "fp8 fed back": Config("fp8", feedback=UNSHARDED),
     "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
-    "int4 stochastic fed back": Config(
-        "int4", blocks=Blocks(rotate=True), rounding=Rounding("stochastic"), feedback=UNSHARDED, chunks=Chunks(4096)
-    ),
+    "int4 fed back": Config("int4", blocks=Blocks(rotate=True), feedback=UNSHARDED, chunks=Chunks(4096)),
     "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}, blocks=Blocks(rotate=True)),
     "exempt": Config("bf16", wires={"first.*": "fp32"}),
 }

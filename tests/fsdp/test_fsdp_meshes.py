@@ -128,25 +128,6 @@ def test_the_state_has_the_modules_of_every_mesh(ranks):
     assert ranks.run(_states, world_size=4) == [(4, True, True)] * 4
 
 
-def _norms(rank, world_size):
-    """Where all parameters are on meshes of the same ranks, one norm counts each gradient once."""
-    model = _copies_of_dense(rank)
-    with fusedcomm.attach(model, "fp32") as comm:
-        model(torch.full((2, 24), rank + 1.0)).square().mean().backward()
-        parts = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
-        want, got = sum(parts).sqrt().item(), comm.grad_norm().item()
-    experts = _dense_and_experts(rank, 2)
-    with fusedcomm.attach(experts, "fp32") as comm:
-        experts(torch.full((2, 24), rank + 1.0)).square().mean().backward()
-        with pytest.raises(ValueError, match="meshes of 2 and 4 ranks, and it is not known whether"):
-            comm.clip_grad_norm_(1.0)
-    return abs(got / want - 1)
-
-
-def test_norms_over_several_meshes(ranks):
-    assert all(error < 1e-6 for error in ranks.run(_norms, world_size=4))
-
-
 def _one_rank_differs(rank, world_size):
     """Rank 3's experts have another wire by a pattern that rank 3 alone gives."""
     model = _dense_and_experts(rank, 2)

@@ -28,7 +28,7 @@ def _options(rank, world_size):
         ({"config": 8}, r"config=8 is not possible: use a wire's name"),
         ({"config": fusedcomm.Config("int8", sum="one-shot")}, "sum='one-shot' is not possible with FSDP2"),
         ({"config": fusedcomm.Config("int8", feedback=fusedcomm.Feedback())}, r"Feedback\(unsharded=True\)"),
-        ({"config": fusedcomm.Config("int8", checks=fusedcomm.Checks(measure_every=2))}, "checks"),
+        ({"config": fusedcomm.Config("int8", measure_every=2)}, "measure_every"),
         ({"config": fusedcomm.Config("int8", hosts=2)}, "one level"),
         ({"config": fusedcomm.Config("int8", wires={"no.such.*": "bf16"})}, "no.such"),
     ]:

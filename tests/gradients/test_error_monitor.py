@@ -1,9 +1,9 @@
-"""The error monitor: measured quantization errors, buckets that fall back, and reports of non-finite gradients."""
+"""The error monitor: measured quantization errors, and reports of non-finite gradients."""
 
 import datetime
-import warnings
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from models import Gradients, synchronize
@@ -11,8 +11,7 @@ from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import reference
-from fusedcomm.config import Blocks, Checks, Config, Fallback, Feedback
+from fusedcomm.config import Blocks, Config, Feedback
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import named_parameters
 
@@ -41,8 +40,8 @@ def two_buckets(group=None):
 
 def measured(rank, world_size, kwargs, num_steps):
     ddp = two_buckets()
-    checks = Checks(measure_every=2)
-    comm = fusedcomm.attach(ddp, Config(**kwargs, wires={"1d": kwargs["wire"]}, checks=checks), quiet=True)
+    config = Config(**kwargs, wires={"1d": kwargs["wire"]}, measure_every=2)
+    comm = fusedcomm.attach(ddp, config, quiet=True)
     for step in range(num_steps):
         results = synchronize(ddp, [smooth(rank, step), spiky(rank, step)])
     return comm.stats().quantization_error, results
@@ -83,131 +82,6 @@ def test_with_error_feedback_the_error_is_what_is_left_out(ranks):
 def test_buckets_that_are_summed_exactly_have_no_error(ranks):
     for errors, _ in ranks.run(measured, {"wire": "fp32"}, 4, world_size=2):
         assert errors == {}
-
-
-# ---- fallback
-
-
-def wires_by_step(rank, world_size, fallback, num_steps, feedback=None):
-    """Trains. Returns the wire and sum of each bucket after each step, the results, the warnings, the sums of the
-    results, and the consolidated residuals."""
-    ddp = two_buckets()
-    checks = Checks(verify_every=1, fallback=fallback)
-    comm = fusedcomm.attach(ddp, Config("int4", wires={"1d": "int4"}, feedback=feedback, checks=checks), quiet=True)
-    wires, results, messages = [], [], []
-    for step in range(num_steps):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            results.append(synchronize(ddp, [smooth(rank, step), spiky(rank, step)]))
-        messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
-        wires.append([(bucket.wire, bucket.sum) for bucket in comm.plan().buckets])
-    delivered = [sum(step[index].double() for step in results) for index in range(2)]
-    residuals = comm.state_dict(consolidated=True)["residuals"]
-    return wires, results, messages, delivered, residuals
-
-
-@pytest.mark.sampled(by=lambda fallback_wire, row: {"sum": row[1]})
-@pytest.mark.parametrize(
-    ("fallback_wire", "row"),
-    [("bf16", ("bf16", "two-shot")), ("fp16", ("fp16", "two-shot")), ("fp32", ("fp32", "exact"))],
-)
-def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fallback_wire, row):
-    num_steps = 8
-    outcome = ranks.run(wires_by_step, Fallback(0.15, wire=fallback_wire), num_steps, world_size=3)
-    for wires, results, _, _, _ in outcome:
-        assert wires[1] == [("int4", "two-shot")] * 2
-        assert wires[-1] == [row, ("int4", "two-shot")]  # the error of bucket 1 is below the threshold
-        assert [torch.equal(a, b) for a, b in zip(results[-1], outcome[0][1][-1], strict=True)] == [True, True]
-        exact = sum(spiky(rank, num_steps - 1) for rank in range(3)) / 3
-        assert (results[-1][1] - exact).norm() / exact.norm() < 0.005
-    assert [len(messages) for _, _, messages, _, _ in outcome] == [1, 0, 0]
-    message = outcome[0][2][0]
-    assert all(
-        words in message for words in ("weights.1", "Fallback(error=0.15)", "in step", fallback_wire, "every rank")
-    ), message
-
-
-@pytest.mark.sampled(by=lambda world_size, sum_of_codes: {})
-@pytest.mark.parametrize(("world_size", "sum_of_codes"), [(2, "one-shot"), (3, "two-shot")])
-def test_a_fallback_takes_residuals_along(ranks, world_size, sum_of_codes):
-    """They become residuals of the next wire. Under fp32, which has no residuals, they are added to the gradients."""
-    for fallback_wire in ("bf16", "fp32"):
-        args = (Fallback(0.2, wire=fallback_wire), 8, Feedback())
-        wires, _, _, delivered, residuals = ranks.run(wires_by_step, *args, world_size=world_size)[0]
-        assert wires[0][0] == ("int4", sum_of_codes) and wires[-1][0][0] == fallback_wire
-        wanted = sum(spiky(rank, step).double() for rank in range(world_size) for step in range(8)) / world_size
-        total = delivered[1] + residuals.get("weights.1", torch.zeros(NUMEL))
-        assert torch.allclose(total, wanted, rtol=0, atol=1e-4)
-
-
-def only_once(rank, world_size):
-    """Trains with a threshold that the error of bf16 exceeds, too. The last four steps have zero gradients. Returns the
-    warnings and the buckets' wires."""
-    ddp = two_buckets()
-    kwargs = {"feedback": Feedback(), "checks": Checks(verify_every=1, fallback=Fallback(1e-6))}
-    comm = fusedcomm.attach(ddp, Config("int8", wires={"weights.0": "fp16", "1d": "int8"}, **kwargs), quiet=True)
-    messages = []
-    for step in range(10):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            scale = float(step < 6)
-            synchronize(ddp, [scale * smooth(rank, step), scale * spiky(rank, step)])
-        messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
-    return messages, [bucket.wire for bucket in comm.plan().buckets]
-
-
-def test_a_fallback_is_said_once_and_never_to_what_is_less_exact(ranks):
-    outcome = ranks.run(only_once, world_size=2)
-    assert [wires for _, wires in outcome] == [["bf16", "fp16"]] * 2
-    assert len(outcome[0][0]) == 1 and "weights.1" in outcome[0][0][0]
-
-
-def told_where_warnings_are_errors(rank, world_size):
-    ddp = two_buckets()
-    fusedcomm.attach(
-        ddp, Config("int4", wires={"1d": "int4"}, checks=Checks(verify_every=1, fallback=Fallback(0.2))), quiet=True
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(6):
-            results = synchronize(ddp, [smooth(rank, step), spiky(rank, step)])
-    return results
-
-
-def test_a_fallback_does_not_end_rank_0_alone_where_warnings_are_errors(ranks):
-    first, second = ranks.run(told_where_warnings_are_errors, world_size=2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def zero_gradients(rank, world_size):
-    ddp = two_buckets()
-    kwargs = {"feedback": Feedback(), "checks": Checks(verify_every=1, fallback=Fallback(0.5))}
-    comm = fusedcomm.attach(ddp, Config("int4", wires={"1d": "int4"}, **kwargs), quiet=True)
-    for step in range(8):
-        synchronize(ddp, [(step < 3) * smooth(rank, step)] * 2)
-    return [bucket.wire for bucket in comm.plan().buckets]
-
-
-def test_a_step_without_gradients_is_no_reason_to_fall_back(ranks):
-    """Such a step sends the residuals, while the exact mean is zero: the relative error is infinite."""
-    assert ranks.run(zero_gradients, world_size=2) == [["int4", "int4"]] * 2
-
-
-def loaded_by_one_rank(rank, world_size):
-    ddp = two_buckets()
-    kwargs = {"feedback": Feedback(), "checks": Checks(verify_every=2, fallback=Fallback(0.2))}
-    comm = fusedcomm.attach(ddp, Config("int4", wires={"1d": "int4"}, **kwargs), quiet=True)
-    for step in range(9):
-        if rank == 0 and step in (3, 5, 6):
-            comm.load_state_dict({**comm.state_dict(), "step": 100 + step})
-        results = synchronize(ddp, [smooth(rank, step), spiky(rank, step)])
-    return results, [bucket.wire for bucket in comm.plan().buckets]
-
-
-def test_ranks_decide_alike_though_one_has_loaded_a_state(ranks):
-    (results, wires), (others, others_wires) = ranks.run(loaded_by_one_rank, world_size=2)
-    assert all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
-    assert wires == others_wires and wires[0] == "bf16"
 
 
 # ---- reports of non-finite gradients

@@ -17,28 +17,22 @@ from fusedcomm import Config
 
 
 def with_options(rank, world_size):
-    """Loss scale, norm, verification and measurement of weighted means."""
+    """Measurement of weighted gradients."""
     counts = (100, 3)
     module = model()
-    checks = fusedcomm.Checks(verify_every=1, measure_every=1)
     ddp = DistributedDataParallel(module)
-    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", weighted="mean", checks=checks), quiet=True)
-    found = []
+    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", weighted="mean", measure_every=1), quiet=True)
     for step in range(3):
         comm.weight = counts[rank]
         module.zero_grad()
         (sum_of_losses(ddp, *rows(rank, step, 0, counts[rank])) / counts[rank]).backward()
-        norm = comm.grad_norm()
-        found.append(float(norm / gradients_of(module).norm() - 1))
     stats = comm.stats()
-    errors = [each.relative_error for each in stats.verified]
     comm.detach()
-    return found, errors, str(stats)
+    return list(stats.quantization_error.values())
 
 
-def test_norm_verification_and_measurement_are_of_weighted_means(ranks):
-    for norms, errors, _ in ranks.run(with_options, world_size=2):
-        assert max(map(abs, norms)) < 1e-6
+def test_measurement_is_of_weighted_gradients(ranks):
+    for errors in ranks.run(with_options, world_size=2):
         assert errors and max(errors) < 0.02
 
 
@@ -46,9 +40,10 @@ def scaled(rank, world_size):
     module = model()
     ddp = DistributedDataParallel(module)
     comm = fusedcomm.attach(ddp, Config("fp32", weighted="sum"), quiet=True)
-    scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     comm.weight = 5 + rank
     scaler.scale(sum_of_losses(ddp, *rows(rank, 0, 0, 5 + rank))).backward()
+    scaler.unscale_(torch.optim.SGD(module.parameters()))
     return gradients_of(module)
 
 
@@ -397,7 +392,7 @@ def refused(rank, world_size):
     with pytest.raises(ValueError, match="weighted='median' is not possible|weighted"):
         Config("fp32", weighted="median")
     with pytest.raises(ValueError, match="a search also tries DDP's own all-reduce"):
-        fusedcomm.Auto(base=Config(weighted="mean"))
+        fusedcomm.Auto((Config(weighted="mean"),))
     with pytest.raises(ValueError, match="a registered hook has no handle"):
         fusedcomm.CommState(Config(weighted="mean"))
     module = model()

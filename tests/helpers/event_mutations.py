@@ -8,7 +8,6 @@ from pathlib import Path
 from scripts import ROOT
 
 MUTATIONS = Path(__file__).parent / "mutations"
-DOCUMENT = ROOT / "docs" / "notes" / "mutations.md"
 CHOICE = "EVENT_MUTATION"
 """The environment variable: the index of the chosen mutation. Unset: none."""
 
@@ -30,8 +29,8 @@ class Mutation:
 
     where: the function and what it is, in words. file: below csrc/. text: occurs once in the file. «» in it mark what
     is replaced, otherwise all of it is: a statement, ending in a semicolon, or an expression. replacement: statements,
-    or an expression of the same type. scene: of the native test; message: what the scene prints when it fails, with …
-    for any text and / between two of which it prints one.
+    or an expression of the same type. scene: of the native test, or the check of a kernel. message: what the scene
+    prints when it fails, with … for any text and / between two of which it prints one; empty for kernels.
     """
 
     where: str
@@ -47,21 +46,22 @@ class Mutation:
 
 
 def read(name: str) -> list[Mutation]:
-    """The mutations of a file in tests/helpers/mutations/, with the scenes and messages of docs/notes/mutations.md.
+    """The mutations of a file in tests/helpers/mutations/.
 
     The file has a line [source] for each source and, for each mutation in it, a line that says where it is, a line with
-    "- " and the text, and unless it is empty a line with "+ " and the replacement. ⏎ stands for the end of a line.
+    "= ", the scene and after a colon its message, a line with "- " and the text, and unless it is empty a line with
+    "+ " and the replacement. ⏎ stands for the end of a line.
     """
-    rows = (line[2:-2].split(" | ") for line in DOCUMENT.read_text().splitlines() if line.count(" | ") == 3)
-    found = {where: (scene, message) for where, _, scene, message in rows}
     mutations, file = [], ""
-    for block in re.split(r"\n(?![-+] )", (MUTATIONS / f"{name}.txt").read_text().rstrip("\n")):
-        where, *edit = block.replace("⏎", "\n").split("\n- ", 1)
+    for block in re.split(r"\n(?![-+=] )", (MUTATIONS / f"{name}.txt").read_text().rstrip("\n")):
+        head, *edit = block.replace("⏎", "\n").split("\n- ", 1)
         if not edit:
-            file = where.strip("[]")
+            file = head.strip("[]")
             continue
+        where, _, found = head.partition("\n= ")
+        scene, _, message = found.partition(": ")
         text, _, replacement = edit[0].partition("\n+ ")
-        mutations.append(Mutation(where, file, text, replacement, *found[where]))
+        mutations.append(Mutation(where, file, text, replacement, scene, message))
     return mutations
 
 

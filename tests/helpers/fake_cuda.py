@@ -140,7 +140,7 @@ class FakeCuda:
 
         class Path:
             codec = "fake"
-            s_per_byte = windows = None
+            s_per_byte = None
             has_two_levels = True
 
             def __init__(self, of: session.Session) -> None:

@@ -4,7 +4,9 @@ It launches through fusedcomm.kernels, so it runs whichever kernels are there: i
 on a GPU.
 """
 
+import reference
 import torch
+from reference.stages import store_residual
 from test_kernels import (
     GAP,
     Encoder,
@@ -22,14 +24,12 @@ from test_kernels import (
     with_holes,
 )
 
-from fusedcomm import reference
 from fusedcomm.kernels.bucket import make_bucket
 from fusedcomm.kernels.pack import pack
 from fusedcomm.kernels.reduce import reduce
 from fusedcomm.kernels.unpack import unpack
 from fusedcomm.kernels.variants import TILE
 from fusedcomm.native import _C
-from fusedcomm.reference.stages import store_residual
 
 SCALE = 0.3
 PROGRAMS = 2
@@ -67,9 +67,9 @@ def elements(dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
     return tuple(values), (lossy, exact), gradients
 
 
-def with_residual(variant: "_C.KernelKey", source: int, numel: int, device: str) -> Encoder:
+def with_residual(variant: "_C.KernelKey", numel: int, device: str) -> Encoder:
     """The variant's encoder. Its residual is not zero."""
-    encoder = Encoder(source, variant.stochastic, variant.feedback, numel, device)
+    encoder = Encoder(variant.feedback, numel, device)
     if variant.feedback:
         store_residual(encoder.expected, signed(numel, seed=5), 0, variant.feedback)
         encoder.residual.copy_(encoder.expected)
@@ -81,10 +81,10 @@ def check_pack(variant: "_C.KernelKey", device: str) -> None:
     layout = bucket_layout(wire_format(variant), variant.block, 2, len(flats[1]), len(flats[0]))
     gradients = original.to(device)
     bucket = make_bucket(layout, gradients, *slices)
-    encoder = with_residual(variant, 1, layout.padded_numel, device)
+    encoder = with_residual(variant, layout.padded_numel, device)
     memory, message = guarded(layout.chunk_nbytes, device)
-    pack(bucket, 0, SCALE, message, PROGRAMS, encoder.of_kernel(1))
-    assert_bytes(memory, reference.pack(layout, 0, *flats, SCALE, **encoder.of_reference(1)))
+    pack(bucket, 0, SCALE, message, PROGRAMS, encoder.of_kernel())
+    assert_bytes(memory, reference.pack(layout, 0, *flats, SCALE, encoder.of_reference()))
     encoder.check()
     assert_same_bits(gradients, original)
     for listed, flat, of_list in zip((bucket.lossy, bucket.exact), flats, slices, strict=True):
@@ -116,9 +116,9 @@ def check_reduce(variant: "_C.KernelKey", device: str) -> None:
     assert layout.part.lossy_numel == num_parts * to.part.lossy_numel
     flats = signed(numels[1], seed=2, specials=True), signed(numels[0], seed=9)
     parts = reference.pack(layout, 0, *flats, 1.0)
-    encoder = with_residual(variant, reference.REDUCER, num_parts * to.part.lossy_numel, device)
+    encoder = with_residual(variant, num_parts * to.part.lossy_numel, device)
     memory, reduced = guarded(num_parts * to.part_stride, device)
-    how = {"chunk": 0, "first_part": 0, "to": to, "num_parts": num_parts}
-    reduce(layout, parts.to(device), SCALE, reduced, PROGRAMS, TILE, encoder.of_kernel(1), **how)
-    assert_bytes(memory, reference.reduce(layout, parts, SCALE, **encoder.of_reference(1), **how))
+    how = {"chunk": 0, "to": to, "num_parts": num_parts}
+    reduce(layout, parts.to(device), SCALE, reduced, PROGRAMS, TILE, encoder.of_kernel(), **how)
+    assert_bytes(memory, reference.reduce(layout, parts, SCALE, encoder.of_reference(), **how))
     encoder.check()

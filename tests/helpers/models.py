@@ -59,10 +59,10 @@ def synchronized(
     if front_end == "FSDP2":
         return fully_shard(model), fusedcomm.attach(model, config, quiet=True)
     options = {"find_unused_parameters": find_unused, "process_group": group}
-    if front_end == "reducer":
-        return model, reducer_of(model, config, bucket_mib=bucket_mib, **options)
     if bucket_mib is not None:
-        options["bucket_cap_mb"] = bucket_mib
+        options["bucket_mib" if front_end == "reducer" else "bucket_cap_mb"] = bucket_mib
+    if front_end == "reducer":
+        return model, reducer_of(model, config, **options)
     if front_end == "DataParallel":
         wrapper = fusedcomm.DataParallel(model, config=config, quiet=True, **options)
         return wrapper, wrapper.comm
@@ -177,7 +177,7 @@ def normal(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Signed integers in [-8, 8], different on every rank. A sum over few ranks is exact in every wire dtype
-    except int8, int4 and int2.
+    except int8 and int4.
     """
     generator = torch.Generator("cpu").manual_seed(100 + rank)
     return torch.randint(-8, 9, shape, generator=generator, device="cpu").to(dtype)
@@ -196,14 +196,9 @@ def by_kind(wire: str, **others: object) -> dict[str, object]:
 
 
 def constant(value: float, wire: str) -> object:
-    """What a mean of equal values must equal. It is exact in every wire dtype except int4 and int2, whose scale is
+    """What a mean of equal values must equal. It is exact in every wire dtype except int4, whose scale is
     rounded to bf16 twice."""
-    return pytest.approx(value, rel=2.0**-8 if wire in ("int4", "int2") else 0)
-
-
-def feedback_of(wire: str) -> fusedcomm.Feedback | None:
-    """Error feedback for the wire that is refused without. Its first step has the bits of the wire without feedback."""
-    return fusedcomm.Feedback() if wire == "int2" else None
+    return pytest.approx(value, rel=2.0**-8 if wire == "int4" else 0)
 
 
 class Mlp(nn.Module):

@@ -60,7 +60,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
 
 class _Path:
     codec = "simulated"
-    s_per_byte = windows = None
+    s_per_byte = None
     has_two_levels = False
 
     def connect(self, process_group, device, store):

@@ -25,7 +25,7 @@ if str(TESTS) not in sys.path:
 import ptx  # noqa: E402
 
 KERNELS = ("pack", "reduce", "unpack", "scale")
-FIELDS = ("kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "stochastic", "feedback", "sums")
+FIELDS = ("kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "feedback", "sums")
 
 
 class TritonCompiler:
@@ -120,7 +120,6 @@ class Kernel:
             dtype if self.name in ("pack", "unpack") else None,
             rotated=constants.get("ROTATED", False),
             in_wire=wires.get(constants.get("IN_WIRE")),
-            stochastic=constants.get("STOCHASTIC", False),
             feedback=formats[constants.get("FEEDBACK", 0)],
             sums=constants.get("SUMS", False),
         )

@@ -91,8 +91,15 @@ class Ranks:
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function, *args, world_size: int | None = None, backend: str = "gloo") -> list:
+    def run(
+        self, function, *args, world_size: int | None = None, backend: str = "gloo", leaves_waiting: bool = False
+    ) -> list:
+        """leaves_waiting: the function leaves a collective of the group that not all ranks call. Torch would wait for
+        it, until the group's timeout, wherever the group is collected later. All ranks are restarted."""
         results = self.outcomes(function, *args, world_size=world_size, backend=backend)
+        if leaves_waiting:
+            self._kill()
+            self._start()
         errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(results) if kind != "value"]
         if errors:
             raise RankError("\n".join(errors))

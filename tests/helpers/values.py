@@ -5,7 +5,7 @@ import torch
 from fusedcomm.native import _C
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK_WIRES = ("int8", "fp8", "int4", "int2")
+BLOCK_WIRES = ("int8", "fp8", "int4")
 CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}
 
 

@@ -15,14 +15,10 @@ from scripts import printed_by_two_ranks
 import fusedcomm
 from fusedcomm.config import (
     WIRES,
-    WITH_FEEDBACK,
     Blocks,
-    Checks,
     Chunks,
     Config,
-    Fallback,
     Feedback,
-    Rounding,
     TwoLevels,
 )
 from fusedcomm.horovod import engines
@@ -32,13 +28,11 @@ from fusedcomm.native import _C
 
 # ---- texts
 
-WITHOUT_FEEDBACK = tuple(wire for wire in WIRES if wire not in WITH_FEEDBACK)
 CONFIGS = [
-    *(Config(wire) for wire in WITHOUT_FEEDBACK),
-    Config("int2", feedback=Feedback()),
+    *(Config(wire) for wire in WIRES),
     Config("int8", wires={"b.*": "bf16", "a.*": "int4", "1d": "fp32"}),
     Config("fp16", "two-shot", predivide=0.1, chunks=Chunks(5000, 3)),
-    Config("int4", blocks=Blocks(64, True), rounding=Rounding("stochastic", 2**64 - 1), feedback=Feedback("bf16")),
+    Config("int4", blocks=Blocks(64, True), feedback=Feedback("bf16")),
     Config("bf16", hosts=TwoLevels([[0, 2], [1, 3]], "fp16")),
     Config("bf16", hosts=[[0, 1], [2, 3]]),
     Config("bf16", hosts=2),
@@ -49,13 +43,13 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_a_text_names_the_whole_configuration(config):
     read = config_of(text_of(config))
-    assert read.checks == Checks(measure_every=0, digest=False)
-    assert dataclasses.replace(read, checks=Checks()).record() == config.record()
+    assert read.measure_every == 0
+    assert dataclasses.replace(read, measure_every=config.measure_every).record() == config.record()
     assert list(read.wires.items()) == list(config.wires.items())
 
 
 def test_a_configuration_without_options_is_named_by_its_wire():
-    assert [text_of(Config(wire)) for wire in WITHOUT_FEEDBACK] == list(WITHOUT_FEEDBACK)
+    assert [text_of(Config(wire)) for wire in WIRES] == list(WIRES)
     feedback = {"format": "fp32", "unsharded": False, "decay": 1.0}
     assert json.loads(text_of(Config("int8", feedback=Feedback()))) == {"wire": "int8", "feedback": feedback}
 
@@ -71,10 +65,9 @@ def test_a_text_that_names_nothing_is_refused(text):
         config_of(text)
 
 
-@pytest.mark.parametrize("checks", [Checks(verify_every=3), Checks(5, fallback=Fallback(0.5)), Checks(measure_every=0)])
-def test_checks_are_refused(checks):
+def test_measurements_are_refused():
     with pytest.raises(ValueError, match="belong to no backward pass"):
-        Compression.of(Config("int8", checks=checks))
+        Compression.of(Config("int8", measure_every=0))
 
 
 def test_a_compression_is_of_a_config():

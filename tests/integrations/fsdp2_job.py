@@ -19,7 +19,6 @@ from fusedcomm import Config, Feedback
 
 NUM_STEPS, SAVED_AT = 8, 4
 TRAINER, FOLDER = sys.argv[1], Path(sys.argv[2])
-ROUNDED_AT_RANDOM = Config("int4", rounding=fusedcomm.Rounding("stochastic"))
 FEEDBACK = Config("int8", feedback=Feedback(unsharded=True))
 ROWS = training.Rows(2 * SAVED_AT * training.ACCUMULATED * training.BATCH)  # of two ranks until the first save
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -168,7 +167,7 @@ def main() -> None:
     for name, config in {
         "plain": None,
         "fp32": Config("fp32"),
-        "at random": ROUNDED_AT_RANDOM,
+        "int4": Config("int4"),
         "feedback": FEEDBACK,
     }.items():
         results[name] = train(config, FOLDER / name, resumed=False)

@@ -47,7 +47,7 @@ ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(
 @functools.cache
 def checks_hash() -> str:
     """Of everything besides the PTX on which a result depends."""
-    reference = TESTS.parent / "fusedcomm" / "reference"
+    reference = TESTS / "helpers" / "reference"
     names = ("kernels/test_kernels.py", "helpers/kernel_checks.py", "helpers/ptx_kernels.py")
     files = [*(TESTS / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
     files += [*(TESTS.parent / "kernels").glob("*.py"), Path(_C.__file__)]

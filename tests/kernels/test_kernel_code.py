@@ -23,11 +23,11 @@ if __name__ != "__main__":
 
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 ROTATED = ("int8", "int4")  # compiled for every capability; fp8 differs only in the code before and after the rotation
 GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5, "int2": 0.25}
-BLOCKS = {"int4": 32, "int2": 32}  # elements of a block; other wires have 128
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
+BLOCKS = {"int4": 32}  # elements of a block; other wires have 128
 TILE = 2048
 NUM_THREADS = 128
 SM_REGISTERS = 65536
@@ -54,28 +54,25 @@ def all_kernels():
     return kernels
 
 
-# Kernels that sum messages, and encoders with noise, residuals or another input wire: (kernel, wire, gradient dtype,
+# Kernels that sum messages, and encoders with residuals or another input wire: (kernel, wire, gradient dtype,
 # other fields of the variant).
 ENCODERS = [
     ("pack", "bf16", "float32", {"feedback": "fp32"}),
-    ("pack", "int4", "float32", {"stochastic": True, "feedback": "bf16", "rotated": True}),
+    ("pack", "int4", "float32", {"feedback": "bf16", "rotated": True}),
     ("reduce", "int8", None, {"feedback": "fp32"}),
     ("unpack", "int8", "float32", {"sums": True}),
     ("unpack", "bf16", "float32", {"sums": True}),
     ("unpack", "bf16", "bfloat16", {"sums": True}),
     ("unpack", "int4", "float32", {"sums": True, "rotated": True}),
     ("unpack", "fp8", "float32", {"sums": True}),
-    ("pack", "bf16", "bfloat16", {"stochastic": True, "feedback": "bf16"}),
-    ("pack", "fp16", "float32", {"stochastic": True}),
-    ("pack", "int8", "float32", {"stochastic": True, "feedback": "bf16"}),
-    ("pack", "int8", "float32", {"stochastic": True, "feedback": "fp32"}),
-    ("pack", "fp8", "float32", {"stochastic": True, "feedback": "bf16", "rotated": True}),
-    ("reduce", "fp8", None, {"stochastic": True, "feedback": "fp32"}),
-    ("reduce", "int4", None, {"stochastic": True}),
-    ("reduce", "int4", None, {"stochastic": True, "feedback": "bf16", "in_wire": "bf16", "rotated": True}),
-    ("pack", "int2", "float32", {"feedback": "fp32"}),
-    ("reduce", "int2", None, {"stochastic": True, "feedback": "bf16", "in_wire": "bf16", "rotated": True}),
-    ("unpack", "int2", "float32", {"sums": True}),
+    ("pack", "bf16", "bfloat16", {"feedback": "bf16"}),
+    ("pack", "fp16", "float32", {"feedback": "fp32"}),
+    ("pack", "int8", "float32", {"feedback": "bf16"}),
+    ("pack", "int8", "float32", {"feedback": "fp32"}),
+    ("pack", "fp8", "float32", {"feedback": "bf16", "rotated": True}),
+    ("reduce", "fp8", None, {"feedback": "fp32"}),
+    ("reduce", "int4", None, {"feedback": "fp32"}),
+    ("reduce", "int4", None, {"feedback": "bf16", "in_wire": "bf16", "rotated": True}),
 ]
 
 RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2}
@@ -211,8 +208,8 @@ def check_full_tiles(code, kernel, wire, dtype):
         "reduce": (wire_nbytes, wire_nbytes),
         "scale": (grad, grad),
     }[kernel]
-    # A thread has 16 elements of a tile, and sums access nothing wider than codes: 8 bytes in int4, 4 in int2.
-    narrow = {"int4": 8, "int2": 4} if kernel == "reduce" else {}
+    # A thread has 16 elements of a tile, and sums access nothing wider than codes: 8 bytes in int4.
+    narrow = {"int4": 8} if kernel == "reduce" else {}
     assert max(loaded, stored) * numel == narrow.get(wire, 16)
     for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
         found = accesses(code["ptx"], verb, nbytes, predicated=kernel == "reduce")
@@ -268,16 +265,15 @@ def check_code(code, kernel, registers=None):
 
 POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
 SECTIONS = POINTER * 3
-ENCODING = POINTER + I64 + I32 * 3
 PARAMS = {
-    "pack": (POINTER + (POINTER * 9 + I32) * 2 + SECTIONS + I64 * 4 + I32 + F32 + ENCODING),
-    "reduce": SECTIONS * 2 + I64 * 5 + I32 * 2 + F32 + ENCODING,
+    "pack": (POINTER + (POINTER * 9 + I32) * 2 + SECTIONS + I64 * 4 + I32 + F32 + POINTER),
+    "reduce": SECTIONS * 2 + I64 * 4 + I32 * 2 + F32 + POINTER,
     "unpack": POINTER * 15 + SECTIONS + I64 * 4 + I32 * 2 + F32,
     "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
 }
 
 
-# ---- encoders with noise and residuals
+# ---- encoders with residuals
 
 
 @pytest.mark.sampled
@@ -293,7 +289,7 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
     feedback, in_wire = encoding.get("feedback"), encoding.get("in_wire", wire)
     sums, rotated = (encoding.get(name, False) for name in ("sums", "rotated"))
     plain = compiled(f"{kernel_key(kernel, wire, dtype, rotated=rotated and sums)}-90")["ptx"]
-    # There are no more barriers than without noise and residuals, which stay with their threads.
+    # There are no more barriers than without residuals, which stay with their threads.
     assert code["ptx"].count("bar.sync") <= plain.count("bar.sync")
     if sums:
         # The codes of later messages are loaded in accesses as wide as those of the first.
@@ -302,7 +298,7 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
         assert loads - of_plain >= TILE // (NUM_THREADS * numel)
     if feedback is None:
         return
-    # A code counts as at least one byte: int4 has two codes in a byte, int2 four.
+    # A code counts as at least one byte: int4 has two codes in a byte.
     widest = max(
         RESIDUAL_NBYTES[feedback], *(max(1, CODE_NBYTES[w]) for w in (wire, in_wire)), GRAD_NBYTES.get(dtype, 0)
     )
@@ -395,19 +391,19 @@ engine = variants.engine_variants([("int8", 128, False)], (torch.float32, torch.
 assert len(engine) == len(set(engine)) == 8, engine  # two for exact sums that are not in place
 rotated = variants.engine_variants([("int4", 32, True)], (torch.float32,))
 assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"], rotated
-measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
-packs = [(v.stochastic, v.feedback) for v in measured if v.kernel == "pack" and v.wire != "fp32"]
-assert packs == [(True, None), (True, "fp32")], packs
-several = variants.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "bf16")
-assert {(v.wire, v.stochastic, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
-    ("int4", True, "bf16"), ("fp32", False, None)
+measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), measured=True)
+packs = [v.feedback for v in measured if v.kernel == "pack" and v.wire != "fp32"]
+assert packs == [None, "fp32"], packs
+several = variants.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), "bf16")
+assert {(v.wire, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
+    ("int4", "bf16"), ("fp32", None)
 }, several
-hosts = variants.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
-assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v in hosts if v.wire} == {
-    ("pack", "bf16", None, False, False, None), ("pack", "int4", None, True, True, "bf16"),
-    ("reduce", "int4", "bf16", True, True, "bf16"),
-    ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
-    ("pack", "fp32", None, False, False, None), ("unpack", "fp32", None, False, False, None),
+hosts = variants.engine_variants([("int4", 32, True)], (torch.float32,), "bf16", local_wire="bf16")
+assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.feedback) for v in hosts if v.wire} == {
+    ("pack", "bf16", None, False, None), ("pack", "int4", None, True, "bf16"),
+    ("reduce", "int4", "bf16", True, "bf16"),
+    ("reduce", "int4", None, False, "bf16"), ("unpack", "int4", None, True, None),
+    ("pack", "fp32", None, False, None), ("unpack", "fp32", None, False, None),
 }, hosts
 measured = variants.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
 assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {

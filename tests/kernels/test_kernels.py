@@ -10,21 +10,19 @@ import math
 
 import interpreter
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from values import DTYPES, signed
 
-from fusedcomm import reference
 from fusedcomm.native import _C
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
 
 from fusedcomm.kernels.bucket import make_bucket  # noqa: E402
-from fusedcomm.kernels.encoding import Encoding, encoding_args  # noqa: E402
-from fusedcomm.kernels.noise import noise  # noqa: E402
+from fusedcomm.kernels.feedback import Feedback  # noqa: E402
 from fusedcomm.kernels.pack import pack  # noqa: E402
 from fusedcomm.kernels.reduce import reduce  # noqa: E402
 from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
@@ -36,9 +34,9 @@ interpreter.mend()
 # Under the interpreter numpy warns of every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int2")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 BLOCKS = WIRES[3:]
-ROTATED = ("int8-rotated", "fp8-rotated", "int4-rotated", "int2-rotated")
+ROTATED = ("int8-rotated", "fp8-rotated", "int4-rotated")
 CHUNK_NBYTES = 1 << 40  # more than any bucket here
 POISON = 0xA5
 GUARD_NBYTES = 64
@@ -370,8 +368,7 @@ def around(values):
 
 
 def blocks_around_codes(wire):
-    """fp32 [num_blocks, 32]. Each block contains the greatest value of a code, in int4 and int2 the least: its scale is
-    1."""
+    """fp32 [num_blocks, 32]. Each block contains the greatest value of a code, in int4 the least: its scale is 1."""
     if wire == "fp8":
         values = torch.arange(256).to(torch.uint8).view(reference.WIRE_DTYPES[wire]).float()
         values = values[values.isfinite() & (values >= 0)].unique()
@@ -383,8 +380,6 @@ def blocks_around_codes(wire):
         changes = (line * (9856 - 29 * line * line) / 8192).round().diff().nonzero().view(-1)
         values = torch.cat([values, line[changes], line[changes + 1]]).unique()
         greatest = -8.0
-    elif wire == "int2":
-        values, greatest = torch.arange(3).float(), -2.0
     else:
         greatest = 127.0
         values = torch.arange(int(greatest) + 1).float()
@@ -428,7 +423,7 @@ def test_special_values(device, wire_format, scale):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 def test_rounds_to_the_nearest_code(device, wire):
     blocks = blocks_around_codes(wire)
     # Includes inverses of scales that are not powers of two.
@@ -506,13 +501,13 @@ def test_every_16_bit_code(device, wire):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 def test_every_8_bit_code(device, wire):
     """Includes codes and scales that pack never writes."""
     bits = torch.tensor(
         [0x3F80, 0x3E9A, 0x0000, 0x8000, 0x0001, 0x00A1, 0x7F80, 0x7FC1, 0xFF81, 0x7F7F, 0x0D80, 0xC123]
     )
-    numel = 256 * {"int4": 2, "int2": 4}.get(wire, 1)
+    numel = 256 * (2 if wire == "int4" else 1)
     scales = bits.repeat_interleave(numel // 32).to(torch.int16)
     if wire in ("int8", "fp8"):
         scales = torch.stack([torch.full_like(scales, 0x1234), scales], dim=1).flatten()
@@ -608,34 +603,24 @@ def test_any_bucket(device, request):
     given(**ANY_BUCKET)(settings(max_examples=num_buckets, deadline=None, derandomize=True)(check))()
 
 
-# ---- noise, residuals, several layouts in a message, sums in another wire
-
-SEED = 0xFEDCBA9876543210
-
-
-def noise_key(step, source):
-    return reference.NoiseKey(SEED, 0x89ABCDEF, step, source)
+# ---- residuals, several layouts in a message, sums in another wire
 
 
 class Encoder:
-    """An encoder's noise and residual, for the kernels and for the reference. The residual starts as zeros."""
+    """An encoder's residual, for the kernels and for the reference. It starts as zeros."""
 
-    def __init__(self, source, stochastic, feedback, numel, device):
-        self.source, self.stochastic, self.feedback = source, stochastic, feedback
+    def __init__(self, feedback, numel, device):
+        self.feedback = feedback
         nbytes = _C.residual_nbytes(feedback, numel) if feedback else 0
         self.memory, self.residual = guarded(nbytes, device)
         self.residual.zero_()
         self.expected = torch.zeros(nbytes, dtype=torch.uint8)
 
-    def of_kernel(self, step):
-        key = dataclasses.astuple(noise_key(step, self.source)) if self.stochastic else None
-        return Encoding(key, self.feedback, self.residual if self.feedback else None)
+    def of_kernel(self):
+        return Feedback(self.feedback, self.residual if self.feedback else None)
 
-    def of_reference(self, step):
-        return {
-            "key": noise_key(step, self.source) if self.stochastic else None,
-            "feedback": reference.Feedback(self.feedback, self.expected) if self.feedback else None,
-        }
+    def of_reference(self):
+        return reference.Feedback(self.feedback, self.expected) if self.feedback else None
 
     def check(self):
         assert_bytes(self.memory, self.expected)
@@ -646,9 +631,7 @@ def piece(layout, parts):
     return parts.view(-1, layout.part_stride)[:, layout.part_offset :][:, : layout.part.nbytes]
 
 
-def check_steps(
-    layouts, numels, exact_numels, device, stochastic, feedback, dtype=torch.float32, tile=256, num_steps=2, gaps=(0,)
-):
+def check_steps(layouts, numels, exact_numels, device, feedback, dtype=torch.float32, tile=256, num_steps=2, gaps=(0,)):
     """Packs, reduces and unpacks messages with these layouts in some steps, by the kernels and by the reference.
 
     numels: slices of each layout's lossy elements. exact_numels: slices of the exact ones, which the first layout has.
@@ -656,11 +639,8 @@ def check_steps(
     """
     world_size, num_chunks = layouts[0].num_parts, layouts[0].num_chunks
     encoders, sum_encoders = (
-        [Encoder(source, stochastic, feedback, numel(layout), device) for layout in layouts]
-        for source, numel in (
-            (1, lambda layout: layout.padded_numel),
-            (reference.REDUCER, lambda layout: num_chunks * layout.part.lossy_numel),
-        )
+        [Encoder(feedback, numel(layout), device) for layout in layouts]
+        for numel in (lambda layout: layout.padded_numel, lambda layout: num_chunks * layout.part.lossy_numel)
     )
     end, slices = 0, []
     for of_list in (*numels, exact_numels):
@@ -679,17 +659,15 @@ def check_steps(
             expected = torch.full((layouts[0].chunk_nbytes,), POISON, dtype=torch.uint8)
             expected_sums = torch.full((layouts[0].part_stride,), POISON, dtype=torch.uint8)
             for i, (layout, bucket, encoder) in enumerate(zip(layouts, buckets, encoders, strict=True)):
-                pack(bucket, chunk, 0.3, message, 3, encoder.of_kernel(step))
+                pack(bucket, chunk, 0.3, message, 3, encoder.of_kernel())
                 flats = gather(grads, slices[i]), exact_flat if i == 0 else exact_flat[:0]
-                packed = reference.pack(layout, chunk, *flats, 0.3, **encoder.of_reference(step))
+                packed = reference.pack(layout, chunk, *flats, 0.3, encoder.of_reference())
                 piece(layout, expected).copy_(packed.view(world_size, -1))
             assert_bytes(memory, expected)
             for layout, encoder in zip(layouts, sum_encoders, strict=True):
-                encoding, whose = encoder.of_kernel(step), (chunk, world_size - 1)
-                reduce(layout, message, 1 / world_size, sums, 2, tile, encoding, *whose)
-                key_and_feedback = encoder.of_reference(step).values()
+                reduce(layout, message, 1 / world_size, sums, 2, tile, encoder.of_kernel(), chunk)
                 parts = piece(layout, expected).reshape(-1)
-                reduced = reference.reduce(layout, parts, 1 / world_size, *key_and_feedback, *whose)
+                reduced = reference.reduce(layout, parts, 1 / world_size, encoder.of_reference(), chunk)
                 piece(layout, expected_sums).copy_(reduced.view(1, -1))
             assert_bytes(sum_memory, expected_sums)
             for bucket, layout, lossy_slices in zip(buckets, layouts, slices[:-1], strict=True):
@@ -710,58 +688,55 @@ def check_steps(
             encoder.check()
 
 
-# (wire format, stochastic, feedback, gradient dtype, flat): pairs of everything that can be combined. The wires are in
-# the order of constants.WIRE_IDS.
+# (wire format, feedback, gradient dtype, flat): pairs of everything that can be combined. The wires are in the order of
+# constants.WIRE_IDS.
 ENCODINGS = [
-    ("fp32", True, "bf16", torch.float32, False),
-    ("bf16", True, None, torch.float32, True),
-    ("bf16", False, "fp32", torch.bfloat16, False),
-    ("bf16", True, "bf16", torch.float32, False),
-    ("fp16", True, "bf16", torch.float16, True),
-    ("fp16", True, "fp32", torch.float32, False),
-    ("int8", True, None, torch.float32, False),
-    ("int8", True, "bf16", torch.bfloat16, True),
-    ("int8", False, "bf16", torch.float32, False),
-    ("int8", False, "fp32", torch.float32, False),
-    ("int8-rotated", True, "fp32", torch.float32, True),
-    ("fp8", True, None, torch.float16, False),
-    ("fp8", False, "bf16", torch.float32, False),
-    ("fp8-rotated", True, "bf16", torch.float32, False),
-    ("fp8", True, "fp32", torch.float32, False),
-    ("fp8-rotated", False, "fp32", torch.bfloat16, False),
-    ("int4", True, None, torch.bfloat16, False),
-    ("int4", True, "fp32", torch.float32, True),
-    ("int4-rotated", False, "bf16", torch.float32, False),
-    ("int4-rotated", True, "bf16", torch.float32, True),
+    ("fp32", "bf16", torch.float32, False),
+    ("bf16", "fp32", torch.bfloat16, False),
+    ("bf16", "bf16", torch.float32, True),
+    ("fp16", "bf16", torch.float16, True),
+    ("fp16", "fp32", torch.float32, False),
+    ("int8", "bf16", torch.bfloat16, True),
+    ("int8", "bf16", torch.float32, False),
+    ("int8", "fp32", torch.float32, False),
+    ("int8-rotated", "fp32", torch.float32, True),
+    ("fp8", "bf16", torch.float32, False),
+    ("fp8-rotated", "bf16", torch.float32, False),
+    ("fp8", "fp32", torch.float16, False),
+    ("fp8-rotated", "fp32", torch.bfloat16, False),
+    ("int4", "bf16", torch.bfloat16, False),
+    ("int4", "fp32", torch.float32, True),
+    ("int4-rotated", "bf16", torch.float32, False),
+    ("int4-rotated", "bf16", torch.float32, True),
 ]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("wire_format", "stochastic", "feedback", "dtype", "flat"), ENCODINGS, ids=str)
-def test_noise_and_residuals_are_those_of_the_oracle(device, wire_format, stochastic, feedback, dtype, flat):
+@pytest.mark.parametrize(("wire_format", "feedback", "dtype", "flat"), ENCODINGS, ids=str)
+def test_residuals_are_those_of_the_oracle(device, wire_format, feedback, dtype, flat):
     numels, exact_numels = ([700, 1, 301], []) if flat else ([0, 1, 31, 129, 0, 600, 7, 2, 256], [5, 0, 101])
     gaps = [0] if flat else GAPS
     numels, exact_numels = with_holes((numels, exact_numels), gaps, dtype)
     whole = bucket_layout(wire_format, 32, 2, count(exact_numels), count(numels))
     layout = bucket_layout(wire_format, 32, 2, count(exact_numels), count(numels), whole.chunk_nbytes // 2)
     assert layout.num_chunks > 1
-    check_steps([layout], [numels], exact_numels, device, stochastic, feedback, dtype, gaps=gaps)
+    check_steps([layout], [numels], exact_numels, device, feedback, dtype, gaps=gaps)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("wire_format", "stochastic", "feedback", "block"),
-    [("bf16", True, "fp32", 128), ("int8", True, "bf16", 4096), ("int4-rotated", True, "fp32", 128)],
+    ("wire_format", "feedback", "block"),
+    [("bf16", "fp32", 128), ("int8", "bf16", 4096), ("int4-rotated", "fp32", 128)],
 )
-def test_noise_and_residuals_at_the_real_tile(device, wire_format, stochastic, feedback, block):
+def test_residuals_at_the_real_tile(device, wire_format, feedback, block):
     numels = [3 * TILE - 4, 2 * TILE]
     layout = bucket_layout(wire_format, block, 2, 0, sum(numels))
-    check_steps([layout], [numels], [], device, stochastic, feedback, tile=tile_of(layout.wire, block))
+    check_steps([layout], [numels], [], device, feedback, tile=tile_of(layout.wire, block))
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("stochastic", "feedback"), [(False, None), (True, "bf16")])
-def test_several_layouts_in_a_message(device, stochastic, feedback):
+@pytest.mark.parametrize("feedback", [None, "bf16"])
+def test_several_layouts_in_a_message(device, feedback):
     *numels, exact_numels = with_holes(([1, 300, 0, 77], [500], [9, 9, 200], [50, 5]), GAPS)
     formats = [
         (*of_wire, count(of_list))
@@ -771,43 +746,42 @@ def test_several_layouts_in_a_message(device, stochastic, feedback):
     ]
     layouts = _C.bucket_layouts(formats, 2, count(exact_numels), 1000)
     assert layouts[0].num_chunks > 1
-    check_steps(layouts, numels, exact_numels, device, stochastic, feedback, gaps=GAPS)
+    check_steps(layouts, numels, exact_numels, device, feedback, gaps=GAPS)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("stochastic", "feedback"), [(True, None), (True, "fp32"), (False, "fp32")])
 @pytest.mark.parametrize("wire", WIRES[1:])
-def test_special_values_with_noise_and_residuals(device, wire, stochastic, feedback):
+def test_special_values_with_residuals(device, wire):
     """Includes values between codes, and values that round up beyond the format's greatest."""
     blocks = [blocks_of_32()] + ([blocks_around_codes(wire), blocks_around_codes(wire) / 3] if wire in BLOCKS else [])
     flat = torch.cat([*(block.flatten() for block in blocks), special_fp32()])
     layout = bucket_layout(wire, 32, 1, 0, len(flat))
-    encoder = Encoder(0, stochastic, feedback, layout.padded_numel, device)
+    encoder = Encoder("fp32", layout.padded_numel, device)
     bucket = make_bucket(layout, flat.to(device), [(0, len(flat))], [], 1024)
-    for step in range(2):
+    for _ in range(2):
         memory, packed = guarded(layout.chunk_nbytes, device)
-        pack(bucket, 0, 1.0, packed, 2, encoder.of_kernel(step))
-        assert_bytes(memory, reference.pack(layout, 0, flat, flat[:0], 1.0, **encoder.of_reference(step)))
+        pack(bucket, 0, 1.0, packed, 2, encoder.of_kernel())
+        assert_bytes(memory, reference.pack(layout, 0, flat, flat[:0], 1.0, encoder.of_reference()))
         encoder.check()
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("in_wire", "wire_format", "stochastic", "feedback"),
+    ("in_wire", "wire_format", "feedback"),
     [
-        ("bf16", "int8", False, None),
-        ("bf16", "int4-rotated", True, "bf16"),
-        ("fp16", "fp8-rotated", False, "bf16"),
-        ("fp32", "int4-rotated", False, None),
-        ("fp32", "fp8", True, "fp32"),
-        ("fp16", "bf16", True, None),
-        ("bf16", "fp32", False, None),
-        ("bf16", "bf16", True, "fp32"),
+        ("bf16", "int8", None),
+        ("bf16", "int4-rotated", "bf16"),
+        ("fp16", "fp8-rotated", "bf16"),
+        ("fp32", "int4-rotated", None),
+        ("fp32", "fp8", "fp32"),
+        ("fp16", "bf16", None),
+        ("bf16", "fp32", None),
+        ("bf16", "bf16", "fp32"),
     ],
 )
-def test_sums_in_one_wire_and_encodes_in_another(device, in_wire, wire_format, stochastic, feedback):
+def test_sums_in_one_wire_and_encodes_in_another(device, in_wire, wire_format, feedback):
     """The part of each of a host's 3 ranks becomes 2 parts, one for each of 2 hosts."""
-    chunk, first_part, num_parts, exact_numel = 1, 2, 2, 8
+    chunk, num_parts, exact_numel = 1, 2, 8
     numels = 6, 4 * 6 * exact_numel, 4 * 6 * 640
     to = bucket_layout(wire_format, 64, *numels, 1)
     to = bucket_layout(wire_format, 64, *numels, 6 * _part_nbytes(wire_format, exact_numel, 640))
@@ -815,37 +789,19 @@ def test_sums_in_one_wire_and_encodes_in_another(device, in_wire, wire_format, s
     assert to.num_chunks == layout.num_chunks == 4
     assert (layout.part.lossy_numel, layout.part.exact_numel) == (2 * to.part.lossy_numel, 2 * to.part.exact_numel)
     numel = to.num_chunks * num_parts * to.part.lossy_numel
-    encoder = Encoder(reference.REDUCER, stochastic, feedback, numel, device)
+    encoder = Encoder(feedback, numel, device)
     for step in range(2):
         flats = signed(numels[2], seed=step, specials=True), signed(numels[1], seed=9)
         parts = reference.pack(layout, chunk, *flats, 1.0)
         memory, reduced = guarded(num_parts * to.part_stride, device)
-        place = {"chunk": chunk, "first_part": first_part, "to": to, "num_parts": num_parts}
-        reduce(layout, parts.to(device), 1 / 3, reduced, 2, 256, encoder.of_kernel(step), **place)
-        assert_bytes(memory, reference.reduce(layout, parts, 1 / 3, **encoder.of_reference(step), **place))
+        place = {"chunk": chunk, "to": to, "num_parts": num_parts}
+        reduce(layout, parts.to(device), 1 / 3, reduced, 2, 256, encoder.of_kernel(), **place)
+        assert_bytes(memory, reference.reduce(layout, parts, 1 / 3, encoder.of_reference(), **place))
         encoder.check()
 
 
 def _part_nbytes(wire_format, exact_numel, lossy_numel):
     return bucket_layout(wire_format, 64, 1, exact_numel, lossy_numel).part.nbytes
-
-
-@triton.jit
-def noise_kernel(out, begin, seed, parameter, step, source, NUMEL: tl.constexpr, VEC: tl.constexpr):
-    bits = noise((seed.to(tl.int64), parameter, step, source), begin.to(tl.int64), NUMEL, VEC)
-    tl.store(out + tl.arange(0, NUMEL), bits.to(tl.int32))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("vec", [4, 8, 16])
-@pytest.mark.parametrize("begin", [8, 2**31 + 32, 2**35 - 64])
-def test_noise_is_that_of_the_oracle(device, vec, begin):
-    """Includes elements whose group's number needs all of its 32 bits, and more."""
-    key = reference.NoiseKey(0x8000000180000002, 0xFFFFFFFF, 0x80000000, 7)
-    out = torch.empty(256, dtype=torch.int32, device=device)
-    words = encoding_args(Encoding(dataclasses.astuple(key)), 0, 0, out.view(torch.uint8))[1]
-    noise_kernel[(1,)](out, begin, *words, NUMEL=256, VEC=vec)
-    assert (out.cpu() / 2**16).tolist() == reference.noise(key, begin, 256).tolist()
 
 
 # ---- errors

@@ -2,7 +2,7 @@
 
 A fault is one edit of a copy of kernels/, which is compiled for the real tile. The check named beside it must then
 fail: the bytes differ from the oracle's, or the execution is a fault of memory or a race.
-tests/kernels/test_executed_ptx.py removes barriers. docs/notes/mutations.md lists the faults and what showed them.
+tests/kernels/test_executed_ptx.py removes barriers.
 """
 
 import shutil
@@ -22,13 +22,12 @@ from fusedcomm.kernels.variants import TILE
 KERNELS = Path(__file__).parents[2] / "kernels"
 RAGGED = [TILE + 4, 7, 64, TILE + 1], [TILE + 20]
 FLAT = [TILE + 4, 2 * TILE + 480], []  # a part has 66 blocks of 128 elements: padding follows its fp32 scales
-ODD = [TILE + 4, 2 * TILE + 64], []  # a part has 65 blocks of 32 elements: padding follows its codes of two bits
 
 
-def bucket(wire_format: str, numels: tuple[list[int], list[int]], block_numel: int = 128) -> None:
+def bucket(wire_format: str, numels: tuple[list[int], list[int]]) -> None:
     """A bucket of three parts, so that the order of a sum shows."""
     numels = with_holes(numels, [0, 3])
-    layout = bucket_layout(wire_format, block_numel, 3, count(numels[1]), count(numels[0]))
+    layout = bucket_layout(wire_format, 128, 3, count(numels[1]), count(numels[0]))
     flats = signed(count(numels[0]), seed=8, specials=True), signed(count(numels[1]), seed=9, specials=True)
     check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
 
@@ -60,7 +59,7 @@ def counts() -> None:
 
 def steps(wire_format: str) -> None:
     layout = bucket_layout(wire_format, 128, 2, 0, 2 * TILE + 300)
-    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", True, "bf16", torch.float32, tile=TILE)
+    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", "bf16", torch.float32, tile=TILE)
 
 
 CHECKS = {
@@ -69,7 +68,6 @@ CHECKS = {
     "fp8": lambda: bucket("fp8", FLAT),
     "int8": lambda: bucket("int8", FLAT),
     "int4": lambda: bucket("int4", FLAT),
-    "int2": lambda: bucket("int2", ODD, 32),
     "int8 rotated": lambda: bucket("int8-rotated", FLAT),
     "fp8 ties": ties,
     "counts": counts,
@@ -138,8 +136,5 @@ def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_p
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
-def test_the_document_lists_every_fault():
-    document = event_mutations.DOCUMENT.read_text()
-    rows = [f"| {fault.where} | {fault.file} | {fault.scene} | " for fault in FAULTS]
-    assert [row for row in rows if row not in document] == []
-    assert document.partition("## Kernels")[2].partition("\n## ")[0].count("\n| ") == len(rows) + 2  # title, constant
+def test_every_fault_has_its_check():
+    assert {fault.scene for fault in FAULTS} <= set(CHECKS)

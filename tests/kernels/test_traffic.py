@@ -19,12 +19,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import reference  # noqa: E402
 from test_kernel_code import resources  # noqa: E402
-from test_kernels import SEED, bucket_layout, signed  # noqa: E402
+from test_kernels import bucket_layout, signed  # noqa: E402
 
-from fusedcomm import reference  # noqa: E402
 from fusedcomm.kernels.bucket import make_bucket  # noqa: E402
-from fusedcomm.kernels.encoding import NEAREST, Encoding  # noqa: E402
+from fusedcomm.kernels.feedback import NONE, Feedback  # noqa: E402
 from fusedcomm.kernels.pack import pack  # noqa: E402
 from fusedcomm.kernels.reduce import reduce  # noqa: E402
 from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
@@ -43,7 +43,7 @@ MOST_OF_SEVERAL = 1.17
 """Of unpack of several messages in wires with scales. A warp's scales fill half of a sector of 32 bytes; the other half
 is counted again when the next warp reads it, from the cache. So are a tile's words of the tables, for each warp."""
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "int8-rotated", "fp8", "fp8-rotated", "int4", "int4-rotated", "int2")
+WIRES = ("fp32", "bf16", "fp16", "int8", "int8-rotated", "fp8", "fp8-rotated", "int4", "int4-rotated")
 
 GPUS = {"H100": (3.35e12, 132 * 128 * 1.755e9), "A100": (2.039e12, 108 * 128 * 1.41e9)}
 """(bytes/s of memory, instructions/s of all threads) from NVIDIA's data sheets: H100 SXM5, A100 SXM4 80 GB. A
@@ -81,19 +81,19 @@ class Row:
 
 def layout_of(wire: str, num_parts: int = 1) -> "_C.BucketLayout":
     """NUMEL elements in each part, in blocks of the wire's default size."""
-    return bucket_layout(wire, 32 if wire[:4] in ("int4", "int2") else 128, num_parts, 0, num_parts * NUMEL)
+    return bucket_layout(wire, 32 if wire[:4] == "int4" else 128, num_parts, 0, num_parts * NUMEL)
 
 
-def run_pack(wire: str, noisy: bool = False) -> int:
-    """Returns the bytes that it must move. noisy: with noise, and a residual in bf16."""
+def run_pack(wire: str, keeps: bool = False) -> int:
+    """Returns the bytes that it must move. keeps: with a residual in bf16."""
     flat = signed(NUMEL)
     layout = layout_of(wire)
-    encoding, residual_nbytes = NEAREST, 0
-    if noisy:
+    feedback, residual_nbytes = NONE, 0
+    if keeps:
         residual = torch.zeros(_C.residual_nbytes("bf16", layout.padded_numel), dtype=torch.uint8)
-        encoding, residual_nbytes = Encoding((SEED, 1, 2, 3), "bf16", residual), 2 * len(residual)
+        feedback, residual_nbytes = Feedback("bf16", residual), 2 * len(residual)
     out = torch.empty(layout.chunk_nbytes, dtype=torch.uint8)
-    pack(make_bucket(layout, flat, [(0, NUMEL)], []), 0, 0.5, out, PROGRAMS, encoding)
+    pack(make_bucket(layout, flat, [(0, NUMEL)], []), 0, 0.5, out, PROGRAMS, feedback)
     return 4 * NUMEL + len(out) + residual_nbytes
 
 
@@ -123,7 +123,7 @@ SEVERAL = f"unpack of {NUM_RANKS} messages"
 SUMMED = f"reduce of {NUM_RANKS} ranks"
 KERNELS: dict[str, tuple[Callable[[str], int], tuple[str, ...]]] = {
     "pack": (run_pack, WIRES),
-    "pack with noise and a bf16 residual": (lambda wire: run_pack(wire, noisy=True), WIRES[1:]),
+    "pack with a bf16 residual": (lambda wire: run_pack(wire, keeps=True), WIRES[1:]),
     SUMMED: (run_reduce, tuple(wire for wire in WIRES if "rotated" not in wire)),
     "unpack": (run_unpack, WIRES),
     SEVERAL: (lambda wire: run_unpack(wire, NUM_RANKS), WIRES),

@@ -29,13 +29,12 @@ class Net(nn.Module):
 @dataclasses.dataclass(frozen=True)
 class Run:
     merge: str
-    every: int
+    every: int | str
+    """Of the simulation steps."""
     delay: int
     fragments: int = 1
     steps: int = 30
-    alpha: float = 0.5
     lr: float = 0.05
-    weighted: bool = False
     width: int = 8
 
     def model(self) -> Net:
@@ -98,9 +97,7 @@ def simulated(run: Run, world_size: int) -> tuple[list[list[torch.Tensor]], list
         for rank in range(world_size):
             for place, index in enumerate(members[fragment]):
                 now, merged, snapshot = ours[rank][index].data, anchors[index], of_ranks[rank][place]
-                if run.merge == "blend":
-                    now.copy_(run.alpha * now + (1 - run.alpha) * merged)
-                elif run.merge == "average":
+                if run.merge == "average":
                     now.copy_(merged)
                 else:
                     now.copy_(now + (merged - snapshot))

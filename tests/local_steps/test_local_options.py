@@ -1,7 +1,6 @@
-"""LocalSteps: warm-up, weights, blocks, master copies, moved and averaged state, hosts, statistics and plan."""
+"""LocalSteps: weights, master copies, hosts, statistics and plan."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from plain_simulation import Net, Run
 from test_local_state import begun
 from test_local_steps import flat, local_steps
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -43,28 +41,6 @@ def linear(numel=4):
 # ---- weights
 
 
-def weighted(rank, world_size, weights):
-    model = linear()
-    optimizer = Given(model.parameters())
-    comm = fusedcomm.LocalSteps(model, optimizer, 2, merge="average", config="fp32", weights=weights, quiet=True)
-    values = []
-    for window in range(3):
-        for _ in range(2):
-            if weights == "given":
-                comm.add_weight((rank + 1) * 500 if window else 8 * rank)
-            moved(model.parameters(), optimizer, 4.0 * (rank + 1) * (-1) ** window)
-        values.append(model.weight.unique().tolist())
-    comm.detach()
-    return values
-
-
-def test_given_weights_count_each_window_of_each_rank(ranks):
-    # Two ranks go 8 and 16 in the first window; the first has the weight 0. Then they weigh as 1 to 2.
-    after = [16.0, 16 - (8 + 2 * 16) / 3, 16.0]
-    for values in ranks.run(weighted, "given", world_size=2):
-        assert [value for (value,) in values] == pytest.approx(after, rel=1e-6)
-
-
 def weighted_by_steps(rank, world_size):
     model = linear()
     optimizer = Given(model.parameters())
@@ -80,118 +56,7 @@ def test_a_rank_with_more_steps_weighs_more(ranks):
     assert ranks.run(weighted_by_steps, world_size=2) == [[pytest.approx((2 * 12 + 3 * 18) / 5)]] * 2
 
 
-# ---- blocks
-
-
-def in_blocks(rank, world_size):
-    model = nn.Sequential(linear(128), nn.LayerNorm(128))
-    optimizer = Given(model.parameters())
-    comm = fusedcomm.LocalSteps(model, optimizer, 1, config="int8", sparse=0.25, seed=5, quiet=True)
-    seen = []
-    for _ in range(4):
-        moved(model.parameters(), optimizer, 2.0 * rank)
-        merged = model[0].weight.flatten().view(-1, 1024)
-        seen.append((merged[:, 0].tolist(), model[1].bias.unique().tolist(), model[1].bias.unique().numel()))
-        assert (merged == merged[:, :1]).all()
-    sent = comm.stats().sent_nbytes
-    comm.detach()
-    return seen, sent
-
-
-def test_a_quarter_of_the_blocks_is_merged_at_a_time_and_each_once_in_four_merges(ranks):
-    (first, sent), (second, _) = ranks.run(in_blocks, world_size=2)
-    merged = set()
-    for step, (ours, theirs) in enumerate(zip(first, second, strict=True), start=1):
-        same = {block for block in range(16) if ours[0][block] == theirs[0][block]}
-        assert len(same) == 4 and not same & merged  # merged earlier, and different again since
-        assert all(ours[0][block] == step for block in same)
-        merged |= same
-        assert ours[1] == theirs[1] == [step]
-    assert merged == set(range(16))
-    assert sent < 2 * 16384
-
-
-# ---- warm-up and the optimizer's state
-
-
-def warmed_up(rank, world_size):
-    """The steps after which the ranks' parameters are equal, and whether they are those of DDP in the warm-up."""
-    run = Run("corrected", every=4, delay=2)
-    model, optimizer, comm = begun(run, warmup=5)
-    ddp = DistributedDataParallel(Net())
-    of_ddp = run.optimizer(ddp)
-    equal, as_ddp = [], []
-    for step in range(1, 9):
-        run.step(model, optimizer, rank, step)
-        run.step(ddp, of_ddp, rank, step)
-        everybodys = [torch.empty_like(flat(model)) for _ in range(world_size)]
-        dist.all_gather(everybodys, flat(model))
-        equal.append(all(torch.equal(each, everybodys[0]) for each in everybodys))
-        as_ddp.append(torch.allclose(flat(model), flat(ddp), rtol=1e-5, atol=1e-7))
-    comm.detach()
-    return equal, as_ddp
-
-
-def test_the_warm_up_averages_gradients_in_every_step(ranks):
-    for equal, as_ddp in ranks.run(warmed_up, world_size=2):
-        assert equal == as_ddp == [True] * 5 + [False] * 3
-
-
-def averaged_state(rank, world_size, state):
-    model = Net()
-    run = Run("average", every=3, delay=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    comm = local_steps(run, model, optimizer, state=state)
-    for step in range(1, 7):
-        run.step(model, optimizer, rank, step)
-    comm.detach()
-    return torch.cat([s[key].flatten() for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")])
-
-
-@pytest.mark.parametrize("state", ["local", "average"])
-def test_the_optimizers_state_stays_local_or_is_averaged(ranks, state):
-    first, second = ranks.run(averaged_state, state, world_size=2)
-    assert torch.equal(first, second) == (state == "average")
-
-
-def no_state(rank, world_size):
-    """SGD without momentum has none; torch's ZeroRedundancyOptimizer keeps it elsewhere."""
-    for optimizer_of in (lambda p: torch.optim.SGD(p, 0.1), lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam)):
-        run, model = Run("average", every=1, delay=0), Net()
-        optimizer = optimizer_of(model.parameters())
-        comm = local_steps(run, model, optimizer, state="average")
-        with pytest.raises(ValueError, match="state='average' averages what .*state has, and it is empty"):
-            run.step(model, optimizer, rank, 1)
-        comm.detach()
-
-
-def test_a_state_that_is_not_the_optimizers_is_not_averaged_in_silence(ranks):
-    ranks.run(no_state, world_size=2)
-
-
-class Shadowed(Given):
-    """Has a state that lies where the parameter lies, as schedule-free optimizers have."""
-
-    def step(self, closure=None):
-        super().step()
-        for parameter in self.param_groups[0]["params"]:
-            shadow = self.state[parameter].setdefault("z", torch.zeros_like(parameter))
-            shadow.add_(2 * parameter.grad)
-
-
-def shadowed(rank, world_size):
-    model = linear()
-    optimizer = Shadowed(model.parameters())
-    comm = fusedcomm.LocalSteps(model, optimizer, 2, delay=1, config="fp32", moves=("z",), quiet=True)
-    for _ in range(3):
-        moved(model.parameters(), optimizer, 1.0 + 2 * rank)
-    comm.detach()
-    return model.weight[0, 0].item(), optimizer.state[model.weight]["z"][0, 0].item()
-
-
-def test_state_that_lies_where_the_parameters_lie_moves_with_them(ranks):
-    # After two steps the ranks are at 2 and 6. The merge after the third adds +2 and −2.
-    assert ranks.run(shadowed, world_size=2) == [(3.0 + 2, 6.0 + 2), (9.0 - 2, 18.0 - 2)]
+# ---- the optimizer's own copies
 
 
 def master_copies(rank, world_size):
@@ -273,21 +138,3 @@ def test_statistics_plan_and_trace(ranks, tmp_path):
         assert "memory" in text and f"every={plan.least_every} is the least" in text
     names = {event.get("name", "") for event in json.loads((tmp_path / "1.json").read_text())["traceEvents"]}
     assert any("pack" in name or "sum" in name for name in names), names
-
-
-def drifting(rank, world_size):
-    model = linear()
-    nn.init.ones_(model.weight)
-    optimizer = Given(model.parameters())
-    comm = fusedcomm.LocalSteps(model, optimizer, 1, config="fp32", quiet=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(16):
-            moved(model.parameters(), optimizer, (1 if rank else -1) * (1e-3 if step < 14 else 1e-2))
-    comm.detach()
-    return [str(each.message) for each in caught]
-
-
-def test_a_leap_of_the_drift_is_said_once_by_rank_0(ranks):
-    (text,), nothing = ranks.run(drifting, world_size=2)
-    assert "drift apart" in text and "0.01 of the parameters' norm" in text and nothing == []

@@ -1,6 +1,7 @@
 """Ranks that train by local steps with members, follow a script, and write what each step left them; and what they
 must have, by a plain simulation."""
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from trainees import Rank, Script, gradient, wait_for
 
 import fusedcomm
+from fusedcomm.local_steps import windows
 
 SHAPES = ((40, 33), (64, 32))
 LR = 2.0**-8
@@ -16,10 +18,10 @@ LR = 2.0**-8
 
 @dataclass
 class MergeScript(Script):
-    """die: by name, (step, moment): "before" the optimizer's step, or "handed", once a message of that step is with the
-    engine."""
+    """die: by name, (step, moment): "before" the optimizer's step, or "handed", once a message of that step, or of
+    the next that has one, is with the engine. every: "4s" is of a clock that advances by a second in each step."""
 
-    every: int = 4
+    every: int | str = 4
     delay: int = 1
     fragments: int = 1
     merge: str = "corrected"
@@ -40,6 +42,10 @@ class Merger(Rank):
         super().__init__(script, name, address)
         self.model = Net(7.0 if self.joins else 0.0)  # whatever a joiner begins with, it gets the others'
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.5)
+        self.comm: fusedcomm.LocalSteps | None = None
+        if isinstance(script.every, str):
+            steps = lambda: float(0 if self.comm is None else self.comm.steps)  # noqa: E731
+            windows.time = types.SimpleNamespace(monotonic=steps)  # type: ignore[assignment]
         self.comm = fusedcomm.LocalSteps(
             self.model,
             self.optimizer,
@@ -57,7 +63,8 @@ class Merger(Rank):
 
         def send_and_die(pending: Any) -> None:
             send(pending)
-            if self.dies(self.comm.steps, "handed"):
+            step, moment = script.die.get(name, (0, ""))
+            if moment == "handed" and self.comm.steps >= step:
                 self.die()
 
         self.comm.messages.send = send_and_die
@@ -103,6 +110,7 @@ def simulated(script: MergeScript, takes_part: Callable[[str, int], bool], joine
     momentum = {name: torch.zeros_like(anchor) for name in names}
     snapshots: dict[str, torch.Tensor] = {}
     found, message, due = Expected({}, {}), 0, -1
+    every = int(str(script.every).removesuffix("s"))
     for step in range(1, script.num_steps + 1):
         for name in names:
             pieces = [gradient(name, step, index, shape).flatten() for index, shape in enumerate(SHAPES)]
@@ -110,7 +118,7 @@ def simulated(script: MergeScript, takes_part: Callable[[str, int], bool], joine
             now[name] = now[name] - LR * momentum[name]
         if step == due:
             anchor = end(anchor, now, snapshots, takes_part, message - 1)
-        if step % script.every == 0:
+        if step % every == 0:
             for name in [each for each, first in joined.items() if first == message]:
                 names.append(name)
                 now[name], momentum[name] = anchor.clone(), momentum["0"].clone()  # of the first member

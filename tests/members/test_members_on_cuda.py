@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config
 from fusedcomm.members.keeping import with_codes_kept
 from fusedcomm.ranks import torch_groups
 
@@ -40,20 +40,19 @@ def test_a_view_has_a_communicator_of_its_own_that_no_watchdog_ends(members, mon
 
 
 def test_only_sums_whose_codes_are_kept_are_taken_on_cuda(members):
-    kept = with_codes_kept(Config(wire="int8"), LocalOptions(), members, CUDA)
+    kept = with_codes_kept(Config(wire="int8"), members, CUDA)
     assert kept.sum == "two-shot" and kept.hosts is None
 
 
 @pytest.mark.parametrize(
-    ("device", "local", "backends", "words"),
+    ("device", "backends", "words"),
     [
-        ("mps", {}, "gloo", r"are on mps, and ranks come and go only where .* on cuda, over NCCL"),
-        ("cuda", {"copy_engines": True}, "gloo", r"copy_engines=True\) belong to one communicator"),
-        ("cuda", {}, "cpu:gloo,cuda:nccl", r"is cpu:gloo,cuda:nccl, .* init_process_group\('gloo'\)"),
+        ("mps", "gloo", r"are on mps, and ranks come and go only where .* on cuda, over NCCL"),
+        ("cuda", "cpu:gloo,cuda:nccl", r"is cpu:gloo,cuda:nccl, .* init_process_group\('gloo'\)"),
     ],
 )
-def test_what_lost_ranks_would_break_is_refused(monkeypatch, device, local, backends, words):
+def test_what_lost_ranks_would_break_is_refused(monkeypatch, device, backends, words):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     with pytest.raises(ValueError, match=words):
-        with_codes_kept(Config(), LocalOptions(**local), SimpleNamespace(microbatches=None), torch.device(device))
+        with_codes_kept(Config(), SimpleNamespace(microbatches=None), torch.device(device))

@@ -71,7 +71,7 @@ def means_of(names, step: int, config: dict) -> list[torch.Tensor]:
     """The means of the named ranks' gradients, as fusedcomm.simulate has them."""
     exact = fusedcomm.Config(**{**config, "sum": "two-shot"})
     of_ranks = [[gradient(name, step, i, shape) for name in names] for i, shape in enumerate(SHAPES)]
-    return [fusedcomm.simulate(gradients, exact, step=step) for gradients in of_ranks]
+    return [fusedcomm.simulate(gradients, exact) for gradients in of_ranks]
 
 
 class Rank:

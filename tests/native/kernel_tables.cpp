@@ -65,7 +65,6 @@ size_t nbytes_of(int format) { return kNumel * static_cast<size_t>(format_nbytes
 
 struct Inputs {
   Bytes elements[kNumFormats];  // the same values in every format
-  std::vector<uint16_t> noise;
 };
 
 Inputs make_inputs(uint32_t seed) {
@@ -81,9 +80,6 @@ Inputs make_inputs(uint32_t seed) {
       portable.convert[0][format](values.data(), in.elements[format].data(), kNumel, 1.0F, false);
     }
   }
-  in.noise.resize(kNumel);
-  for (uint16_t& word : in.noise) word = static_cast<uint16_t>(random());
-  for (int i = 0; i < 64; ++i) in.noise[8 * 32 + i] = i % 2 == 0 ? 0 : 0xFFFF;
   return in;
 }
 
@@ -139,9 +135,6 @@ void compare_elements(Comparison& compare, const Inputs& in, int64_t numel) {
       std::memcpy(out.data(), src, nbytes_of(from));
       put_count(out, table.scale[from](out.data(), numel, 0.3F));
     });
-    compare(std::string("squares ") + kFormats[from], kSquareLanes * 8, [&](const KernelTable& table, Bytes& out) {
-      table.squares[from](src, numel, reinterpret_cast<double*>(out.data()));
-    });
     for (int num_srcs = 1; num_srcs <= kNumSrcs; ++num_srcs) {
       const int64_t stride = 64 * format_nbytes(static_cast<Format>(from));
       compare(std::string("sum ") + kFormats[from], nbytes_of(0), [&](const KernelTable& table, Bytes& out) {
@@ -154,16 +147,6 @@ void compare_elements(Comparison& compare, const Inputs& in, int64_t numel) {
 
 void compare_tiles(Comparison& compare, const Inputs& in) {
   const auto* values = reinterpret_cast<const float*>(in.elements[0].data());
-  compare("noise", kNumel * 2, [&](const KernelTable& table, Bytes& out) {
-    table.noise({0x123456789ABCDEF0u, 17, 5, kReducerSource}, 8 * 1001, reinterpret_cast<uint16_t*>(out.data()),
-                kNumel - 24);
-  });
-  for (int format = 1; format < kNumFormats; ++format) {
-    compare(std::string("round ") + kFormats[format], nbytes_of(0), [&](const KernelTable& table, Bytes& out) {
-      std::memcpy(out.data(), values, nbytes_of(0));
-      table.round_stochastic[format](reinterpret_cast<float*>(out.data()), in.noise.data(), kNumel - 8);
-    });
-  }
   for (int format = 0; format < 2; ++format) {
     compare(std::string("add ") + kFormats[format], nbytes_of(0), [&](const KernelTable& table, Bytes& out) {
       std::memcpy(out.data(), values + 64, nbytes_of(0) - 256);
@@ -185,10 +168,9 @@ struct Shape {
   size_t nbytes() const { return scales_nbytes() + static_cast<size_t>(codes_nbytes(wire, kNumel)) + 8; }
 };
 
-// Sources of sums are stride_nbytes apart, so they overlap. Codes then meet scales of other blocks, which must not be
-// those of stochastic rounding: with these, the least code would be beyond fp32.
-void compare_decoding(Comparison& compare, const Shape& shape, const std::string& name, const Bytes& message,
-                      int64_t stride_nbytes) {
+// Sources of sums overlap, so codes meet scales of other blocks.
+void compare_decoding(Comparison& compare, const Shape& shape, const std::string& name, const Bytes& message) {
+  constexpr int64_t kStrideNbytes = 4;
   const int code = scaled_index(shape.wire);
   const uint8_t* codes = message.data() + shape.scales_nbytes();
   for (int format = 0; format < kNumFormats; ++format) {
@@ -206,7 +188,7 @@ void compare_decoding(Comparison& compare, const Shape& shape, const std::string
   const int64_t num_blocks = shape.num_blocks() > 2 * kNumSrcs ? shape.num_blocks() - 2 * kNumSrcs : 1;
   for (int num_srcs = 1; num_srcs <= kNumSrcs; ++num_srcs) {
     compare(name + " summed", nbytes_of(0), [&](const KernelTable& table, Bytes& out) {
-      table.blocks[code].sum(message.data(), codes, num_blocks > 1 ? stride_nbytes : 0, num_srcs,
+      table.blocks[code].sum(message.data(), codes, num_blocks > 1 ? kStrideNbytes : 0, num_srcs,
                              reinterpret_cast<float*>(out.data()), num_blocks, shape.block_numel);
       make_nans_alike(reinterpret_cast<float*>(out.data()), kNumel);
     });
@@ -227,18 +209,9 @@ void compare_blocks(Comparison& compare, const Inputs& in, const Shape& shape) {
                       put_count(out, encode(in.elements[format].data(), out.data(), out.data() + shape.scales_nbytes(),
                                             shape.num_blocks(), shape.block_numel, streamed ? 1.0F : 0.3F, streamed));
                     });
-        if (format == 0 && streamed) compare_decoding(compare, shape, name, message, 4);
+        if (format == 0 && streamed) compare_decoding(compare, shape, name, message);
       }
     }
-    const Bytes message = compare(
-        name + (rotated ? ", rotated, stochastic" : ", stochastic"), shape.nbytes(),
-        [&](const KernelTable& table, Bytes& out) {
-          const BlockKernels& kernels = table.blocks[code];
-          const auto encode = rotated ? kernels.quantize_rotated_stochastic : kernels.quantize_stochastic;
-          put_count(out, encode(reinterpret_cast<const float*>(in.elements[0].data()), in.noise.data(), out.data(),
-                                out.data() + shape.scales_nbytes(), shape.num_blocks(), shape.block_numel));
-        });
-    compare_decoding(compare, shape, name, message, 0);
   }
 }
 

@@ -107,8 +107,8 @@ class SimDevice : public StreamDevice {
                 {{args.parts, 0, 0, args.from.chunk_nbytes(), false},
                  {args.out, 0, 0, args.to.part_stride * args.num_parts, true}},
                 [codec = codec_, from = args.from, parts = args.parts, scale = args.scale, to = args.to, out = args.out,
-                 num_parts = args.num_parts, chunk = args.chunk,
-                 first = args.first_part] { codec->reduce({from, parts, scale, to, out, num_parts, chunk, first}); });
+                 num_parts = args.num_parts,
+                 chunk = args.chunk] { codec->reduce({from, parts, scale, to, out, num_parts, chunk}); });
   }
 
   void unpack(const UnpackArgs& args) override {

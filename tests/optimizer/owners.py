@@ -180,7 +180,8 @@ def train(
         optimizers = [sharded(model, given, way.kind, update=way.update, overlap=overlap)]
     else:
         optimizers = plain_optimizers(model, way.kind)
-    scaler = fusedcomm.GradScaler(reducer, device, init_scale=2.0**10, growth_interval=3, enabled=way.scaled)
+    make_scaler = optimizers[0].grad_scaler if owners else torch.amp.GradScaler
+    scaler = make_scaler(device, init_scale=2.0**10, growth_interval=3, enabled=way.scaled)
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(
             each, [3 * group["lr"] for group in each.param_groups], total_steps=steps + 1

@@ -144,7 +144,7 @@ def alone(rank, world_size, call, then):
     ],
 )
 def test_a_call_of_one_rank_alone_says_on_all_where_they_are(ranks, call, then):
-    outcomes = ranks.run(alone, call, then, world_size=3)
+    outcomes = ranks.run(alone, call, then, world_size=3, leaves_waiting=True)
     wheres = {"barrier": "called torch.distributed.barrier()", "its step": "waits in step() after backward pass 1"}
     where = wheres.get(then, "waits in backward pass")
     for text, seconds in outcomes:

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import normal
+from reference.elements import decode, encode
+from reference.sums import slice_list, taken
 from sampling import few
 
 from fusedcomm.config import Chunks, Config, LocalOptions
 from fusedcomm.native import _C
-from fusedcomm.reference.elements import decode, encode
-from fusedcomm.reference.sums import slice_list, taken
 from fusedcomm.session.session import Session
 
 # (elements in a row, whether their wire is exact) of each piece of a row.
@@ -41,7 +41,7 @@ def gathered(rank, world_size, config, pieces, own_dtype, dtype):
         own = own_row(rank, call, pieces, own_dtype)
         before = own.clone()
         all_rows = torch.full((world_size * rows.row_numel,), torch.nan, dtype=dtype)
-        rows.all_gather(rows=all_rows, own=own, call=call, is_last=True).wait()
+        rows.all_gather(rows=all_rows, own=own, is_last=True).wait()
         assert torch.equal(own, before)  # it is read only
         found.append(all_rows.view(world_size, -1))
     session.stop("the test has ended")

@@ -7,7 +7,7 @@ from models import Gradients, refusal
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config
+from fusedcomm.config import Config, Feedback
 from fusedcomm.native import _C
 from fusedcomm.ranks.agreement import _first_difference
 
@@ -31,8 +31,8 @@ def attached_with(rank, world_size, of_ranks):
         ((fusedcomm.Auto(), Config("int8")), "wire is 'auto' on rank 0 and 'int8' on rank 1"),
         ((Config("bf16"), fusedcomm.Auto()), "wire is 'bf16' on rank 0 and 'auto' on rank 1"),
         (
-            (fusedcomm.Auto(base=Config("int4")), fusedcomm.Auto(base=Config("bf16"))),
-            "auto.wires[1] is 'int4' on rank 0 and 'bf16' on rank 1",
+            (fusedcomm.Auto(("bf16", Config("int4"))), fusedcomm.Auto(("bf16", "int8"))),
+            "auto.candidates[1] is 'int4' on rank 0 and 'int8' on rank 1",
         ),
     ],
     ids=str,
@@ -91,7 +91,7 @@ def attached_twice(is_bad):
 
 def searched(is_bad):
     ddp = DistributedDataParallel(Gradients((50, 2)))
-    fusedcomm.attach(ddp, fusedcomm.Auto(tuned="/no/such/file" if is_bad else None))
+    fusedcomm.attach(ddp, fusedcomm.Auto((Config(feedback=Feedback(unsharded=is_bad)),)))
 
 
 def hook_with_a_state(is_bad):
@@ -109,7 +109,7 @@ def sharded_optimizer(is_bad):
 LOCAL = {
     ddp_with_builtin_hook: "already has a built-in communication hook",
     attached_twice: "already synchronizes the parameter",
-    searched: "/no/such/file",
+    searched: "Feedback(unsharded=True)",
     hook_with_a_state: "of another program",
     lambda is_bad: fusedcomm.GradReducer([] if is_bad else Gradients((50, 2))): "no parameters that could have",
     lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), every=0 if is_bad else 1): "every=0",

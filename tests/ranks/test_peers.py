@@ -18,11 +18,12 @@ from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import Config, Feedback, LocalOptions
 from fusedcomm.devices import cpu
-from fusedcomm.ranks import peers
+from fusedcomm.native import _C
+from fusedcomm.ranks import groups, peers
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
-from fusedcomm.session import session
 
 STALL_AFTER_S = patient(2)
 TIMEOUT_S = patient(60)
@@ -80,17 +81,10 @@ def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> Non
 
 
 def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """The victim dies when it makes the first candidate that was not made at attach."""
-    comm = attach(ddp, fusedcomm.Auto(("bf16",)))
-    tuner = comm.runs
-    record = tuner._search.record
-    tuner._search.record = lambda step_ms: record(1e6 if tuner.is_off else step_ms)  # makes sure that there is one
+    """The victim dies when it makes the first candidate after off."""
     if is_victim:
-        session.Session.__init__ = lambda *args, **kwargs: die()
-    while True:
-        step(ddp)
-        if comm.tuning().finished:
-            raise AssertionError("the search ended without another candidate")
+        Tuner._beside = lambda *args: die()
+    attach(ddp, fusedcomm.Auto(("bf16",)))
 
 
 def dies_before_saving(ddp: DistributedDataParallel, is_victim: bool) -> None:
@@ -362,3 +356,22 @@ def test_a_rank_that_can_start_no_thread_tells_the_others_so(ranks):
     assert own[0].startswith(f"fusedcomm: {cause}") and "Resource temporarily unavailable" in own[0], own
     for told in (first, last):
         assert "rank 1 cannot attach: " in told[0] and cause in told[0], told
+
+
+def given_up(rank, world_size):
+    """Rank 0 calls a collective alone, and both give up the group. Seconds until the last of it has ended here."""
+    group = dist.new_group()
+    sentinels = _C.PeerSentinels(backend=groups.gloo_backend(group), tag=peers._TAG)
+    if rank == 0:
+        dist.barrier(group, async_op=True)
+    dist.destroy_process_group(group)
+    del group
+    began = time.monotonic()
+    del sentinels
+    return time.monotonic() - began
+
+
+def test_the_end_of_a_group_does_not_wait_for_a_collective_that_never_ends(ranks):
+    """Until the group's timeout, in whichever thread happened to collect it."""
+    seconds = ranks.run(given_up, world_size=2, leaves_waiting=True)
+    assert max(seconds) < patient(30), seconds

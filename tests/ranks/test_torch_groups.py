@@ -1,11 +1,9 @@
 """What fusedcomm relies on in torch's process groups, against this torch's headers and libraries. `make test-torches`
 runs this file with the oldest and the newest torch, too."""
 
-import contextlib
 import datetime
 import mmap
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models import error_of
 from patience import HANG_S
 
-import fusedcomm
-from fusedcomm.config import Chunks, Config, LocalOptions
 from fusedcomm.ranks import groups, hosts, torch_groups
-from fusedcomm.session.plan import Plan
 
 TORCH = Path(torch.__file__).parent
 HEADERS = "torch/csrc/distributed/c10d"
@@ -33,9 +27,6 @@ SECONDS = datetime.timedelta(seconds=7)
 def test_this_torch_has_what_is_relied_on():
     assert torch_groups.missing(TORCH / "include") == []
     assert torch_groups.declares(TORCH / "include", *torch_groups.COMM_HOOK[:2])
-    # The communicator knows which of its handles are windows, and so ends them rightly.
-    handles = r"std::unordered_map<void\*, std::pair<void\*, bool>> registeredSegmentHandles_;"
-    assert torch_groups.declares(TORCH / "include", "NCCLUtils.hpp", handles) == (MINOR >= (2, 13))
     assert (TORCH / "include" / HEADERS / "nccl2").is_dir() == (MINOR >= (2, 14))
 
 
@@ -52,7 +43,7 @@ def test_a_torch_that_lacks_something_is_named(tmp_path, header, name):
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch was built without NCCL")
 def test_the_library_has_the_collectives():
-    wanted = [b"\0ncclAlltoAll\0", b"\0ncclAllGather\0", b"\0ncclCommWindowRegister\0"]
+    wanted = [b"\0ncclAlltoAll\0", b"\0ncclAllGather\0"]
     if MINOR >= (2, 14):
         wanted.append(b"\0_ZN4c10d5nccl216ProcessGroupNCCL18getOperationStreamEb\0")
     with (
@@ -60,11 +51,7 @@ def test_the_library_has_the_collectives():
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
         assert [name for name in wanted if text.find(name) < 0] == []
-    nccl = dist.ProcessGroupNCCL
-    assert nccl.get_runtime_nccl_version() >= (2, 28, 0) and nccl.get_build_nccl_version() >= (2, 28, 0)
-    assert nccl.NCCL_CTA_POLICY_ZERO == 2 and hasattr(nccl.Options().config, "cta_policy")
-    assert callable(nccl.register_mem_pool) and callable(nccl.eager_connect_single_device)
-    assert callable(torch._C._distributed_c10d._detect_dma_connectivity)
+    assert callable(dist.ProcessGroupNCCL.eager_connect_single_device)
 
 
 OWN_BACKEND = """
@@ -103,41 +90,26 @@ def test_torchs_own_backends_are_taken_or_refused_by_their_class(name, variables
 class OldStandIn:
     """The part of ProcessGroupNCCL that fusedcomm uses, as CPU builds of torch do not have it. Records its calls."""
 
-    NCCL_CTA_POLICY_ZERO = 2
     calls: list = []
-    mem_allocator = "ncclMemAlloc"
 
     class Options:
         def __init__(self):
-            self._timeout, self.config = None, SimpleNamespace(cta_policy=0)
+            self._timeout = None
 
     def __init__(self, store, rank, size, options):
         self.timeout = options._timeout
-        self.calls.append(("made", rank, size, options.config.cta_policy))
+        self.calls.append(("made", rank, size))
 
     def eager_connect_single_device(self, device):
         self.calls.append(("connected", device))
 
-    def register_mem_pool(self, pool, symm):
-        self.calls.append(("registered", pool, symm))
-
-    get_runtime_nccl_version = get_build_nccl_version = staticmethod(lambda: (2, 28, 9))
-
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """A torch on which copy engines can be used."""
+    """A torch whose NCCL backend is the stand-in."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", OldStandIn, raising=False)
     monkeypatch.setattr(OldStandIn, "calls", [])
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    monkeypatch.setattr(torch_groups, "_driver", lambda: 12050)
-    linked(monkeypatch, [[0, 18], [18, 0]])
     return monkeypatch
-
-
-def linked(monkeypatch, matrix):
-    found = SimpleNamespace(matrix=matrix)
-    monkeypatch.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", lambda *_: found, raising=False)
 
 
 def test_a_class_that_was_not_read_is_refused(nccl):
@@ -186,114 +158,7 @@ def test_communicators_of_two_levels_are_connected_at_attach(nccl):
     host, then between hosts."""
     two_of_three = hosts.checked([[0, 1, 2], [3, 4, 5]], 6)
     channels = groups.make_host_channels(GroupOfSix(), CUDA, dist.HashStore(), two_of_three)
-    made = [("made", 1, 3, 0), ("made", 1, 2, 0)]
+    made = [("made", 1, 3), ("made", 1, 2)]
     assert OldStandIn.calls == [made[0], ("connected", CUDA), made[1], ("connected", CUDA)]
     assert channels.local_scatter is channels.local_gather and channels.cross_scatter is channels.cross_gather
     assert channels.local_scatter.timeout == channels.cross_scatter.timeout == SECONDS
-
-
-OLD_ONES = {
-    "torch": (
-        lambda nccl: nccl.setattr(torch, "__version__", "2.12.1+cu130"),
-        r"torch 2\.12\.1\+cu130 ends the process",
-    ),
-    "policy": (lambda nccl: nccl.delattr(OldStandIn, "NCCL_CTA_POLICY_ZERO"), r"built without NCCL's CTA policy"),
-    "nccl": (
-        lambda nccl: nccl.setattr(OldStandIn, "get_runtime_nccl_version", staticmethod(lambda: (2, 27, 5))),
-        r"torch runs NCCL 2\.27\.5, and 2\.28 is needed",
-    ),
-    "driver": (
-        lambda nccl: nccl.setattr(torch_groups, "_driver", lambda: 12040),
-        r"for CUDA 12\.4, and one for CUDA 12\.5",
-    ),
-    "links": (lambda nccl: linked(nccl, [[0, 0], [0, 0]]), r"NVLink connects cuda:0 with none of the 1 other GPUs"),
-}
-
-
-@pytest.mark.parametrize("which", OLD_ONES)
-def test_what_is_too_old_for_copy_engines_is_named(nccl, which):
-    assert torch_groups.why_no_copy_engines(CUDA) == ""
-    make_old, words = OLD_ONES[which]
-    make_old(nccl)
-    assert re.search(words, torch_groups.why_no_copy_engines(CUDA))
-
-
-def test_workspaces_become_windows_of_a_group_with_the_zero_cta_policy(nccl):
-    """Allocated in a pool of its own, and registered afterwards: registering is a collective call."""
-    nccl.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator), raising=False)
-    nccl.setattr(torch_groups.Windows, "_pools", [])
-
-    @contextlib.contextmanager
-    def use_mem_pool(pool, device):
-        OldStandIn.calls.append(("in", pool, device))
-        yield
-        OldStandIn.calls.append(("out", pool, device))
-
-    nccl.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    backend = torch_groups.own_nccl(dist.HashStore(), "copy engines", 1, 2, SECONDS, CUDA, zero_cta=True)
-    windows = torch_groups.Windows(backend, CUDA)
-    with windows.allocated():
-        OldStandIn.calls.append("allocated")
-    windows.register()
-    pool = ("pool", "ncclMemAlloc")
-    assert OldStandIn.calls == [
-        ("made", 1, 2, OldStandIn.NCCL_CTA_POLICY_ZERO),
-        ("connected", CUDA),
-        ("in", pool, CUDA),
-        "allocated",
-        ("out", pool, CUDA),
-        ("registered", pool, True),
-    ]
-
-
-def test_the_plan_says_what_moves_the_bytes():
-    for device, asked, line in (
-        (CUDA, False, "\n  transfers: by NCCL's kernels, because copy_engines=False\n"),
-        (CUDA, True, "\n  transfers: all-to-all and all-gather by copy engines if NCCL agrees"),
-        (torch.device("cpu"), False, ""),
-    ):
-        transfers = torch_groups.transfers(device, asked)
-        plan = Plan(Config(chunks=Chunks(4096, 4)), 2, "cuda", "triton", 0, (), (), False, transfers=transfers)
-        assert line in str(plan) and bool(line) == ("transfers" in str(plan))
-    with pytest.raises(ValueError, match="copy_engines=1 is not possible: use True or False"):
-        LocalOptions(copy_engines=1)
-
-
-def with_stand_in_windows(rank, world_size):
-    """What a session does with a path that has windows, and the error if the ranks are on several hosts."""
-    from fusedcomm.session import session
-
-    calls = []
-
-    class Path(session.CpuPath):
-        def __init__(self, local, world_size):
-            super().__init__(LocalOptions(), world_size)
-
-        def connect(self, *args):
-            self.windows = SimpleNamespace(allocated=allocated, register=lambda: calls.append("registered"))
-            return super().connect(*args)
-
-    @contextlib.contextmanager
-    def allocated():
-        calls.append("begin")
-        yield
-        calls.append("end")
-
-    def attach():
-        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(60, 60))
-        return fusedcomm.attach(ddp, "int8", local=LocalOptions(copy_engines=True), quiet=True)
-
-    own = session.CpuPath, hosts.publish_name
-    session.CpuPath = Path
-    try:
-        attach()
-        hosts.publish_name = lambda store, rank: store.set(f"host/{rank}", f"host{rank}")
-        return calls, error_of((ValueError, RuntimeError), attach)
-    finally:
-        session.CpuPath, hosts.publish_name = own
-
-
-def test_windows_are_registered_once_the_engine_has_its_workspaces(ranks):
-    for calls, error in ranks.run(with_stand_in_windows, world_size=2):
-        assert calls == ["begin", "end", "registered"]
-        assert "copy_engines=True is possible within a host only, and the ranks are on 2" in error

@@ -10,7 +10,7 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import Checks, Config, Feedback
+from fusedcomm.config import Config, Feedback
 
 # ---- what is sent when
 
@@ -312,7 +312,7 @@ def peak_of_memory(rank, world_size, kind):
         if kind == "ddp":
             return DistributedDataParallel(model), None
         # A step in which errors are measured needs memory for that.
-        return model, reducer_of(model, Config(kind, checks=Checks(measure_every=0)))
+        return model, reducer_of(model, Config(kind, measure_every=0))
 
     small, *kept = synchronized(Gradients((64, 64)))  # loads the code, and starts threads
     small([torch.ones(64, 64)]).backward()

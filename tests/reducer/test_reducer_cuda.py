@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronize
 
-from fusedcomm.config import Blocks, Checks, Config, Feedback
+from fusedcomm.config import Blocks, Config, Feedback
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ CONFIGS = {
     "bf16": Config("bf16"),
     "int8 feedback": Config("int8", feedback=Feedback()),
     "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
-    "fp8 counted": Config("fp8", checks=Checks(measure_every=2)),
+    "fp8 counted": Config("fp8", measure_every=2),
 }
 
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from models import Gradients, Mlp, error_of, integers, mean_of_integers, reducer_of, synchronize, threads_of_engine
 
-from fusedcomm.config import Checks, Config, Feedback
+from fusedcomm.config import Config, Feedback
 from fusedcomm.reducer.reducer import _of_modules
 
 
 def handle(rank, world_size, path):
     torch.manual_seed(0)
     model = Mlp()
-    checks = Checks(verify_every=1, measure_every=2)
-    config = Config("int8", "two-shot", wires={"1d": "int8"}, feedback=Feedback(), checks=checks)
+    config = Config("int8", "two-shot", wires={"1d": "int8"}, feedback=Feedback(), measure_every=2)
     gc.collect()  # of earlier tests
     with reducer_of(model, config) as reducer:
         predicted = str(reducer.plan())
@@ -51,7 +50,6 @@ def test_the_handle_has_the_hooks_methods(ranks, tmp_path):
         assert "buckets as they are expected" in predicted and "buckets as they are" not in plan
         assert "layers.0.weight" in plan and "int8" in plan
         assert stats.steps == 4 and stats.buckets == 4 and stats.sent_nbytes > 0
-        assert len(stats.verified) == 4 and all(0 < v.relative_error < 0.1 for v in stats.verified)
         assert len(stats.quantization_error) == 1
         assert state["step"] == 4 and len(state["residuals"]) == 8 and len(consolidated["residuals"]) == 8
         assert report == [] and threads == 0

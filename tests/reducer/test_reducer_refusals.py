@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
-from fusedcomm.autotune.auto import Auto
 
 
 def error_of(call, *kinds):
@@ -41,7 +40,6 @@ def refusals(rank, world_size):
         "devices": lambda: reducer_of(elsewhere),
         "wire": lambda: reducer_of(model, "int9"),
         "off": lambda: reducer_of(model, "off"),
-        "tuned": lambda: reducer_of(model, Auto(tuned="/nowhere/tuned.json")),
         "bucket_mib": lambda: reducer_of(model, bucket_mib=0),
         "bucket_mib of auto": lambda: reducer_of(model, "auto", bucket_mib=-1),
         "fast": lambda: reducer_of(model, bucket_mib="fast"),
@@ -65,9 +63,8 @@ def test_arguments_are_refused_with_the_reason(ranks):
         assert "'a' is the result of a computation" in found["not a leaf"]
         assert found["devices"].startswith("RuntimeError") and "['cpu', 'meta']" in found["devices"]
         assert "'int9'" in found["wire"] and "'off'" in found["off"]
-        assert "tuned='/nowhere/tuned.json' cannot be read" in found["tuned"]
         for name, value in (("bucket_mib", "0"), ("bucket_mib of auto", "-1"), ("fast", "'fast'")):
-            assert f"bucket_mib={value} is not possible: use a number of MiB greater than 0, or 'auto'" in found[name]
+            assert f"bucket_mib={value} is not possible: use a number of MiB greater than 0" in found[name]
         assert "every=0 is not possible" in found["every"] and "every=1.5 is not possible" in found["half"]
         assert "find_unused_parameters=1" in found["unused"]
         assert "'layer.*'" in found["pattern"]
@@ -120,7 +117,6 @@ def different_parameters(rank, world_size, kind):
         model = nn.ModuleDict({f"of_rank_{rank}": model})
     kwargs = {
         "bucket_mib": {"bucket_mib": 1 + rank},
-        "auto size": {"bucket_mib": 25 if rank else "auto"},
         "auto wire": {"config": "fp32" if rank else "auto"},
         "every": {"every": 1 + rank},
     }
@@ -135,7 +131,6 @@ def different_parameters(rank, world_size, kind):
         ("strides", "reducer.strides.weights.0"),
         ("name", "of_rank_1"),
         ("bucket_mib", "reducer.bucket_mib is 1 on rank 0 and 2 on rank 1"),
-        ("auto size", "reducer.bucket_mib is 'auto' on rank 0 and 25 on rank 1"),
         ("auto wire", "wire is 'auto' on rank 0 and 'fp32' on rank 1"),
         ("every", "reducer.every is 1 on rank 0 and 2 on rank 1"),
     ],

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import feedback_of
 
 from fusedcomm import chunks
 from fusedcomm.config import WIRES, Blocks, Chunks, Config
@@ -78,9 +77,7 @@ def test_fp16_direct_divides_by_about_the_root_of_the_world_size(world_size, pre
 )
 def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, chunk_nbytes, exact, lossy):
     block = block if _C.has_scales(wire) else None
-    config = chunks.native(
-        Config(wire=wire, blocks=Blocks(block), chunks=Chunks(chunk_nbytes), feedback=feedback_of(wire)), world_size
-    )
+    config = chunks.native(Config(wire=wire, blocks=Blocks(block), chunks=Chunks(chunk_nbytes)), world_size)
     chosen = _C.plan_bucket(config, world_size, like, [(exact, _C.EXACT_WIRE), (lossy, 0)])
     if not chosen.in_place:
         assert chosen.layout.chunk_nbytes <= _C.workspace_nbytes(config, world_size)

@@ -12,8 +12,8 @@ from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Checks, Config
-from fusedcomm.session.stats import MAX_BUCKETS_SHOWN, Stats, StepTimes, Verified, step_times
+from fusedcomm.config import Config
+from fusedcomm.session.stats import MAX_BUCKETS_SHOWN, Stats, StepTimes, step_times
 
 MIB = 1 << 20
 LABEL = "bucket 0 (head.weight … head.bias; 2 parameters, 1.5 MiB)"
@@ -33,7 +33,6 @@ CRAFTED = dataclasses.replace(
     nonfinite=7,
     nonfinite_by_parameter={"body.weight": 1, "head.bias": 6},
     quantization_error={LABEL: 0.125, OTHER: 0.25},
-    verified=(Verified(1, LABEL, 0.5), Verified(3, OTHER, 0.0625)),
     off=False,
 )
 
@@ -58,8 +57,6 @@ def test_scalars_are_the_numbers_by_their_documented_names():
         "quantization_error/max": 0.25,
         "quantization_error/bucket_0": 0.125,
         "quantization_error/bucket_1": 0.25,
-        "verified_error/last": 0.0625,
-        "verified_error/max": 0.5,
     }
     documented = fusedcomm.Stats.scalars.__doc__
     for name in CRAFTED.scalars():
@@ -85,13 +82,11 @@ def test_only_errors_can_be_other_than_finite_and_then_the_largest_is(errors, la
     stats = dataclasses.replace(
         CRAFTED,
         quantization_error=dict(zip((LABEL, OTHER), errors, strict=True)),
-        verified=tuple(Verified(step, LABEL, error) for step, error in enumerate(errors)),
     )
     scalars = stats.scalars()
     others = {name for name, value in scalars.items() if not math.isfinite(value)}
-    assert others and all(name.startswith(("quantization_error/", "verified_error/")) for name in others)
-    for name in ("quantization_error/max", "verified_error/max"):
-        assert scalars[name] == pytest.approx(largest, nan_ok=True)
+    assert others and all(name.startswith("quantization_error/") for name in others)
+    assert scalars["quantization_error/max"] == pytest.approx(largest, nan_ok=True)
     assert f"quantization   error {largest:.3g} at most" in str(stats)
 
 
@@ -123,7 +118,6 @@ def test_statistics_print_as_an_aligned_table_and_show_as_one_line():
         "  overlap        90% of the busy time",
         "  NaN or Inf     7 elements of gradients, most in head.bias",
         f"  quantization   error 0.25 at most, of {OTHER}",
-        f"  verified       error 0.0625 in step 3, of {OTHER}",
     ]
     assert repr(Stats(off=True)) == "Stats(steps=0, off=True)"
     assert str(Stats(off=True)) == "fusedcomm: off, DDP's own all-reduce, which is not counted"
@@ -136,7 +130,7 @@ def test_statistics_print_as_an_aligned_table_and_show_as_one_line():
 def watched(rank, world_size, folder):
     """Everything that names the buckets of a module, and the numbers of its statistics."""
     ddp = DistributedDataParallel(Gradients((90, 60), (80, 70)), bucket_cap_mb=0.02)
-    comm = fusedcomm.attach(ddp, Config("int8", "two-shot", checks=Checks(verify_every=1, measure_every=1)))
+    comm = fusedcomm.attach(ddp, Config("int8", "two-shot", measure_every=1))
     before = comm.plan()
     text_before, line = str(comm), repr(comm)
     gradients = [torch.full((90, 60), math.inf), torch.ones(80, 70)]
@@ -151,7 +145,6 @@ def watched(rank, world_size, folder):
         labels = {
             "plan": [row.label for row in comm.plan().buckets],
             "stats": sorted(stats.quantization_error),
-            "verified": sorted({each.bucket for each in stats.verified}),
             "trace": sorted({e["args"]["bucket"] for e in events if e.get("args", {}).get("stage") == "pack"}),
             "report": sorted({row.bucket for row in report}),
         }
@@ -169,7 +162,6 @@ def test_a_bucket_has_the_same_label_in_plan_statistics_trace_and_report(ranks, 
         assert predicted == expected
         for where in ("plan", "stats", "trace"):
             assert labels[where] == expected, where
-        assert {*expected} < {*labels["verified"]}  # in the first step one bucket held both parameters
         assert labels["report"] == expected[1:]
         scalars = stats.scalars()
         assert scalars["steps"] == 5 and scalars["buckets_per_step"] == (1 + 4 * 2) / 5

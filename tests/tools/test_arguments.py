@@ -13,26 +13,23 @@ from patience import HANG_S
 
 from fusedcomm.tools import arguments, cli, output
 
-STEP = ("--params", "1e8", "--step-ms", "100")
-TWO = ("--ranks", "2", *STEP)
+TWO = ("--params", "1e8", "--hosts", "2", "--nic-gbps", "1", "--step-ms", "100")
 WHOLE, ABOVE, LEAST = "use a whole number of at least 1", "use a number above 0", "use a number of at least 0"
 Rows = list[tuple[str, tuple[str, ...], str]]
 
 
-def of_probe_and_plan(needed: tuple[str, ...]) -> dict[str, Rows]:
-    """The rows of options that both commands have. needed: other arguments that a command needs."""
-    return {
-        "--wires": [("int3", needed, "'int3' is no wire: use some of fp32 bf16")],
-        "--accept": [
-            ("int3", needed, "'int3' is no wire"),
-            ("int8", ("--wires", "bf16", *needed), "it is not among --wires bf16; add it to --wires"),
-        ],
-        "--json": [
-            ("/dev/null/a.json", needed, "its folder cannot be made (/dev/null is no folder); name another file"),
-            ("/", needed, "--json / is a folder; name a file"),
-            ("/proc/a.json", needed, "--json /proc/a.json cannot be written: "),
-        ],
-    }
+def of_wires(*needed: str) -> Rows:
+    """The rows of --wires. needed: other arguments that the command needs."""
+    return [("int3", needed, "'int3' is no wire: use some of fp32 bf16")]
+
+
+def of_json(*needed: str) -> Rows:
+    """The rows of --json. needed: other arguments that the command needs."""
+    return [
+        ("/dev/null/a.json", needed, "its folder cannot be made (/dev/null is no folder); name another file"),
+        ("/", needed, "--json / is a folder; name a file"),
+        ("/proc/a.json", needed, "--json /proc/a.json cannot be written: "),
+    ]
 
 
 # For each command and option: rows of (the wrong value, other arguments, what the message says).
@@ -52,41 +49,20 @@ WRONG: dict[str, dict[str, Rows]] = {
         ],
     },
     "plan": {
-        "--ranks": [
-            ("1", STEP, "use a whole number of at least 2"),
-            ("10", ("--gpus-per-host", "4", *STEP), "do not fill hosts of --ranks-per-host 4: use a multiple of 4"),
+        "--params": [
+            ("many", (), "use a count, 350M or 1.5B for example, or one of resnet50"),
+            ("0", (), "use a count from 1 to below 1e+13"),
+            ("nan", (), "use a count from 1 to below 1e+13"),
+            ("10T", (), "use a count from 1 to below 1e+13"),
         ],
+        "--hosts": [("0", TWO, WHOLE), ("1", TWO, "has one rank, which sends nothing: add --ranks-per-host")],
         "--ranks-per-host": [("0", TWO, WHOLE)],
         "--nic-gbps": [("0", TWO, ABOVE)],
-        "--efficiency": [("1.5", TWO, "use a number above 0 and of at most 1")],
-        "--nic-latency-us": [("-1", TWO, LEAST)],
         "--local-gbps": [("0", TWO, ABOVE)],
-        "--local-latency-us": [("-1", TWO, LEAST)],
-        "--memory-gbytes-per-s": [("0", TWO, ABOVE)],
-        "--slowdown": [("-1", TWO, LEAST), ("0.4", ("--device", "cpu", *TWO), "would do nothing with --device cpu")],
-        "--cores": [("0", TWO, ABOVE), ("4", TWO, "would do nothing with --device gpu")],
-        "--tcp-ns-per-byte": [("-1", TWO, LEAST), ("1", TWO, "would do nothing with --device gpu")],
-        "--codec-ns": [("-1", TWO, LEAST), ("1", TWO, "would do nothing with --device gpu")],
-        "--device": [("tpu", TWO, "use one of 'gpu', 'cpu'")],
-        "--model": [
-            ("alexnet", ("--ranks", "2", "--step-ms", "9"), "use one of 'resnet50'"),
-            ("vgg16", TWO, "cannot be combined with --params: leave out one"),
-        ],
-        "--params": [
-            ("0", ("--ranks", "2", "--step-ms", "9"), "use a number of at least 1"),
-            ("1e13", ("--ranks", "2", "--step-ms", "9"), "1e13 is not possible: use a number of at least 1 and below"),
-        ],
-        "--step-ms": [("0", ("--ranks", "2", "--params", "9"), ABOVE)],
-        "--samples-per-s": [
-            ("0", ("--ranks", "2", "--params", "9"), ABOVE),
-            ("9", ("--ranks", "2", "--params", "9"), "add --batch"),
-            ("9", TWO, "cannot be combined with --step-ms: leave out one"),
-        ],
-        "--batch": [("0", TWO, ABOVE), ("4", TWO, "would do nothing without --samples-per-s: leave it out")],
+        "--step-ms": [("0", TWO, ABOVE)],
         "--backward-share": [("2", TWO, "above 0 and of at most 1")],
-        "--caps": [("-1", TWO, LEAST)],
-        "--plot": [("plan.txt", TWO, "a picture's name ends in one of .png, .pdf, .svg; use another name")],
-        **of_probe_and_plan(TWO),
+        "--wires": of_wires(*TWO),
+        "--json": of_json(*TWO),
     },
     "probe": {
         "--script": [
@@ -103,7 +79,12 @@ WRONG: dict[str, dict[str, Rows]] = {
         "--seconds": [("1", (), "use a number of at least 5")],
         "--caps": [("0", (), ABOVE)],
         "--nic-gbps": [("0", (), ABOVE)],
-        **of_probe_and_plan(()),
+        "--wires": of_wires(),
+        "--accept": [
+            ("int3", (), "'int3' is no wire"),
+            ("int8", ("--wires", "bf16"), "it is not among --wires bf16; add it to --wires"),
+        ],
+        "--json": of_json(),
     },
     "doctor": {},
     "run": {
@@ -231,10 +212,8 @@ def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
         (("frobnicate",), "'frobnicate' is not possible: use one of 'doctor', 'demo', 'timeline', 'plan', 'probe'"),
         (("timeline", "trace.json"), "-o/--out is missing: add it"),
         (("demo", "--steps"), "--steps has no value: write one after it"),
-        (("plan", "--caps"), "--caps has no value"),
-        (("plan", *STEP), "--ranks is missing: add it"),
-        (("plan", "--ranks", "2", "--step-ms", "9"), "--model or --params is missing: add one of them"),
-        (("plan", "--ranks", "2", "--params", "9"), "--step-ms or --samples-per-s is missing: add one of them"),
+        (("probe", "--caps"), "--caps has no value"),
+        (("plan", *TWO[:-2]), "--step-ms is missing: add it"),
     ],
 )
 def test_what_is_missing_is_named(capsys, argv, said):
@@ -253,8 +232,9 @@ LOADED = "from fusedcomm.tools import cli; import sys, atexit; atexit.register(l
 @pytest.mark.parametrize(
     "argv",
     [
-        ("plan", "--ranks", "10", "--gpus-per-host", "4", *STEP),
-        ("plan", *TWO, "--accept", "int8", "--wires", "bf16"),
+        ("plan", *TWO, "--hosts", "1"),
+        ("plan", *TWO, "--params", "many"),
+        ("probe", "--accept", "int8", "--wires", "bf16"),
         ("probe", "--script", "no.py"),
         ("demo", "--wires", "int3"),
         ("demo", "--out", "/dev/null"),
@@ -292,5 +272,5 @@ def test_help_has_a_sentence_an_example_and_every_default(capsys, command):
             assert action.help.endswith(")") or action.help.startswith("or:") or action.dest in WITHOUT_DEFAULT, action
 
 
-WITHOUT_DEFAULT = ("version", "ranks", "model", "step_ms", "batch", "script")
+WITHOUT_DEFAULT = ("version", "ranks", "script")
 """Options that have no default: without them the command asks, or does something else."""

@@ -123,7 +123,7 @@ def test_doctor_says_what_a_variable_does(capsys, monkeypatch, variable, value, 
 
 @pytest.fixture
 def demo_packages():
-    for module in ("sklearn", "matplotlib", "tqdm"):
+    for module in ("sklearn", "tqdm"):
         pytest.importorskip(module)
 
 
@@ -133,27 +133,24 @@ def test_demo(tmp_path, demo_packages, wires):
     some = ("--wires", *wires) if len(wires) < len(WIRES) else ()
     done = run("-m", "fusedcomm", "demo", "--steps", "12", "--seeds", "2", *some, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["env"]["ranks"] == 2
     assert written["noise_band"]["seeds"] == 2
-    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in wires), "fusedcomm bf16 reducer"]
+    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in wires)]
     assert [row["name"] for row in written["summary"]] == names
-    runs = {run["name"]: run for run in written["runs"]}
-    assert list(runs) == names + [f"{name}, seed 1" for name in names]
+    assert [(run["name"], run["seed"]) for run in written["runs"]] == [
+        (name, seed) for seed in (0, 1) for name in names
+    ]
+    runs = {run["name"]: run for run in written["runs"] if run["seed"] == 0}
     assert all(name in done.stdout for name in names)
     for row in runs.values():
-        assert len(row["loss_curve"]) == 12
         assert row["ranks_identical"]
-        assert 0 < row["exposed_ms_p50"] < row["step_ms_p50"] <= row["step_ms_p95"]
         assert 0 <= row["accuracy"] <= 1
 
     # Twelve steps hardly train the model, but the same arithmetic gives the same loss.
     default = runs["DDP default"]
     assert runs["fusedcomm fp32"]["final_loss"] == pytest.approx(default["final_loss"], rel=1e-6)
     assert runs["fusedcomm bf16"]["final_loss"] == pytest.approx(default["final_loss"], rel=2e-2)
-    assert runs["fusedcomm bf16 reducer"]["final_loss"] == pytest.approx(default["final_loss"], rel=2e-2)
 
     if default["wire_bytes_per_step"] is None:
         pytest.skip("this kernel does not count the bytes of a socket: ratios not checked")
@@ -161,49 +158,6 @@ def test_demo(tmp_path, demo_packages, wires):
     bounds = {"fp32": (0.99, 1.01), "bf16": (0.49, 0.51), "fp16": (0.49, 0.51), "int8": (0.25, 0.27)}
     for wire, (low, high) in bounds.items():
         assert wire not in wires or low <= ratios[f"fusedcomm {wire}"] <= high, wire
-    # The reducer's ranks also compare a small message in each pass.
-    assert ratios["fusedcomm bf16 reducer"] == pytest.approx(ratios["fusedcomm bf16"], rel=0.01)
-
-
-def test_the_demos_picture_has_a_color_for_each_way_and_nothing_is_cut_off(tmp_path, demo_packages, monkeypatch):
-    import numpy as np
-
-    from fusedcomm.tools.demo import picture, results, training
-
-    made = [
-        results.RunResult(spec, 0.98, 0.008 + 1e-4 * index, 1e6, np.ones(1), np.ones(1), [2.3] * 10 + [0.01] * 10, True)
-        for index, spec in enumerate(training.run_specs(2, WIRES))
-    ]
-    figures = []
-    monkeypatch.setattr(picture.plt, "close", figures.append)
-    picture.picture(made, results.summaries(made), tmp_path / "demo.png")
-    (figure,) = figures
-    monkeypatch.undo()
-    losses, finals, nbytes = figure.axes
-    names = list(dict.fromkeys(run.spec.name for run in made))
-    assert len(names) == len(losses.lines) == len({line.get_color() for line in losses.lines}) == 9
-    assert [line.get_label() for line in losses.lines][-1] == "fusedcomm bf16"
-    assert [label.get_text() for label in finals.get_yticklabels()] == names
-    titles = [axes._left_title for axes in figure.axes]
-    width, height = figure.bbox.size
-    for text in (*titles, *(axes.xaxis.label for axes in figure.axes), *finals.get_yticklabels()):
-        box = text.get_window_extent()
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text.get_text()
-    boxes = [title.get_window_extent() for title in titles]
-    assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:], strict=False))
-    picture.plt.close(figure)
-
-
-@pytest.mark.parametrize(("wires", "expected"), [(("int8", "bf16"), "bf16"), (("int8", "int4"), "int8")])
-def test_one_wire_of_the_demo_has_a_reducer(demo_packages, wires, expected):
-    from fusedcomm.tools.demo.training import run_specs
-
-    specs = run_specs(2, wires)
-    of_reducer = [spec for spec in specs if spec.has_reducer]
-    assert [(spec.name, spec.wire, spec.seed) for spec in of_reducer] == [
-        (f"fusedcomm {expected} reducer", expected, seed) for seed in (0, 1)
-    ]
-    assert len(specs) == 2 * (2 + len(wires) + 1)
 
 
 @pytest.mark.full
@@ -212,7 +166,7 @@ def test_demo_runs_under_torchrun(tmp_path, demo_packages):
     demo = ("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
     done = run(*torchrun, *demo)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == 4
+    assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == 3
 
 
 @pytest.mark.full

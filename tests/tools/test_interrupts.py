@@ -22,6 +22,8 @@ COMMANDS = {
     "a script": (("probe", "--seconds", "900", "--script", "{script}"), "the script is here"),
 }
 
+PLAN = ("plan", "--hosts", "2", "--nic-gbps", "1", "--params", "1M", "--step-ms", "9")
+
 
 def start(folder: Path, *command: str) -> subprocess.Popen:
     """Starts Python in a process group of its own, as a shell starts a command."""
@@ -107,7 +109,7 @@ sys.meta_path.insert(0, Interrupting())
 from fusedcomm.tools import cli
 sys.exit(cli.main())
 """
-    for command in (("plan", "--ranks", "2", "--params", "1e6", "--step-ms", "9"), ("demo",), ("probe",), ("doctor",)):
+    for command in (PLAN, ("demo",), ("probe",), ("doctor",)):
         process = start(tmp_path, "-c", code, *command)
         _, errors = process.communicate(timeout=HANG_S)
         assert (process.returncode, errors) == (130, "interrupted\n"), command
@@ -142,8 +144,7 @@ def free_port() -> int:
 
 def test_a_reader_that_leaves_is_no_error(tmp_path):
     """As with: fusedcomm plan ... | head -1"""
-    plan = ("-m", "fusedcomm", "plan", "--ranks", "2", "--params", "1e6", "--step-ms", "9")
-    process = start(tmp_path, *plan)
+    process = start(tmp_path, "-m", "fusedcomm", *PLAN)
     process.stdout.close()
     errors = process.stderr.read()
     process.wait(HANG_S)

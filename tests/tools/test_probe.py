@@ -14,10 +14,10 @@ from models import on_host
 from patience import HANG_S, patient, slowness
 from test_probe_workload import SCRIPT, script
 
-from fusedcomm.autotune.search import Candidate
 from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe import report
+from fusedcomm.tools.probe.choices import Candidate
 from fusedcomm.tools.probe.progress import STAGES
 from fusedcomm.tools.probe.run import Settings, agreed_task, probe
 from fusedcomm.tools.probe.steps import MIN_CHOICES, STEPS_OF_A_TURN, check_gradients, in_turns, take_steps

@@ -2,9 +2,18 @@
 
 import pytest
 
-from fusedcomm.autotune.search import OFF, Candidate
 from fusedcomm.config import Config
-from fusedcomm.tools.probe.choices import Seen, choices, code_of, config_of, finalists, recommend, way_of
+from fusedcomm.tools.probe.choices import (
+    OFF,
+    Candidate,
+    Seen,
+    choices,
+    code_of,
+    config_of,
+    finalists,
+    recommend,
+    way_of,
+)
 
 USUAL = Candidate("off", bucket_mib=25.0)
 

@@ -31,8 +31,6 @@ def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
     for rank in range(2):
         events = read(tmp_path / f"trace-{rank}.json")
         assert {event["pid"] for event in events} == {rank}
-        assert {event["args"]["step"] for event in events if event["name"] == "digests all-reduce"} == {2, 3, 4}
-        events = [event for event in events if not event["name"].startswith("digests")]
         chunks = {}
         for event in events:
             assert event["dur"] >= 0
@@ -59,7 +57,7 @@ def test_without_a_field_for_the_rank_only_rank_0_writes(ranks, tmp_path):
     ranks.run(traced, "fp32", str(tmp_path / "trace.json"), 1, world_size=2)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     stages = {event["args"]["stage"] for event in read(tmp_path / "trace.json")}
-    assert stages == {"pack", "all-reduce", "unpack", "bucket", "exposed"}  # unpack takes the digest
+    assert stages == {"pack", "all-reduce", "bucket", "exposed"}
     assert trace.path_for("t.json", 1) is None
     assert str(trace.path_for("{rank}/t.json", 12)) == "12/t.json"
 

@@ -55,14 +55,13 @@ def train(rank, world_size, victim, fate, store_kind, wire):
         return error, warned, waited, time.monotonic() - started
 
 
-def late_for_the_end_of_a_trial(rank, world_size, folder):
-    """Trains with config="auto" to the end of a trial, where ranks compare times. Rank 1 comes only after rank 0 has
+def late_for_the_end_of_a_turn(rank, world_size, folder):
+    """Trains with config="auto" to the end of a turn, where ranks compare times. Rank 1 comes only after rank 0 has
     warned about it. Returns what this rank writes to stderr meanwhile."""
     ddp = DistributedDataParallel(Gradients((4000,)))
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
-    trial_steps = comm.runs._search.trial_steps
-    synchronize(ddp, gradients, steps=trial_steps)
+    synchronize(ddp, gradients, steps=comm.runs._turns.num_steps)
     log = folder / f"{rank}.log"
     with stderr_to(log):
         if rank == 1:
@@ -71,8 +70,8 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
     return log.read_text()
 
 
-def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks, tmp_path):
-    warned, _ = ranks.run(late_for_the_end_of_a_trial, tmp_path, world_size=2)
+def test_a_rank_that_is_late_for_the_end_of_a_turn_is_named(ranks, tmp_path):
+    warned, _ = ranks.run(late_for_the_end_of_a_turn, tmp_path, world_size=2)
     assert "rank 1 is slow" in warned and "is missing" not in warned, warned
     assert "the times of config='auto' trying off" in warned
 
@@ -214,7 +213,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         (warned,) = [call for call in calls if "in step 3" in call]
         assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
-        assert "ranks 0, 2 wait in step 3 for the all-reduce of chunk 1/" in warned
+        assert "ranks 0, 2 wait in step 3 for the all-to-all of chunk 1/" in warned
         assert "missing" not in warned
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 import fusedcomm
 from fusedcomm.native import _C
 
-BLOCK_WIRES = ("int8", "fp8", "int4", "int2")
+BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5, "int2": 0.25}
-SCALE_NBYTES = {"int8": 4, "fp8": 4, "int4": 2, "int2": 2}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
+SCALE_NBYTES = {"int8": 4, "fp8": 4, "int4": 2}
 
 blocks = st.sampled_from([2**k for k in range(5, 13)])
 numels = st.one_of(st.integers(0, 300), st.integers(0, 2**22), st.integers(2**31, 2**42))
@@ -31,17 +31,17 @@ def grain_numel(layout):
 
 
 def test_constants():
-    assert _C.WIRE_LAYOUT_VERSION == 6
+    assert _C.WIRE_LAYOUT_VERSION == 7
     assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
     assert _C.ALIGN_NBYTES == 16
     assert _C.ROTATION_NUMEL == 32
-    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32, 32]
+    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32]
     assert [wire for wire in WIRES if _C.has_scales(wire)] == list(BLOCK_WIRES)
 
 
 def test_there_is_one_list_of_wires_and_their_ids_stay():
-    """Id 5 belonged to fp8_e5m2 and is not used again."""
-    ids = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6, "int2": 7}
+    """Id 5 belonged to fp8_e5m2 and 7 to int2; they are not used again."""
+    ids = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6}
     assert {wire: _C.wire_id(wire) for wire in _C.WIRES} == ids
     assert fusedcomm.WIRES == _C.WIRES == WIRES
     assert [_C.code_nbits(wire) for wire in _C.WIRES] == [8 * CODE_NBYTES[wire] for wire in _C.WIRES]
@@ -61,13 +61,7 @@ def test_an_int4_part_byte_by_byte():
     assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 48)
 
 
-def test_an_int2_part_byte_by_byte():
-    part = _C.part_layout("int2", block=32, exact_numel=5, lossy_numel=96)
-    # As in int4, but four codes in a byte: 24 bytes, padded to 32.
-    assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 32)
-
-
-@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145), ("int2", 0.081)])
+@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145)])
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
@@ -176,7 +170,7 @@ def test_a_block_must_be_a_power_of_two_within_limits(block):
 
 @pytest.mark.parametrize("wire", ["int3", "", "BF16"])
 def test_an_unknown_wire_is_named_with_the_choices(wire):
-    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, int4, int2"):
+    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, int4"):
         _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
 
 

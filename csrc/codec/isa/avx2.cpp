@@ -27,7 +27,6 @@ struct Avx2 {
   using F = __m256;
   using N = __m256i;
   using M = __m256i;
-  using Codes = CodeList<Int8, E4m3, Int4, Int2>;
   static constexpr int kLanes = 8;
   static constexpr int kStreamNbytes = 32;
 
@@ -95,82 +94,13 @@ struct Avx2 {
   static void stream(Bf16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(value)); }
   static void stream(Fp16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
 
-  static __m256i load_noise(const uint16_t* p) { return _mm256_cvtepu16_epi32(load_128(p)); }
-  // The product is exact, so fusing it with the addition changes nothing.
-  static F add_noise(F value, __m256i noise) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(kNoiseUnit), value);
-  }
-
-  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
-  static F rounded(Bf16, F value, const uint16_t* noise) {
-    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(value), load_noise(noise));
-    const __m256i truncated = _mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
-    return _mm256_blendv_ps(value, _mm256_castsi256_ps(truncated), _mm256_castsi256_ps(is_finite(value)));
-  }
-  static F rounded(Fp16, F value, const uint16_t* p) {
-    const __m256i size = magnitude(value);
-    const __m256i noise = load_noise(p);
-    const __m256i sum = _mm256_add_epi32(size, _mm256_srli_epi32(noise, 16 - kFp16Dropped));
-    const __m256i normal = _mm256_and_si256(sum, _mm256_set1_epi32(-(1 << kFp16Dropped)));
-    const __m256 steps = add_noise(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(kFp16StepsInOne)), noise);
-    const __m256 subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvttps_epi32(steps)), _mm256_set1_ps(kFp16Step));
-    const __m256i overflows = _mm256_cmpgt_epi32(normal, _mm256_set1_epi32(kFp16OverflowBits - 1));
-    const __m256i is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(kFp16LeastNormalBits), size);
-    __m256i rounded = _mm256_blendv_epi8(normal, _mm256_set1_epi32(kInfBits), overflows);
-    rounded = _mm256_blendv_epi8(rounded, _mm256_castps_si256(subnormal), is_subnormal);
-    const __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0f));
-    return _mm256_blendv_ps(value, _mm256_or_ps(_mm256_castsi256_ps(rounded), sign),
-                            _mm256_castsi256_ps(is_finite(value)));
-  }
-
   // Codes rounded to nearest even, in the low byte of each element.
   static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
   static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(compressed(value)); }
-  static __m256i code(Int2, F value) { return _mm256_min_epi32(_mm256_cvtps_epi32(value), _mm256_set1_epi32(1)); }
   static F compressed(F value) {
     const F cubic = mul(mul(value, value), broadcast(Int4::kInverseCubic));
     return mul(value, sub(broadcast(Int4::kInverseLinear), cubic));
   }
-  static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
-    return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
-  }
-
-  // Codes rounded stochastically, in the low byte of each element.
-  template <class Code>
-  static __m256i floor_code(F value) {
-    const __m256i greatest = _mm256_set1_epi32(static_cast<int>(Code::kGreatest));
-    const __m256i least = _mm256_set1_epi32(static_cast<int>(Code::kLeast));
-    return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
-  }
-  static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
-  static __m256i code(Int2, F value, __m256i noise) { return floor_code<Int2>(add_noise(value, noise)); }
-  // See Scalar. The guess may be fused: any near one gives the same code.
-  static __m256i code(Int4, F value, __m256i noise) {
-    const F down = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f));
-    const F slope =
-        _mm256_fnmadd_ps(mul(value, value), broadcast(Int4::kInverseCubic), broadcast(Int4::kInverseLinear));
-    const __m256i code = _mm256_cvtps_epi32(_mm256_fmsub_ps(value, slope, down));
-    const F guess = _mm256_cvtepi32_ps(code);
-    const F square = mul(guess, guess);
-    const F factor = _mm256_fmadd_ps(square, broadcast(Int4::kCubic), broadcast(Int4::kLinear));
-    const F above = _mm256_fnmadd_ps(guess, factor, value);  // rounds once, because the level is exact
-    const F step = _mm256_fmadd_ps(add(square, guess), broadcast(Int4::kStepGrowth), broadcast(Int4::kStep));
-    return _mm256_sub_epi32(code, _mm256_castps_si256(_mm256_cmp_ps(above, mul(down, step), _CMP_GE_OQ)));
-  }
-  template <class Code>
-  static __m256i code(Code, F value, __m256i noise) {
-    using Rounding = Fp8Rounding<Code>;
-    const __m256i size = magnitude(value);
-    const __m256i exponents = _mm256_set1_epi32(static_cast<int>(Rounding::kExponents));
-    const __m256i sum =
-        _mm256_add_epi32(_mm256_add_epi32(size, exponents), _mm256_slli_epi32(noise, Rounding::kNoiseShift));
-    const __m256i normal = _mm256_srli_epi32(sum, Rounding::kDropped);
-    const __m256 steps =
-        add_noise(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(Rounding::kStepsInOne)), noise);
-    const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(Rounding::kLeastNormalBits - 1));
-    return with_sign(_mm256_blendv_epi8(_mm256_cvttps_epi32(steps), normal, is_normal), _mm256_castps_si256(value));
-  }
-
   // Packs elements to 16 bits. The instruction works within each half of a register, so runs of four elements of
   // `first` and of `second` alternate.
   static __m256i words(__m256i first, __m256i second) { return _mm256_packs_epi32(first, second); }
@@ -181,10 +111,6 @@ struct Avx2 {
     return _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5)));
   }
   static __m128i pack_codes(Int8, __m256i first, __m256i second) { return bytes<true>(words(first, second)); }
-  template <class Code>
-  static __m128i pack_codes(Code, __m256i first, __m256i second) {
-    return bytes<false>(words(first, second));
-  }
   // The result is in the low 8 bytes.
   static __m128i pack_codes(Int4, __m256i first, __m256i second) {
     const __m256i clamped = _mm256_min_epi16(words(first, second), _mm256_set1_epi16(7));
@@ -192,16 +118,6 @@ struct Avx2 {
     const __m256i pairs = _mm256_madd_epi16(even_cut, _mm256_set1_epi32(0x00100001));  // even + 16·odd
     const __m256i fours = _mm256_shuffle_epi8(pairs, _mm256_set1_epi32(0x0C080400));
     return _mm_unpacklo_epi16(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
-  }
-  // The result is in the low 4 bytes: 16 bits of the elements of `first`, then those of `second`.
-  static __m128i pack_codes(Int2, __m256i first, __m256i second) {
-    const __m256i places = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), mask = _mm256_set1_epi32(3);
-    const __m256i low = _mm256_sllv_epi32(_mm256_and_si256(first, mask), places);
-    const __m256i high = _mm256_slli_epi32(_mm256_sllv_epi32(_mm256_and_si256(second, mask), places), 16);
-    const __m256i eight = _mm256_or_si256(low, high);
-    const __m128i four = _mm_or_si128(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_or_si128(four, _mm_unpackhi_epi64(four, four));
-    return _mm_or_si128(two, _mm_srli_epi64(two, 32));
   }
 
   // fp8 to nearest even; the second half of the work is on 16-bit words. A magnitude's code is the code of the first
@@ -238,26 +154,14 @@ struct Avx2 {
   static __m128i to_codes(Int4, F first, F second) {
     return pack_codes(Int4(), code(Int4(), first), code(Int4(), second));
   }
-  static __m128i to_codes(Int2, F first, F second) {
-    return pack_codes(Int2(), code(Int2(), first), code(Int2(), second));
-  }
   template <class Code>
   static void store_bytes(Code, uint8_t* p, __m128i bytes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
   static void store_bytes(Int4, uint8_t* p, __m128i bytes) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes); }
-  static void store_bytes(Int2, uint8_t* p, __m128i bytes) {
-    const int four = _mm_cvtsi128_si32(bytes);
-    std::memcpy(p, &four, sizeof(four));
-  }
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
     store_bytes(Code(), p, to_codes(Code(), first, second));
-  }
-  template <class Code>
-  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
-    const __m256i first_code = code(Code(), first, load_noise(noise));
-    store_bytes(Code(), p, pack_codes(Code(), first_code, code(Code(), second, load_noise(noise + kLanes))));
   }
   template <class Code>
   static void stream_codes(Code, uint8_t* p, F first, F second) {
@@ -265,9 +169,6 @@ struct Avx2 {
   }
   static void stream_codes(Int4, uint8_t* p, F first, F second) {
     _mm_stream_si64(reinterpret_cast<long long*>(p), _mm_cvtsi128_si64(to_codes(Int4(), first, second)));
-  }
-  static void stream_codes(Int2, uint8_t* p, F first, F second) {
-    _mm_stream_si32(reinterpret_cast<int*>(p), _mm_cvtsi128_si32(to_codes(Int2(), first, second)));
   }
 
   static F load_int8(const uint8_t* p) {
@@ -317,16 +218,6 @@ struct Avx2 {
     first = _mm256_fmadd_ps(first_code, factor_of(first_code, scale), first);
     second = _mm256_fmadd_ps(second_code, factor_of(second_code, scale), second);
   }
-  // A left shift moves an element's two bits to the top, a right shift moves them down and extends their sign.
-  static void load_codes(Int2, const uint8_t* p, F& first, F& second) {
-    int four;
-    std::memcpy(&four, p, sizeof(four));
-    const __m256i codes = _mm256_set1_epi32(four);
-    const __m256i low = _mm256_sllv_epi32(codes, _mm256_setr_epi32(30, 28, 26, 24, 22, 20, 18, 16));
-    const __m256i high = _mm256_sllv_epi32(codes, _mm256_setr_epi32(14, 12, 10, 8, 6, 4, 2, 0));
-    first = _mm256_cvtepi32_ps(_mm256_srai_epi32(low, 30));
-    second = _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 30));
-  }
 
   template <int kDistance>
   static constexpr float sign(int index) {
@@ -342,25 +233,6 @@ struct Avx2 {
     const F signs = _mm256_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
                                    sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7));
     return _mm256_fmadd_ps(value, signs, swapped);
-  }
-
-  // A word is the low half of a 64-bit lane; the upper half is ignored. The counters are in the order that store_noise
-  // expects.
-  using W = __m256i;
-  static constexpr int kCounters = 4;
-  static W word(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
-  static W counters(uint32_t first) { return _mm256_add_epi32(word(first), _mm256_setr_epi64x(0, 2, 1, 3)); }
-  static void multiply(W a, uint32_t b, W& high, W& low) {
-    low = _mm256_mul_epu32(a, word(b));
-    high = _mm256_srli_epi64(low, 32);
-  }
-  static W xor3(W a, W b, W c) { return _mm256_xor_si256(a, _mm256_xor_si256(b, c)); }
-  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
-    constexpr int kHighHalves = 0xAA;
-    const W first = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), kHighHalves);
-    const W second = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), kHighHalves);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_unpacklo_epi64(first, second));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), _mm256_unpackhi_epi64(first, second));
   }
 
   static void fence() { _mm_sfence(); }

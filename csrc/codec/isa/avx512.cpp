@@ -32,7 +32,6 @@ struct Avx512 {
   using F = __m512;
   using N = __m512i;
   using M = __m512i;
-  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 16;
   static constexpr int kStreamNbytes = 64;
 
@@ -100,38 +99,6 @@ struct Avx512 {
   static void stream(Bf16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16(value)); }
   static void stream(Fp16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_fp16(value)); }
 
-  static __m512i load_noise(const uint16_t* p) { return _mm512_cvtepu16_epi32(load_256(p)); }
-  // The product is exact, so fusing it with the addition changes nothing.
-  static F add_noise(F value, __m512i noise) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(noise), _mm512_set1_ps(kNoiseUnit), value);
-  }
-
-  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
-  static F rounded(Bf16, F value, const uint16_t* noise) {
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i sum = _mm512_add_epi32(bits, load_noise(noise));
-    const __m512i truncated = _mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
-    return _mm512_mask_mov_ps(_mm512_castsi512_ps(truncated), _mm512_fpclass_ps_mask(value, kNanOrInf), value);
-  }
-  static F rounded(Fp16, F value, const uint16_t* p) {
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeMask));
-    const __m512i noise = load_noise(p);
-    const __m512i sum = _mm512_add_epi32(magnitude, _mm512_srli_epi32(noise, 16 - kFp16Dropped));
-    const __m512i normal = _mm512_and_si512(sum, _mm512_set1_epi32(-(1 << kFp16Dropped)));
-    const __m512 steps =
-        add_noise(_mm512_mul_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(kFp16StepsInOne)), noise);
-    const __m512 subnormal = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvttps_epi32(steps)), _mm512_set1_ps(kFp16Step));
-    const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(kFp16LeastNormalBits));
-    const __mmask16 overflows = _mm512_cmpge_epi32_mask(normal, _mm512_set1_epi32(kFp16OverflowBits));
-    __m512i rounded = _mm512_mask_mov_epi32(normal, overflows, _mm512_set1_epi32(kInfBits));
-    rounded = _mm512_mask_mov_epi32(rounded, is_subnormal, _mm512_castps_si512(subnormal));
-    constexpr int kAChoosesBOrC = 0xCA;
-    const __m512i with_sign =
-        _mm512_ternarylogic_epi32(_mm512_set1_epi32(kMagnitudeMask), rounded, bits, kAChoosesBOrC);
-    return _mm512_mask_mov_ps(_mm512_castsi512_ps(with_sign), _mm512_fpclass_ps_mask(value, kNanOrInf), value);
-  }
-
   // Codes rounded to nearest even, in the low byte of each element.
   static __m512i code(Int8, F value) { return _mm512_cvtps_epi32(value); }
   static __m512i code(Int4, F value) { return _mm512_cvtps_epi32(compressed(value)); }
@@ -159,42 +126,6 @@ struct Avx512 {
     return _mm512_ternarylogic_epi32(unsigned_code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80), kAOrBAndC);
   }
 
-  // Codes rounded stochastically, in the low byte of each element.
-  template <class Code>
-  static __m512i floor_code(F value) {
-    const __m512i greatest = _mm512_set1_epi32(static_cast<int>(Code::kGreatest));
-    const __m512i least = _mm512_set1_epi32(static_cast<int>(Code::kLeast));
-    const __m512i floor = _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    return _mm512_max_epi32(_mm512_min_epi32(floor, greatest), least);
-  }
-  static __m512i code(Int8, F value, __m512i noise) { return floor_code<Int8>(add_noise(value, noise)); }
-  // The level after 7 reads as -8's: a value that exceeds 7's by some ulps gets 8, which becomes 7 like every other 8.
-  static __m512i code(Int4, F value, __m512i noise) {
-    const __m512i near = code(Int4(), value);
-    const __mmask16 is_above = _mm512_cmp_ps_mask(level(near), value, _CMP_GT_OQ);
-    const __m512i one = _mm512_set1_epi32(1);
-    const __m512i below = _mm512_mask_sub_epi32(near, is_above, near, one);
-    const F low = level(below);
-    const F step = sub(level(_mm512_add_epi32(below, one)), low);
-    const F least = mul(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f)), step);
-    const __mmask16 is_up = _mm512_cmp_ps_mask(sub(value, low), least, _CMP_GE_OQ);
-    return _mm512_mask_add_epi32(below, is_up, below, one);
-  }
-  template <class Code>
-  static __m512i code(Code, F value, __m512i noise) {
-    using Rounding = Fp8Rounding<Code>;
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeMask));
-    const __m512i exponents = _mm512_set1_epi32(static_cast<int>(Rounding::kExponents));
-    const __m512i sum =
-        _mm512_add_epi32(_mm512_add_epi32(magnitude, exponents), _mm512_slli_epi32(noise, Rounding::kNoiseShift));
-    const __m512i normal = _mm512_srli_epi32(sum, Rounding::kDropped);
-    const __m512 steps =
-        add_noise(_mm512_mul_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(Rounding::kStepsInOne)), noise);
-    const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(Rounding::kLeastNormalBits));
-    return with_sign(_mm512_mask_cvttps_epi32(normal, is_subnormal, steps), bits);
-  }
-
   // Packs elements to 16 bits, in order. The pack instruction works within each quarter of a register, so runs of four
   // elements must be put in order afterwards.
   static __m512i words(__m512i first, __m512i second) {
@@ -217,11 +148,6 @@ struct Avx512 {
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
     store_bytes(p, pack_codes(Code(), code(Code(), first), code(Code(), second)));
-  }
-  template <class Code>
-  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
-    const __m512i first_code = code(Code(), first, load_noise(noise));
-    store_bytes(p, pack_codes(Code(), first_code, code(Code(), second, load_noise(noise + kLanes))));
   }
   template <class Code>
   static void stream_codes(Code, uint8_t* p, F first, F second) {
@@ -278,28 +204,6 @@ struct Avx512 {
                                    sign<kDistance>(8), sign<kDistance>(9), sign<kDistance>(10), sign<kDistance>(11),
                                    sign<kDistance>(12), sign<kDistance>(13), sign<kDistance>(14), sign<kDistance>(15));
     return _mm512_fmadd_ps(value, signs, swapped);
-  }
-
-  // A word is the low half of a 64-bit lane; the upper half is ignored. The counters are in the order that store_noise
-  // expects.
-  using W = __m512i;
-  static constexpr int kCounters = 8;
-  static W word(uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
-  static W counters(uint32_t first) { return _mm512_add_epi32(word(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)); }
-  static void multiply(W a, uint32_t b, W& high, W& low) {
-    low = _mm512_mul_epu32(a, word(b));
-    high = _mm512_srli_epi64(low, 32);
-  }
-  static W xor3(W a, W b, W c) {
-    constexpr int kXor = 0x96;
-    return _mm512_ternarylogic_epi32(a, b, c, kXor);
-  }
-  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
-    constexpr __mmask16 kHighHalves = 0xAAAA;
-    const W first = _mm512_mask_shuffle_epi32(w0, kHighHalves, w1, _MM_PERM_CCAA);
-    const W second = _mm512_mask_shuffle_epi32(w2, kHighHalves, w3, _MM_PERM_CCAA);
-    _mm512_storeu_si512(p, _mm512_unpacklo_epi64(first, second));
-    _mm512_storeu_si512(p + 32, _mm512_unpackhi_epi64(first, second));
   }
 
   static void fence() { _mm_sfence(); }

@@ -1,7 +1,7 @@
 // The codec's inner loops over blocks, and the table of all kernels; see elements_impl.h.
 #pragma once
 
-#include "codec/isa/noise_impl.h"
+#include "codec/isa/elements_impl.h"
 #include "codec/isa/scales_impl.h"
 
 namespace fusedcomm {
@@ -11,18 +11,12 @@ namespace {
 // or denormal.
 constexpr uint32_t kLeastAbsmaxBits = (127u - 100u) << 23;
 
-// How codes are rounded and stored: to nearest even through the caches (kStore), to nearest even past the caches
-// (kStream), or stochastically through the caches (kStochastic).
-enum class Put { kStore, kStream, kStochastic };
-
-// Stores the codes of the elements from `i` on. Only kStochastic reads `noise`.
-template <Put kPut, class V, class Code>
-inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename V::F first, typename V::F second) {
+// Stores the codes of the elements from `i` on, past the caches if kStreamed.
+template <bool kStreamed, class V, class Code>
+inline void put_codes(uint8_t* codes, int64_t i, typename V::F first, typename V::F second) {
   uint8_t* const p = codes + code_nbytes<Code>(i);
-  if constexpr (kPut == Put::kStream) {
+  if constexpr (kStreamed) {
     CodesOf<V, Code>::stream(p, first, second);
-  } else if constexpr (kPut == Put::kStochastic) {
-    CodesOf<V, Code>::store(p, first, second, noise + i);
   } else {
     CodesOf<V, Code>::store(p, first, second);
   }
@@ -101,10 +95,10 @@ inline typename V::F load_scaled(const Src* src, typename V::F factor) {
 }
 
 // The block's maximum as bits: of the magnitude, or for signed scales of the bits rotated left by one.
-template <class V, class Code, bool kScaled, class Src>
+template <class V, class Code, class Src>
 inline typename V::M block_top(const Src* __restrict src, int64_t numel, typename V::F factor) {
   typename V::M top{};
-  for (int64_t i = 0; i < numel; i += V::kLanes) track<V, Code>(top, load_scaled<V, kScaled>(src + i, factor));
+  for (int64_t i = 0; i < numel; i += V::kLanes) track<V, Code>(top, V::mul(V::load(src + i), factor));
   return top;
 }
 
@@ -129,21 +123,16 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
 
 // No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
 // L(1 + 2^-24)², less than half a step beyond L. With a bf16 scale, rounding may have lowered the scale by 2^-9 of it:
-// in int4 |y·inverse| < 8.04, in int2 < 2.01. The code is at least kLeast, and one beyond L becomes L.
-template <class V, class Code, Put kPut, bool kScaled, class Src>
-inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
-                           int64_t numel, typename V::F factor, typename V::F inverse) {
+// in int4 |y·inverse| < 8.04. The code is at least kLeast, and one beyond L becomes L.
+template <class V, class Code, bool kStreamed, bool kScaled, class Src>
+inline void quantize_block(const Src* __restrict src, uint8_t* __restrict codes, int64_t numel, typename V::F factor,
+                           typename V::F inverse) {
   if constexpr (V::kLanes == 1 && Code::kNbits < 8) {
     // Compilers vectorize these loops, but none that stores several codes as one byte.
     for (int64_t i = 0; i < numel; i += kRun) {
       uint32_t run[kRun];
       for (int k = 0; k < kRun; ++k) {
-        const float value = load_scaled<V, kScaled>(src + i + k, factor) * inverse;
-        if constexpr (kPut == Put::kStochastic) {
-          run[k] = V::code(Code(), value, noise[i + k]);
-        } else {
-          run[k] = V::code(Code(), value);
-        }
+        run[k] = V::code(Code(), load_scaled<V, kScaled>(src + i + k, factor) * inverse);
       }
       pack<Code>(codes + code_nbytes<Code>(i), run, kRun);
     }
@@ -151,7 +140,7 @@ inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict
     for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
       const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
       const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
-      put_codes<kPut, V, Code>(codes, noise, i, first, second);
+      put_codes<kStreamed, V, Code>(codes, i, first, second);
     }
   }
 }
@@ -170,34 +159,32 @@ template <class Src>
 }
 
 // Writes scales and codes of `count` blocks of src with the given tops.
-template <class V, class Code, Put kPut, bool kScaled, class Src>
-inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
-                           const uint32_t* tops, int64_t count, int64_t block_numel, float scale) {
+template <class V, class Code, bool kStreamed, bool kScaled, class Src>
+inline void quantize_batch(const Src* src, typename Code::Scale* scales, uint8_t* codes, const uint32_t* tops,
+                           int64_t count, int64_t block_numel, float scale) {
   const typename V::F factor = V::broadcast(scale);
   const int64_t block_nbytes = code_nbytes<Code>(block_numel);
   float inverse[kMaxBatch];
   for (int64_t block = 0; block < count; ++block) {
-    set_scale<kPut == Put::kStochastic, Code>(tops[block], scales + block, inverse + block);
+    set_scale<Code>(tops[block], scales + block, inverse + block);
   }
   for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
-    if (kPut == Put::kStream && kScaled) fetch_block(src + count * block_numel, block_numel);
+    if (kStreamed && kScaled) fetch_block(src + count * block_numel, block_numel);
     const uint32_t absmax = absmax_bits<Code>(tops[block]);
     if (absmax - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
-      quantize_block<V, Code, kPut, kScaled>(src, noise, codes, block_numel, factor, V::broadcast(inverse[block]));
+      quantize_block<V, Code, kStreamed, kScaled>(src, codes, block_numel, factor, V::broadcast(inverse[block]));
     } else if (absmax >= kInfBits) {
       quantize_nonfinite_block<Code>(src, scales + block, codes, block_numel, scale);
     } else {
       Scalar::store(scales + block, 0.0f);
       std::memset(codes, 0, static_cast<size_t>(block_nbytes));
     }
-    if (kPut == Put::kStochastic) noise += block_numel;
   }
 }
 
-template <class V, class Code, class Src, bool kRotated, Put kPut>
-int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
-                        int64_t num_blocks, int64_t block_numel, float scale) {
-  constexpr bool kScaled = kPut != Put::kStochastic;
+template <class V, class Code, class Src, bool kRotated, bool kStreamed>
+int64_t quantize_blocks(const Src* src, typename Code::Scale* scales, uint8_t* codes, int64_t num_blocks,
+                        int64_t block_numel, float scale) {
   alignas(64) float rotated[kRotated ? kMaxBlockNumel : 1];
   static_assert(kBatchNumel <= kMaxBlockNumel, "a batch must have room in `rotated`");
   float factors[kRun];
@@ -212,7 +199,7 @@ int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Sc
     for (int64_t block = 0; block < count; ++block) {
       const int64_t first = block * block_numel;
       maxima[block] = kRotated ? rotate_block<V, Code>(src + first, rotated + first, block_numel, factors)
-                               : block_top<V, Code, kScaled>(src + first, block_numel, factor);
+                               : block_top<V, Code>(src + first, block_numel, factor);
     }
     for (int64_t block = count; block % V::kMaxima != 0; ++block) maxima[block] = typename V::M{};
     uint32_t tops[kMaxBatch];
@@ -223,12 +210,11 @@ int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Sc
       nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
     }
     if (kRotated) {
-      quantize_batch<V, Code, kPut, false>(rotated, noise, scales, codes, tops, count, block_numel, 1.0f);
+      quantize_batch<V, Code, kStreamed, false>(rotated, scales, codes, tops, count, block_numel, 1.0f);
     } else {
-      quantize_batch<V, Code, kPut, kScaled>(src, noise, scales, codes, tops, count, block_numel, scale);
+      quantize_batch<V, Code, kStreamed, true>(src, scales, codes, tops, count, block_numel, scale);
     }
     src += count * block_numel;
-    if (kPut == Put::kStochastic) noise += count * block_numel;
     scales += count;
     codes += code_nbytes<Code>(count * block_numel);
   }
@@ -242,19 +228,9 @@ int64_t quantize(const void* src_data, void* scales_data, void* codes_data, int6
   auto* scales = static_cast<typename Code::Scale*>(scales_data);
   auto* codes = static_cast<uint8_t*>(codes_data);
   if (streamed && suits_streaming<V>(codes)) {
-    return quantize_blocks<V, Code, Src, kRotated, Put::kStream>(src, nullptr, scales, codes, num_blocks, block_numel,
-                                                                 scale);
+    return quantize_blocks<V, Code, Src, kRotated, true>(src, scales, codes, num_blocks, block_numel, scale);
   }
-  return quantize_blocks<V, Code, Src, kRotated, Put::kStore>(src, nullptr, scales, codes, num_blocks, block_numel,
-                                                              scale);
-}
-
-template <class V, class Code, bool kRotated>
-int64_t quantize_stochastic(const float* src, const uint16_t* noise, void* scales, void* codes, int64_t num_blocks,
-                            int64_t block_numel) {
-  return quantize_blocks<V, Code, float, kRotated, Put::kStochastic>(
-      src, noise, static_cast<typename Code::Scale*>(scales), static_cast<uint8_t*>(codes), num_blocks, block_numel,
-      1.0f);
+  return quantize_blocks<V, Code, Src, kRotated, false>(src, scales, codes, num_blocks, block_numel, scale);
 }
 
 // ---- dequantize
@@ -394,9 +370,7 @@ constexpr BlockKernels block_kernels() {
           {quantize<V, Code, float, true>, quantize<V, Code, Bf16, true>, quantize<V, Code, Fp16, true>},
           {dequantize<V, Code, float, false>, dequantize<V, Code, Bf16, false>, dequantize<V, Code, Fp16, false>},
           {dequantize<V, Code, float, true>, dequantize<V, Code, Bf16, true>, dequantize<V, Code, Fp16, true>},
-          sum_blocks<V, Code>,
-          quantize_stochastic<V, Code, false>,
-          quantize_stochastic<V, Code, true>};
+          sum_blocks<V, Code>};
 }
 
 // Whether the codes are those of the wires with scales, in the order that `scaled_index` counts.
@@ -414,11 +388,8 @@ constexpr KernelTable make_table(const char* isa, CodeList<Code...>) {
            {convert<V, Bf16, float>, convert<V, Bf16, Bf16>, convert<V, Bf16, Fp16>},
            {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
           {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
-          {squares<V, float>, squares<V, Bf16>, squares<V, Fp16>},
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
           {block_kernels<V, Code>()...},
-          make_noise<V>,
-          {nullptr, round_stochastic<V, Bf16>, round_stochastic<V, Fp16>},
           {add<V, float>, add<V, Bf16>, nullptr},
           {subtract<V, float>, subtract<V, Bf16>, nullptr},
           V::fence};

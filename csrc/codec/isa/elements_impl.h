@@ -1,4 +1,4 @@
-// The codec's inner loops, written once over a vector type V: single elements here, noise in noise_impl.h, blocks in
+// The codec's inner loops, written once over a vector type V: single elements here, blocks in
 // blocks_impl.h. Each <isa>.cpp selects its instruction set, then includes blocks_impl.h, defines its V and makes a
 // table. Everything here has internal linkage, so that no other file can be linked to code its machine cannot run. For
 // the same reason no function template of std is used.
@@ -7,7 +7,6 @@
 //   load(const T*), store(T*, F), stream(T*, F)   T: float, Bf16, Fp16; store rounds to nearest even
 //   canonical(F)           NaN → 0x7FC00000, so that instruction sets cannot differ in a NaN's sign and payload
 //   finite_or_zero(F)      NaN, ±Inf → 0
-//   rounded(T, F, const uint16_t* noise)          T: Bf16, Fp16; rounds stochastically to a value of T
 //   N, count(N&, F), total(N)                     N counts elements that are not finite
 //   M, track(M&, F)        M holds the greatest magnitude as bits; the bits of Inf and NaN exceed all finite ones
 //   track_signed(M&, F)    M holds the greatest of the bits turned left by one, so that the sign is the lowest bit: the
@@ -15,22 +14,14 @@
 //   greatest(const M*, uint32_t*)                 what kMaxima M hold, at once: hardly slower than of one M
 //   kStreamNbytes          the alignment in bytes that stream() needs; 0: V has no stores that bypass the caches
 //   fence()                must follow the last stream()
-// V::Codes lists the codes that V reads and writes itself; CodesOf leaves the others to Scalar. For 2·kLanes elements:
+// For 2·kLanes elements of each code:
 //   load_codes(Code, const uint8_t*, F&, F&)         the values of codes, except NaN and Inf, which are never sent
 //   load_scaled_codes(Code, const uint8_t*, F, F&, F&)  instead of load_codes: the values times a scale
 //   add_scaled_codes(Code, const uint8_t*, F, F&, F&)   besides, if it is faster: adds these
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step,
-//                                                    in int4 below 8.04, in int2 below 2.01; 8 and 2 become 7 and 1
-//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; magnitudes of fp8, int4 and int2
-//                                                    exceed kGreatest by at most 8 ulps
+//                                                    in int4 below 8.04; a code of 8 becomes 7
 // For rotations:
 //   mix<distance>(F)       (a, b) ← (a + b, a - b) for all pairs of elements that far apart; distance < kLanes
-// For noise, where W holds a 32-bit word for each of kCounters counters:
-//   word(uint32_t)         the same word for all counters
-//   counters(first)        the numbers of the counters, from `first` on
-//   multiply(W, uint32_t, W& high, W& low)        the high and low words of the products
-//   xor3(W, W, W)          the exclusive or of all three
-//   store_noise(uint16_t*, W, W, W, W)            stores one counter after the other, each with its words in order
 #pragma once
 
 #include <cstdint>
@@ -100,50 +91,6 @@ int64_t scale_elements(void* data, int64_t numel, float scale) {
   auto* elements = static_cast<T*>(data);
   const int64_t body = numel - numel % V::kLanes;
   return scale_span<V>(elements, body, scale) + scale_span<Scalar>(elements + body, numel - body, scale);
-}
-
-// The compiler chooses the instructions for these, within the file's instruction set.
-typedef float FourFloats __attribute__((vector_size(16)));
-typedef double FourDoubles __attribute__((vector_size(32)));
-
-// The next kSquareLanes elements as floats: where they are, or in `values`.
-template <class V, class T>
-struct Squared {
-  static const float* floats(const T* elements, float* values) {
-    for (int i = 0; i < kSquareLanes; i += V::kLanes) V::store(values + i, V::load(elements + i));
-    return values;
-  }
-};
-template <class V>
-struct Squared<V, float> {
-  static const float* floats(const float* elements, float* /*values*/) { return elements; }
-};
-
-template <class V, class T>
-void squares(const void* data, int64_t numel, double* lanes) {
-  constexpr int kVectors = kSquareLanes / 4;
-  const auto* elements = static_cast<const T*>(data);
-  const int64_t body = numel - numel % kSquareLanes;
-  alignas(64) float values[kSquareLanes];
-  FourDoubles sums[kVectors];
-#pragma GCC unroll 8
-  for (int k = 0; k < kVectors; ++k) std::memcpy(&sums[k], lanes + k * 4, sizeof(FourDoubles));
-  for (int64_t first = 0; first < body; first += kSquareLanes) {
-    const float* const floats = Squared<V, T>::floats(elements + first, values);
-#pragma GCC unroll 8  // keeps the sums in registers
-    for (int k = 0; k < kVectors; ++k) {
-      FourFloats narrow;
-      std::memcpy(&narrow, floats + k * 4, sizeof(narrow));
-      const FourDoubles wide = __builtin_convertvector(narrow, FourDoubles);
-      sums[k] += wide * wide;
-    }
-  }
-#pragma GCC unroll 8
-  for (int k = 0; k < kVectors; ++k) std::memcpy(lanes + k * 4, &sums[k], sizeof(FourDoubles));
-  for (int64_t i = body; i < numel; ++i) {
-    const double value = static_cast<double>(Scalar::load(elements + i));
-    lanes[i - body] += value * value;
-  }
 }
 
 template <class V, class Addend>

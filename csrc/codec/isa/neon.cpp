@@ -15,7 +15,6 @@ struct Neon {
   using F = float32x4x2_t;
   using N = uint32x4x2_t;
   using M = uint32x4x2_t;
-  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 8;
   static constexpr int kStreamNbytes = 0;
 
@@ -86,40 +85,6 @@ struct Neon {
   static void store(Bf16* p, F value) { store_8(p, vcombine_u16(to_bf16(value.val[0]), to_bf16(value.val[1]))); }
   static void store(Fp16* p, F value) { store_8(p, vcombine_u16(to_fp16(value.val[0]), to_fp16(value.val[1]))); }
 
-  static uint32x4x2_t load_noise(const uint16_t* p) {
-    const uint16x8_t noise = load_8(p);
-    return {{vmovl_u16(vget_low_u16(noise)), vmovl_u16(vget_high_u16(noise))}};
-  }
-  // The product is exact, so fusing it with the addition changes nothing.
-  static float32x4_t add_noise(float32x4_t value, uint32x4_t noise) {
-    return vfmaq_f32(value, vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit));
-  }
-
-  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
-  static float32x4_t rounded_4(Bf16, float32x4_t value, uint32x4_t noise) {
-    const uint32x4_t sum = vaddq_u32(vreinterpretq_u32_f32(value), noise);
-    const uint32x4_t truncated = vandq_u32(sum, vdupq_n_u32(0xFFFF0000u));
-    return vbslq_f32(is_finite(value), vreinterpretq_f32_u32(truncated), value);
-  }
-  static float32x4_t rounded_4(Fp16, float32x4_t value, uint32x4_t noise) {
-    const uint32x4_t size = magnitude(value);
-    const uint32x4_t sum = vaddq_u32(size, vshrq_n_u32(noise, 16 - kFp16Dropped));
-    const uint32x4_t normal = vandq_u32(sum, vdupq_n_u32(~0u << kFp16Dropped));
-    const float32x4_t steps = add_noise(vmulq_f32(vreinterpretq_f32_u32(size), vdupq_n_f32(kFp16StepsInOne)), noise);
-    const float32x4_t subnormal = vmulq_f32(vcvtq_f32_u32(vcvtq_u32_f32(steps)), vdupq_n_f32(kFp16Step));
-    const uint32x4_t overflows = vcgeq_u32(normal, vdupq_n_u32(kFp16OverflowBits));
-    const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(kFp16LeastNormalBits));
-    const uint32x4_t rounded =
-        vbslq_u32(is_normal, vbslq_u32(overflows, vdupq_n_u32(kInfBits), normal), vreinterpretq_u32_f32(subnormal));
-    const float32x4_t with_sign = vbslq_f32(vdupq_n_u32(kMagnitudeMask), vreinterpretq_f32_u32(rounded), value);
-    return vbslq_f32(is_finite(value), with_sign, value);
-  }
-  template <class T>
-  static F rounded(T, F value, const uint16_t* p) {
-    const uint32x4x2_t noise = load_noise(p);
-    return {{rounded_4(T(), value.val[0], noise.val[0]), rounded_4(T(), value.val[1], noise.val[1])}};
-  }
-
   static uint32x4_t whole(float32x4_t value) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(value)); }
   static uint32x4_t code(Int8, float32x4_t value) { return whole(value); }
   static uint32x4_t code(Int4, float32x4_t value) { return whole(compressed(value)); }
@@ -148,44 +113,6 @@ struct Neon {
     return vorrq_u32(unsigned_code, vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80)));
   }
 
-  // Codes rounded stochastically, in the low byte of each element.
-  template <class Code>
-  static uint32x4_t floor_code(float32x4_t value) {
-    constexpr auto kLeast = static_cast<int32_t>(Code::kLeast), kGreatest = static_cast<int32_t>(Code::kGreatest);
-    const int32x4_t floor = vcvtmq_s32_f32(value);
-    return vreinterpretq_u32_s32(vmaxq_s32(vminq_s32(floor, vdupq_n_s32(kGreatest)), vdupq_n_s32(kLeast)));
-  }
-  static uint32x4_t code(Int8, float32x4_t value, uint32x4_t noise) {
-    return floor_code<Int8>(add_noise(value, noise));
-  }
-  // See Scalar. The guess may be fused: any near one gives the same code.
-  static uint32x4_t code(Int4, float32x4_t value, uint32x4_t noise) {
-    const float32x4_t down = vfmsq_f32(vdupq_n_f32(1.0f), vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit));
-    const float32x4_t slope =
-        vfmsq_f32(vdupq_n_f32(Int4::kInverseLinear), vmulq_f32(value, value), vdupq_n_f32(Int4::kInverseCubic));
-    const int32x4_t code = vcvtnq_s32_f32(vfmaq_f32(vnegq_f32(down), value, slope));
-    const float32x4_t guess = vcvtq_f32_s32(code);
-    const float32x4_t square = vmulq_f32(guess, guess);
-    const float32x4_t factor = vfmaq_f32(vdupq_n_f32(Int4::kLinear), square, vdupq_n_f32(Int4::kCubic));
-    const float32x4_t above = vfmsq_f32(value, guess, factor);  // rounds once, because the level is exact
-    const float32x4_t step =
-        vfmaq_f32(vdupq_n_f32(Int4::kStep), vaddq_f32(square, guess), vdupq_n_f32(Int4::kStepGrowth));
-    const uint32x4_t is_up = vcgeq_f32(above, vmulq_f32(down, step));
-    return vsubq_u32(vreinterpretq_u32_s32(code), is_up);
-  }
-  template <class Code>
-  static uint32x4_t code(Code, float32x4_t value, uint32x4_t noise) {
-    using Rounding = Fp8Rounding<Code>;
-    const uint32x4_t size = magnitude(value);
-    const uint32x4_t exponents = vdupq_n_u32(Rounding::kExponents);
-    const uint32x4_t sum = vaddq_u32(vaddq_u32(size, exponents), vshlq_n_u32(noise, Rounding::kNoiseShift));
-    const uint32x4_t normal = vshrq_n_u32(sum, Rounding::kDropped);
-    const float32x4_t steps =
-        add_noise(vmulq_f32(vreinterpretq_f32_u32(size), vdupq_n_f32(Rounding::kStepsInOne)), noise);
-    const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(Rounding::kLeastNormalBits));
-    return with_sign(vbslq_u32(is_normal, normal, vcvtq_u32_f32(steps)), vreinterpretq_u32_f32(value));
-  }
-
   // The low bytes of the elements of `first`, then of `second`.
   static uint8x8_t low_bytes(uint32x4_t first, uint32x4_t second) {
     return vmovn_u16(vcombine_u16(vmovn_u32(first), vmovn_u32(second)));
@@ -193,11 +120,6 @@ struct Neon {
   template <class Code>
   static uint8x8_t codes_8(Code, F value) {
     return low_bytes(code(Code(), value.val[0]), code(Code(), value.val[1]));
-  }
-  template <class Code>
-  static uint8x8_t codes_8(Code, F value, const uint16_t* p) {
-    const uint32x4x2_t noise = load_noise(p);
-    return low_bytes(code(Code(), value.val[0], noise.val[0]), code(Code(), value.val[1], noise.val[1]));
   }
   template <class Code>
   static void store_bytes(Code, uint8_t* p, uint8x8_t first, uint8x8_t second) {
@@ -214,10 +136,6 @@ struct Neon {
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
     store_bytes(Code(), p, codes_8(Code(), first), codes_8(Code(), second));
-  }
-  template <class Code>
-  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
-    store_bytes(Code(), p, codes_8(Code(), first, noise), codes_8(Code(), second, noise + kLanes));
   }
   template <class Code>
   static void stream_codes(Code, uint8_t* p, F first, F second) {
@@ -273,30 +191,6 @@ struct Neon {
     }
     const float32x4_t signs = {1.0f, -1.0f, 1.0f, -1.0f};
     return {{mix_4(a, vrev64q_f32(a), signs), mix_4(b, vrev64q_f32(b), signs)}};
-  }
-
-  using W = uint32x4_t;
-  static constexpr int kCounters = 4;
-  static W word(uint32_t value) { return vdupq_n_u32(value); }
-  static W counters(uint32_t first) {
-    const W lanes = {0, 1, 2, 3};
-    return vaddq_u32(word(first), lanes);
-  }
-  static void multiply(W a, uint32_t b, W& high, W& low) {
-    const uint32x4_t first = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32(a), b));
-    const uint32x4_t second = vreinterpretq_u32_u64(vmull_high_n_u32(a, b));
-    high = vuzp2q_u32(first, second);
-    low = vuzp1q_u32(first, second);
-  }
-  static W xor3(W a, W b, W c) { return veorq_u32(a, veorq_u32(b, c)); }
-  // Stores two counters. `even` has the first two words of each, `odd` the last two.
-  static void store_2(uint16_t* p, uint32x4_t even, uint32x4_t odd) {
-    store_8(p, vreinterpretq_u16_u64(vzip1q_u64(vreinterpretq_u64_u32(even), vreinterpretq_u64_u32(odd))));
-    store_8(p + 8, vreinterpretq_u16_u64(vzip2q_u64(vreinterpretq_u64_u32(even), vreinterpretq_u64_u32(odd))));
-  }
-  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
-    store_2(p, vzip1q_u32(w0, w1), vzip1q_u32(w2, w3));
-    store_2(p + 16, vzip2q_u32(w0, w1), vzip2q_u32(w2, w3));
   }
 
   template <class T>

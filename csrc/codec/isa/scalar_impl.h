@@ -1,8 +1,8 @@
 // The formats of single elements: gradients' formats, the codes of quantizing wires, and Scalar, the vector type of one
 // element, which has the arithmetic of all of them. See elements_impl.h for what a vector type provides.
 //
-// A wire with scales has a code here: a struct of constants, Scalar's `code` (to nearest even and stochastically) and
-// `value`, and a place in AllCodes. The other instruction sets may leave a code to Scalar; see CodesOf.
+// A wire with scales has a code here: a struct of constants, Scalar's `code`, to nearest even, and `value`, and a place
+// in AllCodes.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Int8 {
   using Scale = float;
   static constexpr int kNbits = 8;
   static constexpr bool kSignedScale = false;
-  static constexpr float kLeast = -127.0f, kGreatest = 127.0f;
+  static constexpr float kGreatest = 127.0f;
   static constexpr uint32_t kGreatestCode = 0x7F, kLeastCode = 0x81;  // ±Inf have these codes, too
 };
 
@@ -60,29 +60,16 @@ struct Int4 {
   static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x8;
   // level(c) = c·(kLinear + kCubic·c²). All of it is exact, so fusing operations changes nothing.
   static constexpr float kLinear = 832.0f / 1024.0f, kCubic = 3.0f / 1024.0f;
-  // level(c + 1) - level(c) = kStep + kStepGrowth·c·(c + 1), exact as well.
-  static constexpr float kStep = 835.0f / 1024.0f, kStepGrowth = 9.0f / 1024.0f;
   // The code of y is y·(kInverseLinear - kInverseCubic·y²), rounded: hardly ever another than that of the nearest
   // level.
   static constexpr float kInverseLinear = 9856.0f / 8192.0f, kInverseCubic = 29.0f / 8192.0f;
-};
-
-// Code c, from -2 to 1, is c times the scale, whose sign is chosen as int4's: the element of greatest magnitude has the
-// code -2. Small elements are zeros until their residuals have grown.
-struct Int2 {
-  static constexpr Wire kWire = Wire::kInt2;
-  using Scale = Bf16;
-  static constexpr int kNbits = 2;
-  static constexpr bool kSignedScale = true;
-  static constexpr float kLeast = -2.0f, kGreatest = 1.0f;
-  static constexpr uint32_t kGreatestCode = 0x1, kLeastCode = 0x2;
 };
 
 template <class... Code>
 struct CodeList {};
 
 // The code of every wire with scales, in the order of their BlockKernels.
-using AllCodes = CodeList<Int8, E4m3, Int4, Int2>;
+using AllCodes = CodeList<Int8, E4m3, Int4>;
 
 // Bytes of the codes of `numel` elements; for an element that is not the first of its byte, the byte's index.
 template <class Code>
@@ -112,9 +99,6 @@ inline void pack(uint8_t* p, const uint32_t* codes, int count) {
 // Constants that turn the bits of an fp32 magnitude into an fp8 code. To nearest even:
 //   normal     (bits + kRound + the lowest bit kept) >> kDropped, if bits ≥ kLeastNormalBits
 //   subnormal  the bits of (magnitude + the number with kSubnormalBits), less kSubnormalBits
-// Stochastically, with 16 bits of noise:
-//   normal     (bits + kExponents + (noise << kNoiseShift)) >> kDropped
-//   subnormal  floor(magnitude·kStepsInOne + noise·2^-16); the product is exact
 template <class Code>
 struct Fp8Rounding {
   // Mantissa bits that fp32 has and the code does not.
@@ -122,26 +106,7 @@ struct Fp8Rounding {
   // Half an ulp of the code less one, and the change of the exponent's bias.
   static constexpr uint32_t kRound = (1u << (kDropped - 1)) - 1u - (Code::kExponentShift << 23);
   static constexpr uint32_t kLeastNormalBits = (Code::kExponentShift + 1u) << 23;
-  // Moves 16 bits of noise to the top of the dropped bits.
-  static constexpr int kNoiseShift = kDropped - 16;
-  // The change of the exponent's bias.
-  static constexpr uint32_t kExponents = 0u - (Code::kExponentShift << 23);
-  // Steps of subnormals in 1.0.
-  static constexpr float kStepsInOne = static_cast<float>(1u << (126 - Code::kExponentShift + Code::kMantissaBits));
 };
-
-// Mantissa bits that fp32 has and fp16 does not.
-constexpr int kFp16Dropped = 13;
-// Steps of fp16's subnormals in 1.0: 2^24.
-constexpr float kFp16StepsInOne = 16777216.0f;
-constexpr float kFp16Step = 1.0f / kFp16StepsInOne;
-// fp32 bits of 2^-14, the least normal fp16 number.
-constexpr uint32_t kFp16LeastNormalBits = 113u << 23;
-// fp32 bits of 2^16, the least power of two beyond the range of fp16.
-constexpr uint32_t kFp16OverflowBits = 143u << 23;
-
-// 16 bits of noise times this are in [0, 1).
-constexpr float kNoiseUnit = 1.0f / 65536.0f;
 
 // ---- bits
 
@@ -168,7 +133,6 @@ struct Scalar {
   using F = float;
   using N = uint32_t;
   using M = uint32_t;
-  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 1;
   static constexpr int kStreamNbytes = 0;
 
@@ -237,23 +201,6 @@ struct Scalar {
     store(p, value);
   }
 
-  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
-  static F rounded(Bf16, F value, const uint16_t* noise) {
-    const uint32_t bits = bits_of(value);
-    return float_of((bits & kMagnitudeMask) < kInfBits ? (bits + *noise) & 0xFFFF0000u : bits);
-  }
-  static F rounded(Fp16, F value, const uint16_t* noise) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const uint32_t normal = (magnitude + (*noise >> (16 - kFp16Dropped))) >> kFp16Dropped << kFp16Dropped;
-    const uint32_t normal_or_inf = normal < kFp16OverflowBits ? normal : kInfBits;
-    const float small = magnitude < kFp16LeastNormalBits ? float_of(magnitude) : 0.0f;
-    const auto steps = static_cast<int32_t>(small * kFp16StepsInOne + *noise * kNoiseUnit);
-    const uint32_t subnormal = bits_of(static_cast<float>(steps) * kFp16Step);
-    const uint32_t finite = magnitude < kFp16LeastNormalBits ? subnormal : normal_or_inf;
-    return float_of((magnitude < kInfBits ? finite : magnitude) | (bits & ~kMagnitudeMask));
-  }
-
   // 1.5·2^23 has an ulp of 1, so the addition rounds to a whole number, nearest even, and leaves it in the low bits.
   static uint32_t whole(F value) { return bits_of(value + 12582912.0f) - 0x4B400000u; }
   static uint32_t code(Int8, F value) { return whole(value); }
@@ -267,59 +214,17 @@ struct Scalar {
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
-  static uint32_t code(Int4, F value) { return without_opposite<7>(whole(compressed(value))); }
-  static uint32_t code(Int2, F value) { return without_opposite<1>(whole(value)); }
-  // One more than the greatest code becomes the greatest, without a branch.
-  template <int32_t kGreatest>
-  static uint32_t without_opposite(uint32_t code) {
-    return code + static_cast<uint32_t>((kGreatest - static_cast<int32_t>(code)) >> 31);
+  // A code of 8 becomes 7, without a branch.
+  static uint32_t code(Int4, F value) {
+    const uint32_t code = whole(compressed(value));
+    return code + static_cast<uint32_t>((7 - static_cast<int32_t>(code)) >> 31);
   }
   static F compressed(F value) { return value * (Int4::kInverseLinear - value * value * Int4::kInverseCubic); }
   static constexpr F level(F code) { return code * (Int4::kLinear + code * code * Int4::kCubic); }
 
   template <class Code>
-  static uint32_t floor_code(F value) {
-    constexpr auto kLeast = static_cast<int32_t>(Code::kLeast), kGreatest = static_cast<int32_t>(Code::kGreatest);
-    const auto truncated = static_cast<int32_t>(value);
-    const int32_t floor = truncated - (static_cast<float>(truncated) > value);
-    return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
-  }
-  static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
-  static uint32_t code(Int2, F value, uint32_t noise) { return floor_code<Int2>(value + noise_value(noise)); }
-  // The code is c or c + 1, with level(c) ≤ value < level(c + 1): c if value - level(c) < down·step. With the levels'
-  // inverse, exact between levels, it would be floor(inverse(value) + 1 - down). `compressed` is within 0.05 of that
-  // inverse, so rounding compressed(value) - down guesses the code or the one below it, and the comparison, of the
-  // guess instead of c, decides. It reads a difference's sign: with branches the loop would not be vectorized.
-  static uint32_t code(Int4, F value, uint32_t noise) {
-    const float down = 1.0f - noise_value(noise);
-    const float guess = compressed(value) - down + 12582912.0f - 12582912.0f;
-    const float square = guess * guess;
-    const float above = value - guess * (Int4::kLinear + square * Int4::kCubic);
-    const float step = (square + guess) * Int4::kStepGrowth + Int4::kStep;
-    const uint32_t stays = bits_of(above - down * step) >> 31;
-    return static_cast<uint32_t>(static_cast<int32_t>(guess) + 1) - stays;
-  }
-  template <class Code>
-  static uint32_t code(Code, F value, uint32_t noise) {
-    using Rounding = Fp8Rounding<Code>;
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const bool is_normal = magnitude >= Rounding::kLeastNormalBits;
-    const uint32_t normal = (magnitude + Rounding::kExponents + (noise << Rounding::kNoiseShift)) >> Rounding::kDropped;
-    const float small = is_normal ? 0.0f : float_of(magnitude);
-    const auto subnormal = static_cast<int32_t>(small * Rounding::kStepsInOne + noise_value(noise));
-    return (is_normal ? normal : static_cast<uint32_t>(subnormal)) | (bits >> 24 & 0x80u);
-  }
-  static F noise_value(uint32_t noise) { return static_cast<float>(static_cast<int32_t>(noise)) * kNoiseUnit; }
-
-  template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
     const uint32_t codes[] = {code(Code(), first), code(Code(), second)};
-    pack<Code>(p, codes, 2);
-  }
-  template <class Code>
-  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
-    const uint32_t codes[] = {code(Code(), first, noise[0]), code(Code(), second, noise[1])};
     pack<Code>(p, codes, 2);
   }
   template <class Code>
@@ -332,7 +237,6 @@ struct Scalar {
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
   static F value(Int4, uint32_t code) { return level(number(code)); }
   static F number(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
-  static F value(Int2, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 6) >> 6); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     first = value(Code(), code_at<Code>(p, 0));
@@ -348,33 +252,10 @@ struct Scalar {
     second = scaled_level(number(*p >> 4), scale);
   }
 
-  using W = uint32_t;
-  static constexpr int kCounters = 1;
-  static W word(uint32_t value) { return value; }
-  static W counters(uint32_t first) { return first; }
-  static void multiply(W a, uint32_t b, W& high, W& low) {
-    const uint64_t product = uint64_t{a} * b;
-    high = static_cast<uint32_t>(product >> 32);
-    low = static_cast<uint32_t>(product);
-  }
-  static W xor3(W a, W b, W c) { return a ^ b ^ c; }
-  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
-    const W words[4] = {w0, w1, w2, w3};
-    for (int i = 0; i < 4; ++i) {
-      p[2 * i] = static_cast<uint16_t>(words[i]);
-      p[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
-    }
-  }
-
   static void fence() {}
 };
 
 // ---- the codes of a vector type
-
-template <class Code, class List>
-constexpr bool kListed = false;
-template <class Code, class... Listed>
-constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
 
 // Whether V has load_scaled_codes and add_scaled_codes for Code.
 template <class V, class Code, class = void>
@@ -392,9 +273,8 @@ constexpr bool kAddsScaled<
     std::void_t<decltype(V::add_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
                                              std::declval<typename V::F&>()))>> = true;
 
-// How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
-// Code, else by Scalar's, one element after the other. They are read from element i on.
-template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
+// How V reads, times their block's scale, and writes 2·kLanes elements of Code. They are read from element i on.
+template <class V, class Code>
 struct CodesOf {
   using F = typename V::F;
   static void load(const uint8_t* codes, int64_t i, F scale, F& first, F& second) {
@@ -409,39 +289,6 @@ struct CodesOf {
   }
   static void store(uint8_t* p, F first, F second) { V::store_codes(Code(), p, first, second); }
   static void stream(uint8_t* p, F first, F second) { V::stream_codes(Code(), p, first, second); }
-  static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
-    V::store_codes(Code(), p, first, second, noise);
-  }
-};
-
-template <class V, class Code>
-struct CodesOf<V, Code, false> {
-  using F = typename V::F;
-
-  static void load(const uint8_t* codes, int64_t i, F scale, F& first, F& second) {
-    alignas(64) float values[2 * V::kLanes];
-    for (int k = 0; k < 2 * V::kLanes; ++k) values[k] = Scalar::value(Code(), code_at<Code>(codes, i + k));
-    first = V::mul(V::load(values), scale);
-    second = V::mul(V::load(values + V::kLanes), scale);
-  }
-  static void store(uint8_t* p, F first, F second) {
-    put(p, first, second, [](int, float value) { return Scalar::code(Code(), value); });
-  }
-  static void stream(uint8_t* p, F first, F second) { store(p, first, second); }
-  static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
-    put(p, first, second, [noise](int k, float value) { return Scalar::code(Code(), value, noise[k]); });
-  }
-
- private:
-  template <class Function>
-  static void put(uint8_t* p, F first, F second, Function code) {
-    alignas(64) float values[2 * V::kLanes];
-    uint32_t codes[2 * V::kLanes];
-    V::store(values, first);
-    V::store(values + V::kLanes, second);
-    for (int k = 0; k < 2 * V::kLanes; ++k) codes[k] = code(k, values[k]);
-    pack<Code>(p, codes, 2 * V::kLanes);
-  }
 };
 
 }  // namespace

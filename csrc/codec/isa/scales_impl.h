@@ -22,25 +22,20 @@ template <class V, class Code>
   }
 }
 
-template <bool kStochastic, class Code>
+template <class Code>
 inline void set_scale(uint32_t top, float* scale, float* inverse) {
   const float absmax = float_of(top);
   *scale = absmax / Code::kGreatest;
   *inverse = Code::kGreatest / absmax;
 }
 
-// To nearest, the element of greatest magnitude gets the least code, -8 or -2. Stochastically, values stay within the
-// levels of ±7 or ±1 and the scale is rounded up: a value that had to be clamped would make the mean wrong.
-template <bool kStochastic, class Code>
+// The element of greatest magnitude gets the least code, -8.
+template <class Code>
 inline void set_scale(uint32_t top, Bf16* scale, float* inverse) {
   static_assert(Code::kSignedScale);
   const uint32_t absmax = top >> 1 < kBf16GreatestBits ? top >> 1 : kBf16GreatestBits;
-  if (kStochastic) {
-    scale->bits = static_cast<uint16_t>((bits_of(float_of(absmax) / Code::kGreatest) + 0xFFFFu) >> 16);
-  } else {
-    const uint32_t sign = (~top & 1u) << 31;
-    Scalar::store(scale, float_of(absmax | sign) * (-1.0f / Code::kLeast));
-  }
+  const uint32_t sign = (~top & 1u) << 31;
+  Scalar::store(scale, float_of(absmax | sign) * (-1.0f / Code::kLeast));
   *inverse = 1.0f / Scalar::load(scale);
 }
 

@@ -91,25 +91,12 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
 FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow) {
   Bucket gradients = bucket_of(bucket);
   gradients.is_shadow = is_shadow;
+  if (gradients.index == 0) hook.begin_pass();
   FuturePtr future = hook.run(gradients);
   // On a GPU a fault that is known by now is raised here: calls that DDP makes before it reads the future fail with the
   // same fault, and their text names no bucket.
   if (!future->devices().empty() && future->hasError()) std::rethrow_exception(future->exception_ptr());
   return future;
-}
-
-void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook) {
-  if (!hook->epilogue().is_on() || torch::autograd::get_current_graph_task_id() == -1) return;
-  // DDP's own callback copies the means to the gradients. DDP enqueues it after the last bucket's hook has returned,
-  // and a callback that enqueues another one does so behind it.
-  const auto at_end = [](std::function<void()> callback) {
-    torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
-  };
-  at_end([at_end, weak = std::weak_ptr<Synchronizer>(hook)] {
-    at_end([weak] {
-      if (const auto alive = weak.lock()) alive->epilogue().note_gradients();
-    });
-  });
 }
 
 HookSwitch::HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
@@ -128,7 +115,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   lock.unlock();
   auto future = hook ? run_ddp_bucket(*hook, bucket, stands_in(bucket, *hook))
                      : all_reduce_mean(*process_group, bucket.getBuffer());
-  if (hook && bucket.isLast()) note_gradients_at_end(hook);
   return future;
 }
 

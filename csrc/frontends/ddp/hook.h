@@ -24,9 +24,6 @@ using DdpBucket = c10d::GradBucket;
 Bucket bucket_of(c10d::GradBucket& grad_bucket);
 // Runs a bucket, as for a hook that is registered in Python. The future holds DDP's own buffer. is_shadow: see Bucket.
 FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow = false);
-// Call within the hook of a pass's last bucket: when DDP has given every parameter its gradient, these are noted for
-// the epilogue. Does nothing without an epilogue, or outside of a backward pass, as under Join.
-void note_gradients_at_end(const std::shared_ptr<Synchronizer>& hook);
 
 // Tells when backward passes begin and when the last bucket of each is handed over. It uses no forward pre-hook,
 // because under Join and under no_sync only the communication hook is called alike on every rank.

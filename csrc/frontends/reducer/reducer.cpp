@@ -94,7 +94,6 @@ void GradReducer::shadow_pass() {
   }
   call_before_pass(lock);
   is_shadow_ = true;
-  synchronizer_->epilogue().set_unscale(1);  // there is no loss here that a scale could be missing from
   begin_pass();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) hand_over(bucket, at::Tensor());
   finish_pass(lock);
@@ -195,12 +194,17 @@ bool GradReducer::only_adds_up(size_t index) {
 
 void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Observation> observation = observation_;  // the call may end the observation
-  if (!observation) return;
   lock.unlock();
   try {
-    // Checked first: a graph capture would record the work of before_pass, or fail because of it.
-    observation->device->check_caller();
-    observation->before_pass();
+    if (observation) {
+      // Checked first: a graph capture would record the work of before_pass, or fail because of it.
+      observation->device->check_caller();
+      observation->before_pass();
+    }
+    lock.lock();
+    const std::shared_ptr<Synchronizer> synchronizer = synchronizer_;
+    lock.unlock();
+    synchronizer->begin_pass();
   } catch (const std::exception& error) {
     lock.lock();
     if (failure_.empty()) {  // else give_up() has told why
@@ -370,7 +374,6 @@ void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
     multiply_means();
     write_back_all();
     used_.clear();
-    if (PassEpilogue& epilogue = synchronizer_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
   }
   if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
@@ -389,7 +392,6 @@ void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
 void GradReducer::multiply_means() {
   if (mean_factor_ == 1) return;
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < under_way_.size(); ++i) synchronizer_->epilogue().forget_squares(i);
   for (const UnderWay& bucket : under_way_) {
     if (bucket.gradients.front().tensor.is_sparse()) {
       bucket.future->value().toTensor().mul_(mean_factor_);
@@ -410,8 +412,6 @@ void GradReducer::write_back_all() {
       } else if (!options_.find_unused || used_[index]) {
         const bool is_sparse = gradient.tensor.is_sparse();
         write_back(parameters_[index].tensor, is_sparse ? under_way.future->value().toTensor() : gradient.tensor);
-      } else {
-        synchronizer_->epilogue().forget_squares(bucket);
       }
     }
   }

@@ -115,7 +115,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // From now on ranks may come and go, also within a pass. Buckets keep the order of `parameters`, because a rank that
   // joins knows no other. Call it before the first pass.
   void use(Membership membership);
-  void set_caps(const BucketCaps& caps);
   // From now on gradients are not summed here. Buckets keep the order of `parameters`, and the parameters that require
   // gradients in the next pass are those of all passes. Call it before the first pass.
   void give_to(Taker taker);
@@ -176,7 +175,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string lost_text() const;
   // Whether the pass of parameter `index`, whose gradient has arrived, only adds up.
   bool only_adds_up(size_t index);
-  // Releases the lock during the observer's call.
+  // Releases the lock during the calls.
   void call_before_pass(std::unique_lock<std::mutex>& lock);
   void begin_pass();
   Flags trained_now() const;

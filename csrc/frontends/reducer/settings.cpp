@@ -88,12 +88,6 @@ void GradReducer::set_synchronizer(std::shared_ptr<Synchronizer> synchronizer) {
   synchronizer_.swap(synchronizer);
 }
 
-void GradReducer::set_caps(const BucketCaps& caps) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  caps_ = caps;
-  buckets_.clear();
-}
-
 void GradReducer::observe(std::shared_ptr<Device> device, std::function<void()> before_pass) {
   auto observation = std::make_shared<Observation>(Observation{std::move(device), std::move(before_pass), {}});
   std::lock_guard<std::mutex> lock(mutex_);

@@ -1,7 +1,6 @@
 """``fusedcomm demo``: shows whether a compressed wire changes what a model learns, and what it saves.
 
-launch.py starts the ranks, training.py trains and measures, results.py summarizes, report.py writes the table and the
-JSON, picture.py draws the picture.
+launch.py starts the ranks, training.py trains and measures, report.py summarizes and writes.
 """
 
 MAX_RANKS = 64

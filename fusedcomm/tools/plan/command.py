@@ -10,247 +10,145 @@ from typing import TYPE_CHECKING
 
 from fusedcomm import files
 from fusedcomm.tools import output
-from fusedcomm.tools.arguments import COMPARED, accepted, add_wires_to, number
+from fusedcomm.tools.arguments import WIRES, number, whole, wire
 from fusedcomm.tools.errors import UsageError
-from fusedcomm.tools.plan import architectures
-from fusedcomm.tools.plan.hardware import DEVICES, CpuHosts, GpuHosts, Hosts, options_of
 
 if TYPE_CHECKING:
-    from fusedcomm.tools.plan.paper import Recommendation, Row, Training
+    from fusedcomm.tools.plan.paper import Machines, Row, Step
 
-DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
+MODELS = {"resnet50": 25_557_032, "gpt2": 124_439_808, "bert-large": 335_141_888, "llama-7b": 6_738_415_616}
+"""Parameters of models that --params takes by name."""
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+MOST_PARAMS = 1e13
 DEFAULT_BACKWARD_SHARE = 2 / 3
-DESCRIPTION = """Predicts how long a training step takes on a cluster that you cannot use now, and
-recommends the line of code that makes it shorter. Prints the answer, then a table of all
-ways, then every assumption."""
-USAGE = """fusedcomm plan --ranks N (--model NAME | --params N) (--step-ms MS | --samples-per-s N --batch N)
-                      [further options]"""
-EXAMPLE = """fusedcomm plan --ranks 64 --gpus-per-host 8 --nic-gbps 25 --model bert-large --step-ms 300
-fusedcomm plan --device cpu --ranks 4 --cores 8 --nic-gbps 1 --params 25e6 --step-ms 500"""
+DEFAULT_LOCAL_GBPS = 200.0
+DESCRIPTION = """Computes what each wire and sum would send in a step on machines that you cannot use now: bytes
+between hosts and inside, their time on the line, and whether it hides behind the backward pass."""
+EXAMPLE = """fusedcomm plan --params 350M --hosts 8 --ranks-per-host 8 --nic-gbps 25 --step-ms 300
+fusedcomm plan --params resnet50 --hosts 4 --nic-gbps 1 --step-ms 500 --wires bf16 int8"""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Adds ``fusedcomm plan`` to the commands."""
     parser = commands.add_parser(
         "plan",
-        help="predict a step without access to the cluster",
+        help="compute bytes and their time on the line, without access to the cluster",
         description=DESCRIPTION,
-        usage=USAGE,
         example=EXAMPLE,
     )
-    step = parser.add_argument_group("the model and its step")
-    model = step.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--model",
-        choices=architectures.NAMES,
-        metavar="NAME",
-        help=f"the model whose gradients are sent: {', '.join(architectures.NAMES)}",
-    )
-    model.add_argument(
+    parser.add_argument(
         "--params",
-        type=number(least=1, below=1e13),
+        type=params,
         metavar="N",
-        help="or: gradient elements, in parameters of equal size",
+        required=True,
+        help=f"parameters: a count, 350M or 1.5B for example, or one of {', '.join(MODELS)}",
     )
-    duration = step.add_mutually_exclusive_group(required=True)
-    duration.add_argument(
+    parser.add_argument("--hosts", type=whole(1), metavar="N", required=True, help="hosts, all alike")
+    parser.add_argument("--ranks-per-host", type=whole(1), metavar="N", default=1, help="ranks on each host (1)")
+    parser.add_argument(
+        "--nic-gbps",
+        type=number(above=0),
+        metavar="N",
+        required=True,
+        help="line rate of a host to others, each way, in Gbit/s",
+    )
+    parser.add_argument(
+        "--local-gbps",
+        type=number(above=0),
+        metavar="N",
+        default=DEFAULT_LOCAL_GBPS,
+        help=f"rate of a rank to others on its host, each way, in Gbit/s ({DEFAULT_LOCAL_GBPS:g})",
+    )
+    parser.add_argument(
         "--step-ms",
         type=number(above=0, below=1e12),
         metavar="MS",
+        required=True,
         help="time of a step of one rank without synchronization",
     )
-    duration.add_argument(
-        "--samples-per-s", type=number(above=0), metavar="N", help="or: samples per second of one rank; needs --batch"
-    )
-    step.add_argument(
-        "--batch", type=number(above=0), metavar="N", help="samples of one rank in a step; needs --samples-per-s"
-    )
-    step.add_argument(
+    parser.add_argument(
         "--backward-share",
         type=number(above=0, most=1),
         metavar="SHARE",
+        default=DEFAULT_BACKWARD_SHARE,
         help=f"share of a step that is the backward pass ({DEFAULT_BACKWARD_SHARE:.3f})",
     )
-    hosts = parser.add_argument_group(
-        "the machines; defaults in brackets, for GPUs and for CPU hosts where they differ"
+    parser.add_argument(
+        "--wires", nargs="+", type=wire, metavar="WIRE", default=list(WIRES), help=f"wires to show ({' '.join(WIRES)})"
     )
-    hosts.add_argument("--device", choices=tuple(DEVICES), help="what trains: gpu over NCCL, or cpu over gloo (gpu)")
-    for option, field in _hardware_options().items():
-        hosts.add_argument(
-            option,
-            *field.metadata["aliases"],
-            type=field.metadata["parse"],
-            metavar="N",
-            required=field.default is dataclasses.MISSING,
-            help=field.metadata["help"] + _defaults_of(field.name),
-        )
-    choices = parser.add_argument_group("what to compare, and what to write")
-    add_wires_to(choices)
-    caps = " ".join(map(str, DEFAULT_CAPS_MIB))
-    choices.add_argument(
-        "--caps", nargs="+", type=number(least=0), metavar="MIB", help=f"bucket_cap_mb of DDP to try ({caps})"
-    )
-    choices.add_argument("--json", type=Path, metavar="PATH", help="file for all results (none)")
-    choices.add_argument(
-        "--plot", type=Path, metavar="PATH", help="file for a picture of the steps; needs matplotlib (none)"
-    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for all rows (none)")
     parser.set_defaults(run=run, parser=parser)
 
 
-def _hardware_options() -> dict[str, dataclasses.Field]:
-    """The fields of all devices that are options, by option."""
-    return {option: field for hosts in DEVICES.values() for option, field in options_of(hosts)}
-
-
-def _defaults_of(name: str) -> str:
-    """The default of a field in brackets, or both devices' if they differ; empty if there is none."""
-    fields = [hosts.__dataclass_fields__[name] for hosts in DEVICES.values() if name in hosts.__dataclass_fields__]
-    defaults = [f"{field.default:g}" for field in fields if field.default is not dataclasses.MISSING]
-    return f" ({', '.join(dict.fromkeys(defaults))})" if defaults else ""
+def params(text: str) -> int:
+    """An argparse type: a count of parameters, as a number with or without a unit, or a model's name."""
+    if text in MODELS:
+        return MODELS[text]
+    unit = UNITS.get(text[-1:].upper(), 1)
+    try:
+        count = float(text if unit == 1 else text[:-1]) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not possible: use a count, 350M or 1.5B for example, or one of {', '.join(MODELS)}"
+        ) from None
+    if not 1 <= count < MOST_PARAMS:  # written so that NaN does not pass
+        raise argparse.ArgumentTypeError(f"{text} is not possible: use a count from 1 to below {MOST_PARAMS:g}")
+    return round(count)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit status.
 
     Raises:
-        UsageError: an argument is impossible, or a file cannot be written.
-        ImportError: a package is not installed.
+        UsageError: an argument is impossible, or the file cannot be written.
     """
-    hosts = _hosts(args)
-    _check_batch(args)
-    accepted(args.wires or COMPARED, args.accept)
-    output.check((("--json", args.json), ("--plot", args.plot)))
-    if args.plot is not None:
-        output.pyplot()  # if matplotlib is missing, fail before the work
-    written = _plan(args, hosts)
-    try:
-        if args.json is not None:
-            files.write_text(args.json, json.dumps(written, indent=1) + "\n")
-        if args.plot is not None:
-            _draw(args.plot, written["rows"])
-    except OSError as error:
-        raise UsageError(f"{error.filename} cannot be written: {error.strerror}; name another file") from error
-    output.say_written(*(path for path in (args.json, args.plot) if path is not None))
+    if args.hosts * args.ranks_per_host < 2:
+        raise UsageError(
+            f"--hosts {args.hosts} has one rank, which sends nothing: add --ranks-per-host, or use 2 hosts"
+        )
+    output.check((("--json", args.json),))
+
+    from fusedcomm.tools.plan import paper
+
+    machines = paper.Machines(args.hosts, args.ranks_per_host, args.nic_gbps, args.local_gbps)
+    step = paper.Step(args.params, args.step_ms / 1e3, args.backward_share)
+    rows = paper.plan(machines, step, list(dict.fromkeys(args.wires)))
+    print(paper.answer(rows, step))
+    _print_rows(rows)
+    print(f"\n{_assumptions(machines, step)}")
+    if args.json is not None:
+        said = {
+            "machines": dataclasses.asdict(machines),
+            "step": dataclasses.asdict(step),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        try:
+            files.write_text(args.json, json.dumps(said, indent=1) + "\n")
+        except OSError as error:
+            raise UsageError(f"{error.filename} cannot be written: {error.strerror}; name another file") from error
+        output.say_written(args.json)
     return 0
 
 
-def _hosts(args: argparse.Namespace) -> Hosts:
-    """The machines. Raises UsageError if they are impossible."""
-    device = args.device or "gpu"
-    here = dict(options_of(DEVICES[device]))
-    given = {}
-    for option, field in _hardware_options().items():
-        value = getattr(args, field.name)
-        if value is None:
-            continue
-        if option not in here:
-            raise UsageError(
-                f"{option} {value:g} would do nothing with --device {device}: it describes another device; leave it out"
-            )
-        given[field.name] = value
-    try:
-        return DEVICES[device](**given)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+def _assumptions(machines: "Machines", step: "Step") -> str:
+    """What the rows rest on. Never empty."""
+    from fusedcomm.tools.plan.paper import LINE_SHARE
 
-
-def _check_batch(args: argparse.Namespace) -> None:
-    """Raises UsageError unless --batch and --samples-per-s are given together."""
-    if args.samples_per_s is None and args.batch is not None:
-        raise UsageError(f"--batch {args.batch:g} would do nothing without --samples-per-s: leave it out")
-    if args.samples_per_s is not None and args.batch is None:
-        raise UsageError(
-            f"--samples-per-s {args.samples_per_s:g} does not say how long a step takes: add --batch, its samples"
-        )
-
-
-def _training(args: argparse.Namespace, hosts: Hosts) -> "Training":
-    from fusedcomm.tools.plan.paper import Training, even_parameters
-
-    if args.model is not None:
-        parameters = architectures.architecture(args.model).parameters
-    else:
-        parameters = even_parameters(int(args.params))
-    step_s = args.step_ms / 1e3 if args.step_ms is not None else args.batch / args.samples_per_s
-    backward_share = DEFAULT_BACKWARD_SHARE if args.backward_share is None else args.backward_share
-    busy_cores = hosts.cores if isinstance(hosts, CpuHosts) else 1.0
-    return Training(parameters, step_s, backward_share, busy_cores)
-
-
-def _plan(args: argparse.Namespace, hosts: GpuHosts | CpuHosts) -> dict:
-    """Prints the prediction. Returns what --json writes."""
-    from fusedcomm.tools.plan import paper
-
-    training = _training(args, hosts)
-    wires = args.wires or COMPARED
-    may_be_recommended = accepted(wires, args.accept)
-    rows = paper.plan(hosts, training, wires, args.caps or DEFAULT_CAPS_MIB)
-    found = paper.recommend(rows, may_be_recommended)
-    numel = sum(parameter.numel for parameter in training.parameters)
-    assumptions = {
-        "model": f"{args.model or 'unknown'}, {numel:,} fp32 gradients"
-        + (", ready by the multiply-adds of their layers" if args.model else ", of equal size, evenly ready"),
-        "compute": f"{training.step_s * 1e3:g} ms a step without synchronization, {training.backward_share:.0%} of it "
-        "the backward pass",
-        **hosts.assumptions(),
-        **paper.assumptions_of_ways(hosts),
-    }
-    _print_answer(found, rows[0])
-    _print_rows(rows, found, may_be_recommended)
-    _print_assumptions(assumptions)
-    return {
-        "assumptions": assumptions,
-        "hardware": {"device": args.device or "gpu", **dataclasses.asdict(hosts)},
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "accepted": may_be_recommended,
-        "recommendation": found.line,
-        "faster_but_not_accepted": found.faster and dataclasses.asdict(found.faster),
-    }
-
-
-def _print_assumptions(assumptions: dict[str, str]) -> None:
-    print("\nAssumed (--help lists the options that change it):")
-    for name, text in assumptions.items():
-        print(f"  {name}: {text}")
-
-
-def _print_answer(found: "Recommendation", default: "Row") -> None:
-    """Prints what to do, and what it gains. Nothing was measured, and the lines say so."""
-    row = found.row
-    print(found.line if found.line.startswith("leave") else f"Use: {found.line}")
-    told = "" if row is default else f" instead of {default.step_s * 1e3:.1f} ms, {row.speedup:.2f} times as fast"
-    print(f"  A step would take {row.step_s * 1e3:.1f} ms{told}: predicted from the assumptions below, not measured")
-    if found.faster is not None:
-        print(
-            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms, but changes gradients more: try it "
-            f"on your own with fusedcomm.simulate, then --accept {found.faster.wire}"
-        )
-
-
-def _print_rows(rows: Sequence["Row"], found: "Recommendation", accepted: Sequence[str]) -> None:
-    width = max(len(row.way) for row in rows)
-    print(
-        f"\n{'way':<{width}} {'cap MiB':>8} {'buckets':>8} {'step ms':>9} {'speed-up':>9} {'efficiency':>11} "
-        f"{'waits ms':>9} {'MB/host':>9}  {'made of':<8}"
+    return (
+        f"Computed, not measured: {step.numel:,} fp32 gradients in {step.num_buckets} equal buckets, all in the wire, "
+        f"ready evenly over a backward pass of {step.seconds * step.backward_share * 1e3:g} ms; {machines.hosts} hosts "
+        f"× {machines.ranks_per_host} ranks, equally fast; {LINE_SHARE:g} of {machines.nic_gbps:g} Gbit/s between "
+        f"hosts and of {machines.local_gbps:g} inside. Latency, encoding and slower ranks come on top: `fusedcomm "
+        "probe` measures them."
     )
+
+
+def _print_rows(rows: Sequence["Row"]) -> None:
+    width = max(len(row.way) for row in rows)
+    head = f"{'MB between hosts':>17} {'MB inside':>10} {'ms on the line':>15} {'ms added':>10}"
+    print(f"\n{'way':<{width}} {head}   (a host's bytes to others, a rank's inside)")
     for row in rows:
-        note = "  not accepted" if row.wire is not None and row.wire not in accepted else ""
-        line = (
-            f"{row.way:<{width}} {row.cap_mib:>8g} {row.num_buckets:>8} {row.step_s * 1e3:>9.2f} {row.speedup:>9.2f} "
-            f"{row.efficiency:>11.1%} {row.exposed_s * 1e3:>9.2f} {row.sent_nbytes / 1e6:>9.1f}  {row.bound:<8}"
+        print(
+            f"{row.way:<{width}} {row.between_nbytes / 1e6:>17.1f} {row.inside_nbytes / 1e6:>10.1f} "
+            f"{row.line_s * 1e3:>15.1f} {row.added_s * 1e3:>10.1f}" + ("   hides" if row.hides else "")
         )
-        print((line + ("  <- use" if row is found.row else note)).rstrip())
-
-
-def _draw(path: Path, rows: Sequence[dict]) -> None:
-    """Draws a point for the step of each of the rows, in ms."""
-    pyplot = output.pyplot()
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    names = [f"{row['way']}, {row['cap_mib']:g} MiB" for row in rows]
-    axes.plot(names, [row["step_s"] * 1e3 for row in rows], "o", label="predicted")
-    axes.set_ylim(bottom=0)
-    pyplot.setp(axes.get_xticklabels(), rotation=30, ha="right")
-    axes.set_ylabel("step, ms")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    output.save_picture(figure, path, dpi=120)

@@ -1,220 +1,163 @@
-"""``fusedcomm plan``: predicts a step on a cluster that need not be available, with the model of cost_model.py and the
-costs of costs.py."""
+"""``fusedcomm plan``: the bytes of a step on machines that need not be there, and their time on the line.
+
+The bytes are those of the engine's own plans (csrc/engine/plan.h), for buckets as large as DDP's. The times follow from
+them:
+
+1. The line between hosts carries what a host sends to others, the line within a host what a rank sends to others
+   there, both at once: the slower of the two is the time on the line.
+2. Equal buckets become ready one after another, evenly over the backward pass. The line sends them in turn.
+3. What the line still sends when the backward pass has ended is added to the step. Latency, encoding and the cores'
+   work for sending come on top, so an added time is a floor.
+"""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
+import torch
+
 from fusedcomm import chunks
-from fusedcomm.config import Config
-from fusedcomm.tools import cost_model
+from fusedcomm.config import SUMS, Config
+from fusedcomm.literals import Sum, Wire
+from fusedcomm.native import _C
+from fusedcomm.ranks.hosts import AUTO
 from fusedcomm.tools.code import attach_arguments
-from fusedcomm.tools.cost_model import WORTHWHILE, Choice, Gradient, Prediction, Workload, predict
-from fusedcomm.tools.plan.architectures import Parameter
-from fusedcomm.tools.plan.costs import cluster_of, rates
-from fusedcomm.tools.plan.hardware import CpuHosts, GpuHosts
 
-WORTH_INT4 = 0.10
-"""The share of a step that int4 has to save over the best other wire. It is larger than WORTHWHILE because int4's
-rounding errors are up to 18 times those of int8."""
-EVEN_PARAMETERS = 100
-"""Number of parameters, all of equal size, if only --params is given."""
-
-
-def assumptions_of_ways(hosts: GpuHosts | CpuHosts) -> dict[str, str]:
-    """The assumptions about buckets, chunks and the recommendation, in the order in which they are printed."""
-    on_cpu = isinstance(hosts, CpuHosts)
-    s_per_byte = 1 / rates(hosts)[0] if on_cpu else None
-    whole = chunks.resolved(Config(), hosts.ranks, "cpu" if on_cpu else "cuda", s_per_byte)
-    nbytes = whole.chunks.nbytes
-    size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-    said = {
-        "buckets": f"a first one of {cost_model.FIRST_BUCKET_NBYTES >> 20} MiB where the cap is DDP's own, "
-        f"{cost_model.DEFAULT_CAP_NBYTES >> 20} MiB",
-        "chunks": f"fusedcomm's, of {size}{' in bf16' if on_cpu else ''}, {whole.chunks.in_flight} in flight",
-        "exact": "parameters of one dimension, in a wire that has scales, if --model gives the parameters",
-    }
-    if 1 < hosts.ranks_per_host < hosts.ranks:
-        said["within a host, on two levels"] = f"{whole.local_wire} (local_wire)"
-    said["recommended"] = (
-        f"the first of --wires within {WORTHWHILE:.0%} of the fastest, if the fastest makes a step "
-        f"shorter by more than {WORTHWHILE:.0%}; int4 only if nothing else does, or it is faster by more than "
-        f"{WORTH_INT4:.0%}"
-    )
-    return said
+BUCKET_NBYTES = 25 << 20
+"""DDP's default bucket_cap_mb, in bytes."""
+LINE_SHARE = 0.949
+"""Share of a line's rate that gradients can use: TCP's payload in a full Ethernet frame."""
+HIDDEN = 0.03
+"""Share of a step. Gradients that add no more to it count as hidden."""
+OFF = "off"
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
-    """One rank's step without synchronization.
+class Machines:
+    """Equal hosts. Rates are Gbit/s each way: `nic_gbps` of a host, `local_gbps` of a rank to others on its host."""
 
-    Raises:
-        ValueError: a field is out of range, or there is no parameter.
-    """
+    hosts: int
+    ranks_per_host: int
+    nic_gbps: float
+    local_gbps: float
 
-    parameters: Sequence[Parameter]
-    """In the order of registration. Their gradients become ready from last to first."""
-    step_s: float
-    backward_share: float = 2 / 3
-    busy_cores: float = 1.0
-    """See cost_model.Workload."""
-
-    def __post_init__(self) -> None:
-        _check("step_s", self.step_s, 0, math.inf)
-        _check("backward_share", self.backward_share, 0, 1)
-        if not any(parameter.numel for parameter in self.parameters):
-            raise ValueError("a model without parameters has no gradients to send: use at least one parameter")
-
-    def workload(self, config: Config | None = None) -> Workload:
-        """The input of the cost model. A parameter's part of the backward pass is proportional to its multiply-adds, or
-        to its numel if no parameter has multiply-adds.
-
-        Args:
-            config: decides which gradients are exempt; None: none are.
-        """
-        exempt_1d = config is not None and config.exempts_1d
-        backward_s, total = self.step_s * self.backward_share, sum(p.multiply_adds for p in self.parameters)
-        weights = [p.multiply_adds if total else p.numel for p in self.parameters]
-        done, gradients = 0, []
-        for parameter, weight in zip(reversed(self.parameters), reversed(weights), strict=True):
-            done += weight
-            if parameter.numel:
-                ready_s = backward_s * done / sum(weights)
-                gradients.append(Gradient(parameter.numel, ready_s, exempt_1d and parameter.one_dimensional))
-        return Workload(self.step_s - backward_s, backward_s, 0.0, gradients, busy_cores=self.busy_cores)
+    @property
+    def ranks(self) -> int:
+        """Ranks on all hosts."""
+        return self.hosts * self.ranks_per_host
 
 
-def even_parameters(numel: int) -> list[Parameter]:
-    """Parameters of equal size with `numel` elements in total, for a model whose parameters are unknown."""
-    count = min(EVEN_PARAMETERS, numel)
-    return [Parameter(numel * (i + 1) // count - numel * i // count, 0) for i in range(count)]
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of one rank without synchronization, and the fp32 gradients that it makes."""
+
+    numel: int
+    seconds: float
+    backward_share: float
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of equal size, as near to DDP's as they can be."""
+        return max(1, round(4 * self.numel / BUCKET_NBYTES))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A way of synchronizing, with the fastest of the given bucket caps. DDP's default has DDP's own cap."""
+    """One way to send the gradients of a step."""
 
-    way: str
-    wire: str | None
-    """None: DDP alone."""
-    attach: str | None
-    """The arguments of fusedcomm.attach after the module, as source text. None: DDP alone."""
-    cap_mib: float
-    step_s: float
-    speedup: float
-    """The step with DDP's default, divided by this one."""
-    efficiency: float
-    """A step without synchronization, divided by this one."""
-    sent_nbytes: int
+    wire: str
+    """OFF: DDP's own all-reduce, around a ring that leaves each host once."""
+    sum: str
+    by_host: bool
+    """Whether sums have two levels, within hosts first."""
+    code: str
+    """The arguments of fusedcomm.attach after the module, as source text; empty if `wire` is OFF."""
+    between_nbytes: int
     """Bytes that a host sends to other hosts."""
-    exposed_s: float
-    num_buckets: int
-    bound: str
+    inside_nbytes: int
+    """Bytes that a rank sends to others on its host, in the mean of its ranks."""
+    line_s: float
+    """Seconds that these bytes need on their lines."""
+    added_s: float
+    """Seconds by which they make the step longer."""
+    hides: bool
+
+    @property
+    def way(self) -> str:
+        """The wire and the sum, for people. Never empty."""
+        return self.wire if self.wire == OFF else f"{self.wire} {self.sum}" + (" by host" if self.by_host else "")
 
 
-DDP_DEFAULT, DDP_TUNED = "DDP default", "DDP, best cap"
+def added_s(line_s: float, backward_s: float, num_buckets: int) -> float:
+    """Seconds that the line is busy after the backward pass. Either it waits for the last bucket, or it has been busy
+    since the first one was ready."""
+    of_bucket_s, first_ready_s = line_s / num_buckets, backward_s / num_buckets
+    return max(of_bucket_s, first_ready_s + line_s - backward_s)
 
 
-def ways(wires: Sequence[str], several_levels: bool) -> dict[str, Config]:
-    """The ways to synchronize, by name: wire by wire, and with each wire the most exact way first. :func:`recommend`
-    takes the first of equally fast ones. With several levels the default has two, and hosts=None one."""
-    found: dict[str, Config] = {}
+def plan(machines: Machines, step: Step, wires: Sequence[Wire]) -> list[Row]:
+    """DDP's own all-reduce, then each of `wires` with each sum that it can have, the one of "auto" first."""
+    several_ranks, several_hosts = machines.ranks_per_host > 1, machines.hosts > 1
+    ring = 8 * step.numel * (machines.ranks - 1) // machines.ranks
+    between = ring if several_hosts else 0  # one of a host's ranks sends to another host
+    inside = (machines.ranks_per_host * ring - between) // machines.ranks_per_host
+    rows = [_row(OFF, "exact", False, "", between, inside, machines, step)]
     for wire in wires:
-        name = f"wire={wire}"
-        if several_levels and wire != "fp32":
-            found[f"{name}, hosts=None"] = Config(wire, hosts=None)
-        found[name] = Config(wire)
-        if wire in ("bf16", "fp16"):
-            found[f"{name}, sum=direct"] = Config(wire, sum="direct")
-    return found
-
-
-def plan(hosts: GpuHosts | CpuHosts, training: Training, wires: Sequence[str], caps_mib: Sequence[float]) -> list[Row]:
-    """Rows for DDP's default, DDP with the best of the caps, and every way, in this order. `caps_mib` is not empty."""
-    several_levels = 1 < hosts.ranks_per_host < hosts.ranks
-    cluster = cluster_of(hosts)
-    default = predict(training.workload(), Choice(None), cluster)
-
-    def best(way: str, config: Config | None) -> Row:
-        wire, attach = (None, None) if config is None else (config.wire, attach_arguments(config))
-        workload = training.workload(config)
-        found = [(predict(workload, Choice(config, round(cap * 2**20)), cluster), cap) for cap in caps_mib]
-        prediction, cap = min(found, key=lambda pair: pair[0].step_s)
-        return _row(way, wire, attach, cap, prediction, default)
-
-    rows = [
-        _row(DDP_DEFAULT, None, None, cost_model.DEFAULT_CAP_NBYTES / 2**20, default, default),
-        best(DDP_TUNED, None),
-    ]
-    for name, config in ways(wires, several_levels).items():
-        rows.append(best(name, config))
+        found: dict[tuple[str, bool], Row] = {}
+        for hosts in (AUTO, None) if several_ranks and several_hosts else (AUTO,):
+            for sum in sorted(SUMS, key=lambda sum: sum != "auto"):
+                config = _config(wire, sum, hosts)
+                if config is not None:
+                    row = _planned(config, machines, step)
+                    found.setdefault((row.sum, row.by_host), row)
+        rows += found.values()
     return rows
 
 
-def _row(way: str, wire: str | None, attach: str | None, cap_mib: float, found: Prediction, default: Prediction) -> Row:
-    return Row(
-        way=way,
-        wire=wire,
-        attach=attach,
-        cap_mib=cap_mib,
-        step_s=found.step_s,
-        speedup=default.step_s / found.step_s,
-        efficiency=found.compute_s / found.step_s,
-        sent_nbytes=found.sent_nbytes,
-        exposed_s=found.exposed_s,
-        num_buckets=found.num_buckets,
-        bound=found.bound,
-    )
+def _config(wire: Wire, sum: Sum, hosts: str | None) -> Config | None:
+    """None if this wire cannot be summed in this way."""
+    try:
+        return Config(wire, sum, hosts=hosts)
+    except ValueError:
+        return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Recommendation:
-    """The result of :func:`recommend`."""
-
-    line: str
-    """A line of code, or "leave it off: " and the reason. Never empty."""
-    row: Row
-    """The recommended way; DDP's default or DDP with the best cap if `line` says to leave fusedcomm off."""
-    faster: Row | None
-    """The fastest way with a wire that was not accepted, if it is faster by more than WORTHWHILE; else None."""
-
-
-def recommend(rows: Sequence[Row], accepted: Sequence[str]) -> Recommendation:
-    """Recommends the first of the ways with an accepted wire that are nearly as fast as the fastest of these, or DDP
-    alone. The first is the most exact, because wires by default are listed from the most to the least exact."""
-    line, chosen = _recommend(rows[0], rows[1], [row for row in rows[2:] if row.wire in accepted])
-    others = [row for row in rows[2:] if row.wire not in accepted and row.step_s < (1 - WORTHWHILE) * chosen.step_s]
-    return Recommendation(line, chosen, min(others, key=lambda row: row.step_s, default=None))
-
-
-def _recommend(default: Row, tuned: Row, others: Sequence[Row]) -> tuple[str, Row]:
-    """(line of the recommendation, the way that it recommends)"""
-    if default.exposed_s < WORTHWHILE * default.step_s:
-        waits = default.exposed_s / default.step_s
-        return f"leave it off: compute-bound, DDP's default waits for {waits:.1%} of a step", default
-    plain = tuned if tuned.step_s < default.step_s * (1 - WORTHWHILE) else default
-    instead = "" if plain is default else f"; DDP(…, bucket_cap_mb={plain.cap_mib:g}) alone is {plain.speedup:.2f}×"
-    if not others:
-        return f"leave it off: no fusedcomm wire was accepted{instead}", plain
-    fastest = min(row.step_s for row in others)
-    if fastest > plain.step_s * (1 - WORTHWHILE):
-        gain = plain.step_s / fastest
-        # The step mostly computes, yet it waits. Sending fewer bytes does not help, so it waits for latency.
-        bound = "latency" if plain.bound == "compute" else plain.bound
-        line = f"leave it off: {bound}-bound, and the fastest way is {gain:.2f} times as fast as DDP{instead}"
-        return line, plain
-    exacter = [row for row in others if row.wire != "int4"]
-    limit = min(plain.step_s * (1 - WORTHWHILE), fastest / (1 - WORTH_INT4))
-    if exacter and min(row.step_s for row in exacter) <= limit:
-        others = exacter
-        fastest = min(row.step_s for row in others)
-    chosen = next(row for row in others if row.step_s <= fastest * (1 + WORTHWHILE))
-    cap = "" if chosen.cap_mib == default.cap_mib else f"  # with DDP(…, bucket_cap_mb={chosen.cap_mib:g})"
-    return f"fusedcomm.attach(ddp, {chosen.attach}){cap}", chosen
+def _planned(config: Config, machines: Machines, step: Step) -> Row:
+    """The row of `config`, from the engine's plan of each bucket."""
+    per_host = machines.ranks_per_host
+    by_host = config.two_levels is not None and 1 < per_host < machines.ranks
+    native = chunks.native(config, machines.ranks, ranks_per_host=per_host if by_host else 1)
+    like = torch.empty(0, dtype=torch.float32)
+    ends = [step.numel * (bucket + 1) // step.num_buckets for bucket in range(step.num_buckets)]
+    numels = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    # Most buckets are equally large, and a plan depends on nothing else.
+    plans = {numel: _C.plan_bucket(native, machines.ranks, like, [(numel, 0)]) for numel in set(numels)}
+    sent = sum(plans[numel].sent_nbytes for numel in numels)
+    between = 0  # of a rank, in the mean of a host's ranks
+    if machines.hosts > 1:
+        between = sum(plans[numel].sent_between_hosts_nbytes(per_host, 1) for numel in numels)
+    largest = plans[max(numels)]
+    code = attach_arguments(config)
+    return _row(config.wire, largest.sum, by_host, code, per_host * between, sent - between, machines, step)
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError unless low < value ≤ high and `value` is finite."""
-    if not (low < value <= high and value < math.inf):
-        limit = "a positive number" if high == math.inf else f"more than {low:g} and at most {high:g}"
-        raise ValueError(f"{name}={value:g} is not possible: use {limit}")
+def _row(
+    wire: str, sum: str, by_host: bool, code: str, between: int, inside: int, machines: Machines, step: Step
+) -> Row:
+    nbytes_per_s = 1e9 / 8 * LINE_SHARE
+    line_s = max(between / machines.nic_gbps, inside / machines.local_gbps) / nbytes_per_s
+    added = added_s(line_s, step.seconds * step.backward_share, step.num_buckets)
+    hides = added <= HIDDEN * step.seconds
+    return Row(wire, sum, by_host, code, between, inside, line_s, added, hides)
+
+
+def answer(rows: Sequence[Row], step: Step) -> str:
+    """What the rows say, in one line."""
+    off, *ours = rows
+    if off.hides:
+        return "Leave fusedcomm off: DDP's own all-reduce hides behind the backward pass"
+    adds = f"DDP's own all-reduce adds {off.added_s * 1e3:.1f} ms to a step of {step.seconds * 1e3:g} ms"
+    hiding = [row for row in ours if row.hides]
+    if hiding:  # the first is the most exact, unless --wires has another order
+        return f"{adds}; the first that hides: {hiding[0].way}, fusedcomm.attach(ddp, {hiding[0].code})"
+    least = min(ours, key=lambda row: row.added_s)
+    return f"{adds}; none hides. The least, {least.added_s * 1e3:.1f} ms: fusedcomm.attach(ddp, {least.code})"

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from fusedcomm.autotune.search import MARGIN, OFF, Candidate
+from fusedcomm.autotune.turns import MARGIN
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import AUTO
@@ -17,6 +17,30 @@ AS_GOOD = 0.02
 NEAR, MAX_FINALISTS = 1.15, 3
 """A choice whose first steps took up to NEAR times as long as the fastest one's may still be the fastest. At most
 MAX_FINALISTS of them take further steps, in turns with DDP's own all-reduce."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One choice of a user."""
+
+    wire: str
+    sum: str = "auto"
+    by_host: bool = False
+    """Whether sums have two levels."""
+    bucket_mib: float | None = None
+    """DDP's bucket_cap_mb. None: not chosen."""
+
+    def __str__(self) -> str:
+        name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
+        return (
+            name
+            + (" by host" if self.by_host else "")
+            + ("" if self.bucket_mib is None else f" in buckets of {self.bucket_mib:g} MiB")
+        )
+
+
+OFF = Candidate("off")
+"""DDP's own exact all-reduce."""
 
 
 def config_of(choice: Candidate) -> Config | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusedcomm import files
-from fusedcomm.autotune.search import MARGIN, OFF, Candidate
-from fusedcomm.tools.probe.choices import Seen, are_apart, code_of, ms, way_of
+from fusedcomm.autotune.turns import MARGIN
+from fusedcomm.tools.probe.choices import OFF, Candidate, Seen, are_apart, code_of, ms, way_of
 from fusedcomm.tools.probe.run import Findings
 
 FORMAT_VERSION = 3

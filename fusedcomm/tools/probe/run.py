@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.autotune.search import Candidate
 from fusedcomm.ranks.hosts import OwnHost, of_names
 from fusedcomm.tools.arguments import ACCEPT, COMPARED
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.choices import (
     DEFAULT_CAP_MIB,
+    Candidate,
     Recommendation,
     Seen,
     choices,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.autotune.search import Candidate
+from fusedcomm.autotune.turns import Turns
 from fusedcomm.ddp.attach import attach
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.errors import ProbeError
-from fusedcomm.tools.probe.choices import Seen, config_of, own_cap_mb, way_of
+from fusedcomm.tools.probe.choices import Candidate, Seen, config_of, own_cap_mb, way_of
 from fusedcomm.tools.probe.team import Team
 
 Step = Callable[[nn.Module], Tensor]
@@ -151,21 +151,20 @@ def _turns(
             longest_s = max(longest_s, last_s)
         (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
         num_turns = round(min(max(left_s / of_a_round_s, MIN_TURNS), MAX_TURNS))
-        turns: list[list[list[float]]] = [[] for _ in modules]
-        for turn in range(num_turns):
-            for index in range(len(modules)):
-                index = (index + turn) % len(modules)
-                turns[index].append(take_steps(team, modules[index][0], task, 1 + STEPS_OF_A_TURN)[1:])
+        turns = Turns(range(len(modules)), num_turns, STEPS_OF_A_TURN)
+        while not turns.finished:
+            module, _ = modules[turns.candidate]
+            turns.record(take_steps(team, module, task, turns.num_steps)[-turns.timed :])
         numel = sum(parameter.numel() for parameter in task[0].parameters() if parameter.requires_grad)
         sent = [_sent(team, handle, numel, own_host) for _, handle in modules]
-    off = [statistics.mean(turn) for turn in turns[0]]
+    off = [statistics.mean(turn) for turn in turns.seen[0]]
     return {
         choice: Seen(
             [step_s for turn in of_choice for step_s in turn],
             [statistics.mean(turn) / off_s for turn, off_s in zip(of_choice, off, strict=True)],
             *nbytes,
         )
-        for choice, of_choice, nbytes in zip(choices, turns, sent, strict=False)
+        for choice, of_choice, nbytes in zip(choices, turns.seen.values(), sent, strict=False)
     }
 
 
