@@ -43,7 +43,7 @@ class Synchronizer {
   ~Synchronizer();
 
   // Calls `call` ahead of every `every`th backward pass but the first, so that every rank calls it ahead of the same
-  // one. Call this before the first pass.
+  // one; `every` 0: never. Call this before the first pass.
   void before_every(int64_t every, std::function<void()> call);
   // Call it ahead of the first bucket of each backward pass, without a lock and without the GIL. Throws what the
   // function given above throws.

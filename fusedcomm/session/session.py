@@ -380,13 +380,10 @@ class Session(Runs):
 
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Compares these parameters every `compare_every` backward passes. Call it before the first."""
-        self._comparison = Comparison(self, named)
-        if self.config.compare_every is not None and self._comparison.named:
-            due = weakref.WeakMethod(self._compare_when_due)  # the engine must not keep the session
-            self.synchronizer.before_every(self.config.compare_every, lambda: due()())
-
-    def _compare_when_due(self) -> None:
-        self._comparison.when_due()
+        self._comparison = comparison = Comparison(self, named)
+        due = weakref.WeakMethod(comparison.when_due)  # the engine must not keep what the session keeps
+        every = self.config.compare_every if comparison.named else None
+        self.synchronizer.before_every(every or 0, lambda: due()())
 
     def compare_parameters(self) -> ParameterDifference | None:
         """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
