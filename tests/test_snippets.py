@@ -178,7 +178,7 @@ def program(snippets: list[str]) -> str:
             text += "dist.barrier()\n"
             bound = set()
         text += with_given(code, bound) + "\n"
-    return text
+    return text + with_given("dist.barrier()", bound) + "\n"  # another rank may still read what this one has
 
 
 def programs() -> tuple[dict[str, str], dict[str, list[str]]]:
