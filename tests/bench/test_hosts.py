@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from patience import HANG_S
+from processes import is_running
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))  # stays: ranks that are started import this file, too
@@ -206,14 +207,6 @@ def test_this_process_network_is_never_killed(monkeypatch):
     monkeypatch.setattr(namespaces.os.path, "samefile", lambda *paths: True)
     with pytest.raises(NetworkError, match="is the network of this process: not touched"):
         namespaces._kill_inside("fusedcomm-hosts-00000000-host0")
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process runs. A zombie has ended, even if its parent has not asked for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # ---- programs and links

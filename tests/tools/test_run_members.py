@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from patience import HANG_S
+from processes import is_running
 
 from fusedcomm.tools import cli, run_members
 from fusedcomm.tools.run_members import pause_before
@@ -118,7 +119,7 @@ class Jobs:
         """What the living workers have written last, by process."""
         found = {}
         for path in (self.folder / "trains").glob("*.now"):
-            if Path("/proc", path.stem, "cmdline").exists() and Path("/proc", path.stem, "cmdline").read_bytes():
+            if is_running(int(path.stem)):
                 found[int(path.stem)] = json.loads(path.read_text())
         return found
 
