@@ -50,10 +50,13 @@ struct Courier::Desk {
       errand = nullptr;
       changed.notify_all();
     }
+    lock.unlock();
+    // Without the lock, since releasing a store written in Python takes the GIL. It is part of what stop() does not
+    // wait for: the last reference to a FileStore whose folder is gone waits for the store's timeout.
+    store.reset();
+    lock.lock();
     ended = true;
     changed.notify_all();
-    lock.unlock();
-    store.reset();  // without the lock: releasing a store written in Python takes the GIL
   }
 
   // Returns the first line of what `call` threw, or nothing if it did not throw.

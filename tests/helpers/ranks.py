@@ -66,7 +66,8 @@ def _run(function, rank, world_size, store_path, backend, args):
             warnings.simplefilter("ignore")
             return function(rank, world_size, *args)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class Ranks:

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import fcntl
+import gc
 import os
 import socket
 import tempfile
@@ -293,3 +295,29 @@ def test_a_rank_that_dies_with_the_store_is_named_soon(ranks, moment):
         # A wait for ranks names the lost rank; a request to the store names its host.
         assert error.startswith("fusedcomm: ") and "rank 0" in error, error
         assert waited_s < LONG_S / 2
+
+
+def ends_beside_a_held_file(rank, world_size, path):
+    """Whether an engine ends although requests to its FileStore block, as that of a clone's end does."""
+    dist.destroy_process_group()
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    reducer = fusedcomm.GradReducer(torch.nn.Linear(8, 8), "bf16", quiet=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # it is for reading, so both ranks get it
+        gave_up = threading.Event()
+        timer = threading.Timer(patient(20), lambda: (gave_up.set(), fcntl.flock(file, fcntl.LOCK_UN)))
+        timer.start()
+        reducer.detach()
+        del reducer
+        gc.collect()
+        timer.cancel()
+    del store  # the last one may block
+    return not gave_up.is_set()
+
+
+@pytest.mark.full  # ten seconds, for which the connections that tell of lost ranks wait for the store
+def test_an_engine_ends_although_its_store_does_not(ranks, tmp_path):
+    assert ranks.run(ends_beside_a_held_file, str(tmp_path / "store"), world_size=2) == [True, True]
