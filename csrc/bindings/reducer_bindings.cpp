@@ -65,8 +65,6 @@ void bind_reducer(pybind11::module_& m) {
       .def("waits_for_pass", &GradReducer::waits_for_pass, NoGil())
       .def("lost_parameter", &GradReducer::lost_parameter, NoGil())
       .def("refuse", &GradReducer::refuse, py::arg("why"), NoGil())
-      .def("shadow_pass", &GradReducer::shadow_pass, NoGil())
-      .def("scale_means", &GradReducer::scale_means, py::arg("factor"), NoGil())
       .def("detach", &GradReducer::detach, NoGil())
       .def_property_readonly("num_copied", py::cpp_function(&GradReducer::num_copied, NoGil()));
   m.def("synchronized_by", &synchronized_by, py::arg("parameter"));

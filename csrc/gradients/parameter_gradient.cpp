@@ -42,16 +42,16 @@ at::Tensor empty_gradient(const at::Tensor& parameter) {
   return at::empty(parameter.sizes(), options);
 }
 
-}  // namespace
-
+// Zeros in the parameter's place, a copy; without elements if `is_sparse`.
 BucketGradient zero_gradient(const at::Tensor& parameter, bool is_sparse) {
-  const at::NoGradGuard no_grad;
   if (!is_sparse) return {empty_gradient(parameter).zero_(), true};
   // As an embedding's: indices of rows.
   return {at::_sparse_coo_tensor_with_dims(1, parameter.dim() - 1, parameter.sizes(),
                                            parameter.options().requires_grad(false).layout(at::kSparse)),
           true};
 }
+
+}  // namespace
 
 BucketGradient bucket_gradient(const at::Tensor& parameter, bool is_sparse, bool is_kept, const at::Tensor& arriving) {
   const at::NoGradGuard no_grad;

@@ -26,9 +26,6 @@ struct BucketGradient {
 // `is_sparse`: whether gradients of the parameter are sparse. A sparse gradient is returned as it is.
 BucketGradient bucket_gradient(const at::Tensor& parameter, bool is_sparse, bool is_kept, const at::Tensor& arriving);
 
-// Zeros in the parameter's place, a copy; without elements if `is_sparse`.
-BucketGradient zero_gradient(const at::Tensor& parameter, bool is_sparse);
-
 // Gives the parameter the mean. `result`: the tensor of its BucketGradient, or the mean of a sparse one.
 void write_back(const at::Tensor& parameter, const at::Tensor& result);
 

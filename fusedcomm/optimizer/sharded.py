@@ -425,7 +425,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         """Raises RuntimeError, for ``torch.distributed.algorithms.join.Join``: every rank has to step what it owns."""
         raise RuntimeError(
             "fusedcomm: Join is not possible with a ShardedOptimizer: a rank that has run out of batches would have to "
-            "step what it owns, too. Give each rank equally many batches, and leave Join out"
+            "step what it owns, too. Leave Join out, and let it go on with any batch and comm.weight = 0"
         )
 
     def stats(self) -> Stats:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _sync_module_states, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
@@ -89,8 +89,8 @@ class DataParallel(Spelled, DistributedDataParallel):
         module: the model.
         comm: the :class:`GradReducer`: ``stats()``, ``plan()``, ``trace()``, ``state_dict()`` …
         reducer: what pipelines and trainers call on DDP's; see ddp_surface.py.
-        process_group, device_ids, output_device, dim, broadcast_buffers, forward_sync_buffers, broadcast_bucket_size,
-            find_unused_parameters, static_graph, gradient_as_bucket_view, parameters_to_ignore: as in DDP.
+        process_group, device_ids, output_device, broadcast_buffers, forward_sync_buffers, broadcast_bucket_size,
+            find_unused_parameters, static_graph, parameters_to_ignore: as in DDP.
         require_backward_grad_sync: False within :meth:`no_sync`.
 
     Raises:
@@ -163,9 +163,8 @@ class DataParallel(Spelled, DistributedDataParallel):
             self.parameters_to_ignore = replicas.ignored_names(module)
             self.device = check_module(module, self.parameters_to_ignore)
             self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
-        self.dim, self.module = dim, module
+        self.module = module
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._options = {
             "config": config,
@@ -185,15 +184,11 @@ class DataParallel(Spelled, DistributedDataParallel):
             raise
 
     def _set_what_ddp_has(self) -> None:
-        """Attributes that methods of DDP, torch and trainers read."""
-        self.device_type, self.is_multi_device_module = self.device.type, False
+        """Attributes that methods of DDP and trainers read."""
         self.broadcast_bucket_size = 250 * _MIB
-        self.use_side_stream_for_tensor_copies = True
-        self.logger = self.mixed_precision = None
-        self._use_python_reducer = self.batched_grad_copy = self.skip_all_reduce_unused_params = False
+        self.logger, self._use_python_reducer = None, False
         self.require_forward_param_sync = self._requires_sync = True
         self._last_was_local = False  # whether the last forward pass with gradients was in no_sync()
-        self._divides_by_active = False
         self._assign_modules_buffers()
 
     def _make_comm(self) -> None:
@@ -306,11 +301,8 @@ class DataParallel(Spelled, DistributedDataParallel):
     def _before_forward(self, inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if torch.is_grad_enabled():
             self._check_comm()
-        Join.notify_join_context(self)
-        if self._check_sync_bufs_pre_fwd():
+        if self.will_sync_module_buffers():
             self._sync_buffers()
-        if self._join_config.enable:
-            self._count_active(self._syncs_gradients())
         if self.device_ids:
             moved = _to_kwargs(inputs, kwargs, self.device, True)
             inputs, kwargs = moved[0][0], moved[1][0]
@@ -330,9 +322,7 @@ class DataParallel(Spelled, DistributedDataParallel):
 
     @torch.compiler.disable
     def _after_forward(self, output: object) -> None:
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        self.require_forward_param_sync = self._syncs_gradients()
+        self.require_forward_param_sync = torch.is_grad_enabled() and self._requires_sync
         if not torch.is_grad_enabled() or not self.comm.is_attached:
             return
         if self._last_was_local == self._requires_sync:
@@ -340,53 +330,20 @@ class DataParallel(Spelled, DistributedDataParallel):
             self._tell_whether_local()
         if self._requires_sync:
             self.comm.native.turn_on_once()
-            # In join() the other ranks send zeros once for each forward pass, so no further pass may be synchronized.
-            if not self._join_config.enable:
-                self.comm.native.synchronize_passes_of(list(_find_tensors(output)))
-
-    def _syncs_gradients(self) -> bool:
-        """Whether the backward pass of a forward pass under way will synchronize gradients."""
-        return torch.is_grad_enabled() and self._requires_sync
+            self.comm.native.synchronize_passes_of(list(_find_tensors(output)))
 
     # ---- copies
 
     def __getstate__(self) -> dict:
         """As DDP: raises RuntimeError for another group than the default one. With members no group is needed: a copy
         only computes, and refuses gradients."""
-        has_members = self._options["members"] is not None
-        state = self.__dict__.copy() if has_members else super().__getstate__()
-        for name in ("broadcast_buffers", "process_group", "reducer", "logger"):  # the first is a property
-            state.pop(name, None)
-        return state
+        if self._options["members"] is None:
+            self._check_default_group()
+        return {name: value for name, value in self.__dict__.items() if name != "process_group"}
 
     def __setstate__(self, state: dict) -> None:
         self.process_group = None if state["_options"]["members"] is not None else group_of(None, None)
         nn.Module.__setstate__(self, state)
-        self.logger, self.reducer = None, DdpReducer(self.comm)
-
-    # ---- uneven inputs
-
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """For :meth:`join` and ``torch.distributed.algorithms.join.Join``. ``divide_by_initial_world_size=False``: the
-        mean of all ranks is multiplied when it has arrived, so its last bit may differ from DDP's. Other keywords are
-        meant for other objects in the same context. Raises RuntimeError with members."""
-        if self._options["members"] is not None:
-            raise RuntimeError(
-                "fusedcomm: join() counts the ranks of a process group, and members come and go: end the "
-                "epoch on all ranks after the same number of steps"
-            )
-        self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
-
-    def _count_active(self, syncs: bool) -> int:
-        """Returns how many ranks will synchronize gradients in the next backward pass. A collective call."""
-        count = torch.tensor([1.0 if syncs else 0.0], dtype=torch.float32, device=self.device)
-        dist.all_reduce(count, group=self.process_group)
-        num_active = int(count.item())
-        # Ranks that send zeros for the others weigh 0 already if ranks have weights.
-        if syncs and self._divides_by_active and self.comm.runs.weights is None:
-            self.comm.native.scale_means(self.process_group.size() / num_active)
-        return num_active
 
     # ---- what cannot be
 
@@ -395,29 +352,14 @@ class DataParallel(Spelled, DistributedDataParallel):
         "it keeps no buckets in memory to give them. DataParallel(module, config=…) chooses how gradients are sent",
     )
     _register_builtin_comm_hook = register_comm_hook
-    _register_fused_optim = refused("optimizers within backward()", "call optimizer.step() after it")
+    _register_buffer_comm_hook = refused(
+        "communication hooks for buffers", "give it broadcast_buffers=False, and send buffers before forward passes"
+    )
+    join_hook = refused(
+        "Join",
+        "a rank without data sets model.comm.weight = 0, which needs Config(weighted=…), and runs each forward and "
+        "backward pass of the others on any batch",
+    )
     _get_ddp_logging_data = refused("logging data", "model.comm.stats() and model.comm.plan() tell what it does")
-    _set_ddp_runtime_logging_sample_rate = _get_ddp_logging_data
     _set_static_graph = refused("static graph that is set later", "give DataParallel(module, static_graph=True)")
-    _set_sparse_metadata = refused("sparse metadata", "sparse gradients are sent with the indices that they have")
     _update_process_group = refused("change of the group", "wrap the module again, with the new process_group")
-
-
-class _Shadow(JoinHook):
-    """What a rank without inputs does while others train: the counterparts of their collective calls."""
-
-    def __init__(self, model: DataParallel) -> None:
-        super().__init__()
-        self._model = model
-
-    def main_hook(self) -> None:
-        model = self._model
-        model._assign_modules_buffers()  # the module may have replaced them
-        model._check_and_sync_module_buffers()
-        model.require_forward_param_sync = model._count_active(False) > 0
-        if model.require_forward_param_sync:
-            model.comm.shadow_pass()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._model.comm.native.scale_means(1)
-        self._model._sync_final_model(is_last_joiner)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from torch.futures import Future
 
 from fusedcomm.reducer.reducer import GradReducer
 
@@ -19,19 +18,9 @@ class DdpReducer:
         """The next backward pass synchronizes gradients. `outputs`: DDP looks for unused parameters from there."""
         self._comm.prepare()
 
-    def prepare_for_forward(self) -> None:
-        """Nothing: buckets are prepared when the first gradient arrives."""
-
     def _rebuild_buckets(self) -> bool:
         """Whether buckets were cut again: never here: the backward pass does it."""
         return False
-
-    def _install_post_backward_futures(self, futures: Sequence[Future]) -> None:
-        """For hooks that send buffers: waits for them."""
-        torch.futures.wait_all(list(futures))
-
-    def _remove_autograd_hooks(self) -> None:
-        self._comm.detach()
 
 
 def refused(name: str, instead: str) -> Callable[..., NoReturn]:

@@ -98,7 +98,7 @@ class GradReducer(CommHandle):
 
     _kind = "GradReducer"
     _anew = "make a new GradReducer"
-    _shows: tuple[str, ...] = ("no_sync", "shadow_pass")
+    _shows: tuple[str, ...] = ("no_sync",)
     serves_as = "a fusedcomm.GradReducer"
     place: Place = "alone"
     was_taken_over = False
@@ -202,17 +202,6 @@ class GradReducer(CommHandle):
             yield
         finally:
             self.native.is_on = before and self._attached
-
-    def shadow_pass(self) -> None:
-        """Takes part in the other ranks' next backward pass without one of its own, with zeros for every gradient.
-
-        For a rank that has run out of data, while other ranks train on: it calls this once for each of their backward
-        passes that synchronize. Returns when that pass has ended. This rank's gradients stay as they are. With
-        ``Config(weighted=…)`` it weighs 0 in that pass, so the mean is of the other ranks. Raises RuntimeError as
-        ``backward()`` does.
-        """
-        self.refuse_detached("it takes part in no pass")
-        self.native.shadow_pass()
 
     def plan(self) -> Plan:
         """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""

@@ -7,7 +7,7 @@ from sampling import few
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-import fusedcomm.ddp.attach  # before torch's class is replaced
+import fusedcomm.attaching  # before torch's class is replaced
 from fusedcomm import version
 
 NAMES = [

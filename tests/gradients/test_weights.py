@@ -214,7 +214,7 @@ def test_a_rank_without_weight_keeps_what_it_has_left_out(ranks):
     assert torch.equal(first[own], second[own]) and not torch.equal(other_first, other_second)
 
 
-# ---- Join, shadow_pass() and join()
+# ---- Join around DDP
 
 
 def joined(rank, world_size, nums, attached, config, divides):
@@ -279,24 +279,26 @@ def test_with_weights_the_mean_under_join_is_of_the_ranks_with_data(ranks):
         assert torch.equal(short[0], long[0]) and torch.equal(short[1], long[3])
 
 
-def shadowed(rank, world_size):
-    module = nn.Linear(2, 1, bias=False)
-    reducer = fusedcomm.GradReducer(module, Config("fp32", weighted="mean"), quiet=True)
-    if rank == 0:
-        reducer.shadow_pass()
-    else:
-        reducer.weight = 5
-        module(torch.tensor([[2.0, -6.0]])).sum().backward()
-    first = None if rank == 0 else module.weight.grad.tolist()
-    module.weight.grad = None
-    parallel_module = nn.Linear(2, 1, bias=False)
-    parallel = fusedcomm.DataParallel(parallel_module, config=Config("fp32", weighted="mean"), quiet=True)
-    with parallel.join(divide_by_initial_world_size=False):
-        for _ in range(rank):
-            parallel.comm.weight = 3
-            parallel(torch.tensor([[2.0, -6.0]])).sum().backward()
-    return first, rank and parallel_module.weight.grad.tolist()
+# ---- a rank whose data has ended
 
 
-def test_a_rank_that_sends_zeros_has_no_weight(ranks):
-    assert ranks.run(shadowed, world_size=2)[1] == ([[2.0, -6.0]], [[2.0, -6.0]])
+def ended(rank, world_size, front, nums):
+    """The gradients of max(nums) steps. This rank has data for nums[rank] of them, then it goes on with any batch."""
+    module = model()
+    call, comm, _ = wrapped(front, module, Config("fp32", weighted="mean"))
+    found = []
+    for step in range(max(nums)):
+        comm.weight = 4 if step < nums[rank] else 0
+        module.zero_grad()
+        (sum_of_losses(call, *rows(rank, min(step, nums[rank]), 0, 4)) / 4).backward()
+        found.append(gradients_of(module).clone())
+    return found
+
+
+@pytest.mark.parametrize("front", ["reducer", "parallel"])
+@pytest.mark.parametrize("nums", [(2, 5), (4, 0, 3)])
+def test_a_rank_whose_data_has_ended_goes_on_with_weight_0(ranks, front, nums):
+    expected = one_process([[[4 * (step < num) for num in nums]] for step in range(max(nums))], len(nums))
+    for found in ranks.run(ended, front, nums, world_size=len(nums)):
+        for gradients, exact in zip(found, expected, strict=True):
+            assert (gradients - exact).norm() <= 1e-6 * exact.norm()

@@ -192,7 +192,7 @@ def train(
     for step in range(steps):
         for part in range(way.accumulate):
             if way.config.weighted is not None:
-                reducer.weight = 1 + (rank + step) % 3
+                reducer.weight = (rank + step) % 3
             held_back = not way.counts and part + 1 < way.accumulate
             with (
                 forward.no_sync()

@@ -68,7 +68,7 @@ def given(rank, world_size):
         "a DDP module": refusal(fusedcomm.ShardedOptimizer, ddp, ADAMW, lr=0.1),
         "ZeRO's order": refusal(fusedcomm.ShardedOptimizer, model.parameters(), ADAMW, lr=0.1),
         "an attachment": refusal(fusedcomm.ShardedOptimizer, fusedcomm.attach(ddp, quiet=True), ADAMW, lr=0.1),
-        "Join": refusal(Join, [parallel, owner]),
+        "Join": refusal(Join, [owner]),
         "some names": refusal(fusedcomm.ShardedOptimizer, fresh, ADAMW, [pairs[0], pairs[1][1]], quiet=True),
         "numbers": refusal(fusedcomm.ShardedOptimizer, fresh, ADAMW, [1, 2], quiet=True),
     }

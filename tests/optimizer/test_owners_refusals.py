@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from models import Mlp, reducer_of, refusal
-from owners import BUCKET_MIB, FP32, Branches, Net, flat, loss_of, made, one_step
+from owners import FP32, Branches, Net, flat, loss_of, made, one_step
 from patience import patient
 from sampling import few
 from torch import nn
@@ -248,10 +248,6 @@ def written_gradient(model, optimizer, reducer, rank):
     optimizer.step()
 
 
-def shadow(model, optimizer, reducer, rank):
-    reducer.shadow_pass()
-
-
 CHANGED = [
     "was changed or removed between backward() and step()",
     "optimizer.clip_grad_norm_()",
@@ -271,7 +267,6 @@ MISTAKES = {
     "other_rate": (other_rate, True, ["hyperparameters", "overlap=False"]),
     "written": (written, True, ["parameters", "were changed between backward() and step()", "overlap=False"]),
     "written_gradient": (written_gradient, None, ["the gradient of wide.weight", *CHANGED]),
-    "shadow": (shadow, None, ["shadow_pass()", "ShardedOptimizer", "equally many batches"]),
 }
 
 
@@ -308,7 +303,7 @@ def test_a_mistake_is_every_ranks_error_within_seconds(ranks, name, wrong_ranks,
         assert is_finite and seconds < patient(30)
     if len(wrong_ranks) == 1:
         named = [f"rank {wrong_ranks[0]}" in text for text, _, _ in outcomes]
-        assert all(named) or mistake in (frozen, frozen_at_the_end, shadow), outcomes
+        assert all(named) or mistake in (frozen, frozen_at_the_end), outcomes
 
 
 def not_fatal(rank, world_size, overlap):
@@ -367,26 +362,6 @@ def overlapped_scaler(rank, world_size):
 def test_a_scaler_with_overlap_is_refused(ranks):
     for text in ranks.run(overlapped_scaler, world_size=2):
         assert "unscale_()" in text and "overlap=False" in text, text
-
-
-def joined(rank, world_size):
-    """Rank 1 has fewer batches."""
-    torch.manual_seed(5)
-    model = Net()
-    parallel = fusedcomm.DataParallel(model, config=FP32, bucket_cap_mb=BUCKET_MIB, quiet=True)
-    optimizer = fusedcomm.ShardedOptimizer(parallel, torch.optim.SGD, lr=0.1, quiet=True)
-    with pytest.raises(RuntimeError) as error, parallel.join():
-        for step in range(4 - 2 * rank):
-            optimizer.zero_grad()
-            loss_of(parallel, rank, step).backward()
-            optimizer.step()
-    parallel.comm.detach()
-    return str(error.value)
-
-
-def test_join_is_refused_on_every_rank(ranks):
-    for text in ranks.run(joined, world_size=2):
-        assert "ShardedOptimizer" in text and "equally many batches" in text, text
 
 
 def unused(rank, world_size):

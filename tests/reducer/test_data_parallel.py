@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 from models import Branches, Mlp, Normalised, Sparse, wrapped
 from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
-
-import fusedcomm
 
 NUM_STEPS = 4
 
@@ -141,92 +137,6 @@ def test_sparse_gradients_are_close_to_dense_ones_in_ddp(ranks):
     for (state, _), (expected, _) in zip(ours, theirs, strict=True):
         are_close(state, expected)
     assert differences(ours[0], ours[1]) == []
-
-
-# ---- uneven inputs
-
-
-def joined(rank, world_size, ours, nums, kwargs, divide, joins_optimizer):
-    """Trains with nums[rank] inputs. Returns the state at the end, and the gradients of the steps.
-
-    No gradient counts as zeros: for DDP a rank without inputs has used what it used in its last pass, so parameters
-    that no rank has used may get zeros.
-    """
-    torch.manual_seed(rank)
-    module = Normalised() if not kwargs else Branches()
-    model = wrapped(ours, module, bucket_cap_mb=0.001, **kwargs)
-    if joins_optimizer:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
-        context = Join([model, optimizer], divide_by_initial_world_size=divide)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        context = model.join(divide_by_initial_world_size=divide)
-    gradients = []
-    with context:
-        for step in range(nums[rank]):
-            x, y = batch(rank, step, 0)
-            # Each forward pass is an iteration for Join, in which the optimizer must step, too.
-            if step % 3 == 1 and not joins_optimizer:
-                with model.no_sync():
-                    nn.functional.mse_loss(model(x), y).backward()
-            nn.functional.mse_loss(model(x), y).backward()
-            gradients += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}, gradients
-
-
-@pytest.mark.parametrize("joins_optimizer", [False, True])
-@pytest.mark.parametrize("divide", [True, False])
-@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize("nums", [(2, 5), (5, 2), (0, 3)])
-@pytest.mark.sampled
-def test_uneven_inputs_end_with_ddps_bits(ranks, nums, kwargs, divide, joins_optimizer):
-    arguments = (nums, kwargs, divide, joins_optimizer)
-    ours, theirs = (ranks.run(joined, ours, *arguments, world_size=2) for ours in (True, False))
-    assert [differences(*pair) for pair in zip(ours, theirs, strict=True)] == [[], []]
-    assert differences((ours[0][0], []), (ours[1][0], [])) == []
-
-
-def test_three_ranks_with_uneven_inputs_are_close_to_ddp(ranks):
-    for divide in (True, False):
-        ours, theirs = (ranks.run(joined, o, (4, 1, 2), {}, divide, False, world_size=3) for o in (True, False))
-        for (state, gradients), (expected, expected_gradients) in zip(ours, theirs, strict=True):
-            are_close(state, expected)
-            for gradient, other in zip(gradients, expected_gradients, strict=True):
-                torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
-        assert differences((ours[0][0], []), (ours[2][0], [])) == []
-
-
-def shadowed(rank, world_size):
-    module = nn.Linear(2, 1, bias=False)
-    reducer = fusedcomm.GradReducer(module, "fp32", quiet=True)
-    if rank == 0:
-        module.weight.grad = torch.full((1, 2), 5.0)
-        reducer.shadow_pass()
-        return module.weight.grad.tolist()
-    module(torch.tensor([[2.0, -6.0]])).sum().backward()
-    return module.weight.grad.tolist()
-
-
-def test_a_reducer_can_send_zeros_in_the_others_pass(ranks):
-    assert ranks.run(shadowed, world_size=2) == [[[5.0, 5.0]], [[1.0, -3.0]]]
-
-
-def ended_early(rank, world_size):
-    model = wrapped(True, nn.Linear(10, 5))
-    try:
-        with model.join(throw_on_early_termination=True):
-            for step in range(1 + rank):
-                model(batch(rank, step, 0)[0]).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_early_termination_raises_on_every_rank(ranks):
-    first, second = ranks.run(ended_early, world_size=2)
-    assert "exhausted all inputs" in first and "at least one rank that exhausted inputs" in second
 
 
 # ---- checkpoints

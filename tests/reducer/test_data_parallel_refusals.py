@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from models import Mlp, refusal
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -59,7 +60,10 @@ def arguments(rank, world_size):
         "reducer": refusal(lambda: fusedcomm.GradReducer(model, "fp32")),
         "hook": refusal(lambda: model.register_comm_hook(None, lambda state, bucket: None)),
         "builtin hook": refusal(lambda: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
+        "buffer hook": refusal(lambda: model._register_buffer_comm_hook(None, lambda state, buffers: None)),
         "logging": refusal(model._get_ddp_logging_data),
+        "join": refusal(model.join),
+        "Join": refusal(lambda: Join([model], divide_by_initial_world_size=False)),
     }
     model(torch.ones(2, 10)).sum().backward()  # it works in spite of all this
     ddp_module = Mlp()
@@ -84,6 +88,9 @@ def test_refusals_say_the_reason(ranks):
         assert found["reducer"].startswith("TypeError") and "has one: model.comm" in found["reducer"]
         assert "a DistributedDataParallel already synchronizes" in found["in ddp"]
         assert found["attach"].startswith("TypeError") and "a fusedcomm.DataParallel, which sends" in found["attach"]
+        assert "broadcast_buffers=False" in found["buffer hook"]
+        for name in ("join", "Join"):
+            assert "has no Join" in found[name] and "a rank without data sets model.comm.weight = 0" in found[name]
         assert "config=" in found["hook"] and "config=" in found["builtin hook"] and "comm.stats()" in found["logging"]
 
 

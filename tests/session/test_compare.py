@@ -170,23 +170,22 @@ def test_no_false_alarm(ranks, front_end):
     assert ranks.run(unharmed, front_end, world_size=2) == [(None, "", [])] * 2
 
 
-def joined(rank, world_size, front_end):
+def joined(rank, world_size):
     torch.manual_seed(0)
     model = Net()
     config = Config("int8", compare_every=1, compare="raise")
-    forward, comm = synchronized(front_end, model, config)
+    ddp, comm = synchronized("hook", model, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Join([forward]) if front_end == "hook" else forward.join():
+    with Join([ddp]):
         for step in range(4 + 3 * rank):
             optimizer.zero_grad()
-            forward(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            ddp(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
             optimizer.step()
     assert comm.compare_parameters() is None
 
 
-@pytest.mark.parametrize("front_end", ["hook", "DataParallel"])
-def test_a_rank_that_has_run_out_of_data_is_no_alarm(ranks, front_end):
-    ranks.run(joined, front_end, world_size=2)
+def test_a_rank_that_has_run_out_of_data_is_no_alarm(ranks):
+    ranks.run(joined, world_size=2)
 
 
 def by_streams(rank, world_size, library, fault):

@@ -79,8 +79,7 @@ void GradReducer::check_flags() {
 void GradReducer::wait_for_pass() {
   FuturePtr used_of_all;
   if (options_.find_unused && world_size_ > 1) {
-    const Flags used = is_shadow_ ? Flags(parameters_.size()) : used_;
-    used_of_all = gather(used.words(), "the list of used parameters");
+    used_of_all = gather(used_.words(), "the list of used parameters");
   }
   if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
   for (const UnderWay& bucket : under_way_) {
@@ -93,7 +92,6 @@ void GradReducer::wait_for_pass() {
 }
 
 bool GradReducer::needs_used_of_all() const {
-  if (is_shadow_) return false;
   if (taker_) return true;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     for (size_t i = 0; i < buckets_[bucket].size(); ++i) {

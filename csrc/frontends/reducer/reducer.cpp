@@ -81,25 +81,6 @@ void GradReducer::add_hooks() {
       });
 }
 
-void GradReducer::shadow_pass() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  TORCH_CHECK(failure_.empty(), failure_);
-  TORCH_CHECK(accumulators_, "fusedcomm: this reducer is detached, so it takes part in no pass: make a new one");
-  TORCH_CHECK(!in_pass_, rank_text(), "a backward pass of this rank has not ended, so it cannot send zeros in another");
-  if (taker_) {
-    fail(
-        rank_text() +
-        "shadow_pass(), which join() calls, is not possible with a ShardedOptimizer: this rank would have to step what "
-        "it owns, too. Give each rank equally many batches");
-  }
-  call_before_pass(lock);
-  is_shadow_ = true;
-  begin_pass();
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) hand_over(bucket, at::Tensor());
-  finish_pass(lock);
-  say_notices(lock);
-}
-
 void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
   std::unique_lock<std::mutex> lock(mutex_);
   const at::Tensor& parameter = parameters_[index].tensor;
@@ -339,9 +320,7 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
       gradients = std::make_shared<const Gradients>(std::move(tensors));
     }
     const bool is_last = bucket + 1 == buckets_.size();
-    Bucket of_gradients(bucket, is_last, std::move(parameters), std::move(gradients));
-    of_gradients.is_shadow = is_shadow_;
-    under_way.future = synchronizer_->run(of_gradients);
+    under_way.future = synchronizer_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
   } catch (const std::exception& error) {
     fail(c10::str(rank_text(), "the hand-over of bucket ", bucket, " failed: ", error_text(error)));
   }
@@ -350,7 +329,6 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
 
 BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
   const Parameter& parameter = parameters_[index];
-  if (is_shadow_) return zero_gradient(parameter.tensor, parameter.is_sparse);
   const at::Tensor& gradient = parameter.tensor.grad();
   if (gradient.defined() && gradient.is_sparse() && !parameter.is_sparse) {
     fail(c10::str(rank_text(), "the gradient of ", parameter.name,
@@ -370,35 +348,19 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
 
 void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   membership_ ? wait_for_members(lock) : wait_for_pass();
-  if (!is_shadow_ && !taker_) {
-    multiply_means();
-    write_back_all();
-    used_.clear();
-  }
+  if (!taker_) write_back_all();
   if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
   const std::vector<size_t> used = taker_ ? parameters_used() : std::vector<size_t>();
-  if (taker_) used_.clear();
+  used_.clear();
   under_way_.clear();
-  in_pass_ = is_shadow_ = false;
+  in_pass_ = false;
   if (std::exchange(is_on_once_, false)) is_on_ = false;
   if (!taker_) return;
   const auto end = taker_->end;
   lock.unlock();
   end(used);
   lock.lock();
-}
-
-void GradReducer::multiply_means() {
-  if (mean_factor_ == 1) return;
-  const at::NoGradGuard no_grad;
-  for (const UnderWay& bucket : under_way_) {
-    if (bucket.gradients.front().tensor.is_sparse()) {
-      bucket.future->value().toTensor().mul_(mean_factor_);
-      continue;
-    }
-    for (const BucketGradient& gradient : bucket.gradients) gradient.tensor.mul_(mean_factor_);
-  }
 }
 
 void GradReducer::write_back_all() {
@@ -429,7 +391,7 @@ void GradReducer::note_order() {
     must_agree_on_order_ = true;  // on every rank
     return;
   }
-  if (rank_ != 0 || is_shadow_ || buckets_.size() == 1) return;
+  if (rank_ != 0 || buckets_.size() == 1) return;
   wants_new_order_ = arrival_order_.note(arrival_, [this](const std::vector<size_t>&) {
     Buckets now = buckets_, others = cut_for(order_of_arrival(), trained_);
     for (Buckets* buckets : {&now, &others}) {

@@ -100,11 +100,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string lost_parameter() const;
   // Publishes `why` and throws it, on every rank that uses this reducer from now on.
   [[noreturn]] void refuse(const std::string& why);
-  // Takes part in the other ranks' backward pass without one of its own: sends zeros for every parameter, and leaves
-  // this rank's gradients as they are. Call it between backward passes, without the GIL.
-  void shadow_pass();
-  // Multiplies the means of this and later passes by `factor`: for passes in which some ranks only send zeros.
-  void scale_means(double factor);
   // Removes the hooks. Call it between backward passes. Idempotent.
   void detach();
   // Each changes what the next synchronized pass uses. Call them on every rank before the same pass, while nothing is
@@ -216,7 +211,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether write_back_all() needs to know which parameters the other ranks have used.
   bool needs_used_of_all() const;
   void write_back_all();
-  void multiply_means();
   // All parameters: those that have arrived in this pass in that order, then the others as they were.
   std::vector<size_t> order_of_arrival() const;
   void note_order();
@@ -250,8 +244,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool is_on_once_ = false;  // whether the end of the pass turns it off
   bool refuses_local_passes_ = false;
   std::vector<int> synchronized_tasks_;  // of autograd's engine, from synchronize_task() until they end
-  double mean_factor_ = 1;
-  std::string failure_;  // empty until fail()
+  std::string failure_;                  // empty until fail()
   int64_t num_copied_ = 0;
 
   // The buckets, and what they are cut for.
@@ -269,7 +262,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // The pass.
   int64_t pass_ = -1;
   bool in_pass_ = false;
-  bool is_shadow_ = false;         // whether the pass is a shadow_pass()
   Flags used_;                     // since the last pass, also in passes without synchronization
   std::vector<bool> has_arrived_;  // by parameter
   std::vector<size_t> arrival_;    // the parameters that have arrived, in that order

@@ -70,11 +70,6 @@ void GradReducer::refuse(const std::string& why) {
   fail(c10::str(rank_text(), why));
 }
 
-void GradReducer::scale_means(double factor) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  mean_factor_ = factor;
-}
-
 void GradReducer::detach() {
   end_observation();
   std::lock_guard<std::mutex> lock(mutex_);
