@@ -210,9 +210,6 @@ class Bench:
 
     def add(self, case: str, numel: int, seconds: dict[str, list[float]], right: bool) -> None:
         self.report.rows += [make_row(case, name, numel, 8 * numel, each, right) for name, each in seconds.items()]
-        stats = world().coordinator.stats()
-        names = ("num_requests", "num_buckets", "num_control_messages")
-        self.report.extra.setdefault("stats", {})[case] = {name: getattr(stats, name) for name in names}
         self.report.write()
 
     # ---- threads without work

@@ -274,7 +274,7 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     model = task.model()
     named = list(reversed(list(model.named_parameters())))
     config = Config(wire=way.wire)
-    exempt = torch.cat([torch.full((p.numel(),), config.is_exempt(name, p)) for name, p in named])
+    exempt = torch.cat([torch.full((p.numel(),), config.wire_number(name, p) == _C.EXACT_WIRE) for name, p in named])
     exempt = exempt if exempt.any() else None
     optimizer = task.optimizer(model)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)

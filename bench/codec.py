@@ -37,7 +37,7 @@ from tqdm import tqdm
 from fusedcomm.native import _C
 
 MIB = 1 << 20
-BLOCK = _C.DEFAULT_BLOCK_NUMEL
+BLOCK = 128
 NUM_RANKS = 4
 # Total size of the fp32 gradients of a ring's buffers. A ring has at least two buffers.
 RING_NBYTES = 256 * MIB
@@ -368,7 +368,7 @@ def main() -> None:
         del case, twin  # their functions refer to them
         drop_memory()
     rows = with_ratios(rows, ["memcpy", "torch"])
-    print(f"codec {codec.isa}, {codec.num_threads} thread(s)")
+    print(f"codec {codec.isa}, {arguments.threads} thread(s)")
     print_table(rows)
     if arguments.json:
         write_json(arguments.json, rows, isa=codec.isa, rounds=rounds)

@@ -172,7 +172,8 @@ def pack_on_cpu(context: Context, shape: Shape, wire: str, grads: torch.Tensor, 
 
 
 def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
-    from fusedcomm.kernels import bucket, pack
+    import launchers
+
     from fusedcomm.kernels.variants import PACK_PROGRAMS_PER_SM
 
     layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, PACK_PROGRAMS_PER_SM * context.device.num_sms
@@ -180,9 +181,9 @@ def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
     num_sets = context.device.num_sets(traffic_bytes)
     grads = [context.gradients(shape.numel, seed) for seed in range(num_sets)]
     packed = [context.empty(layout.chunk_nbytes, torch.uint8).zero_() for _ in grads]
-    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    buckets = [launchers.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
     case = Case(f"pack/{wire}/{name}", shape.numel, traffic_bytes, num_sets, {}, {})
-    case.impls["fusedcomm"] = lambda i: pack.pack(buckets[i], 0, scale, packed[i], num_programs)
+    case.impls["fusedcomm"] = lambda i: launchers.pack(buckets[i], 0, scale, packed[i], num_programs)
     case.checks["fusedcomm"] = anew(
         case, "fusedcomm", packed[0], lambda: same_bits(packed[0], pack_on_cpu(context, shape, wire, grads[0], scale))
     )
@@ -200,7 +201,7 @@ def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
 
 
 def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
-    from fusedcomm.kernels import bucket, unpack
+    import launchers
 
     layout, scale = shape.layout(wire), 1 / NUM_RANKS
     num_programs = num_tiles(layout)
@@ -209,7 +210,7 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
     on_cpu = pack_on_cpu(context, shape, wire, context.gradients(shape.numel, 0), 1.0)
     packed = [on_cpu.to(context.device.name) for _ in range(num_sets)]
     grads = [context.poisoned(shape.numel) for _ in packed]
-    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    buckets = [launchers.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
     case = Case(f"unpack/{wire}/{name}", shape.numel, traffic_bytes, num_sets, {}, {})
 
     @functools.cache
@@ -218,7 +219,7 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
         context.codec.unpack(layout, 0, on_cpu, scale, *shape.views(out))
         return out
 
-    case.impls["fusedcomm"] = lambda i: unpack.unpack(buckets[i], 0, packed[i], scale, num_programs)
+    case.impls["fusedcomm"] = lambda i: launchers.unpack(buckets[i], 0, packed[i], scale, num_programs)
     case.checks["fusedcomm"] = anew(case, "fusedcomm", grads[0], lambda: same_bits(grads[0], expected(scale)))
     add_copy(context, case)
     if name == "flat":
@@ -238,7 +239,7 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
 
 def sum_case(context: Context, wire: str, numel: int) -> Case:
     """Unpack of a one-shot sum of two ranks."""
-    from fusedcomm.kernels import bucket, unpack
+    import launchers
 
     shape, scale, num_messages = flat_shape(numel), 0.5, 2
     layout = shape.layout(wire)
@@ -248,7 +249,7 @@ def sum_case(context: Context, wire: str, numel: int) -> Case:
     # The order of the ranks alternates between sets.
     messages = [torch.cat(encoded[:: 1 - 2 * (i % 2)]).to(context.device.name) for i in range(num_sets)]
     grads = [context.poisoned(numel) for _ in messages]
-    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    buckets = [launchers.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
     case = Case(f"sum/{wire}/2 ranks", numel, traffic_bytes, num_sets, {}, {})
 
     def expected() -> torch.Tensor:
@@ -256,7 +257,7 @@ def sum_case(context: Context, wire: str, numel: int) -> Case:
         context.codec.unpack(layout, 0, torch.cat(encoded), scale, [out], [], num_messages)
         return out
 
-    case.impls["fusedcomm"] = lambda i: unpack.unpack(
+    case.impls["fusedcomm"] = lambda i: launchers.unpack(
         buckets[i], 0, messages[i], scale, num_tiles(layout), num_messages=num_messages
     )
     case.checks["fusedcomm"] = anew(case, "fusedcomm", grads[0], lambda: same_bits(grads[0], expected()))
@@ -296,7 +297,7 @@ def add_foreach(
 
 
 def reduce_case(context: Context, wire: str, numel: int) -> Case:
-    from fusedcomm.kernels import reduce
+    import launchers
 
     layout, scale = _C.bucket_layout(wire, BLOCK, NUM_RANKS, 0, numel, WHOLE), 1 / NUM_RANKS
     shape = flat_shape(layout.part.lossy_numel)
@@ -314,7 +315,7 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
         context.codec.reduce(layout, parts[0].cpu(), scale, result)
         return result
 
-    case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], num_programs)
+    case.impls["fusedcomm"] = lambda i: launchers.reduce(layout, parts[i], scale, out[i], num_programs)
     case.checks["fusedcomm"] = anew(case, "fusedcomm", out[0], lambda: same_bits(out[0], expected()))
     add_copy(context, case)
     # The expressions get codes and scales in separate tensors, as hooks would have them.
@@ -336,14 +337,14 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
 
 
 def scale_case(context: Context, numel: int) -> Case:
-    from fusedcomm.kernels import bucket, scale
+    import launchers
 
     shape, device = flat_shape(numel), context.device
     num_sets, factor = device.num_sets(numel * 8), -1.0  # repeated, any other factor would end in zeros or Infs
     grads = [context.gradients(numel, seed) for seed in range(num_sets)]
-    buckets = [bucket.make_bucket(shape.layout("fp32"), flat, shape.lossy, shape.exact) for flat in grads]
+    buckets = [launchers.make_bucket(shape.layout("fp32"), flat, shape.lossy, shape.exact) for flat in grads]
     case = Case("scale/fp32/flat", numel, numel * 8, num_sets, {}, {})
-    case.impls["fusedcomm"] = lambda i: scale.scale_in_place(buckets[i], factor, num_tiles(shape.layout("fp32")))
+    case.impls["fusedcomm"] = lambda i: launchers.scale_in_place(buckets[i], factor, num_tiles(shape.layout("fp32")))
     case.impls["torch"] = lambda i: grads[i].mul_(factor)
 
     def right(impl: str) -> bool:
@@ -358,7 +359,7 @@ def scale_case(context: Context, numel: int) -> Case:
 
 
 def programs_case(context: Context, op: str, numel: int) -> Case:
-    from fusedcomm.kernels import bucket, pack, unpack
+    import launchers
 
     shape, num_sms = flat_shape(numel), context.device.num_sms
     layout = shape.layout("bf16")
@@ -368,15 +369,15 @@ def programs_case(context: Context, op: str, numel: int) -> Case:
     packed = [pack_on_cpu(context, shape, "bf16", grads[0], 1.0).to(context.device.name) for _ in grads]
     on_cpu = packed[0].clone().cpu()
     expected = on_cpu, decoded("bf16", sections(layout, on_cpu)[:1])
-    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    buckets = [launchers.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
     case = Case(f"{op}/bf16/programs", numel, traffic_bytes, num_sets, {}, {})
     numbers = {f"{n} per SM": n * num_sms for n in (2, 4, 8, 16)} | {"one for each tile": num_tiles(layout)}
     for impl, num_programs in numbers.items():
         if op == "pack":
-            case.impls[impl] = lambda i, n=num_programs: pack.pack(buckets[i], 0, 1.0, packed[i], n)
+            case.impls[impl] = lambda i, n=num_programs: launchers.pack(buckets[i], 0, 1.0, packed[i], n)
             case.checks[impl] = anew(case, impl, packed[0], lambda: same_bits(packed[0], expected[0]))
         else:
-            case.impls[impl] = lambda i, n=num_programs: unpack.unpack(buckets[i], 0, packed[i], 1.0, n)
+            case.impls[impl] = lambda i, n=num_programs: launchers.unpack(buckets[i], 0, packed[i], 1.0, n)
             case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected[1]))
     add_copy(context, case)
     return case

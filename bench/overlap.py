@@ -59,7 +59,7 @@ class CodecKernels:
     """Packs and unpacks a bucket in turn, with as many programs as fill a number of SMs."""
 
     def __init__(self, device: Device, numel: int, wire: str) -> None:
-        from fusedcomm.kernels import bucket
+        import launchers
 
         self.numel, self.num_sms = numel, device.num_sms
         self.layout = _C.bucket_layout(wire, BLOCK, 1, 0, numel, WHOLE)
@@ -70,7 +70,7 @@ class CodecKernels:
         self.wires = [
             torch.zeros(self.layout.chunk_nbytes, dtype=torch.uint8, device=device.name) for _ in range(num_sets)
         ]
-        self.buckets = [bucket.make_bucket(self.layout, flat, [(0, numel)], []) for flat in self.grads]
+        self.buckets = [launchers.make_bucket(self.layout, flat, [(0, numel)], []) for flat in self.grads]
 
     def check(self, sms: int) -> bool:
         """Whether both kernels agree with the tests' oracle on the device. bench/kernels.py compares the kernels with
@@ -83,15 +83,16 @@ class CodecKernels:
         return torch.equal(self.wires[0], packed) and torch.equal(self.grads[0], values)
 
     def __call__(self, turn: int, sms: int) -> None:
-        from fusedcomm.kernels import pack, unpack
+        import launchers
+
         from fusedcomm.kernels.variants import TILE
 
         index = turn // 2 % len(self.grads)
         if turn % 2 == 0:
-            pack.pack(self.buckets[index], 0, 1.0, self.wires[index], PROGRAMS_OF_SM * sms)
+            launchers.pack(self.buckets[index], 0, 1.0, self.wires[index], PROGRAMS_OF_SM * sms)
         else:
             num_programs = PROGRAMS_OF_SM * sms if sms < self.num_sms else -(-self.numel // TILE)
-            unpack.unpack(self.buckets[index], 0, self.wires[index], 1.0, num_programs)
+            launchers.unpack(self.buckets[index], 0, self.wires[index], 1.0, num_programs)
 
 
 @dataclasses.dataclass(frozen=True)

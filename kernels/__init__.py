@@ -1,4 +1,4 @@
-"""Device code, imported as ``fusedcomm.kernels``: one file per operation, with the launcher below its kernel.
+"""Device code, imported as ``fusedcomm.kernels``: one file per operation.
 
-Importing the package imports none of its files. variants.py and bucket.py work without Triton.
+Importing the package imports none of its files. variants.py works without Triton.
 """

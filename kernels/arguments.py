@@ -4,12 +4,9 @@ The engine passes the fields of a tuple one after the other. The structs in csrc
 fields in the same order.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from fusedcomm.native import _C
 
 
 class Slices(NamedTuple):
@@ -49,7 +46,7 @@ class Counts(NamedTuple):
 
 
 class Sections(NamedTuple):
-    """The sections of a message's first part; sections.py gives their types."""
+    """The sections of a message's first part. The exact one is int32, of fp32 bits."""
 
     exact: torch.Tensor
     scales: torch.Tensor
@@ -62,11 +59,3 @@ class PartShape(NamedTuple):
     stride: int  # bytes from one part of the message to the next
     numel: int  # lossy elements of a part
     exact_numel: int  # exact elements of a part
-
-
-def slices_of(slices: CountedSlices) -> Slices:
-    return Slices(*slices[: len(Slices._fields)])
-
-
-def shape_of(layout: "_C.BucketLayout") -> PartShape:
-    return PartShape(layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel)

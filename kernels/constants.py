@@ -1,4 +1,4 @@
-"""Constants that the kernels, their launchers and the ahead-of-time compiler share.
+"""Constants that the kernels and the ahead-of-time compiler share.
 
 The wires' names and numbers come from csrc/wire/wires.h.
 """

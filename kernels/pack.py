@@ -7,19 +7,13 @@ The main loop only notes whether it has met an element that is not finite. A pro
 tiles again and counts by slice. That is rare, so it may be slow.
 """
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from .arguments import shape_of
-from .constants import FEEDBACK_IDS, NUM_THREADS, WIRE_IDS, options
+from .constants import NUM_THREADS
 from .elements import FP32, INF_BITS, magnitude_bits, max_in_thread, to_fp32, vector_numel
 from .encode import encode_tile
-from .feedback import NONE, Feedback, residual_arg
 from .residual import load_residual
-from .sections import sections
 from .tiles import (
     addresses,
     count_by_slice,
@@ -34,10 +28,6 @@ from .tiles import (
     tiles_of,
     whole,
 )
-from .variants import plain_registers
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
 
 
 @triton.jit
@@ -175,33 +165,3 @@ def pack_kernel(
     if tl.max(seen, axis=0) >= INF_BITS:
         count_slices(grads, exact, exact_parts, 0, scale, 4, EXACT_TILE, RATIO)
         count_slices(grads, lossy, parts, num_exact, scale, VEC, TILE, 1)
-
-
-def pack(
-    bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_programs: int, feedback: Feedback = NONE
-) -> None:
-    """Packs chunk number `chunk` of `bucket` into the message `out`, uint8 [layout.chunk_nbytes], 16-byte aligned.
-
-    Writes every byte of the layout's piece of each part. Adds the number of each slice's elements that are not finite,
-    after scaling, to the lists' `counts`. A residual has layout.padded_numel elements. `num_programs`: size of the
-    launch's grid. Raises ValueError if `out` or the residual has another shape, dtype or alignment.
-    """
-    layout = bucket.layout
-    plain = plain_registers("pack", layout.wire, None, bucket.grads.element_size())
-    pack_kernel[(num_programs,)](
-        *(bucket.grads, bucket.lossy, bucket.exact),
-        *(
-            sections(layout, out, layout.chunk_nbytes),
-            shape_of(layout),
-            chunk * layout.num_parts,
-            layout.num_parts,
-            scale,
-        ),
-        residual_arg(feedback, 0, layout.padded_numel, out),
-        WIRE=WIRE_IDS[layout.wire],
-        BLOCK=layout.block_numel,
-        TILE=bucket.tile,
-        ROTATED=layout.rotated,
-        FEEDBACK=FEEDBACK_IDS[feedback.format],
-        **options(bucket.tile, plain, layout.rotated, feedback.format),
-    )

@@ -6,24 +6,13 @@ bits within a host become few bits between hosts.
 A rank's few bytes cost latency, not arithmetic, so several ranks are loaded before the first is added.
 """
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from .arguments import shape_of
-from .constants import FEEDBACK_IDS, WIRE_IDS, options
 from .elements import FP32, code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
 from .encode import encode_tile
-from .feedback import NONE, Feedback, residual_arg
 from .residual import load_residual
-from .sections import sections
 from .tiles import exact_ratio, first_unit, part_of, section_of, tiles_of
-from .variants import plain_registers, tile_of
-
-if TYPE_CHECKING:
-    from fusedcomm.native import _C
 
 
 @triton.jit
@@ -161,56 +150,4 @@ def reduce_kernel(
         (residual, WIRE, BLOCK, ROTATED, FEEDBACK),
         IN_WIRE,
         TILE,
-    )
-
-
-def reduce(
-    layout: "_C.BucketLayout",
-    parts: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-    num_programs: int,
-    tile: int | None = None,
-    feedback: Feedback = NONE,
-    chunk: int = 0,
-    to: "_C.BucketLayout | None" = None,
-    num_parts: int = 1,
-) -> None:
-    """Writes the scaled sum of `parts` to `out`.
-
-    Args:
-        parts: uint8 [layout.chunk_nbytes], 16-byte aligned: every rank's encoding of the same part, in rank order,
-            which is the order of summation.
-        out: uint8 [num_parts · to.part_stride], 16-byte aligned.
-        num_programs: size of the launch's grid.
-        tile: elements of a tile. None: the engine's.
-        feedback: its residual has the elements of to.num_chunks · num_parts parts.
-        chunk: number of the chunk; it matters to `feedback` only.
-        to: the output's layout. None: `layout`. It has the same elements in `num_parts` times as many parts.
-
-    Raises:
-        ValueError: the layouts do not fit, or a tensor has another shape, dtype or alignment.
-    """
-    to = to or layout
-    tile = tile or tile_of(to.wire, to.block_numel)
-    numel = num_parts * to.part.lossy_numel
-    rotated = to.rotated and not layout.rotated  # rotated input stays rotated
-    if (layout.part.lossy_numel, layout.part.exact_numel) != (numel, num_parts * to.part.exact_numel):
-        raise ValueError(f"a part of {layout} cannot become {num_parts} parts of {to}: their elements differ")
-    reduce_kernel[(num_programs,)](
-        *(sections(layout, parts, layout.chunk_nbytes), sections(to, out, num_parts * to.part_stride)),
-        *(layout.part_stride, shape_of(to), num_parts, layout.num_parts, scale),
-        residual_arg(feedback, chunk * numel, to.num_chunks * numel, out),
-        IN_WIRE=WIRE_IDS[layout.wire],
-        WIRE=WIRE_IDS[to.wire],
-        BLOCK=to.block_numel,
-        TILE=tile,
-        ROTATED=rotated,
-        FEEDBACK=FEEDBACK_IDS[feedback.format],
-        **options(
-            tile,
-            plain_registers("reduce", to.wire, layout.wire, 4),
-            rotated,
-            feedback.format,
-        ),
     )

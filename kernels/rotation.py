@@ -12,7 +12,6 @@ from fusedcomm.native import _C
 
 from .elements import SIGN_BIT
 
-RUN = tl.constexpr(_C.ROTATION_NUMEL)
 RUN_MASK = tl.constexpr(_C.ROTATION_NUMEL - 1)
 INVERSE = tl.constexpr(1 / _C.ROTATION_NUMEL)
 # Bit i is set if element i of a run changes its sign. As an i32.

@@ -1,18 +1,11 @@
 """x *= scale, for fp32 buckets that are sent in place. Counts products that are not finite by slice, as pack does."""
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from .arguments import Counts
-from .constants import NUM_THREADS, options
+from .constants import NUM_THREADS
 from .elements import INF_BITS, magnitude_bits, max_in_thread
 from .tiles import count_by_slice
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
 
 
 @triton.jit
@@ -51,21 +44,3 @@ def scale_kernel(
             seen = tl.maximum(seen, max_in_thread(tl.where(mask, magnitude_bits(y), 0), seen.shape[0], VEC))
     if tl.max(seen, axis=0) >= INF_BITS:
         count_products(data, numel, slices, num_tiles, TILE)
-
-
-def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
-    """Multiplies the gradients [layout.lossy_numel] of an fp32 bucket in one run by `scale`. NaNs stay as they are.
-
-    Adds the number of each slice's products that are not finite to `bucket.lossy.counts`. `num_programs`: size of the
-    launch's grid. Raises ValueError if the bucket is not in one run or not fp32.
-    """
-    if not bucket.in_one_run or bucket.grads.dtype != torch.float32:
-        raise ValueError(
-            f"only fp32 buckets in one run are scaled in place, not {bucket.grads.dtype}, "
-            f"in_one_run={bucket.in_one_run}"
-        )
-    lossy = bucket.lossy
-    counts = Counts(lossy.slice_starts, lossy.counts, lossy.num_slices)
-    scale_kernel[(num_programs,)](
-        bucket.grads, bucket.layout.lossy_numel, scale, counts, TILE=bucket.tile, **options(bucket.tile)
-    )

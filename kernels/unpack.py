@@ -4,14 +4,9 @@ With ROTATED, decoded values are rotated back before they are multiplied by the 
 messages of one part each, one after the other. Then x = (fp32 sum of the decoded messages, in their order)·scale.
 """
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from .arguments import shape_of, slices_of
-from .constants import WIRE_IDS, options
 from .elements import (
     FP32,
     code_lane,
@@ -24,7 +19,6 @@ from .elements import (
     vector_numel,
 )
 from .rotation import unrotate
-from .sections import sections
 from .tiles import (
     addresses,
     exact_ratio,
@@ -38,9 +32,6 @@ from .tiles import (
     tiles_of,
     whole,
 )
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
 
 
 @triton.jit
@@ -166,38 +157,4 @@ def unpack_kernel(
         (WIRE, BLOCK, ROTATED, SUMS),
         TILE,
         1,
-    )
-
-
-def unpack(
-    bucket: "Bucket",
-    chunk: int,
-    parts: torch.Tensor,
-    scale: float,
-    num_programs: int,
-    num_messages: int = 1,
-) -> None:
-    """Decodes chunk number `chunk` from `parts` and writes its elements to the slices of `bucket`.
-
-    Args:
-        parts: uint8 [num_messages · layout.chunk_nbytes], 16-byte aligned.
-        num_programs: size of the launch's grid.
-        num_messages: the messages in `parts`, which are summed. More than one only if the layout has one part.
-
-    Raises:
-        ValueError: `parts` has another shape, dtype or alignment, or the layout of several messages has several parts.
-    """
-    layout = bucket.layout
-    if num_messages > 1 and layout.num_parts != 1:
-        raise ValueError(f"{num_messages} messages of {layout.num_parts} parts cannot be summed: use one part")
-    message = sections(layout, parts, layout.chunk_nbytes * num_messages)
-    unpack_kernel[(num_programs,)](
-        *(bucket.grads, slices_of(bucket.lossy), slices_of(bucket.exact), message, shape_of(layout)),
-        *(chunk * layout.num_parts, layout.num_parts, num_messages, scale),
-        WIRE=WIRE_IDS[layout.wire],
-        BLOCK=layout.block_numel,
-        TILE=bucket.tile,
-        ROTATED=layout.rotated,
-        SUMS=num_messages > 1,
-        **options(bucket.tile, rotated=layout.rotated, sums=num_messages > 1),
     )

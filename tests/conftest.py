@@ -131,6 +131,14 @@ def on_streams_library(made_once):
     return made_once("cuda-streams", cuda_stress.build)
 
 
+@pytest.fixture(scope="session")
+def bindings_folder(made_once):
+    """The folder of the module in tests/native/bindings.cpp: see tests/helpers/native_bindings.py."""
+    import native_bindings
+
+    return made_once("bindings", native_bindings.build)
+
+
 @pytest.fixture(scope="module")
 def ranks_on_streams(on_streams_library):
     """Two ranks with a simulated accelerator: see tests/helpers/on_streams.py."""

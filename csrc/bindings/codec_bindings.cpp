@@ -92,12 +92,6 @@ void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const
   codec.unpack({layout, chunk, in, scale, slices, num_messages});
 }
 
-int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
-  const SliceList list = slice_list(slices);
-  py::gil_scoped_release no_gil;
-  return codec.scale_in_place(list, scale);
-}
-
 }  // namespace
 
 void bind_codec(py::module_& m) {
@@ -110,9 +104,7 @@ void bind_codec(py::module_& m) {
            py::arg("residual") = py::none(), py::arg("chunk") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
       .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
            py::arg("exact"), py::arg("num_messages") = 1)
-      .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))
-      .def_property_readonly("isa", &Codec::isa)
-      .def_property_readonly("num_threads", &Codec::num_threads);
+      .def_property_readonly("isa", &Codec::isa);
 }
 
 }  // namespace fusedcomm

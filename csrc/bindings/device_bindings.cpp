@@ -1,6 +1,5 @@
 // Binds devices, their kernels and their transports.
 #include <functional>
-#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,7 +12,6 @@
 #include "gradients/grad_dtype.h"
 #include "transport/c10d_transport.h"
 #include "transport/link_timer.h"
-#include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
@@ -118,36 +116,6 @@ std::vector<std::string> kernel_params(const std::string& kernel) {
   return param_types<ScaleLaunch>();
 }
 
-// The exchange ends without the GIL, because its threads may need it to release a tensor that has a Python object.
-std::shared_ptr<Exchange> make_exchange(BackendPtr backend, int max_sending) {
-  TORCH_CHECK_VALUE(max_sending >= 0, "max_sending must be 0 (any number) or more, not ", max_sending);
-  return {new Exchange(std::move(backend), max_sending), [](Exchange* exchange) {
-            const WithoutGil no_gil;
-            delete exchange;
-          }};
-}
-
-using Ended = std::shared_future<void>;
-
-WireSpan span_of(const at::Tensor& bytes, const char* what) {
-  TORCH_CHECK_VALUE(bytes.is_cpu() && bytes.is_contiguous() && bytes.scalar_type() == at::kByte, what,
-                    " must be a contiguous uint8 tensor on cpu");
-  return {static_cast<std::byte*>(bytes.data_ptr()), bytes.numel(), std::make_shared<at::Tensor>(bytes)};
-}
-
-Ended start(Exchange& exchange, const at::Tensor& send, const at::Tensor& receive) {
-  const int64_t size = exchange.world_size();
-  TORCH_CHECK_VALUE(receive.numel() % size == 0, "receive must have equally many bytes from each of ", size,
-                    " ranks, not ", receive.numel(), " bytes in all");
-  TORCH_CHECK_VALUE(send.numel() == receive.numel() || send.numel() * size == receive.numel(), "send must have ",
-                    receive.numel(), " bytes, or ", receive.numel() / size, " that go to every rank, not ",
-                    send.numel());
-  auto ended = std::make_shared<std::promise<void>>();
-  exchange.start(span_of(send, "send"), span_of(receive, "receive"),
-                 [ended](std::exception_ptr error) { error ? ended->set_exception(error) : ended->set_value(); });
-  return ended->get_future().share();
-}
-
 }  // namespace
 
 void bind_devices(py::module_& m) {
@@ -178,13 +146,8 @@ void bind_devices(py::module_& m) {
            py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("num_pack_programs"),
            py::arg("forced_sync"), NoGil())
       .def("warm_up", &CudaDevice::warm_up, NoGil())
-      .def_property_readonly("streams", &CudaDevice::streams)
-      .def_property_readonly("num_launches", &CudaDevice::num_launches);
+      .def_property_readonly("streams", &CudaDevice::streams);
 
-  py::class_<Ended>(m, "Ended").def("wait", [](const Ended& ended) { ended.get(); }, NoGil());
-  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
-      .def(py::init(&make_exchange), py::arg("backend"), py::kw_only(), py::arg("max_sending"))
-      .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
   m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
   py::class_<TensorTransport, std::shared_ptr<TensorTransport>>(m, "TensorTransport");
   py::class_<C10dTransport, TensorTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");

@@ -1,4 +1,4 @@
-// Binds buckets, the synchronizer with its engine and results, and sums of named tensors.
+// Binds the synchronizer with its engine and results, and sums of named tensors.
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
@@ -12,7 +12,6 @@
 
 #include "bindings/bindings.h"
 #include "bindings/future.h"
-#include "gradients/bucket.h"
 #include "gradients/collective_calls.h"
 #include "gradients/fused_sum.h"
 #include "gradients/synchronizer.h"
@@ -33,7 +32,6 @@ void bind_results(py::module_& m) {
                                return counts;
                              })
       .def_readonly("num_timed_steps", &EngineStats::num_timed_steps)
-      .def_readonly("busy_ms", &EngineStats::busy_ms)
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
       .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
 
@@ -51,20 +49,12 @@ void bind_results(py::module_& m) {
   py::class_<BucketRecord, std::shared_ptr<BucketRecord>>(m, "BucketRecord")
       .def_property_readonly("label", [](const BucketRecord& record) { return record.label->text; })
       .def_readonly("plan", &BucketRecord::plan)
-      .def_property_readonly("wires",
-                             [](const BucketRecord& record) {
-                               // One for each parameter, in their order.
-                               std::vector<int> wires;
-                               for (const auto& member : record.members) wires.push_back(member.state->wire);
-                               return wires;
-                             })
       .def_readonly("numel", &BucketRecord::numel)
       .def_readonly("passthrough", &BucketRecord::passthrough)
       .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
       .def_property_readonly("parameters", &BucketRecord::parameter_names);
 
   py::class_<Measurement>(m, "Measurement")
-      .def_readonly("step", &Measurement::step)
       .def_property_readonly("bucket", [](const Measurement& measurement) { return measurement.label->text; })
       .def_readonly("error_norm", &Measurement::error_norm)
       .def_readonly("norm", &Measurement::norm);
@@ -134,8 +124,6 @@ void bind_synchronizer(py::module_& m) {
                     py::cpp_function(&Synchronizer::restore_step, NoGil()))
       .def("before_every", &Synchronizer::before_every, py::arg("every"), py::arg("call"))
       .def("begin_pass", &Synchronizer::begin_pass, NoGil())
-      .def("run", [](Synchronizer& synchronizer,
-                     const Bucket& bucket) { return returned(&Synchronizer::run, synchronizer, bucket); })
       .def(
           "watch",
           [](Synchronizer& synchronizer, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
@@ -244,15 +232,6 @@ void bind_weights(py::module_& m) {
 }  // namespace
 
 void bind_gradients(pybind11::module_& m) {
-  // A bucket of gradients that need not lie together, in the order of their parameters.
-  py::class_<Bucket>(m, "Bucket")
-      .def(py::init(
-               [](size_t index, bool is_last, std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients) {
-                 return Bucket(index, is_last, std::move(parameters),
-                               std::make_shared<const Gradients>(std::move(gradients)));
-               }),
-           py::kw_only(), py::arg("index"), py::arg("is_last"), py::arg("parameters"), py::arg("gradients"));
-
   m.def(
       "bucket_label",
       [](size_t index, const std::vector<std::string>& parameters, int64_t nbytes) {

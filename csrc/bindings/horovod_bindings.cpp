@@ -95,10 +95,6 @@ void bind_collective_results(py::module_& m) {
       .def_readonly("outputs", &horovod::Result::outputs)
       .def_readonly("received_splits", &horovod::Result::received_splits)
       .def_readonly("number", &horovod::Result::number);
-  py::class_<horovod::CoordinatorStats>(m, "CoordinatorStats")
-      .def_readonly("num_requests", &horovod::CoordinatorStats::num_requests)
-      .def_readonly("num_buckets", &horovod::CoordinatorStats::num_buckets)
-      .def_readonly("num_control_messages", &horovod::CoordinatorStats::num_control_messages);
 }
 
 }  // namespace
@@ -112,8 +108,7 @@ void bind_horovod(pybind11::module_& m) {
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
            py::arg("splits") = std::vector<int64_t>(), py::arg("wire") = "",
            py::arg("tensor_names") = std::vector<std::string>(), py::arg("problem") = "")
-      .def_property_readonly("key", &horovod::Signature::key)
-      .def_readonly("tensor_names", &horovod::Signature::tensor_names);
+      .def_property_readonly("key", &horovod::Signature::key);
   py::class_<Coordinator, std::shared_ptr<Coordinator>>(m, "Coordinator")
       .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
            py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("say"),
@@ -135,9 +130,7 @@ void bind_horovod(pybind11::module_& m) {
              }
              return events;
            })
-      .def("stats", &Coordinator::stats, NoGil())
-      .def_property_readonly("failure", py::cpp_function(&Coordinator::failure, NoGil()))
-      .def_property_readonly("num_pending", py::cpp_function(&Coordinator::num_pending, NoGil()));
+      .def_property_readonly("failure", py::cpp_function(&Coordinator::failure, NoGil()));
 }
 
 }  // namespace fusedcomm

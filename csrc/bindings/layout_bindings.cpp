@@ -78,7 +78,6 @@ py::tuple names_of_wires() {
 void bind_wires(py::module_& m) {
   m.attr("WIRE_LAYOUT_VERSION") = kWireLayoutVersion;
   m.attr("ALIGN_NBYTES") = kAlignNbytes;
-  m.attr("DEFAULT_BLOCK_NUMEL") = kDefaultBlockNumel;
   m.attr("ROTATION_NUMEL") = kRotationNumel;
   m.attr("ROTATION_SIGNS") = kRotationSigns;
   m.attr("GRAD_DTYPES") = py::tuple(py::cast(std::vector(std::begin(kGradDtypes), std::end(kGradDtypes))));
@@ -93,8 +92,6 @@ void bind_wires(py::module_& m) {
   m.def("scale_nbytes", [](const std::string& wire) { return scale_nbytes(wire_from_name(wire)); }, py::arg("wire"));
   m.def("has_scales", [](const std::string& wire) { return has_scales(wire_from_name(wire)); }, py::arg("wire"));
   m.def("exactness", [](const std::string& wire) { return exactness(wire_from_name(wire)); }, py::arg("wire"));
-  m.attr("MIN_BLOCK_NUMEL") = kMinBlockNumel;
-  m.attr("MAX_BLOCK_NUMEL") = kMaxBlockNumel;
 }
 
 void bind_layout_classes(py::module_& m) {
@@ -139,14 +136,6 @@ void bind_layout_classes(py::module_& m) {
 void bind_layout(pybind11::module_& m) {
   bind_wires(m);
   bind_layout_classes(m);
-  m.def(
-      "part_layout",
-      [](const std::string& wire, int64_t block, int64_t exact_numel, int64_t lossy_numel) {
-        check_block_numel(block);
-        TORCH_CHECK_VALUE(exact_numel >= 0 && lossy_numel >= 0, "part_layout: numels must not be negative");
-        return part_layout(wire_from_name(wire), block, exact_numel, lossy_numel);
-      },
-      py::arg("wire"), py::arg("block"), py::arg("exact_numel"), py::arg("lossy_numel"));
   m.def(
       "bucket_layout",
       [](const std::string& wire, int64_t block, int64_t num_parts, int64_t exact_numel, int64_t lossy_numel,

@@ -25,32 +25,15 @@ void bind_config(py::module_& m) {
   }));
 }
 
-void bind_steps(py::module_& m) {
-  py::class_<Step>(m, "Step")
-      .def_property_readonly("stage", [](const Step& step) { return stage_name(step.stage); })
-      .def_property_readonly("operation", [](const Step& step) { return operation_name(step.operation); })
-      .def_property_readonly("is_collective", [](const Step& step) { return is_collective(step.operation); })
-      .def_property_readonly("channel", [](const Step& step) { return channel_name(step.channel); })
-      .def_property_readonly("reads", [](const Step& step) { return buffer_name(step.from); })
-      .def_property_readonly("writes", [](const Step& step) { return buffer_name(step.to); })
-      .def_readonly("nbytes", &Step::nbytes)
-      .def_readonly("num_ranks", &Step::num_ranks)
-      .def_readonly("in_local_wire", &Step::in_local_wire)
-      .def_readonly("begins_leg", &Step::begins_leg)
-      .def("sent_nbytes", &Step::sent_nbytes, py::arg("num_chunks") = 1);
-
+void bind_plans(py::module_& m) {
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_property_readonly("sum",
                              [](const BucketPlan& plan) {
                                if (plan.packed_rows.empty()) return sum_name(plan.sum);
                                return std::string(plan.gathers ? "all-gather" : "reduce-scatter");
                              })
-      .def_readonly("in_place", &BucketPlan::in_place)
       .def_readonly("layouts", &BucketPlan::layouts)
-      .def_readonly("host_layouts", &BucketPlan::host_layouts)
       .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
-      .def_property_readonly("steps",
-                             [](const BucketPlan& plan) { return plan.steps ? *plan.steps : std::vector<Step>{}; })
       .def_property_readonly("sums_codes", &BucketPlan::sums_codes)
       .def_property_readonly("encodes_sums", &BucketPlan::encodes_sums)
       .def_property_readonly("num_chunks", &BucketPlan::num_chunks)
@@ -66,7 +49,7 @@ void bind_steps(py::module_& m) {
 
 void bind_plan(pybind11::module_& m) {
   bind_config(m);
-  bind_steps(m);
+  bind_plans(m);
   m.def(
       "plan_bucket",
       [](const WireConfig& config, int world_size, const at::Tensor& like,

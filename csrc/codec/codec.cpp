@@ -104,10 +104,7 @@ int checked_num_threads(int num_threads) {
 
 struct Codec::Impl {
   Impl(const std::string& isa_name, int num_threads)
-      : kernels(kernels_named(isa_name)),
-        isa(kernels.isa),
-        num_threads(checked_num_threads(num_threads)),
-        pool(num_threads - 1) {}
+      : kernels(kernels_named(isa_name)), isa(kernels.isa), pool(checked_num_threads(num_threads) - 1) {}
 
   template <class Function>
   void for_each_unit(const Units& units, const Function& function) {
@@ -119,7 +116,6 @@ struct Codec::Impl {
 
   const KernelTable& kernels;
   const std::string isa;
-  const int num_threads;
   ThreadPool pool;
 };
 
@@ -166,13 +162,13 @@ void Codec::unpack(const UnpackArgs& args) const {
 
 int64_t Codec::scale_in_place(const SliceList& list, float scale) const {
   std::atomic<int64_t> nonfinite{0};
-  const ScaleFn scale_run = impl_->kernels.scale[index_of(format_of(list.dtype()))];
   impl_->pool.run(ceil_div(list.numel(), kUnitNumel), [&](int64_t index) {
     const DefaultFloatEnvironment environment;
     const int64_t begin = index * kUnitNumel;
     for (Cursor cursor(list, {begin, std::min(begin + kUnitNumel, list.numel())}); cursor.remaining() > 0;) {
       const int64_t numel = cursor.run_numel();
-      nonfinite.fetch_add(scale_run(cursor.data(), numel, scale), std::memory_order_relaxed);
+      nonfinite.fetch_add(impl_->kernels.scale(reinterpret_cast<float*>(cursor.data()), numel, scale),
+                          std::memory_order_relaxed);
       cursor.advance(numel);
     }
   });
@@ -180,6 +176,5 @@ int64_t Codec::scale_in_place(const SliceList& list, float scale) const {
 }
 
 const std::string& Codec::isa() const { return impl_->isa; }
-int Codec::num_threads() const { return impl_->num_threads; }
 
 }  // namespace fusedcomm

@@ -33,11 +33,10 @@ class Codec {
   int64_t pack(const PackArgs& args) const;
   void reduce(const ReduceArgs& args) const;
   void unpack(const UnpackArgs& args) const;
-  // x *= scale, for gradients that are summed in place. Returns how many elements are not finite after scaling.
+  // x *= scale, for fp32 gradients that are summed in place. Returns how many elements are not finite after scaling.
   int64_t scale_in_place(const SliceList& list, float scale) const;
 
   const std::string& isa() const;
-  int num_threads() const;
 
  private:
   struct Impl;

@@ -23,8 +23,8 @@ inline constexpr int64_t format_nbytes(Format format) { return format == Format:
 // dst[i] = Dst(float(src[i])·scale). Returns how many products are not finite. dst may not overlap src.
 using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float scale, bool streamed);
 
-// data[i] = T(float(data[i])·scale). Returns how many products are not finite.
-using ScaleFn = int64_t (*)(void* data, int64_t numel, float scale);
+// data[i] *= scale. Returns how many products are not finite.
+using ScaleFn = int64_t (*)(float* data, int64_t numel, float scale);
 
 // Writes scales and codes of whole blocks of src·scale. Returns how many products are not finite, before any rotation.
 using QuantizeFn = int64_t (*)(const void* src, void* scales, void* codes, int64_t num_blocks, int64_t block_numel,
@@ -61,7 +61,7 @@ struct BlockKernels {
 struct KernelTable {
   const char* isa;
   ConvertFn convert[kNumFormats][kNumFormats];  // [source][destination]
-  ScaleFn scale[kNumFormats];
+  ScaleFn scale;
   SumFn sum[kNumFormats];                // [source]
   BlockKernels blocks[kNumScaledWires];  // [scaled_index(wire)]
   AddFn add[kNumFormats];                // [addend]; null for fp16

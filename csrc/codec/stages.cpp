@@ -240,7 +240,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
     if (tile.exact) {
       kernels.convert[fp32][fp32](acc, out.codes, tile.numel, args.scale, false);
     } else if (args.residual.data) {
-      kernels.scale[fp32](acc, tile.numel, args.scale);
+      kernels.scale(acc, tile.numel, args.scale);
       encoder.encode(acc, tile.numel, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
       const BlockKernels& blocks = kernels.blocks[scaled_index(to.wire)];

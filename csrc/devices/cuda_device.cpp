@@ -186,7 +186,6 @@ template <typename Launch>
 void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_programs, const Launch& args) {
   if (num_programs == 0) return;
   launch(*driver_, kernel, num_programs, stream_handle(), args);
-  ++num_launches_;
 }
 
 void CudaDevice::warm_up() {

@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -43,7 +42,6 @@ class CudaDevice : public StreamDevice {
   // Launches every kernel once over no elements. The driver then loads what it loads lazily before a collective runs,
   // and a kernel that cannot be launched here fails now.
   void warm_up();
-  int64_t num_launches() const { return num_launches_; }
 
  private:
   // The current stream's handle for the driver; null on a CPU.
@@ -58,7 +56,6 @@ class CudaDevice : public StreamDevice {
   const std::string isa_;
   const int64_t num_pack_programs_;
   const bool profiler_ranges_;
-  std::atomic<int64_t> num_launches_{0};
 };
 
 }  // namespace fusedcomm

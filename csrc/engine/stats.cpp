@@ -79,7 +79,6 @@ void StatsKeeper::take_pass(size_t num_buckets) {
   }
   last_done_ = last.done;
   untimed_.erase(begin, end);
-  stats_.busy_ms += busy_ms;
   push_recent(&stats_.recent_exposed_ms, stats_.num_timed_steps, exposed_ms);
   push_recent(&stats_.recent_busy_ms, stats_.num_timed_steps, busy_ms);
   ++stats_.num_timed_steps;

@@ -20,11 +20,10 @@ struct EngineStats {
   int64_t sent_between_hosts_nbytes = 0;
   int64_t num_nonfinite = 0;
   int64_t num_timed_steps = 0;
-  double busy_ms = 0;  // time during which at least one bucket was under way
   // The time from the hand-over of a step's last bucket to its completion, for up to 512 recent steps. Once there are
   // as many, step i is at i mod 512.
   std::vector<float> recent_exposed_ms;
-  // The busy time of the same steps, in the same order.
+  // The time of the same steps, in the same order, during which at least one bucket was under way.
   std::vector<float> recent_busy_ms;
 };
 

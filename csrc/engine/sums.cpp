@@ -1,7 +1,6 @@
 #include "engine/sums.h"
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
 
 namespace fusedcomm {
@@ -83,11 +82,6 @@ Step next_leg(Step step) {
   return step;
 }
 
-Step in_local_wire(Step step) {
-  step.in_local_wire = true;
-  return step;
-}
-
 // ---- the sums
 
 // Packs into the incoming buffer, because every engine has one.
@@ -122,9 +116,9 @@ Steps one_shot(const ChunkShape& of) {
 Steps two_levels(const ChunkShape& of) {
   const int64_t num_hosts = of.world_size / of.ranks_per_host, between_nbytes = of.nbytes / of.ranks_per_host;
   return {
-      in_local_wire(pack(Buffer::kOutgoing, of.host_nbytes)),
-      in_local_wire(all_to_all(Channel::kLocalScatter, of.host_nbytes, of.ranks_per_host)),
-      in_local_wire(local_reduce(of.host_nbytes, of.ranks_per_host)),
+      pack(Buffer::kOutgoing, of.host_nbytes),
+      all_to_all(Channel::kLocalScatter, of.host_nbytes, of.ranks_per_host),
+      local_reduce(of.host_nbytes, of.ranks_per_host),
       next_leg(all_to_all(Channel::kCrossScatter, between_nbytes, num_hosts)),
       reduce(between_nbytes, num_hosts),
       next_leg(all_gather(Channel::kCrossGather, Buffer::kOutgoing, Buffer::kIncoming, between_nbytes, num_hosts)),
@@ -185,22 +179,6 @@ Sum sum_from_name(const std::string& name) {
 std::string sum_name(Sum sum) { return sum == Sum::kAuto ? "auto" : row_of(sum).name; }
 
 Adder adder_of(Sum sum) { return row_of(sum).adder; }
-
-const char* operation_name(Operation operation) {
-  constexpr std::array kNames = {"scale", "pack",       "local reduce", "reduce",    "unpack",
-                                 "sum",   "all-to-all", "all-gather",   "all-reduce"};
-  return kNames[static_cast<size_t>(operation)];
-}
-
-const char* channel_name(Channel channel) {
-  constexpr std::array kNames = {"scatter", "gather", "local_scatter", "local_gather", "cross_scatter", "cross_gather"};
-  return kNames[static_cast<size_t>(channel)];
-}
-
-const char* buffer_name(Buffer buffer) {
-  constexpr std::array kNames = {"gradients", "outgoing", "incoming", "own message", "kept codes", "kept means"};
-  return kNames[static_cast<size_t>(buffer)];
-}
 
 int64_t Step::sent_nbytes(int64_t num_chunks) const {
   if (!is_collective(operation)) return 0;

@@ -52,11 +52,6 @@ enum class Operation : uint8_t {
   kAllReduce
 };
 inline constexpr bool is_collective(Operation operation) { return operation >= Operation::kAllToAll; }
-// "scale", "pack", "local reduce", "reduce", "unpack", "sum", "all-to-all", "all-gather", "all-reduce"
-const char* operation_name(Operation operation);
-
-// "scatter", "gather", "local_scatter", "local_gather", "cross_scatter", "cross_gather"
-const char* channel_name(Channel channel);
 
 // Whether the channel connects the ranks of one host.
 inline constexpr bool is_local(Channel channel) {
@@ -75,8 +70,6 @@ enum class Buffer : uint8_t {
   kKeptCodes,   // the chunk's part of the bucket's kept codes; see KeptMessages in job.h
   kKeptMeans    // the chunk's part of the bucket's kept means
 };
-// "gradients", "outgoing", "incoming", "own message", "kept codes", "kept means"
-const char* buffer_name(Buffer buffer);
 
 struct Step {
   Stage stage = Stage::kPack;
@@ -90,8 +83,6 @@ struct Step {
   int64_t nbytes = 0;
   // The ranks of a collective, or the number of parts or messages that the codec adds; else 1.
   int64_t num_ranks = 1;
-  // The message has the plan's host_layouts, in the wire used within a host.
-  bool in_local_wire = false;
   // Whether a leg begins with this step. The engine enqueues a chunk's steps leg by leg. While a chunk waits for its
   // next leg, the wire carries other chunks.
   bool begins_leg = false;

@@ -24,8 +24,8 @@ std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport
 // Measures the error of this rank's first encoder. Does nothing for a bucket that is summed exactly, nor without memory
 // for it: a measurement is not worth failing a step. place: of this rank among hosts. weight: null without weights;
 // its `pack` is not 0.
-void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, int64_t pass,
-             const Engine& engine, const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor);
+void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, const Engine& engine,
+             const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor);
 
 // Weighs the bucket's gradients.
 void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,

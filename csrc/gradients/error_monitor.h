@@ -16,7 +16,6 @@ namespace fusedcomm {
 
 // The error of this rank's first encoder for one bucket.
 struct Measurement {
-  int64_t step = 0;
   std::shared_ptr<const BucketLabel> label;
   at::Tensor error_norm, norm;  // float64 scalars: ‖gradient − what was sent for it‖₂ and ‖gradient‖₂
 };

@@ -46,11 +46,10 @@ std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, 
 
 }  // namespace
 
-void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, int64_t pass,
-             const Engine& engine, const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor) {
+void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, const Engine& engine,
+             const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor) {
   if (record->plan.sum == Sum::kExact) return;
   auto measurement = std::make_shared<Measurement>();
-  measurement->step = pass;
   measurement->label = record->label;
   auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
   // The residuals exist while the bucket is encoded, so few of them do at a time.

@@ -160,7 +160,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
     return future;
   }
   if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && unit != 0) {
-    measure(job.get(), record, gradients, turn.pass, *engine_, transport_->place(), weight, &monitor_);
+    measure(job.get(), record, gradients, *engine_, transport_->place(), weight, &monitor_);
   }
   if (weight) weigh(job, bucket, *record, weight);
   if (record->messages) keep(bucket, record, job, future);

@@ -297,15 +297,6 @@ class Config(Options):
         """Raises ValueError for an option that a session for gradients on this kind of device does not have."""
         self.refuse_unsharded()
 
-    @property
-    def exempts_1d(self) -> bool:
-        """Whether parameters with at most one dimension are sent exactly, beside others that are not."""
-        return self.wire_number_1d == _C.EXACT_WIRE
-
-    def is_exempt(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether this parameter is sent exactly, beside others that are not."""
-        return self.wire_number(name, parameter) == _C.EXACT_WIRE
-
     def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See :func:`fusedcomm.patterns.check`."""
         patterns.check(self.rules, parameters)

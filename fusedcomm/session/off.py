@@ -86,9 +86,8 @@ class OffSession(Runs):
         parameters: list[NamedParameter],
         local: LocalOptions,
         device: torch.device,
-        problem: Exception | None = None,
     ) -> None:
-        agree_on_off(process_group, device, local, problem)
+        agree_on_off(process_group, device, local, None)
         self.process_group, self.parameters, self.device = process_group, parameters, device
         self.synchronizer = KeptState()
 

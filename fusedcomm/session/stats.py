@@ -101,11 +101,6 @@ class Stats:
         """The median of `exposed_ms`."""
         return self.exposed_ms.p50
 
-    @property
-    def busy_ms_p50(self) -> float | None:
-        """The median of `busy_ms`."""
-        return self.busy_ms.p50
-
     def scalars(self, separator: str = "/") -> dict[str, float]:
         """Returns the numbers by name, for ``SummaryWriter.add_scalar`` or a gauge of Prometheus.
 

@@ -447,26 +447,12 @@ def test_more_than_2_to_the_31_elements(wire):
     assert same_bits(x[begin:], torch.cat(unpacked))
 
 
-# ---- in place
-
-
-@pytest.mark.sampled
-def test_scale_in_place(codec, dtype):
-    numels = [100_000, 0, 1, 4097]
-    flat = signed(sum(numels), dtype, seed=11, specials=True)
-    slices, gaps = sliced(flat, numels, dtype, offset=3)
-    assert codec.scale_in_place(slices, 1 / 3) == count_nonfinite(flat, 1 / 3)
-    assert same_bits(torch.cat(slices), reference.round_to(reference.scaled(flat, 1 / 3), dtype))
-    assert torch.all(gaps() == 7)
-
-
 # ---- arguments
 
 
 def test_isa_and_threads():
     assert _C.available_isas()[0] == "portable"
     assert _C.Codec().isa == _C.available_isas()[-1]
-    assert _C.Codec("portable", 3).num_threads == 3
     with pytest.raises(ValueError, match="isa='sse9' is not possible here: use one of auto, portable"):
         _C.Codec("sse9")
     with pytest.raises(ValueError, match="num_threads=0 is not possible"):

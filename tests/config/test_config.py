@@ -95,11 +95,11 @@ def test_a_simulation_with_residuals_of_another_format_is_refused_with_both():
 
 def test_a_changed_wire_has_its_own_defaults():
     as_int8 = Config("int8", hosts="auto")
-    assert (as_int8.block_numel, as_int8.local_wire, as_int8.exempts_1d) == (128, "bf16", True)
+    assert (as_int8.block_numel, as_int8.local_wire, as_int8.wire_number_1d) == (128, "bf16", _C.EXACT_WIRE)
     as_int4 = dataclasses.replace(as_int8, wire="int4")
-    assert (as_int4.block_numel, as_int4.local_wire, as_int4.exempts_1d) == (32, "bf16", True)
+    assert (as_int4.block_numel, as_int4.local_wire, as_int4.wire_number_1d) == (32, "bf16", _C.EXACT_WIRE)
     as_fp32 = dataclasses.replace(as_int8, wire="fp32")
-    assert (as_fp32.local_wire, as_fp32.exempts_1d) == ("fp32", False)
+    assert (as_fp32.local_wire, as_fp32.wire_number_1d) == ("fp32", 0)
     assert dataclasses.replace(as_fp32, wire="int8") == as_int8
 
 
@@ -157,7 +157,7 @@ def test_biases_and_norms_are_exact_on_wires_with_scales_unless_something_else_i
     bias = torch.zeros(3)
     for wire in fusedcomm.WIRES:
         default, all_alike = Config(wire), Config(wire, wires={"1d": wire})
-        assert default.exempts_1d == _C.has_scales(wire) and not all_alike.exempts_1d
+        assert default.wire_number_1d == (_C.EXACT_WIRE if _C.has_scales(wire) else 0)
         assert default.wire_number("head.bias", torch.zeros(3, 3)) == 0 == all_alike.wire_number("head.bias", bias)
     first = Config("int8", wires={"head.*": "bf16"})
     assert first.wire_number("head.bias", bias) == _C.EXACT_WIRE

@@ -172,7 +172,7 @@ def test_stats_plan_detach_and_attach_again(ranks):
         first, more = 8192 + 4 * 64 + 4 * 16, 128 + 4 + 12
         assert stats.sent_nbytes == 5 * first + 4 * more
         assert stats.wire_ratio == pytest.approx(0.26, abs=0.01)
-        assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 and 0 <= stats.overlap < 1
+        assert stats.exposed_ms_p50 > 0 and stats.busy_ms.p50 >= stats.exposed_ms_p50 and 0 <= stats.overlap < 1
         assert not plan.predicted and len(plan.buckets) == 1 and plan.exempt == ("weights.1",)
         assert plan.sent_nbytes == first + more
         for seen in (after_detach, after_attach):

@@ -320,22 +320,19 @@ def told(rank, world_size, path):
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
     gradients = [torch.ones(300, 500).cuda(), torch.ones(4000).cuda()]
     synchronize(ddp, gradients, steps=3)
-    before = comm.session.native_device.num_launches
     with comm.trace(path):
         synchronize(ddp, gradients, steps=2)
-    launches = comm.session.native_device.num_launches - before
     stats = comm.stats()
     plan = comm.plan()
     comm.detach()
-    return launches, len(plan.buckets), stats, plan.codec
+    return stats, plan.codec
 
 
-def test_launches_times_and_the_timeline(ranks, tmp_path):
+def test_times_and_the_timeline(ranks, tmp_path):
     path = str(tmp_path / "trace-{rank}.json")
-    for launches, num_buckets, stats, codec in ranks.run(told, path, world_size=2, backend=BACKEND):
-        assert launches == 2 * 3 * num_buckets
+    for stats, codec in ranks.run(told, path, world_size=2, backend=BACKEND):
         assert stats.steps == 5
-        assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 * 0.99
+        assert stats.exposed_ms_p50 > 0 and stats.busy_ms.p50 >= stats.exposed_ms_p50 * 0.99
         assert "triton" in codec
     events = read(tmp_path / "trace-1.json")
     stages = {event["args"]["stage"] for event in events}

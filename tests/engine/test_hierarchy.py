@@ -616,7 +616,7 @@ def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_pe
                 if plan.sum != "two-shot":
                     continue
                 assert plan.layout.chunk_nbytes <= workspace
-                (local, *_) = plan.host_layouts
+                (local, *_) = _C.host_layouts(plan.layouts, config.local_wire, ranks_per_host)
                 assert local.part_stride * ranks_per_host <= workspace
                 assert local.num_chunks == plan.layout.num_chunks
 

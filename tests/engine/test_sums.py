@@ -1,10 +1,6 @@
-"""The list of steps of every sum: its result if ranks do exactly these steps, and the bytes that they send.
+"""The bytes that the ranks send in every sum, in all and to other hosts: planned, counted by engines and by the kernel
+of the operating system."""
 
-Simulated ranks perform the lists here. In place of bytes they record the ranks whose gradients each piece of a message
-contains.
-"""
-
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -26,8 +22,9 @@ FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
 # --- plans of every sum ---------------------------------------------------------------------------------------------
 
 
-def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
-    """Yields plans of every sum, each with the world size, the ranks per host and a description."""
+def plans() -> Iterator[tuple["_C.BucketPlan", int, int, Config, torch.Tensor, str]]:
+    """Yields plans of every sum, each with the world size, the ranks per host, the configuration, a tensor of the
+    gradients' dtype and a description."""
     for world_size in (1, 2, 3, 4, 6, 8, 12):
         for per_host in (1, 2, 3, 4):
             if world_size % per_host or (per_host > 1 and world_size == per_host):
@@ -40,7 +37,8 @@ def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
                     numels = [lossy, 0, 700][: len(config.numbered_wires)]
                     slices = [(exact, _C.EXACT_WIRE), *((numel, wire) for wire, numel in enumerate(numels))]
                     plan = _C.plan_bucket(native, world_size, like, slices)
-                    yield plan, world_size, per_host, f"{sum} {wire} {world_size} ranks {per_host} {exact} {numels}"
+                    what = f"{sum} {wire} {world_size} ranks {per_host} {exact} {numels}"
+                    yield plan, world_size, per_host, config, like, what
 
 
 def choices(per_host: int) -> Iterator[tuple[str, str, int, torch.Tensor]]:
@@ -58,131 +56,42 @@ def choices(per_host: int) -> Iterator[tuple[str, str, int, torch.Tensor]]:
 ALL = list(plans())
 
 
-def test_there_are_plans_of_every_sum_on_one_level_and_on_two():
-    assert {(plan.sum, bool(plan.host_layouts), plan.in_place) for plan, *_ in ALL} == {
-        ("exact", False, True),
-        ("exact", False, False),
-        ("direct", False, False),
-        ("two-shot", False, False),
-        ("two-shot", True, False),
-        ("one-shot", False, False),
-    }
+def is_in_place(plan: "_C.BucketPlan", like: torch.Tensor) -> bool:
+    return plan.sum == "exact" and like is FP32
 
 
-# --- ranks that perform the steps -----------------------------------------------------------------------------------
-
-
-class Ranks:
-    """The buffers of the ranks on these `hosts`, by number. On two levels `per_host` consecutive ones share a host. A
-    message is a list of pieces, one for each part of a chunk. A piece counts, for each rank, how often that rank's
-    gradients have been added to it."""
-
-    def __init__(self, plan: "_C.BucketPlan", hosts: Sequence[int], per_host: int = 1) -> None:
-        self.world_size, self.hosts, self.per_host = len(hosts), hosts, per_host
-        world_size = len(hosts)
-        num_pieces = plan.layout.num_parts
-        self.buffers = [{"gradients": [Counter({rank: 1})] * num_pieces} for rank in range(world_size)]
-        self.sent_nbytes, self.between_hosts_nbytes = [0] * world_size, [0] * world_size
-
-    def group(self, rank: int, channel: str) -> list[int]:
-        first = rank - rank % self.per_host
-        if channel.startswith("local"):
-            return list(range(first, first + self.per_host))
-        if channel.startswith("cross"):
-            return list(range(rank % self.per_host, self.world_size, self.per_host))
-        return list(range(self.world_size))
-
-    def do(self, step: "_C.Step") -> None:
-        read = [dict(buffers)[step.reads] for buffers in self.buffers]  # KeyError if it has not been written
-        for rank, buffers in enumerate(self.buffers):
-            if step.is_collective:
-                group = self.group(rank, step.channel)
-                assert len(group) == step.num_ranks
-                written = self.received(step, rank, group, read)
-            else:
-                written = added(step, read[rank])
-            # A message is read only once. Gradients that are summed in place are written again below.
-            del buffers[step.reads]
-            buffers[step.writes] = written
-
-    def received(self, step: "_C.Step", rank: int, group: list[int], read: list) -> list:
-        own, n = group.index(rank), len(group)
-        if step.operation == "all-reduce":
-            self.count(rank, [rank, group[(own + 1) % n]], Fraction(2 * step.nbytes * (n - 1), n))  # a ring
-            return [sum(pieces, Counter()) for pieces in zip(*(read[peer] for peer in group), strict=True)]
-        if step.operation == "all-gather":
-            self.count(rank, group, step.nbytes // n)
-            return [piece for peer in group for piece in read[peer]]
-        assert step.operation == "all-to-all" and step.nbytes % n == 0
-        self.count(rank, group, step.nbytes // n)
-        return [piece for peer in group for piece in parts(read[peer], n)[own]]
-
-    def count(self, rank: int, group: list[int], nbytes: int) -> None:
-        """Counts `nbytes` that a rank sends to each other rank of its group."""
-        for peer in group:
-            self.sent_nbytes[rank] += nbytes if peer != rank else 0
-            self.between_hosts_nbytes[rank] += nbytes if self.hosts[peer] != self.hosts[rank] else 0
-
-    def between_hosts(self, rank: int) -> Fraction:
-        """Bytes of a chunk that a rank of the host of `rank` sends to other hosts, in the mean."""
-        of_ranks = zip(self.between_hosts_nbytes, self.hosts, strict=True)
-        of_host = [nbytes for nbytes, host in of_ranks if host == self.hosts[rank]]
-        return Fraction(sum(of_host)) / len(of_host)
-
-
-def parts(message: list, count: int) -> list[list]:
-    assert len(message) % count == 0
-    length = len(message) // count
-    return [message[i * length : (i + 1) * length] for i in range(count)]
-
-
-def added(step: "_C.Step", message: list) -> list:
-    """The result of a codec step: sums add the parts, or the whole messages, of `num_ranks` ranks; other steps keep the
-    message."""
-    if step.operation in ("local reduce", "reduce", "sum"):
-        return [sum(pieces, Counter()) for pieces in zip(*parts(message, step.num_ranks), strict=True)]
-    assert step.operation in ("scale", "pack", "unpack") and step.num_ranks == 1
-    return message
-
-
-def sent_by_steps(plan: "_C.BucketPlan") -> int:
-    return sum(step.sent_nbytes(plan.num_chunks) for step in plan.steps)
-
-
-def test_every_rank_ends_with_every_ranks_gradients_once_and_sends_the_bytes_of_the_plan():
-    for plan, world_size, per_host, what in ALL:
-        ranks = Ranks(plan, [rank // per_host for rank in range(world_size)], per_host)
-        for step in plan.steps:
-            ranks.do(step)
-        everybodys = [Counter(range(world_size))] * plan.layout.num_parts
-        for buffers in ranks.buffers:
-            assert buffers == {"gradients": everybodys}, what
-        for sent_nbytes, between_nbytes in zip(ranks.sent_nbytes, ranks.between_hosts_nbytes, strict=True):
-            assert plan.sent_nbytes == int(plan.num_chunks * sent_nbytes), what
-            if per_host > 1 and plan.sum == "two-shot":
-                assert plan.sent_between_hosts_nbytes(per_host, 1) == plan.num_chunks * between_nbytes, what
-        assert plan.sent_nbytes == sent_by_steps(plan), what
-
+# --- hosts ----------------------------------------------------------------------------------------------------------
 
 LAYOUTS = ["0", "01", "001", "0101", "0001", "0110", "0122", "000111", "010101", "012012", "001122", "010203"]
 """The host of each rank, besides all in which every host has the same number of consecutive ranks."""
 
 
+def between_hosts(sum: str, nbytes: int, hosts: Sequence[int], own: int) -> Fraction:
+    """Bytes of messages of `nbytes` that a rank of host `own` sends to other hosts, in the mean of its ranks."""
+    p, sent = len(hosts), Fraction(0)
+    for rank in (rank for rank, host in enumerate(hosts) if host == own):
+        if sum in ("exact", "direct"):  # a ring in the order of ranks
+            sent += Fraction(2 * nbytes * (p - 1), p) * (hosts[(rank + 1) % p] != own)
+        else:
+            to_each = Fraction(nbytes) if sum == "one-shot" else Fraction(2 * nbytes, p)
+            sent += to_each * len([host for host in hosts if host != own])
+    return sent / hosts.count(own)
+
+
 def test_the_bytes_between_hosts_on_one_level_are_those_that_its_ranks_send_to_other_hosts():
     seen = set()
-    for plan, world_size, _, what in ALL:
-        if plan.host_layouts:
+    for plan, world_size, per_host, _, like, what in ALL:
+        if per_host > 1:
             continue
         layouts = {tuple(map(int, layout)) for layout in LAYOUTS if len(layout) == world_size}
         divisors = (number for number in range(1, world_size + 1) if world_size % number == 0)
         for hosts in {*layouts, *(tuple(rank // number for rank in range(world_size)) for number in divisors)}:
-            ranks = Ranks(plan, hosts)
-            for step in plan.steps:
-                ranks.do(step)
+            nbytes = 4 * plan.layout.lossy_numel if is_in_place(plan, like) else plan.layout.chunk_nbytes
             for rank in range(world_size):
                 own = OwnHost.of(hosts, rank)
                 between = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
-                assert 0 <= plan.num_chunks * ranks.between_hosts(rank) - between < 2, (what, hosts, rank)
+                wanted = plan.num_chunks * between_hosts(plan.sum, nbytes, hosts, hosts[rank])
+                assert 0 <= wanted - between < 2, (what, hosts, rank)
             seen.add((plan.sum, hosts))
     for sum_ in ("exact", "direct", "two-shot", "one-shot"):
         assert {(sum_, tuple(map(int, layout))) for layout in LAYOUTS} <= seen
@@ -249,9 +158,8 @@ def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
         config = _config(sum, wire, Chunks(message_nbytes(wire) // num_chunks))
         plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, [(NUMEL, 0)])
         sent, _ = formula(sum, wire, world_size)
-        assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
+        assert plan.sum == sum and plan.num_chunks == (1 if sum == "exact" else num_chunks)
         assert plan.sent_nbytes == sent, (sum, wire)
-        assert sent_by_steps(plan) == sent, (sum, wire)
         assert plan.sent_between_hosts_nbytes(1, 1) == sent, (sum, wire)
 
 
@@ -266,99 +174,30 @@ def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, loca
         native = chunks.native(config, world_size, ranks_per_host=per_host)
         plan = _C.plan_bucket(native, world_size, FP32, [(NUMEL, 0)])
         sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
-        assert plan.host_layouts and plan.num_chunks == num_chunks
+        assert plan.num_chunks == num_chunks
         assert plan.sent_nbytes == sent, wire
-        assert sent_by_steps(plan) == sent, wire
         assert plan.sent_between_hosts_nbytes(per_host, 1) == between, wire
 
 
 def test_bytes_of_padded_messages_are_those_of_the_formula():
     """The messages have the layouts' sizes. Several wire dtypes and exempt parameters share a message, and chunks are
     uneven."""
-    for plan, p, per_host, what in ALL:
-        n = 4 * plan.layout.lossy_numel if plan.in_place else plan.num_chunks * plan.layout.chunk_nbytes
-        if plan.host_layouts:
-            num_hosts, within_n = p // per_host, plan.num_chunks * plan.host_layouts[0].chunk_nbytes
-            between = 2 * n // p * (num_hosts - 1)
-            within = (within_n + n) // per_host * (per_host - 1)
+    for plan, p, per_host, config, like, what in ALL:
+        n = 4 * plan.layout.lossy_numel if is_in_place(plan, like) else plan.num_chunks * plan.layout.chunk_nbytes
+        if per_host > 1:
+            (on_host, *_) = _C.host_layouts(plan.layouts, config.local_wire, per_host)
+            between = 2 * n // p * (p // per_host - 1)
+            within = (plan.num_chunks * on_host.chunk_nbytes + n) // per_host * (per_host - 1)
         else:
             within, between = 0, (p - 1) * n if plan.sum == "one-shot" else 2 * n * (p - 1) // p
         assert plan.sent_nbytes == within + between, what
-        if plan.host_layouts or per_host == 1:
-            assert plan.sent_between_hosts_nbytes(per_host, 1) == between, what
+        assert plan.sent_between_hosts_nbytes(per_host, 1) == between, what
 
 
 def test_a_bucket_without_elements_sends_nothing():
     for sum, wire in SUMS_OF_WIRES:
         plan = _C.plan_bucket(chunks.native(_config(sum, wire), 4), 4, FP32, [(0, 0)])
         assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1, 1)) == (0, 0, 0), (sum, wire)
-
-
-# --- the lists ------------------------------------------------------------------------------------------------------
-
-LISTS = {
-    "exact, in place": "scale | all-reduce",
-    "exact": "pack | all-reduce | unpack",
-    "direct": "pack | all-reduce | unpack",
-    "two-shot": "pack | all-to-all | reduce | all-gather | unpack",
-    "one-shot": "pack | all-gather | sum",
-    "two-shot, two levels": "pack | local all-to-all | local reduce | all-to-all | reduce | all-gather | "
-    "local all-gather | unpack",
-}
-
-
-def test_each_sum_is_its_list_of_steps():
-    seen = {}
-    for plan, *_ in ALL:
-        kind = plan.sum + ", in place" * plan.in_place + ", two levels" * bool(plan.host_layouts)
-        seen.setdefault(kind, set()).add(
-            " | ".join(step.stage if step.is_collective else step.operation for step in plan.steps)
-        )
-    assert seen == {kind: {steps} for kind, steps in LISTS.items()}
-
-
-def test_messages_are_those_of_the_layouts():
-    for plan, world_size, per_host, what in ALL:
-        for step in plan.steps:
-            layout = plan.host_layouts[0] if step.in_local_wire else plan.layout
-            if plan.in_place:
-                expected = 4 * layout.lossy_numel
-            elif step.channel.startswith("cross") or (step.operation == "reduce" and per_host > 1):
-                expected = layout.chunk_nbytes // per_host
-            elif step.operation == "all-gather" and plan.sum == "one-shot":
-                expected = world_size * layout.chunk_nbytes
-            else:
-                expected = layout.chunk_nbytes
-            assert step.nbytes == expected, (what, step.stage)
-
-
-def test_a_leg_after_the_first_begins_with_a_collective_or_is_the_unpack():
-    """A leg that begins with a collective follows work of the codec. A leg that begins with the unpack is the last
-    step."""
-    for plan, _, _, what in ALL:
-        steps = plan.steps
-        assert not steps[0].begins_leg and not steps[0].is_collective, what
-        for before, step in zip(steps, steps[1:], strict=False):
-            if step.begins_leg and step.is_collective:
-                assert not before.is_collective, what
-            elif step.begins_leg:
-                assert step is steps[-1] and step.stage == "unpack", what
-
-
-def test_a_channel_carries_one_collective_of_a_chunk():
-    for plan, _, _, what in ALL:
-        channels = [step.channel for step in plan.steps if step.is_collective]
-        assert len(channels) == len(set(channels)) > 0, what
-
-
-def test_stages_are_what_traces_call_them():
-    for plan, _, _, what in ALL:
-        for step in plan.steps:
-            if step.is_collective:
-                local = "local " if step.channel.startswith("local") else ""
-                assert step.stage == local + step.operation, what
-            else:
-                assert step.stage == {"scale": "pack", "sum": "unpack"}.get(step.operation, step.operation), what
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ def means(rank, world_size, library, config, apart):
         hook.restore_residuals({})  # both runs start without residuals
         (record,) = hook.buckets()
         order = [int(name.rpartition(".")[2]) for name in record.parameters]
+        weights = {name: model.weights[i] for name, i in zip(record.parameters, order, strict=True)}
+        hook.choose_wires(lambda name, num_dims: config.wire_number(name, weights[name]))
+        apart_sum = _C.FusedSum(hook)
         for step in range(1, 4):
             gradients = gradients_of(rank, step, shapes)
             if step == 3:
@@ -60,13 +63,7 @@ def means(rank, world_size, library, config, apart):
                 continue
             # The memory is new in every step, and its addresses are in no order.
             lying = [gradient.clone() for gradient in gradients]
-            bucket = _C.Bucket(
-                index=0,
-                is_last=True,
-                parameters=[model.weights[i] for i in order],
-                gradients=[lying[i] for i in order],
-            )
-            hook.run(bucket).wait()
+            apart_sum.run(names=record.parameters, tensors=[lying[i] for i in order], ends_step=True).wait()
             seen.append(lying)
         stats = comm.stats()
         comm.detach()
@@ -85,20 +82,3 @@ def test_300_tensors_give_the_bits_of_one_run(ranks, request, path, name):
         assert run_nonfinite == apart_nonfinite and sum(run_nonfinite.values()) == 1
         # Separate tensors have holes between them.
         assert run_nbytes <= apart_nbytes <= run_nbytes * (1.001 if shapes_of(CONFIGS[name]) != SHAPES else 1.5)
-
-
-@pytest.mark.parametrize(
-    ("gradients", "told"),
-    [
-        ([], "has no gradients"),
-        ([torch.zeros(4), torch.zeros(4, dtype=torch.float16)], "one dtype and one device"),
-        ([torch.zeros(4, 2)[:, 0]], "has gaps in memory"),
-        ([torch.zeros(1).expand(4)], "has gaps in memory"),
-        ([torch.zeros(4).to_sparse()], "is sparse"),
-        ([torch.zeros(4)], "has 2 parameters and 1 gradients"),
-    ],
-)
-def test_what_is_no_bucket_is_refused(gradients, told):
-    parameters = [torch.zeros(4)] * (2 if "2 parameters" in told else len(gradients))
-    with pytest.raises(ValueError, match=told):
-        _C.Bucket(index=0, is_last=True, parameters=parameters, gradients=gradients)

@@ -96,7 +96,8 @@ def test_chunks_on_two_levels_are_as_long_between_hosts_as_among_as_many_ranks(o
     native = chunks.native(resolved, 4, "cpu", ranks_per_host=2)
     plan = _C.plan_bucket(native, 4, torch.empty(0), [(16 * MIB, 0)])
     wider = config.local_wire != config.wire
-    assert plan.host_layouts[0].chunk_nbytes <= nbytes and (plan.layout.chunk_nbytes < nbytes) == wider
+    (on_host,) = _C.host_layouts(plan.layouts, config.local_wire, 2)
+    assert on_host.chunk_nbytes <= nbytes and (plan.layout.chunk_nbytes < nbytes) == wider
 
 
 @pytest.mark.parametrize("options", [{"sum": "direct"}, {"wire": "fp32", "sum": "exact"}, {"wire": "fp32"}])

@@ -1,11 +1,12 @@
 """One launch of one kernel variant on a small bucket, against the oracle: all memory that it writes, and nothing else.
 
-It launches through fusedcomm.kernels, so it runs whichever kernels are there: interpreted, executed from their PTX, or
+It launches what fusedcomm.kernels has, whichever kernels these are: interpreted, executed from their PTX, or
 on a GPU.
 """
 
 import reference
 import torch
+from launchers import make_bucket, pack, reduce, unpack
 from reference.stages import store_residual
 from test_kernels import (
     GAP,
@@ -24,10 +25,6 @@ from test_kernels import (
     with_holes,
 )
 
-from fusedcomm.kernels.bucket import make_bucket
-from fusedcomm.kernels.pack import pack
-from fusedcomm.kernels.reduce import reduce
-from fusedcomm.kernels.unpack import unpack
 from fusedcomm.kernels.variants import TILE
 from fusedcomm.native import _C
 

@@ -26,13 +26,18 @@ OF_CUDA = [f"tests/native/sim_{name}.cpp" for name in ("accelerator", "backend",
 OF_CUDA += [f"tests/native/{name}.cpp" for name in ("cuda_stress", "members_scenes", "fake_cuda")]
 """Linked into the library cuda_stress."""
 
+OF_BINDINGS = ["tests/native/bindings.cpp"]
+"""Linked into the module of native_bindings.py."""
+
 
 def _built_file(compiler: str) -> str:
-    """What ninja is told. Objects of the library are position-independent, and not optimized: that would take longer
+    """What ninja is told. Objects of libraries are position-independent, and not optimized: that would take longer
     than it saves."""
     lines = ["rule compile", f"  command = {compiler} -MMD -MF $out.d $flags -c $in -o $out", "  depfile = $out.d"]
     lines += ["  deps = gcc"]
-    for kind, sources, flags in (("streams", OF_STREAMS, FLAGS), ("cuda", OF_CUDA, [*FLAGS, "-O0", "-fPIC"])):
+    of_library = [*FLAGS, "-O0", "-fPIC"]
+    kinds = (("streams", OF_STREAMS, FLAGS), ("cuda", OF_CUDA, of_library), ("bindings", OF_BINDINGS, of_library))
+    for kind, sources, flags in kinds:
         for source in sources:
             lines += [f"build {kind}/{Path(source).stem}.o: compile {ROOT / source}"]
             lines += [f"  flags = {' '.join(map(str, [*flags, *INCLUDE]))}"]
@@ -42,7 +47,7 @@ def _built_file(compiler: str) -> str:
 def compiled(kind: str, sources: Sequence[str], compiler: str) -> list[Path]:
     """The objects of these sources, compiled if they are out of date.
 
-    kind: "streams" or "cuda". Raises AssertionError with the compiler's output if it refuses one.
+    kind: "streams", "cuda" or "bindings". Raises AssertionError with the compiler's output if it refuses one.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
     objects = [f"{kind}/{Path(source).stem}.o" for source in sources]

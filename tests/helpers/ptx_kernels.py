@@ -131,11 +131,11 @@ def replace_kernels(
     capability: int,
     counts: "list[ptx.Counts] | None" = None,
 ) -> None:
-    """Makes the launchers of fusedcomm.kernels run what `compiler` compiles, for the rest of the test. What each launch
-    did is appended to `counts`."""
+    """Makes launchers.py run what `compiler` compiles, for the rest of the test. What each launch did is appended to
+    `counts`."""
     for name in KERNELS:
-        launcher = importlib.import_module(f"fusedcomm.kernels.{name}")
-        monkeypatch.setattr(launcher, f"{name}_kernel", Kernel(name, compiler, capability, counts))
+        module = importlib.import_module(f"fusedcomm.kernels.{name}")
+        monkeypatch.setattr(module, f"{name}_kernel", Kernel(name, compiler, capability, counts))
 
 
 def use_kernels(folder: Path) -> None:

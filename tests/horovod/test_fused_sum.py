@@ -81,6 +81,26 @@ def test_an_fp16_wire_carries_sums_beyond_its_range(ranks, sum):
     assert ranks.run(large_sum, sum, world_size=3) == [[73728.0]] * 3
 
 
+def refusals(rank, world_size):
+    sums, plain = Sums(Config("bf16")), torch.zeros(4)
+    for tensors, told in (
+        ([], "0 names and 0 tensors"),
+        ([plain.double()], "t0 is Double, which no wire carries"),
+        ([plain, plain.half()], "one dtype and one device"),
+        ([torch.zeros(4, 2)[:, 0]], "has gaps in memory"),
+        ([torch.zeros(1).expand(4)], "has gaps in memory"),
+        ([plain.to_sparse()], "is sparse"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            sums.sums.run(names=[f"t{i}" for i in range(len(tensors))], tensors=tensors)
+    with pytest.raises(ValueError, match="2 names and 1 tensors"):
+        sums.sums.run(names=["t0", "t1"], tensors=[plain])
+
+
+def test_what_is_no_bucket_is_refused(ranks):
+    ranks.run(refusals, world_size=2)
+
+
 # ---- the bits
 
 

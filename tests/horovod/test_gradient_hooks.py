@@ -14,7 +14,7 @@ SHAPES = ((4, 5), (3,), (2, 3, 4))
 
 
 class Sent:
-    """Notes the names and tensors of the gradients that the optimizer submits."""
+    """Notes what the optimizer submits: the name of each sum, which is its first gradient's, and its tensors."""
 
     def __init__(self) -> None:
         self.names, self.tensors, self._real = [], [], reduced_optimizer.begin
@@ -22,7 +22,7 @@ class Sent:
 
     def _note(self, found, signature, tensors, *rest):
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self.names.append(signature.tensor_names)
+        self.names.append(signature.key.removeprefix("allreduce."))
         self.tensors.append(tensors)
         return self._real(found, signature, tensors, *rest)
 
@@ -54,15 +54,17 @@ def check_when(rank, size):
         hidden = model[0](torch.ones(2, 5))
         hidden.register_hook(lambda grad: before.append(sent.names.copy()))
         model[1](hidden).sum().backward()
-        assert before == [[["1.weight"]]] and sent.names == [["1.weight"], ["0.weight"]]
+        assert before == [["1.weight"]] and sent.names == ["1.weight", "0.weight"]
         optimizer.synchronize()
 
         sent.names.clear()
+        sent.tensors.clear()
         model = Gradients(*SHAPES)
         optimizer = wrapped(model, groups=[[model.weights[2], model.weights[0]], [model.weights[1]]])
         for index in range(3):
             (model.weights[index] * gradients(rank)[index]).sum().backward()
-            assert sent.names == [[], [["weights.1"]], [["weights.1"], ["weights.2", "weights.0"]]][index]
+            assert sent.names == [[], ["grouped.weights.1"], ["grouped.weights.1", "grouped.weights.2"]][index]
+        assert [[tuple(each.shape) for each in tensors] for tensors in sent.tensors] == [[(3,)], [(2, 3, 4), (4, 5)]]
         optimizer.synchronize()
         assert_sums(model, size)
 
@@ -79,7 +81,7 @@ def check_passes(rank, size):
         model.weights[0].requires_grad_(False)  # after the forward pass: autograd gives it no gradient
         output.backward()
         model.weights[0].requires_grad_(True)
-        assert sorted(sent.names) == [["weights.1"], ["weights.2"]] and model.weights[0].grad is None
+        assert sorted(sent.names) == ["weights.1", "weights.2"] and model.weights[0].grad is None
         optimizer.set_backward_passes_per_step(2)  # what is on its way is kept
         for num_sent in (2, 3):
             (model.weights[0] * gradients(rank)[0]).sum().backward()

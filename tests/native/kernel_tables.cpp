@@ -121,6 +121,10 @@ void put_count(Bytes& out, int64_t count) {
 }
 
 void compare_elements(Comparison& compare, const Inputs& in, int64_t numel) {
+  compare("scale", nbytes_of(0) + 8, [&](const KernelTable& table, Bytes& out) {
+    std::memcpy(out.data(), in.elements[0].data(), nbytes_of(0));
+    put_count(out, table.scale(reinterpret_cast<float*>(out.data()), numel, 0.3F));
+  });
   for (int from = 0; from < kNumFormats; ++from) {
     const void* src = in.elements[from].data();
     for (int to = 0; to < kNumFormats; ++to) {
@@ -131,10 +135,6 @@ void compare_elements(Comparison& compare, const Inputs& in, int64_t numel) {
                 });
       }
     }
-    compare(std::string("scale ") + kFormats[from], nbytes_of(from) + 8, [&](const KernelTable& table, Bytes& out) {
-      std::memcpy(out.data(), src, nbytes_of(from));
-      put_count(out, table.scale[from](out.data(), numel, 0.3F));
-    });
     for (int num_srcs = 1; num_srcs <= kNumSrcs; ++num_srcs) {
       const int64_t stride = 64 * format_nbytes(static_cast<Format>(from));
       compare(std::string("sum ") + kFormats[from], nbytes_of(0), [&](const KernelTable& table, Bytes& out) {

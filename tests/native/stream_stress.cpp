@@ -494,13 +494,10 @@ void check_stats(const EngineStats& stats, int num_steps, size_t num_buckets) {
   REQUIRE(stats.recent_exposed_ms.size() == static_cast<size_t>(num_steps) &&
               stats.recent_busy_ms.size() == static_cast<size_t>(num_steps),
           "%zu and %zu times of %d steps", stats.recent_exposed_ms.size(), stats.recent_busy_ms.size(), num_steps);
-  double busy_ms = 0;
   for (size_t i = 0; i < stats.recent_busy_ms.size(); ++i) {
     const float exposed = stats.recent_exposed_ms[i], busy = stats.recent_busy_ms[i];
     REQUIRE(exposed > 0 && exposed <= busy * 1.0001F && busy < 60000, "exposed %g ms, busy %g ms", exposed, busy);
-    busy_ms += busy;
   }
-  REQUIRE(std::fabs(busy_ms - stats.busy_ms) < 1e-3 * stats.busy_ms, "%g ms in all, not %g", stats.busy_ms, busy_ms);
 }
 
 // Returns the hashes of every rank's results.

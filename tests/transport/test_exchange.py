@@ -4,25 +4,26 @@ import datetime
 import os
 import re
 import signal
+import sys
 import time
 
+import native_bindings
 import pytest
 import torch
 import torch.distributed as dist
 from on_hosts import needs_hosts, printed_by
 from patience import HANG_S
 
-from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 
 NBYTES, NUM_EXCHANGES = 40_003, 40
 
 
-def make_exchange(max_sending=0):
+def make_exchange(folder, max_sending=0):
     group, cpu = dist.group.WORLD, torch.device("cpu")
     channels = groups.make_channels(group, cpu, groups.private_store(group).native)
     dist.barrier()  # a rank that is still connecting would mistake the end of a channel for a crash
-    return _C.Exchange(channels.scatter, max_sending=max_sending)
+    return native_bindings.load(folder).Exchange(channels.scatter, max_sending=max_sending)
 
 
 def part(sender, receiver, number):
@@ -31,8 +32,8 @@ def part(sender, receiver, number):
     return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
 
 
-def all_to_all(rank, world_size, max_sending):
-    exchange = make_exchange(max_sending)
+def all_to_all(rank, world_size, folder, max_sending):
+    exchange = make_exchange(folder, max_sending)
     send = [torch.cat([part(rank, to, i) for to in range(world_size)]) for i in range(NUM_EXCHANGES)]
     receive = [torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in send]
     under_way = [exchange.start(send=s, receive=r) for s, r in zip(send, receive, strict=True)]
@@ -45,31 +46,14 @@ def all_to_all(rank, world_size, max_sending):
 
 
 @pytest.mark.parametrize(("world_size", "max_sending"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_every_part_arrives_where_it_belongs(ranks, world_size, max_sending):
-    assert ranks.run(all_to_all, max_sending, world_size=world_size) == [NUM_EXCHANGES] * world_size
+def test_every_part_arrives_where_it_belongs(ranks, bindings_folder, world_size, max_sending):
+    assert ranks.run(all_to_all, bindings_folder, max_sending, world_size=world_size) == [NUM_EXCHANGES] * world_size
 
 
-def all_gather(rank, world_size, in_place):
-    exchange = make_exchange()
-    everyones = torch.cat([part(sender, 0, 0) for sender in range(world_size)])
-    receive = torch.zeros_like(everyones)
-    own = receive[rank * NBYTES : (rank + 1) * NBYTES] if in_place else torch.zeros(NBYTES, dtype=torch.uint8)
-    own.copy_(part(rank, 0, 0))
-    exchange.start(send=own, receive=receive).wait()
-    dist.barrier()
-    return torch.equal(receive, everyones)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_part_goes_to_all(ranks, world_size, in_place):
-    assert all(ranks.run(all_gather, in_place, world_size=world_size))
-
-
-def get_ahead(rank, world_size, max_sending, expected):
+def get_ahead(rank, world_size, folder, max_sending, expected):
     """Ranks 0 and 1 start four exchanges before rank 2 starts any. Returns on these two ranks, for each exchange,
     whether the other's message has arrived by then."""
-    exchange = make_exchange(max_sending)
+    exchange = make_exchange(folder, max_sending)
     send = torch.full((NBYTES,), rank + 1, dtype=torch.uint8)
     receive = [torch.zeros(world_size, NBYTES, dtype=torch.uint8) for _ in range(4)]
     under_way = []
@@ -92,13 +76,13 @@ def get_ahead(rank, world_size, max_sending, expected):
 
 
 @pytest.mark.parametrize(("max_sending", "expected"), [(0, 4), (1, 1), (2, 2)])
-def test_no_peer_gets_further_ahead_than_it_may(ranks, max_sending, expected):
-    ahead = ranks.run(get_ahead, max_sending, expected, world_size=3)
+def test_no_peer_gets_further_ahead_than_it_may(ranks, bindings_folder, max_sending, expected):
+    ahead = ranks.run(get_ahead, bindings_folder, max_sending, expected, world_size=3)
     assert ahead[0] == ahead[1] == [number < expected for number in range(4)]
 
 
-def close(rank, world_size, max_sending):
-    exchange = make_exchange(max_sending)
+def close(rank, world_size, folder, max_sending):
+    exchange = make_exchange(folder, max_sending)
     both = [torch.zeros(2 * NBYTES, dtype=torch.uint8) for _ in range(2)]
     exchange.start(send=both[0], receive=both[1]).wait()
     if rank == 1:
@@ -118,16 +102,16 @@ def close(rank, world_size, max_sending):
 
 
 @pytest.mark.parametrize("max_sending", [0, 1])
-def test_what_is_under_way_ends_with_its_channel(ranks, max_sending):
-    taken_s, found = ranks.run(close, max_sending, world_size=2)[0]
+def test_what_is_under_way_ends_with_its_channel(ranks, bindings_folder, max_sending):
+    taken_s, found = ranks.run(close, bindings_folder, max_sending, world_size=2)[0]
     assert taken_s < HANG_S / 10  # the group's timeout is minutes
     assert found == ["its channel has been closed"] * 3
 
 
-def lose_the_last(rank, world_size):
+def lose_the_last(rank, world_size, folder):
     """The last rank is killed while its messages are under way. Returns the seconds that another rank waits for them,
     and its errors."""
-    exchange = make_exchange()
+    exchange = make_exchange(folder)
     send, receive = (torch.zeros(world_size << 26, dtype=torch.uint8) for _ in range(2))
     exchange.start(send=send[: 8 * world_size], receive=receive[: 8 * world_size]).wait()
     dist.barrier()
@@ -146,8 +130,8 @@ def lose_the_last(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, world_size):
-    for kind, found in ranks.outcomes(lose_the_last, world_size=world_size, lost=world_size - 1)[:-1]:
+def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, bindings_folder, world_size):
+    for kind, found in ranks.outcomes(lose_the_last, bindings_folder, world_size=world_size, lost=world_size - 1)[:-1]:
         assert kind == "value", found
         taken_s, errors = found
         assert taken_s < HANG_S / 10 and len(errors) >= 2  # the group's timeout is minutes
@@ -158,10 +142,10 @@ def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, world_size):
 LONG_S = 6
 
 
-def lose_the_last_while(rank, world_size, others_have_begun):
+def lose_the_last_while(rank, world_size, folder, others_have_begun):
     """Rank 2 is killed after the other ranks have waited for LONG_S. Rank 0 waits for rank 2 first. Returns a rank's
     error, and the seconds that it waited in all and until rank 2 was killed; None on a rank that starts no exchange."""
-    exchange, store = make_exchange(), dist.distributed_c10d._get_default_store()
+    exchange, store = make_exchange(folder), dist.distributed_c10d._get_default_store()
     send, receive = (torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in range(2))
     exchange.start(send=send, receive=receive).wait()
     dist.barrier()
@@ -182,10 +166,10 @@ def lose_the_last_while(rank, world_size, others_have_begun):
 
 
 @pytest.mark.parametrize("others_have_begun", [True, False])
-def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
+def test_an_error_also_names_whoever_else_is_awaited(ranks, bindings_folder, others_have_begun):
     """A rank may fail only because it waits for another one. An error that names just the first failed peer could name
     the wrong rank."""
-    kind, found = ranks.outcomes(lose_the_last_while, others_have_begun, world_size=3, lost=2)[0]
+    kind, found = ranks.outcomes(lose_the_last_while, bindings_folder, others_have_begun, world_size=3, lost=2)[0]
     assert kind == "value", found
     error, waited_s, killed_s = found
     assert error.startswith("between this rank and rank 2: ")
@@ -197,28 +181,16 @@ def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
     assert all(float(seconds) < waited_s + 0.1 for seconds in late), error  # the text has tenths of a second
 
 
-def refused(rank, world_size):
-    exchange, bytes_ = make_exchange(), torch.zeros(8, dtype=torch.uint8)
-    for send, receive in ((bytes_.float(), bytes_), (bytes_, bytes_[::2]), (bytes_[:3], bytes_), (bytes_, bytes_[:5])):
-        with pytest.raises(ValueError, match="^(send|receive) must"):
-            exchange.start(send=send, receive=receive)
-    dist.barrier()
-
-
-def test_other_tensors_are_refused(ranks):
-    ranks.run(refused, world_size=2)
-
-
 # A message takes 0.13 s of the line, so the time that a busy machine adds is small in comparison.
 LATE_S, MESSAGE_NBYTES = 0.2, 1_600_000
 
 BEGIN_LATE = f"""
-import time, torch, torch.distributed as dist
+import native_bindings, pathlib, time, torch, torch.distributed as dist
 from fusedcomm.ranks import groups
-from fusedcomm.native import _C
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
-exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group).native).scatter, max_sending=0)
+channels = groups.make_channels(group, cpu, groups.private_store(group).native)
+exchange = native_bindings.load(pathlib.Path(FOLDER)).Exchange(channels.scatter, max_sending=0)
 send, receive = (torch.zeros({2 * MESSAGE_NBYTES}, dtype=torch.uint8) for _ in range(2))
 for _ in range(3):
     exchange.start(send=send, receive=receive).wait()
@@ -240,9 +212,10 @@ dist.destroy_process_group()
 @pytest.mark.full
 @pytest.mark.alone
 @needs_hosts
-def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):
+def test_both_directions_of_a_line_are_used_at_once(bindings_folder, tmp_path, capsys):
     """Both are used even if one rank begins later. Gloo's all-to-all would then use one direction after the other."""
-    printed = printed_by(BEGIN_LATE, tmp_path, capsys)
+    begin = f"import sys; sys.path[:0] = {sys.path!r}; FOLDER = {str(bindings_folder)!r}"
+    printed = printed_by(begin + BEGIN_LATE, tmp_path, capsys)
     (taken_s,) = map(float, re.findall(r"late=([\d.]+)", printed))
     line_s = MESSAGE_NBYTES * 8 / 1e8
     assert line_s < taken_s < 2 * line_s

@@ -99,12 +99,11 @@ def test_holes_are_a_thousandth_of_what_is_sent(model, wire):
     """Buckets of 25 MiB, from the last parameter to the first, with exempt vectors in int8 and int4."""
     config = Config(wire)
     native = chunks.native(config, 4, "cuda")
-    exempt = _C.EXACT_WIRE if config.exempts_1d else 0
     sent = sent_without = numel = 0
     bucket: list[tuple[int, int]] = []
     parameters = model()[::-1]  # (numel, dimensions)
     for i, (of_one, dimensions) in enumerate(parameters):
-        bucket.append((of_one, exempt if dimensions == 1 else 0))
+        bucket.append((of_one, config.wire_number_1d if dimensions == 1 else 0))
         numel += of_one
         if 4 * numel < 25 << 20 and i + 1 < len(parameters):
             continue

@@ -387,7 +387,7 @@ constexpr KernelTable make_table(const char* isa, CodeList<Code...>) {
           {{convert<V, float, float>, convert<V, float, Bf16>, convert<V, float, Fp16>},
            {convert<V, Bf16, float>, convert<V, Bf16, Bf16>, convert<V, Bf16, Fp16>},
            {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
-          {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
+          scale_elements<V>,
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
           {block_kernels<V, Code>()...},
           {add<V, float>, add<V, Bf16>, nullptr},

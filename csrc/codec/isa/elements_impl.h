@@ -74,8 +74,8 @@ int64_t convert(const void* src_data, void* dst_data, int64_t numel, float scale
   return nonfinite + convert_span<Scalar, Src, Dst, false>(src + body, dst + body, numel - body, scale);
 }
 
-template <class V, class T>
-int64_t scale_span(T* data, int64_t numel, float scale) {
+template <class V>
+int64_t scale_span(float* data, int64_t numel, float scale) {
   const typename V::F factor = V::broadcast(scale);
   typename V::N nonfinite{};
   for (int64_t i = 0; i < numel; i += V::kLanes) {
@@ -86,11 +86,10 @@ int64_t scale_span(T* data, int64_t numel, float scale) {
   return V::total(nonfinite);
 }
 
-template <class V, class T>
-int64_t scale_elements(void* data, int64_t numel, float scale) {
-  auto* elements = static_cast<T*>(data);
+template <class V>
+int64_t scale_elements(float* data, int64_t numel, float scale) {
   const int64_t body = numel - numel % V::kLanes;
-  return scale_span<V>(elements, body, scale) + scale_span<Scalar>(elements + body, numel - body, scale);
+  return scale_span<V>(data, body, scale) + scale_span<Scalar>(data + body, numel - body, scale);
 }
 
 template <class V, class Addend>

@@ -80,7 +80,6 @@ int Coordinator::submit(RequestPtr request) {
                                 ", so it cannot be submitted again: synchronize its handle first, or use another name");
   }
   handles_[handle] = request;
-  ++stats_.num_requests;
   set.unreported.push_back(std::move(request));
   links_.wake();
   return handle;
@@ -131,20 +130,6 @@ void Coordinator::shutdown() {
 std::string Coordinator::failure() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
-}
-
-int64_t Coordinator::num_pending() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  int64_t count = 0;
-  for (const auto& [number, set] : sets_) count += static_cast<int64_t>(set.requests.size());
-  return count;
-}
-
-CoordinatorStats Coordinator::stats() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  CoordinatorStats stats = stats_;
-  stats.num_control_messages = links_.num_messages();
-  return stats;
 }
 
 void Coordinator::start_events(bool mark_cycles) {

@@ -31,10 +31,6 @@ struct Event {  // for the timeline, in µs since the coordinator began
   int64_t begin_us, end_us;
 };
 
-struct CoordinatorStats {
-  int64_t num_requests = 0, num_buckets = 0, num_control_messages = 0;
-};
-
 class Coordinator {
  public:
   struct Options {
@@ -63,8 +59,6 @@ class Coordinator {
   std::string failure() const;
   // Whether this process is a child, by fork(), of the one that made it. Nothing else may be called then.
   bool is_in_fork() const { return getpid() != process_; }
-  int64_t num_pending() const;
-  CoordinatorStats stats() const;
 
   void start_events(bool mark_cycles);
   std::vector<Event> take_events();
@@ -125,11 +119,10 @@ class Coordinator {
   Clock::time_point leaving_since_;
   std::vector<SetChange> changes_;  // for the negotiator
   std::deque<std::string> outbox_;  // to rank 0
-  CoordinatorStats stats_;
   bool keeps_events_ = false, marks_cycles_ = false;
   std::vector<Event> events_;
 
-  // Used only by thread_, except wake() and num_messages(), and the question whether there is a negotiator.
+  // Used only by thread_, except wake(), and the question whether there is a negotiator.
   Links links_;
   std::unique_ptr<Negotiator> negotiator_;  // on rank 0
   std::deque<std::string> inbox_;           // rank 0's messages to itself

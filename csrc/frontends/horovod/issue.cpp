@@ -109,7 +109,6 @@ void Coordinator::issue(IssuedBucket taken) {
     const auto found = sets_.find(bucket->set);
     if (found != sets_.end()) plain = found->second.plain;
     for (const RequestPtr& request : bucket->requests) request->issued = Clock::now();
-    ++stats_.num_buckets;
   }
   const Kind kind = front.signature.kind;
   if (!front.result.error.empty() || !plain || kind == Kind::kBarrier || kind == Kind::kJoin) {

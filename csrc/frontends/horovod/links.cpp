@@ -63,7 +63,6 @@ void Links::wait(int timeout_ms, const std::function<void(int, std::string)>& on
       std::memcpy(&nbytes, link.incoming.data() + at, sizeof nbytes);
       if (link.incoming.size() - at - sizeof nbytes < nbytes) break;
       at += sizeof nbytes + nbytes;
-      ++num_messages_;
       on_message(link.peer, link.incoming.substr(at - nbytes, nbytes));
     }
     link.incoming.erase(0, at);
@@ -80,7 +79,6 @@ void Links::send(int peer, const std::string& message) {
     const auto nbytes = static_cast<uint32_t>(message.size());
     link.outgoing.append(reinterpret_cast<const char*>(&nbytes), sizeof nbytes);
     link.outgoing += message;
-    ++num_messages_;
     write_some(link);
   }
 }

@@ -2,7 +2,6 @@
 // 0. Uses no torch.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -33,7 +32,6 @@ class Links {
   // Hangs up, and waits until every peer has closed its end, for at most `timeout_ms`. Otherwise the end of a
   // connection with unread messages would take from the peer what it has not read yet.
   void close_after_peers(int timeout_ms);
-  int64_t num_messages() const { return num_messages_; }
 
  private:
   struct Link {
@@ -46,7 +44,6 @@ class Links {
 
   std::vector<Link> links_;
   int wake_fd_;
-  std::atomic<int64_t> num_messages_{0};  // sent and received
 };
 
 }  // namespace fusedcomm::horovod

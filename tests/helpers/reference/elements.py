@@ -88,7 +88,7 @@ def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return canonical(y.to(dtype))
 
 
-def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(y: torch.Tensor, wire: str, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """Wire codes of `y` (fp32 [numel]) and the scales of its blocks of `block` elements.
 
     Returns (codes, scales): codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)]; scales
@@ -173,7 +173,7 @@ def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
     return levels[(numbers + len(levels) // 2) % len(levels)]
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
+def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = 128) -> torch.Tensor:
     """fp32 [numel]: the values of codes and scales from `encode`. numel is rounded up to what fills whole bytes."""
     values = values_of_codes(codes, wire)
     if wire in GREATEST_CODE:

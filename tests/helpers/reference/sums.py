@@ -11,7 +11,7 @@ def all_reduce_mean(
     grads: list[torch.Tensor],
     wire: str,
     sum: str = "two-shot",
-    block: int = _C.DEFAULT_BLOCK_NUMEL,
+    block: int = 128,
     predivide: float = 1.0,
     exempt_mask: torch.Tensor | None = None,
     rotated: bool = False,
