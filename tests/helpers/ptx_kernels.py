@@ -79,15 +79,8 @@ class Kernel:
     thread several threads hold the same ones, so a kernel that works in place has races.
     """
 
-    def __init__(
-        self,
-        name: str,
-        compiler: "TritonCompiler",
-        capability: int,
-        counts: "list[ptx.Counts] | None" = None,
-    ) -> None:
-        """counts: what each launch did is appended. None: nothing is counted."""
-        self.name, self.compiler, self.capability, self.counts = name, compiler, capability, counts
+    def __init__(self, name: str, compiler: "TritonCompiler", capability: int) -> None:
+        self.name, self.compiler, self.capability = name, compiler, capability
 
     def __getitem__(self, grid):
         return functools.partial(self.launch, *grid)
@@ -102,12 +95,7 @@ class Kernel:
         ]
         values += [("ptr", 0)] * code["num_scratch_pointers"]
         memory = ptx.TensorMemory([(x.data_ptr(), x.numel() * x.element_size()) for x in tensors])
-        count = self.counts is not None
-        counts = ptx.launch(
-            code["ptx"], num_programs, code["num_threads"], values, memory, code["shared_nbytes"], count
-        )
-        if count:
-            self.counts.append(counts)
+        ptx.launch(code["ptx"], num_programs, code["num_threads"], values, memory, code["shared_nbytes"])
 
     def variant_of(self, dtype: torch.dtype, constants: dict[str, object]) -> "_C.KernelKey":
         from fusedcomm.kernels.constants import FEEDBACK_IDS, WIRE_IDS
@@ -125,17 +113,11 @@ class Kernel:
         )
 
 
-def replace_kernels(
-    monkeypatch,
-    compiler: "TritonCompiler",
-    capability: int,
-    counts: "list[ptx.Counts] | None" = None,
-) -> None:
-    """Makes launchers.py run what `compiler` compiles, for the rest of the test. What each launch did is appended to
-    `counts`."""
+def replace_kernels(monkeypatch, compiler: "TritonCompiler", capability: int) -> None:
+    """Makes launchers.py run what `compiler` compiles, for the rest of the test."""
     for name in KERNELS:
         module = importlib.import_module(f"fusedcomm.kernels.{name}")
-        monkeypatch.setattr(module, f"{name}_kernel", Kernel(name, compiler, capability, counts))
+        monkeypatch.setattr(module, f"{name}_kernel", Kernel(name, compiler, capability))
 
 
 def use_kernels(folder: Path) -> None:

@@ -4,8 +4,8 @@ parse.py reads the text, arithmetic.py and floats.py compute, memory.py loads, s
 launch.
 """
 
-from .grid import Counts, launch
+from .grid import launch
 from .memory import HostMemory, TensorMemory
 from .parse import Fault, Unsupported, parse
 
-__all__ = ["Counts", "Fault", "HostMemory", "TensorMemory", "Unsupported", "launch", "parse"]
+__all__ = ["Fault", "HostMemory", "TensorMemory", "Unsupported", "launch", "parse"]

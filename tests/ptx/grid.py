@@ -6,27 +6,18 @@ thread that has come to an exchange or a barrier waits until all others that tak
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from .exchanges import EXCHANGES
 from .instructions import arithmetic_step, memory_step, mov_step
-from .memory import WARP, Memory, MemoryFault, SharedMemory, Traffic
+from .memory import WARP, Memory, MemoryFault, SharedMemory
 from .operands import UNSIGNED, Grid, Run
 from .operation import Unsupported
 from .parse import Fault, Instruction, Kernel, parse
 
 MEMORY = ("ld", "st", "atom", "red")
-
-
-@dataclass
-class Counts:
-    """What a launch did. `instructions` counts each thread's."""
-
-    instructions: int = 0
-    global_memory: Traffic = field(default_factory=Traffic)
-    shared_memory: Traffic = field(default_factory=Traffic)
 
 
 @dataclass
@@ -84,10 +75,9 @@ def launch(
     arguments: Sequence[tuple[str, int | float]],
     memory: Memory,
     shared_nbytes: int = 0,
-    count: bool = False,
     seed: int = 0,
     max_steps: int = 10**7,
-) -> Counts:
+) -> None:
     """Launches the kernel of a PTX module.
 
     Args:
@@ -95,7 +85,6 @@ def launch(
         arguments: (kind, value) of each parameter: "ptr", "i32", "i64" or "f32".
         memory: global memory.
         shared_nbytes: bytes of dynamic shared memory for each block.
-        count: whether to count. If not, the result is zeros.
         seed: of what registers hold that no instruction has written.
         max_steps: a launch that executes more instructions is a fault: it does not end.
 
@@ -104,17 +93,16 @@ def launch(
         Fault: the kernel does something that is an error on a GPU, or the arguments are not its parameters.
     """
     code = program(ptx)
-    kernel, counts = code.kernel, Counts()
+    kernel = code.kernel
     if num_threads % WARP or kernel.num_threads not in (0, num_threads):
         raise Fault(f"{kernel.name}: {num_threads} threads in a block instead of {kernel.num_threads or 'full warps'}")
     grid = Grid(kernel.registers, num_blocks, num_threads, memory, seed)
     grid.params = bound_params(kernel, arguments)
     grid.shared = SharedMemory(kernel.static_nbytes + shared_nbytes, num_blocks)
-    for space, traffic in ((memory, counts.global_memory), (grid.shared, counts.shared_memory)):
-        space.begin(num_threads, traffic if count else None)
+    for space in (memory, grid.shared):
+        space.begin(num_threads)
     with np.errstate(all="ignore"):
-        Schedule(code, grid, counts if count else None, max_steps).run()
-    return counts
+        Schedule(code, grid, max_steps).run()
 
 
 def bound_params(kernel: Kernel, arguments: Sequence[tuple[str, int | float]]) -> dict[str, np.ndarray]:
@@ -137,8 +125,8 @@ def bound_params(kernel: Kernel, arguments: Sequence[tuple[str, int | float]]) -
 class Schedule:
     """Which threads run which instruction next."""
 
-    def __init__(self, code: Program, grid: Grid, counts: Counts | None, max_steps: int) -> None:
-        self.code, self.grid, self.counts, self.num_left = code, grid, counts, max_steps
+    def __init__(self, code: Program, grid: Grid, max_steps: int) -> None:
+        self.code, self.grid, self.num_left = code, grid, max_steps
         self.end = len(code.steps) - 1
         self.at = np.zeros(grid.numel, np.int64)  # each thread's next instruction
         self.waits = np.zeros(grid.numel, bool)  # for partners in an exchange
@@ -165,7 +153,7 @@ class Schedule:
         everyone = bool(active.all())
         others = self.end if everyone else int(self.at[self.at > at].min(initial=self.end))
         threads = None if everyone else active
-        steps, grid, counts, numel = self.code.steps, self.grid, self.counts, self.grid.numel
+        steps, grid, numel = self.code.steps, self.grid, self.grid.numel
         self.current = at
         while at < others:
             step = steps[at]
@@ -183,8 +171,6 @@ class Schedule:
                 if num_true == 0:
                     at += 1
                     continue
-            if counts is not None:
-                counts.instructions += numel if mask is None else int(np.count_nonzero(mask))
             if step.target >= 0:
                 if mask is None:
                     at = step.target

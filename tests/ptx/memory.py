@@ -21,8 +21,6 @@ SHARED_BASE = 0x400
 """Where shared memory starts. Not zero, so that a null pointer is a fault."""
 
 WARP = 32
-SECTOR_NBYTES = 32
-NUM_BANKS = 32
 LEAST_ADDRESS = 4096
 """No tensor lies below it."""
 
@@ -51,15 +49,6 @@ class By:
 
     def __getitem__(self, chosen) -> "By":
         return By(self.threads[chosen], self.blocks[chosen], self.words[chosen], self.line)
-
-
-@dataclass
-class Traffic:
-    """32-byte sectors that warps read and wrote, and bank conflicts: turns of shared memory beyond the least number."""
-
-    sectors_read: int = 0
-    sectors_written: int = 0
-    bank_conflicts: int = 0
 
 
 class Region:
@@ -99,14 +88,11 @@ class Memory:
         self._starts = [region.start for region in self._regions]
         self._latest = self._regions[0] if self._regions else None
         self.num_threads = 0  # of a block
-        self.traffic: Traffic | None = None
 
-    def begin(self, num_threads: int, traffic: Traffic | None) -> None:
-        """Begins a launch. Launches are ordered, so what earlier ones wrote is forgotten.
-
-        num_threads: of a block. traffic: where accesses are counted, if at all.
-        """
-        self.num_threads, self.traffic = num_threads, traffic
+    def begin(self, num_threads: int) -> None:
+        """Begins a launch, with so many threads in a block. Launches are ordered, so what earlier ones wrote is
+        forgotten."""
+        self.num_threads = num_threads
         for region in self._regions:
             region.reads.clear()
             if region.tracked:
@@ -122,7 +108,6 @@ class Memory:
                 self._check(region, offsets, total, whose, "reads what thread {} wrote, without a barrier between them")
                 region.reads.append((offsets, total, whose))
             result[:, chosen] = region.view(total)[offsets // total].view(f"u{nbytes}").reshape(-1, count).T
-        self._count(address, by, total, "sectors_read")
         return result
 
     def store(self, address: np.ndarray, by: By, values: Sequence[np.ndarray]) -> None:
@@ -136,7 +121,6 @@ class Memory:
             if region.tracked:
                 self._record_write(region, offsets, total, whose, packed[chosen])
             region.view(total)[offsets // total] = packed[chosen]
-        self._count(address, by, total, "sectors_written")
 
     def add(self, address: np.ndarray, by: By, operation, values: np.ndarray) -> np.ndarray:
         """Combines each value with the number at its address, one thread after another. Returns the numbers before."""
@@ -152,7 +136,6 @@ class Memory:
                 before[i] = numbers[place]
                 numbers[place] = operation(numbers[place : place + 1], operands[i : i + 1])[0]
             result[chosen] = before
-        self._count(address, by, nbytes, "sectors_written")
         return result
 
     def check_reads(self, forget: bool) -> None:
@@ -254,15 +237,6 @@ class Memory:
     def place(self, thread: int) -> str:
         return f"(block {thread // self.num_threads}, thread {thread % self.num_threads})"
 
-    # ---- counts
-
-    def _count(self, address: np.ndarray, by: By, nbytes: int, what: str) -> None:
-        if self.traffic is None:
-            return
-        warps = by.threads.astype(np.uint64) // np.uint64(WARP)
-        sectors = np.unique(warps << np.uint64(48) | address // np.uint64(SECTOR_NBYTES))
-        setattr(self.traffic, what, getattr(self.traffic, what) + len(sectors))
-
 
 class TensorMemory(Memory):
     """Global memory that consists of the given bytes: (address, number of bytes) of each tensor, which may overlap.
@@ -321,17 +295,3 @@ class SharedMemory(Memory):
 
     def _addresses(self, region: Region, offsets: np.ndarray, by: By) -> np.ndarray:
         return (offsets - by.blocks * self.stride + SHARED_BASE).astype(np.uint64)
-
-    def _count(self, address: np.ndarray, by: By, nbytes: int, what: str) -> None:
-        super()._count(address, by, nbytes, what)
-        if self.traffic is None:
-            return
-        # A turn serves 128 bytes: the lanes of a warp, of half of it if they access 8 bytes, of a quarter if 16.
-        threads = by.threads
-        turns = threads // (WARP // max(1, nbytes // 4))
-        words = address.astype(np.int64) // 4
-        accessed = np.unique(np.stack([turns, words % NUM_BANKS, words]), axis=1)  # the same word counts once
-        per_bank = np.unique(accessed[:2], axis=1, return_counts=True)
-        deepest = np.zeros(int(turns.max()) + 1, np.int64)
-        np.maximum.at(deepest, per_bank[0][0], per_bank[1])
-        self.traffic.bank_conflicts += int(np.maximum(deepest - 1, 0).sum())

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import Counts, TensorMemory, launch
+from . import TensorMemory, launch
 
 HEAD = """.version {version}
 .target sm_90
@@ -42,13 +42,11 @@ FIRST_LINE = BODY_LINE + ADDRESS.strip("\n").count("\n") + 1
 """Line of the first line of what follows ADDRESS."""
 
 
-def run(
-    body: str, data: np.ndarray, num_blocks: int = 1, num_threads: int = 32, count: bool = False, tensors=None
-) -> Counts:
+def run(body: str, data: np.ndarray, num_blocks: int = 1, num_threads: int = 32, tensors=None) -> None:
     """Runs ADDRESS and then `body`, with the address of `data` as p0. Memory is `data`, or `tensors` if given."""
     memory = TensorMemory([(x.ctypes.data, x.nbytes) for x in (tensors or [data])])
     arguments = [("ptr", data.ctypes.data)]
-    return launch(text(ADDRESS + body), num_blocks, num_threads, arguments, memory, count=count)
+    launch(text(ADDRESS + body), num_blocks, num_threads, arguments, memory)
 
 
 def aligned(numel: int, dtype=np.uint32) -> np.ndarray:

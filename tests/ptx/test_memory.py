@@ -1,4 +1,4 @@
-"""Loads, stores and atomic operations, their faults and their counts."""
+"""Loads, stores and atomic operations, and their faults."""
 
 import re
 
@@ -264,31 +264,3 @@ def test_arguments_that_do_not_match():
     with pytest.raises(Fault, match="small: 48 threads in a block"):
         launch(text(""), 1, 48, [("ptr", data.ctypes.data)], memory)
     assert BODY_LINE < FIRST_LINE
-
-
-# ---- counts
-
-
-def test_counts_instructions_and_sectors():
-    data = aligned(256)
-    counts = run("ld.global.b32 %r5, [%rd1];\n st.global.b32 [%rd1], %r5;", data, num_blocks=2, count=True)
-    assert counts.instructions == 64 * (ADDRESS.count(";") + 3)
-    assert (counts.global_memory.sectors_read, counts.global_memory.sectors_written) == (8, 8)
-    spread = "mul.wide.u32 %rd3, %r4, 28;\n add.s64 %rd1, %rd1, %rd3;\n ld.global.b32 %r5, [%rd1];"
-    assert run(spread, data, count=True).global_memory.sectors_read == 32
-    assert run("ld.global.b32 %r5, [%rd1];", data).global_memory.sectors_read == 0
-
-
-@pytest.mark.parametrize(
-    ("store", "conflicts"),
-    [
-        ("shl.b32 %r21, %r1, 2;\n add.s32 %r22, %r20, %r21;\n st.shared.b32 [%r22], %r1;", 0),
-        ("shl.b32 %r21, %r1, 3;\n add.s32 %r22, %r20, %r21;\n st.shared.b32 [%r22], %r1;", 1),
-        ("shl.b32 %r21, %r1, 4;\n add.s32 %r22, %r20, %r21;\n st.shared.b32 [%r22], %r1;", 3),
-        ("shl.b32 %r21, %r1, 4;\n add.s32 %r22, %r20, %r21;\n st.shared.v4.b32 [%r22], {%r1, %r1, %r1, %r1};", 0),
-        ("st.shared.b32 [%r20], 7;", 0),
-    ],
-)
-def test_counts_bank_conflicts(store, conflicts):
-    counts = run("mov.u32 %r20, scratch;\n" + store, aligned(32), count=True)
-    assert counts.shared_memory.bank_conflicts == conflicts
