@@ -361,7 +361,7 @@ class Members(Sealed):
             is_enough: of what a member says of its progress. None: it has finished this rank's last step.
             in_view: whether it also ends when the members leave this view, in which case they may wait for this rank.
         """
-        is_enough = is_enough or (lambda told: told["finished"] >= self.step - 1)
+        is_enough = is_enough or (lambda told: told["finished"] >= self.step - self.first_step - 1)
         until, view = time.monotonic() + timeout_s, self.current
 
         def waits() -> bool:

@@ -6,6 +6,7 @@ server that has imported torch but never used it, so ranks that a test has kille
 
 import contextlib
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -31,6 +32,14 @@ ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_
 # Modules that the server imports before it forks ranks. DistributedDataParallel imports torch._dynamo when it is first
 # constructed, which would take every rank two seconds.
 PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.testing", "torch._dynamo", "numpy", "pytest"]
+PRELOADED += ["fusedcomm.reducer.reducer", "fusedcomm.local_steps.local_steps"]
+
+
+def forkserver() -> mp.context.ForkServerContext:
+    """Starts the processes of all tests. A process has one server, and what its first user preloads is all it has."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _serve(pipe, index: int, environment: dict[str, str]) -> None:
@@ -40,6 +49,7 @@ def _serve(pipe, index: int, environment: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection then takes no time for the modules: without it, a quarter of a second
     while (call := pipe.recv()) is not None:
         try:
             pipe.send(("value", _run(*call)))
@@ -81,12 +91,10 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self._pipes, self.processes = [], []
         for index in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, index, dict(os.environ)), daemon=True)
+            ours, theirs = mp.Pipe()
+            process = forkserver().Process(target=_serve, args=(theirs, index, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

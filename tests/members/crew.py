@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from patience import HANG_S
+from ranks import forkserver
 
 from fusedcomm.members.control import ControlPlane, new_uid
 from fusedcomm.members.view import View
 
-PRELOADED = ["crew"]
 JOB = "the job of the test"
 
 
@@ -247,8 +247,6 @@ class Crew:
 
     def __init__(self, folder: Path, num_founders: int, **settings) -> None:
         self.folder, self.base = folder, {"folder": str(folder), "num_founders": num_founders, **settings}
-        self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
         self.processes: dict[str, mp.Process] = {}
         self.num_founders = num_founders
 
@@ -270,7 +268,7 @@ class Crew:
 
     def spawn(self, name: str, founder: int | None = None, address: str | None = None, **settings) -> None:
         arguments = (Settings(**{**self.base, **self.of(name), **settings}), name, founder, address)
-        self.processes[name] = self.context.Process(target=train, args=arguments, daemon=True)
+        self.processes[name] = forkserver().Process(target=train, args=arguments, daemon=True)
         self.processes[name].start()
 
     def of(self, name: str) -> dict:

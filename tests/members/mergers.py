@@ -1,6 +1,7 @@
 """Ranks that train by local steps with members, follow a script, and write what each step left them; and what they
 must have, by a plain simulation."""
 
+import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,12 +41,13 @@ class Merger(Rank):
 
     def __init__(self, script: MergeScript, name: str, address: str | None) -> None:
         super().__init__(script, name, address)
+        if address is None:  # as after a checkpoint: the steps that are waited for are those since
+            self.members.load_state_dict({"step": 100, "num_microbatches": 0})
         self.model = Net(7.0 if self.joins else 0.0)  # whatever a joiner begins with, it gets the others'
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.5)
         self.comm: fusedcomm.LocalSteps | None = None
         if isinstance(script.every, str):
-            steps = lambda: float(0 if self.comm is None else self.comm.steps)  # noqa: E731
-            windows.time = types.SimpleNamespace(monotonic=steps)  # type: ignore[assignment]
+            windows.time = types.SimpleNamespace(monotonic=lambda: 0 if self.comm is None else self.comm.steps)
         self.comm = fusedcomm.LocalSteps(
             self.model,
             self.optimizer,
@@ -83,6 +85,8 @@ class Merger(Rank):
             for index, parameter in enumerate(self.model.parameters()):
                 parameter.grad = gradient(self.name, step, index, tuple(parameter.shape))
             self.optimizer.step()
+            while self.comm.window is not None and self.comm.window._began is None:
+                threading.Event().wait(0.001)  # what has arrived begins the next window on another thread
             anchors = torch.cat([fragment.anchor for fragment in self.comm.fragments])
             self.write(f"step.{step}", {"params": self.flat(), "anchors": anchors, "size": self.members.size})
         self.comm.finish()
@@ -104,8 +108,7 @@ def simulated(script: MergeScript, takes_part: Callable[[str, int], bool], joine
     takes_part(name, message). joined: by name, the message before which a rank joins.
     """
     names = [str(rank) for rank in range(script.num_founders)]
-    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
-    anchor = torch.zeros(numel, dtype=torch.float64)
+    anchor = torch.zeros(sum(torch.Size(shape).numel() for shape in SHAPES), dtype=torch.float64)
     now = {name: anchor.clone() for name in names}
     momentum = {name: torch.zeros_like(anchor) for name in names}
     snapshots: dict[str, torch.Tensor] = {}

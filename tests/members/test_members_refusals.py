@@ -93,7 +93,7 @@ def strangers(address: tuple[str, int]) -> list[socket.socket]:
 
 
 def test_others_than_fitting_joiners_are_sent_away_and_nobody_waits_for_them(tmp_path, monkeypatch):
-    script = Script(str(tmp_path), config={"wire": "int8"}, num_founders=2, num_steps=9, hold={"0": 4})
+    script = Script(str(tmp_path), config={"wire": "int8"}, num_founders=2, num_steps=9, hold={"0": 4}, meets=5)
     script.die["j"] = (0, "receiving")
     team = Team(script)
     try:

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import threading
+import timeit
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def beside_a_joiner(carried, joiner, change=None):
         found["at"] = members.step, members.num_microbatches
         one_pass(model)
     thread.join()
-    members.leave()
+    found["left_s"] = timeit.timeit(members.leave, number=1)
     return found
 
 
@@ -167,6 +168,7 @@ def test_a_rank_that_joins_gets_what_callbacks_of_its_coming_have_changed_and_th
     assert value == 0.03
     assert found["joined"] == found["at"] and found["at"][0] >= 100 and found["step"] == found["at"][0] + 1
     assert "load checkpoints only where members.joins is None" in found["refused"]
+    assert found["left_s"] < 30  # and not the minute that leave() waits at most
 
 
 def refused_carry(rank, world_size):

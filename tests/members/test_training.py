@@ -110,13 +110,13 @@ def test_a_survivor_that_misses_means_takes_them_from_one_that_has_finished(team
 
 def test_a_rank_that_joins_has_the_others_bits_and_its_gradients_count(team):
     config = {"wire": "int8"}
-    run = team(config=config, num_founders=2, num_steps=400)
+    run = team(config=config, num_founders=2, num_steps=40, meets=4)
     run.join("j", of="1")
     first = run.read("j", "ready")["step"]
     assert first > 0
     check_steps(run, range(max(0, first - 3), first), ["0", "1"], ["0", "1"], config)
     check_steps(run, range(first, first + 3), ["0", "1", "j"], ["0", "1", "j"], config)
-    check_steps(run, range(397, 400), ["0", "1", "j"], ["0", "1", "j"], config)
+    check_steps(run, range(37, 40), ["0", "1", "j"], ["0", "1", "j"], config)
 
 
 @pytest.mark.full

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import itertools
 import json
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -21,14 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from patience import HANG_S
+from ranks import forkserver
 
 import fusedcomm
-from fusedcomm import members as _package  # noqa: F401  (imported before processes are forked)
 from fusedcomm.members import state
 from fusedcomm.members.training import Training
 from fusedcomm.ranks import groups
 
-PRELOADED = ["trainees", "fusedcomm.reducer.reducer", "fusedcomm.local_steps.local_steps"]
 SHAPES = ((40, 33), (64, 32), (17, 128))
 """Of the parameters; each has a bucket of its own."""
 
@@ -255,12 +253,10 @@ class Team:
 
     def __init__(self, script: Script, kind: Callable[..., Any] = Trainee) -> None:
         self.script, self.folder, self._kind = script, Path(script.folder), kind
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
         self.processes = {str(rank): self._start(str(rank), None) for rank in range(script.num_founders)}
 
     def _start(self, name: str, address: str | None) -> Any:
-        process = self._context.Process(target=main, args=(self._kind, self.script, name, address), daemon=True)
+        process = forkserver().Process(target=main, args=(self._kind, self.script, name, address), daemon=True)
         process.start()
         return process
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import tempfile
 import time
 
 import pytest
@@ -25,7 +24,7 @@ SHAPES = ((400, 300), (500, 600))
 TIMEOUT_S = patient(6)
 
 
-def train(rank, world_size, victim, fate, store_kind, wire):
+def train(rank, world_size, victim, fate, store_kind, wire, folder):
     """Trains. In step 3 the `victim` is killed or stopped in the middle of the backward pass. Returns the error, what
     was written to stderr meanwhile, the seconds that the step took, and the seconds that detaching took."""
     with group_over(store_kind, rank, world_size, victim, datetime.timedelta(seconds=TIMEOUT_S)) as group:
@@ -40,19 +39,15 @@ def train(rank, world_size, victim, fate, store_kind, wire):
 
         if rank == victim:
             ddp.module.weights[0].register_hook(meet_fate)
-        with tempfile.NamedTemporaryFile() as log:
-            started, error = time.monotonic(), None
-            with stderr_to(log.name):
-                try:
-                    synchronize(ddp, gradients)
-                except RuntimeError as caught:
-                    error = str(caught)
-            waited = time.monotonic() - started
-            with open(log.name) as file:
-                warned = file.read()
-        started = time.monotonic()
+        started, error, log = time.monotonic(), None, folder / f"{rank}.log"
+        with stderr_to(log):
+            try:
+                synchronize(ddp, gradients)
+            except RuntimeError as caught:
+                error = str(caught)
+        waited, started = time.monotonic() - started, time.monotonic()
         comm.detach()
-        return error, warned, waited, time.monotonic() - started
+        return error, log.read_text(), waited, time.monotonic() - started
 
 
 def late_for_the_end_of_a_turn(rank, world_size, folder):
@@ -80,9 +75,9 @@ def test_a_rank_that_is_late_for_the_end_of_a_turn_is_named(ranks, tmp_path):
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
-def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, store_kind):
+def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, tmp_path, victim, fate, store_kind):
     pid = ranks.processes[victim].pid
-    outcome = ranks.outcomes(train, victim, fate, store_kind, "int8", world_size=3, lost=victim)
+    outcome = ranks.outcomes(train, victim, fate, store_kind, "int8", tmp_path, world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, value = outcome[rank]
         assert kind == "value", value
@@ -112,9 +107,9 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
         assert detached < TIMEOUT_S / 2
 
 
-def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
+def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks, tmp_path):
     # An exact sum uses a ring, in which rank 1 is no neighbor of rank 3: rank 1 sees nothing but a timeout.
-    outcome = ranks.outcomes(train, 3, "killed", "file", "fp32", world_size=4, lost=3)
+    outcome = ranks.outcomes(train, 3, "killed", "file", "fp32", tmp_path, world_size=4, lost=3)
     for rank in range(3):
         kind, value = outcome[rank]
         assert kind == "value", value
@@ -124,35 +119,31 @@ def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
             assert warned.count("Warning: fusedcomm") == 1 and "rank 3 (process " in warned
 
 
-def paused(rank, world_size, victim):
-    """Trains. In step 3 the `victim` is stopped for six times stall_after; then five more steps follow. Returns whether
-    the means were right and what was written to stderr."""
+def paused(rank, world_size, victim, folder):
+    """Trains. In step 3 the `victim` is stopped until the others have warned of it; then five more steps follow.
+    Returns whether the means were right and what was written to stderr."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronize(ddp, gradients, steps=3)
+    logs = [folder / f"{other}.log" for other in range(world_size)]
 
     def pause(gradient):
-        if not paused_already:
-            paused_already.append(True)
-            subprocess.Popen(["sh", "-c", f"sleep {patient(6)}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+        hook.remove()
+        waits = [f"until grep -qs missing {log}; do sleep 0.1; done; " for log in logs if log != logs[victim]]
+        subprocess.Popen(["sh", "-c", f"{''.join(waits)}kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
         return gradient
 
-    paused_already = []
-    if rank == victim:
-        ddp.module.weights[0].register_hook(pause)
-    with tempfile.NamedTemporaryFile() as log:
-        with stderr_to(log.name):
-            means = synchronize(ddp, gradients, steps=6)
-        with open(log.name) as file:
-            warned = file.read()
+    hook = ddp.module.weights[0].register_hook(pause) if rank == victim else None
+    with stderr_to(logs[rank]):
+        means = synchronize(ddp, gradients, steps=6)
     comm.detach()
-    return all((mean == (world_size + 1) / 2).all().item() for mean in means), warned
+    return all((mean == (world_size + 1) / 2).all().item() for mean in means), logs[rank].read_text()
 
 
-def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks):
-    for rank, (right, warned) in enumerate(ranks.run(paused, 2, world_size=3)):
+def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks, tmp_path):
+    for rank, (right, warned) in enumerate(ranks.run(paused, 2, tmp_path, world_size=3)):
         assert right
         assert warned.count("Warning: fusedcomm") == (rank != 2), warned
         if rank != 2:

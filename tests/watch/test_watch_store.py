@@ -3,10 +3,10 @@
 import contextlib
 import datetime
 import fcntl
+import functools
 import gc
 import os
 import socket
-import tempfile
 import threading
 import time
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronize
-from patience import HANG_S, patient
+from patience import HANG_S, patient, wait_for_words
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,35 +98,43 @@ def obey(control, order):
         assert client.recv(4) == b"done"
 
 
-def cut_off(rank, world_size, port, control):
-    """Cuts the connections to the store twice, the second time permanently. Each time rank 1 is late afterwards.
-    Returns what was written to stderr each time, and whether the means were right."""
+def over_the_proxy(rank, world_size, port, stall_after, **options):
+    """The handle, and a function that makes steps. options: of the store that is behind the proxy."""
     dist.destroy_process_group()
-    timeout = datetime.timedelta(seconds=patient(5))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, **options)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(2)))
-    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    means, logs = synchronize(ddp, gradients, steps=3), []
-    for order, wait_s in ((b"1", patient(2)), (b"0", patient(10))):
-        with tempfile.NamedTemporaryFile() as log:
-            with stderr_to(log.name):
-                if rank == 0:
-                    obey(control, order)
-                means += synchronize(ddp, gradients)
-                time.sleep(wait_s)  # long enough to notice the loss, and to stop reconnecting
-                means += synchronize(ddp, gradients)
-                time.sleep(patient(6) if rank == 1 else 0)
-                means += synchronize(ddp, gradients)
-            with open(log.name) as file:
-                logs.append(file.read())
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
+    return comm, functools.partial(synchronize, ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
+
+
+def cut_off(rank, world_size, port, control, folder):
+    """Cuts the connections to the store twice, the second time permanently. Each time rank 1 is late afterwards, until
+    the others have reported it. Returns what was written to stderr each time, and whether the means were right."""
+    comm, steps = over_the_proxy(rank, world_size, port, patient(2), timeout=datetime.timedelta(seconds=patient(3)))
+    means, logs = steps(3), []
+    for order, report in (("1", "rank 1 is slow"), ("0", "cannot call the roll")):
+        paths = [folder / f"{other}.{order}" for other in range(world_size)]
+        with stderr_to(paths[rank]):
+            if rank == 0:
+                obey(control, order.encode())
+            means += steps(1)
+            if order == "0":
+                wait_for_words("has lost the store", paths[rank])
+            else:
+                time.sleep(patient(1))  # long enough to notice the loss
+            means += steps(1)
+            for path in (paths[0], paths[2]) if rank == 1 else ():
+                wait_for_words(report, path)
+            means += steps(1)
+        logs.append(paths[rank].read_text())
     comm.detach()
     return logs, all((mean == (world_size + 1) / 2).all().item() for mean in means)
 
 
-def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
-    for rank, ((first, second), right) in enumerate(ranks.run(cut_off, proxy.port, proxy.control, world_size=3)):
+def test_a_connection_to_the_store_is_made_again_once(ranks, proxy, tmp_path):
+    outcomes = ranks.run(cut_off, proxy.port, proxy.control, tmp_path, world_size=3)
+    for rank, ((first, second), right) in enumerate(outcomes):
         assert right
         # Rank 1 answers over its new connection, so it is slow and not missing.
         assert ("rank 1 is slow: it has not handed over bucket 0" in first) == (rank != 1), first
@@ -136,44 +144,37 @@ def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
         assert ("cannot call the roll" in second) == (rank != 1)
 
 
-def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
-    """Makes the store silent for `silent_s` seconds while rank 1 is late. If `in_a_roll_call`, the silence begins after
-    rank 1 has answered a roll call that another rank opened. Returns what was written to stderr, and whether the means
-    were right.
+def held_back(rank, world_size, port, control, folder, in_a_roll_call, silent_s):
+    """Makes the store silent for `silent_s` seconds while rank 1 is late, until the others have reported it. If
+    `in_a_roll_call`, the silence begins after rank 1 has answered a roll call that another rank opened. Returns what
+    was written to stderr, and whether the means were right.
 
     These seconds are the same on slow machines, because the watch waits equally long for a store on any machine.
     """
-    dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=2))
-    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    means = synchronize(ddp, gradients, steps=3)
-    with tempfile.NamedTemporaryFile() as log:
-        with stderr_to(log.name):
-            if rank == 1:
-                if in_a_roll_call:
-                    comm.session._store.native.wait(["watch/answer/1/1"])
-                obey(control, b"h")
-                time.sleep(silent_s)
-                obey(control, b"g")
-                time.sleep(patient(8))
-            means += synchronize(ddp, gradients)
-        with open(log.name) as file:
-            text = file.read()
+    comm, steps = over_the_proxy(rank, world_size, port, stall_after=2)
+    means, paths = steps(3), [folder / f"{other}.log" for other in range(world_size)]
+    with stderr_to(paths[rank]):
+        if rank == 1:
+            if in_a_roll_call:
+                comm.session._store.native.wait(["watch/answer/1/1"])
+            obey(control, b"h")
+            time.sleep(silent_s)
+            obey(control, b"g")
+            for path in (paths[0], paths[2]):
+                wait_for_words("rank 1 is slow: it has not handed over bucket 0", path)
+        means += steps(1)
     comm.detach()
-    return text, all((mean == (world_size + 1) / 2).all().item() for mean in means)
+    return paths[rank].read_text(), all((mean == (world_size + 1) / 2).all().item() for mean in means)
 
 
 @pytest.mark.sampled(by=lambda in_a_roll_call, silent_s, silences: {"reported": silences})
 @pytest.mark.parametrize(
     ("in_a_roll_call", "silent_s", "silences"), [(False, 3, {0}), (False, 8, {1}), (True, 3.1, {0, 1})]
 )
-def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, in_a_roll_call, silent_s, silences):
+def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, tmp_path, in_a_roll_call, silent_s, silences):
     """A short silence is not reported. A longer silence may be reported, and so may a silence during a roll call, but a
     later report names the slow rank."""
-    outcomes = ranks.run(held_back, proxy.port, proxy.control, in_a_roll_call, silent_s, world_size=3)
+    outcomes = ranks.run(held_back, proxy.port, proxy.control, tmp_path, in_a_roll_call, silent_s, world_size=3)
     for rank, (text, right) in enumerate(outcomes):
         assert right
         if rank != 1:
