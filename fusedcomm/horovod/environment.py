@@ -151,9 +151,9 @@ def whole(name: str, value: str | None = None) -> int:
     return int(value)
 
 
-def seconds(name: str) -> float:
+def seconds(name: str, value: str | None = None) -> float:
     """Raises ValueError for what is no number of at least 0."""
-    value = _value(name)
+    value = _value(name) if value is None else value
     try:
         found = float(value)
     except ValueError:
