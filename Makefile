@@ -2,8 +2,10 @@
 #
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
-#                in which every value appears. 15 minutes on two cores                      ARGS="-k codec -x"
-#   make test-all    the same with every case: more than an hour
+#                in which every value appears. Compiles nothing. @@ minutes on two cores    ARGS="-k codec -x"
+#   make check   what else guards a merge: lost and late ranks, jobs that lose and gain ranks, torch's own tests, stand-ins
+#                for a GPU, the pages' code, times. @@ minutes
+#   make test-all    both with every case: more than an hour
 #   make test-torches    build with each torch of TORCHES, in a copy of this folder, and run a few tests with it. Each is
 #                a version, for which build/torches gets an environment, or the folder of one that has torch and pytest
 #   make bench   run every benchmark in bench/: hours; some minutes with ARGS=--quick. Each one says what
@@ -59,7 +61,7 @@ KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test test-all test-torches bench gpu build sanitize lint types format clean check-tools check-packages FORCE
+.PHONY: help demo test check test-all test-torches bench gpu build sanitize lint types format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -69,15 +71,22 @@ demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
 # Tests that may run side by side come first, with one worker more than cores, because they wait half of the time. The
-# others follow one by one. With ARGS, either step may select no test.
-test test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
-test-all: override ARGS += --all
-test-all: $(CHECKER)
-test test-all: build $(KERNELS)
+# others, all of `make check`, follow one by one. With ARGS, either step may select no test.
+SIDE_BY_SIDE = workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
+	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(WHICH) $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+
+test check test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
+test: WHICH = --part test
+check: WHICH = --part check
+test-all: WHICH = --all
+check test-all: $(CHECKER)
+test check test-all: build $(KERNELS)
+test:
+	$(SIDE_BY_SIDE)
+check test-all:
 	$(PY) tests/helpers/native_objects.py
-	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
-	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
-	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	$(SIDE_BY_SIDE)
+	$(PY) -m pytest --alone $(WHICH) $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
 test-torches: | check-tools
 	PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' bash tests/helpers/test_torches.sh $(TORCHES)

@@ -24,9 +24,13 @@ measure_slowness()
 
 NUM_NOT_SAMPLED = pytest.StashKey[int]()
 
+COMPILED = {"on_streams_library", "library", "bindings_folder", "compilers", "allocation_counter"}
+"""Fixtures that compile something: what uses one of them belongs to `make check`."""
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
+    group.addoption("--part", choices=("test", "check"), help="run only what `make test` or `make check` runs")
     group.addoption("--side-by-side", action="store_true", help="run only tests that may run in parallel (for -n)")
     group.addoption("--alone", action="store_true", help="run only the tests marked alone")
     group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
@@ -45,6 +49,12 @@ def pytest_configure(config):
         horovods_tests.fetch()
 
 
+def part_of(item: pytest.Item) -> str:
+    """What runs it: "test" or "check"."""
+    is_marked = any(item.get_closest_marker(name) for name in ("check", "alone"))
+    return "check" if is_marked or not COMPILED.isdisjoint(item.fixturenames) else "test"
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m have made their selection
 def pytest_collection_modifyitems(config, items):
     """Deselects the tests that the options above exclude."""
@@ -53,6 +63,9 @@ def pytest_collection_modifyitems(config, items):
     if any(wanted.values()):
         left_out = [item for item in items if not wanted[item.get_closest_marker("alone") is not None]]
         items[:] = [item for item in items if wanted[item.get_closest_marker("alone") is not None]]
+    if part := config.getoption("--part"):
+        left_out += [item for item in items if part_of(item) != part]
+        items[:] = [item for item in items if part_of(item) == part]
     if config.getoption("--rest"):
         chosen, items[:] = sampled(items)
         left_out += chosen

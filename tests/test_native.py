@@ -14,6 +14,8 @@ from sampling import few
 import fusedcomm
 from fusedcomm.version import BUILT_FOR, minor
 
+pytestmark = pytest.mark.check
+
 
 def imported(package: Path, built_for: str, statement: str) -> subprocess.CompletedProcess:
     """Runs a statement with a copy of fusedcomm in the folder `package`, built for another torch."""

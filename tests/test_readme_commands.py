@@ -30,6 +30,8 @@ from scripts import is_built
 
 from fusedcomm.version import __version__, minor
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = "build/objects"
 

@@ -14,6 +14,8 @@ from patience import HANG_S
 
 from fusedcomm import memory
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 

@@ -22,6 +22,8 @@ from patience import HANG_S
 from sampling import few
 from scripts import ROOT, torchrun
 
+pytestmark = pytest.mark.check
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 GIVEN = """

@@ -9,6 +9,8 @@ import pytest
 from patience import HANG_S
 from scripts import printed_by_two_ranks
 
+pytestmark = pytest.mark.check
+
 SCRIPT = """
 import sys
 sys.modules["numpy"] = None  # importing it fails as if it were not installed

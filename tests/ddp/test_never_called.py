@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.check
+
 MADE = """
 import sys, types, torch, fusedcomm
 state = fusedcomm.CommState("int8")

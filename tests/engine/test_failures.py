@@ -24,6 +24,8 @@ from fusedcomm.config import Blocks, Config, LocalOptions
 from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
+pytestmark = pytest.mark.check
+
 # Seconds; the timeout of the process group. It must also be enough for ranks to start, attach and take three steps
 # while other programs use the cores.
 TIMEOUT_S = patient(12)

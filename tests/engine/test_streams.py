@@ -7,6 +7,8 @@ import pytest
 import stream_stress
 from scripts import cxx
 
+pytestmark = pytest.mark.check
+
 LONG_SCENES = ["calls", "steady", "two_levels", "calls_fail"]
 SCENES = ["host_never_waits", "end_in_order", "traced", "failing", "faulted", "stopped", "staged_passthrough"]
 SCENES += ["lane_streams", "lane_tasks", "watching_thread"]

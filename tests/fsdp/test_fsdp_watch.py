@@ -20,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import fusedcomm
 from fusedcomm.config import LocalOptions
 
+pytestmark = pytest.mark.check
+
 TIMEOUT_S = patient(6)
 
 

@@ -22,7 +22,7 @@ def oldest_triton(config: pytest.Config) -> Path:
     """The folder with the oldest supported Triton. Skips the test if there is none."""
     folder = Path(config.getoption("--oldest-triton") or Path(sys.prefix) / "triton-oldest")
     if not (folder / "triton").is_dir():
-        pytest.skip(f"no Triton in {folder}: `make test` installs the oldest there, or name one with --oldest-triton")
+        pytest.skip(f"no Triton in {folder}: `make check` installs the oldest there, or name one with --oldest-triton")
     return folder
 
 

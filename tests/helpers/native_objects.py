@@ -1,5 +1,5 @@
 """Compiles the sources of tests/native that need torch's headers, with ninja, to objects in build/native: once, and
-again only what has changed. Run as a program, as `make test` does, it compiles those of the program stream_stress."""
+again only what has changed. Run as a program, as `make check` does, it compiles those of the program stream_stress."""
 
 import shutil
 import subprocess

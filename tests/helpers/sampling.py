@@ -1,4 +1,5 @@
-"""Chooses the cases of large parametrized tests that `make test` runs. `make test-all` (pytest --all) runs every case.
+"""Chooses the cases of large parametrized tests that `make test` and `make check` run. `make test-all` (pytest --all)
+runs every case.
 
 Of a test function marked ``sampled`` few cases run, but every value of every parameter appears in one of them. With
 ``sampled(strength=2)``, every pair of values of two parameters that appears in any case also appears in a case that

@@ -26,6 +26,8 @@ from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.wire_texts import config_of, text_of
 from fusedcomm.native import _C
 
+pytestmark = pytest.mark.check
+
 # ---- texts
 
 CONFIGS = [

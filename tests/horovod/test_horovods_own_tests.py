@@ -4,6 +4,8 @@ import horovods_tests
 import pytest
 from ranks import RankError
 
+pytestmark = pytest.mark.check
+
 NONE_THERE = (
     f"Horovod's tests are not here: set {horovods_tests.VARIABLE} or --horovods-tests to a checkout of Horovod, or "
     "pass --fetch-horovods-tests"

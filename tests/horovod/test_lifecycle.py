@@ -15,6 +15,8 @@ from patience import HANG_S
 import fusedcomm
 import fusedcomm.horovod as hvd
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(fusedcomm.__file__).absolute().parents[1]
 SCRIPT = """
 import torch

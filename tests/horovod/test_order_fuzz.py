@@ -10,6 +10,8 @@ from jobs import job
 
 import fusedcomm.horovod as hvd
 
+pytestmark = pytest.mark.check
+
 NUM_TENSORS = 200
 NUMELS = [0, 1, 3, 17, 100, 1000, 4097, 30_000, 200_000, 1_000_000]
 # Small tensors are as common as in models: together they have about 3 million elements.

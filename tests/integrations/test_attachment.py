@@ -17,6 +17,8 @@ from fusedcomm import Config, Feedback
 from fusedcomm.integrations.accelerate import attach
 from fusedcomm.integrations.attachment import Attachment, mean_of, need
 
+pytestmark = pytest.mark.check
+
 FEEDBACK = Config("int8", sum="one-shot", feedback=Feedback())
 
 

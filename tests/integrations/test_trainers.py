@@ -10,6 +10,8 @@ import training
 from sampling import few
 from scripts import torchrun
 
+pytestmark = pytest.mark.check
+
 FOLDER = Path(__file__).parent
 # `make test` runs one trainer in each file of this folder, and another one in each.
 TRAINERS = ("lightning", "accelerate", "transformers")

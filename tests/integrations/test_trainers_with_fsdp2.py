@@ -4,6 +4,8 @@ import pytest
 from sampling import few
 from test_trainers import TRAINERS, found_in, trained
 
+pytestmark = pytest.mark.check
+
 NUM_LOSSES = 16  # of eight steps with two passes each
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.check
+
 if __name__ != "__main__":
     pytest.importorskip("triton")
 

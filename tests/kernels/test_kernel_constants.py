@@ -3,7 +3,7 @@
 Triton 3.6 to 3.8 sign-extend the `other` of a load even if a register holds two or four of it. Two halves 0x8000 then
 become 0xffffffffffff8000, and every second half is a NaN. Child processes compile: this file, run as a program.
 
-`make test` compiles pack, unpack and reduce with the oldest Triton, once for each wire. `make test-all` does so for
+`make check` compiles pack, unpack and reduce with the oldest Triton, once for each wire. `make test-all` does so for
 each compute capability. The newest Triton's code is checked where it is compiled anyway, in
 tests/kernels/test_kernel_code.py. This compiles all variants with both, in a quarter of an hour of a core for each:
 pytest tests/kernels/test_kernel_constants.py --every-kernel
@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.check
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 90)

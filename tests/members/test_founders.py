@@ -11,6 +11,8 @@ import fusedcomm
 from fusedcomm.members.views import Views
 from fusedcomm.reducer import data_parallel
 
+pytestmark = pytest.mark.check
+
 
 class Founder(Rank):
     """A rank of a job whose store is rank 0's. It makes what `config` says. Moments to die: "founding" its Members,

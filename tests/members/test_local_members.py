@@ -11,6 +11,8 @@ from trainees import Team
 
 import fusedcomm
 
+pytestmark = pytest.mark.check
+
 EXACT = {"wire": "fp32"}
 
 

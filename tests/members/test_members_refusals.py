@@ -13,6 +13,8 @@ import fusedcomm
 from fusedcomm.members.errors import JoinRefusedError
 from fusedcomm.ranks import agreement
 
+pytestmark = pytest.mark.check
+
 INSTEAD = "fusedcomm.DataParallel(module, config=…, members=members)"
 
 

@@ -14,6 +14,8 @@ from fusedcomm.members.control import ControlPlane
 from fusedcomm.members.errors import JoinRefusedError
 from fusedcomm.members.view import View
 
+pytestmark = pytest.mark.check
+
 
 def test_a_process_that_stood_still_is_expelled(tmp_path):
     with Crew(tmp_path, 3, silence_s=1.5) as crew:

@@ -7,6 +7,8 @@ from trainees import SHAPES, Script, Team, gradient, means_of
 
 import fusedcomm
 
+pytestmark = pytest.mark.check
+
 LOST = 3
 """The step in which a rank dies."""
 

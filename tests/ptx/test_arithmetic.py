@@ -8,7 +8,7 @@ from .arithmetic import operation
 from .operation import DTYPES, Unsupported
 from .small import ADDRESS, FIRST_LINE, aligned, run, text
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.check, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 NAN, OTHER_NAN, INF, MINUS_INF, MINUS_ZERO = 0x7FFFFFFF, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000
 ONE, TWO, LEAST, LEAST_NORMAL, GREATEST = 0x3F800000, 0x40000000, 1, 0x00800000, 0x7F7FFFFF

@@ -8,6 +8,8 @@ import pytest
 from . import Fault, TensorMemory, launch
 from .small import ADDRESS, FIRST_LINE, aligned, run, text
 
+pytestmark = pytest.mark.check
+
 
 def result(body, num_threads=32, num_blocks=1):
     """The u32 that `body` leaves in %r10 of each thread."""

@@ -8,6 +8,8 @@ import pytest
 from . import Fault, HostMemory, TensorMemory, launch
 from .small import ADDRESS, BODY_LINE, FIRST_LINE, aligned, run, text
 
+pytestmark = pytest.mark.check
+
 
 def fault(body, data=None, line=1, **options):
     """The text of the fault that `body` meets. Checks that it names the kernel and line number `line` of the body."""

@@ -25,6 +25,8 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import groups, peers
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 
+pytestmark = pytest.mark.check
+
 STALL_AFTER_S = patient(2)
 TIMEOUT_S = patient(60)
 WITHIN_S = 3 * STALL_AFTER_S + patient(10)

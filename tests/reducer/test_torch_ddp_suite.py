@@ -16,6 +16,8 @@ from sampling import few
 import fusedcomm
 from fusedcomm import version
 
+pytestmark = pytest.mark.check
+
 # Other versions have some other tests, and do not skip the same.
 of_this_version = pytest.mark.skipif(version.minor(torch.__version__) != "2.13", reason="the table is of torch 2.13")
 

@@ -6,6 +6,8 @@ import sys
 import pytest
 from scripts import compiled
 
+pytestmark = pytest.mark.check
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports unsent bytes")
 def test_what_the_other_end_does_not_take_has_not_left(tmp_path):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from scripts import compiled
 
+pytestmark = pytest.mark.check
+
 
 @pytest.fixture(scope="module")
 def roll_call_scenes(tmp_path_factory):

@@ -20,6 +20,8 @@ import fusedcomm
 from fusedcomm import config
 from fusedcomm.config import Config, LocalOptions
 
+pytestmark = pytest.mark.check
+
 SHAPES = ((400, 300), (500, 600))
 TIMEOUT_S = patient(6)
 

@@ -6,6 +6,8 @@ import pytest
 from on_hosts import needs_hosts, printed_by
 from patience import patient
 
+pytestmark = pytest.mark.check
+
 KILLED_UNDER_TORCHRUN = """
 import datetime, os, signal, torch, torch.distributed as dist, fusedcomm
 from torch.nn.parallel import DistributedDataParallel

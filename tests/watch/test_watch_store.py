@@ -23,6 +23,8 @@ from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ranks import groups, hosts
 from fusedcomm.session import session
 
+pytestmark = pytest.mark.check
+
 SHAPES = ((400, 300), (500, 600))
 
 

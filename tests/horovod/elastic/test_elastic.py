@@ -17,6 +17,8 @@ from processes import command_lines
 import fusedcomm
 from fusedcomm.horovod import rendezvous, signatures
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(fusedcomm.__file__).absolute().parents[1]
 SCRIPT = str(Path(__file__).with_name("training.py"))
 DISAGREES = """
