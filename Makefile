@@ -91,7 +91,7 @@ check test-all:
 test-torches: | check-tools
 	PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' bash tests/helpers/test_torches.sh $(TORCHES)
 
-bench: PACKAGES += scikit-learn matplotlib tqdm
+bench: PACKAGES += scikit-learn tqdm
 bench: build
 	failed=; for file in bench/[!_]*.py; do echo "== $$file"; $(PY) "$$file" $(ARGS) || failed+=" $$file"; done; \
 	[ -z "$$failed" ] || { echo "Not measured:$$failed. What needs root and network namespaces says so above." >&2; exit 1; }

@@ -307,7 +307,6 @@ def print_summary(document: dict, of_earlier_calls: Collection[str]) -> None:
         print("DRY RUN: the times below mean nothing")
     print_kernels(rows.get("kernels", []) + rows.get("kernels-ragged", []))
     print_hooks(rows.get("hooks", []), document["benches"].get("hooks", {}).get("launches", []))
-    print_overlap(rows.get("overlap", []))
     for numel, names in document["benches"].get("hooks-2-ranks", {}).get("checked", {}).items():
         print(f"\n2 ranks, buckets of {numel} elements, right: {', '.join(names) or 'none'}")
     print()
@@ -357,17 +356,6 @@ def print_hooks(rows: list[dict], launches: list[dict]) -> None:
             count = counts.get((numel, impl), "not measured")
             cells.append(f"{call:.1f} / {result:.1f} / {count}" if call else "not measured")
         print(f"{impl:<28}" + "".join(f"{cell:>28}" for cell in cells))
-
-
-def print_overlap(rows: list[dict]) -> None:
-    ratios: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "alone" in row["ratios"]:
-            ratios.setdefault(row["case"], {})[row["impl"].split()[0]] = row["ratios"]["alone"]
-    if ratios:
-        print("\noverlap: speed beside each other, relative to the speed alone")
-    for case, by in ratios.items():
-        print(f"{case:<28} product {by['product']:.2f}, codec {by['codec']:.2f}")
 
 
 def parse() -> argparse.Namespace:

@@ -37,7 +37,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to compare (all)")
     parser.add_argument("--rounds", type=int, default=6, help="(6)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps in each turn (2)")
+    parser.add_argument("--quick", action="store_true", help="defaults of one block and one round of one step")
     parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
+    if parser.parse_args().quick:
+        parser.set_defaults(layers=1, rounds=1, steps=1)
     arguments = parser.parse_args()
     hosts.complete(parser, arguments, link=["1gbit"], subnet=None)
     arguments.ways = [way for way in WAYS if way in {*arguments.ways, PLAIN, GATHER}]

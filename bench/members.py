@@ -1,6 +1,6 @@
-"""What do ranks that come and go cost, how fast is a loss over, and what does it do to the training's loss?
+"""What do ranks that come and go cost, and how fast is a loss over?
 
-    python bench/members.py                       # all parts
+    python bench/members.py                       # both parts
     python bench/members.py --parts kill --torchft FOLDER
 
 Real processes of this machine, over gloo. Parts:
@@ -13,51 +13,35 @@ Real processes of this machine, over gloo. Parts:
           ways: Members; fusedcomm.horovod.elastic under `fusedcomm run --elastic`, with a commit in each step, and in
           every tenth; torchft, if it is installed, or is in the folder --torchft (pip install --target FOLDER torchft
           opentelemetry-sdk opentelemetry-exporter-otlp-proto-http): a replica group for each rank
-    join  three hosts train, and a fourth one joins, over links that are limited to some rates (needs root and `ip`, see
-          bench/hosts.py). How fast it gets parameters and AdamW's state, as a share of the line (.95 is possible, the
-          rest is headers), and the longest step of the others, which wait for it
-    loss  the transformer of bench/accuracy.py with Members(microbatches=8): four ranks are lost in a run, another
-          joins for each, beside runs of four and of three ranks from which nobody is lost. All have the same data.
-          With --every H it trains by LocalSteps: a rank is killed, or is stopped for three windows, expelled, and joins
-          anew, beside the same runs from which nobody is lost
 
-Parameters are compared, in all bits, between ranks after every step of `kill` and `loss`; with --every only
-the merged models' losses are, at the end.
+Parameters are compared, in all bits, between ranks after every step of `kill`.
 
-Needs half a GiB of memory for each rank; scikit-learn for `loss`; a quarter of an hour, two minutes with --quick.
+Needs half a GiB of memory for each rank; ten minutes, one minute with --quick.
 """
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import random
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import _members_cost
-import _members_join
 from lib.common import Report, Row, run_command
 from lib.job import Job, JobError
 
 from fusedcomm.tools import local_ranks
 
-PARTS = ("cost", "kill", "join", "loss")
+PARTS = ("cost", "kill")
 WIRES = ("fp32", "int8", "bf16")
 MEMBERS, HOROVOD, HOROVOD_10, TORCHFT = "members", "horovod elastic", "horovod elastic, commits 1 in 10", "torchft"
 KILL_WAYS = {MEMBERS: ("members", 1), HOROVOD: ("horovod", 1), HOROVOD_10: ("horovod", 10), TORCHFT: ("torchft", 1)}
 """By name: the way of _members_rank.py, and steps from one commit to the next."""
-MICROBATCHES = 8
 WARM_STEPS = 5
 """Steps that every rank has told before one is killed."""
-JOIN_AFTER = 5
-"""Steps from a loss to the next join."""
-LOSS_RANK = "_members_loss"
 BENCH = Path(__file__).resolve().parent
 
 
@@ -65,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (both)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks at the beginning, 3 or more (4)")
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="of cost (all)")
     parser.add_argument("--mib", type=float, default=25, help="fp32 gradients of cost (25)")
@@ -75,36 +59,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kill-params", type=float, default=1e6, help="elements of the model of kill (1e6)")
     parser.add_argument("--compute-ms", type=float, default=50, help="that a step of kill sleeps (50)")
     parser.add_argument("--torchft", metavar="FOLDER", default="", help="where it is installed")
-    parser.add_argument("--mbit", nargs="+", type=int, default=[200, 1000], help="Mbit/s of join (200 1000)")
-    parser.add_argument("--join-params", type=float, default=8e6, help="elements of the model of join (8e6)")
-    parser.add_argument("--wire", default="int8", help="of loss (int8)")
-    parser.add_argument("--steps", type=int, default=300, help="of a run of loss (300)")
-    parser.add_argument("--every", type=int, default=0, help="of loss: LocalSteps' merges; 0: DataParallel (0)")
-    parser.add_argument("--losses", type=int, default=4, help="ranks that a run of loss loses (4)")
-    parser.add_argument("--seeds", type=int, default=3, help="of loss (3)")
-    parser.add_argument("--first-seed", type=int, default=0, help="the others follow (0)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of silence that are an error (120)")
-    parser.add_argument("--quick", action="store_true", help="few rounds, kills and steps: the figures mean little")
+    parser.add_argument("--quick", action="store_true", help="few rounds and kills: the figures mean little")
     parser.add_argument("--json", metavar="PATH", help="write results there as soon as they are known")
     if parser.parse_args().quick:
-        parser.set_defaults(
-            mib=1,
-            mbit=[200],
-            join_params=1e6,
-            rounds=4,
-            wires=["int8"],
-            ways=[MEMBERS],
-            kills=1,
-            steps=40,
-            losses=1,
-            seeds=1,
-        )
+        parser.set_defaults(mib=1, rounds=4, wires=["int8"], ways=[MEMBERS], kills=1)
     arguments = parser.parse_args()
-    for name, least in (("ranks", 3), ("rounds", 1), ("kills", 1), ("steps", 40), ("losses", 1), ("seeds", 1)):
+    for name, least in (("ranks", 3), ("rounds", 1), ("kills", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
-    if arguments.every < 0 or arguments.steps < 10 * arguments.every:
-        parser.error("--every must be at most a tenth of --steps: a rank is away for three windows, and then joins")
     return arguments
 
 
@@ -246,89 +209,12 @@ def kills(arguments: argparse.Namespace, report: Report) -> None:
         )
 
 
-# ---- loss
-
-
-def lose_and_join(job: Job, options: dict, train_rank: Callable, lost: int) -> None:
-    """The `lost`-th loss, and a join some steps later."""
-
-    def last_step() -> int:
-        return max(told[-1]["step"] for told in job.steps.values())
-
-    at = options["steps"] * (lost + 1) // (options["losses"] + 1)
-    job.wait_for(f"step {at}", lambda: len(job.alive) == options["ranks"] and last_step() >= at)
-    job.kill_one(within_s=0.1)
-    job.wait_for("the survivors", lambda: all(job.steps[pid][-1]["size"] < options["ranks"] for pid in job.alive))
-    gone_on = last_step() + JOIN_AFTER
-    job.wait_for(f"step {gone_on}", lambda: last_step() >= gone_on)
-    address = job.steps[min(job.alive)][-1]["address"]
-    joiner = job.fork(LOSS_RANK, train_rank, job.pipe, argparse.Namespace(**options, place=-1), address)
-    job.wait_for("the joiner", lambda: joiner in job.steps)
-
-
-def train(arguments: argparse.Namespace, seed: int, ranks: int, num_losses: int) -> dict:
-    """A run; see the file's docstring."""
-    import _members_loss  # needs scikit-learn
-
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), arguments.timeout, random.Random(seed))
-        options = {"ranks": ranks, "folder": folder, "seed": seed, "steps": arguments.steps, "wire": arguments.wire}
-        options |= {"microbatches": MICROBATCHES, "losses": num_losses}
-        try:
-            for place in range(ranks):
-                founder = argparse.Namespace(**options, place=place)
-                job.fork(LOSS_RANK, _members_loss.train, job.pipe, founder, None)
-            for lost in range(num_losses):
-                lose_and_join(job, options, _members_loss.train, lost)
-            job.wait_for("the end", lambda: sum("ended" in told for told in job.told) == ranks)
-        finally:
-            job.end()
-    ended = [told for told in job.told if "ended" in told]
-    of_step: dict[int, list[float]] = {}
-    for told in (told for of_rank in job.steps.values() for told in of_rank):
-        of_step.setdefault(told["step"], []).extend(told["losses"])
-    last = [loss for step in range(arguments.steps * 5 // 6, arguments.steps) for loss in of_step[step + 1]]
-    return {
-        "seed": seed,
-        "ranks": ranks,
-        "losses": num_losses,
-        "loss": ended[0]["loss"],
-        "training_loss_of_last_sixth": statistics.fmean(last),
-        "checked": len({told["loss"] for told in ended}) == 1,
-        "seconds": round(time.monotonic() - began),
-        "load": os.getloadavg()[0],
-    }
-
-
-def loss(arguments: argparse.Namespace, report: Report) -> None:
-    if arguments.every:
-        import _members_local  # needs scikit-learn
-
-        return _members_local.loss(arguments, report)
-    runs = report.extra["loss_runs"] = []
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    of_seed = ((arguments.ranks, 0), (arguments.ranks, arguments.losses))
-    wanted = [*itertools.product(seeds, of_seed), *((seed, (arguments.ranks - 1, 0)) for seed in seeds)]
-    for seed, (ranks, num_losses) in wanted:
-        try:
-            runs.append(train(arguments, seed, ranks, num_losses))
-        except JobError as error:
-            report.missing("loss", f"seed {seed}, {ranks} ranks, {num_losses} losses", error)
-            print(error)
-            continue
-        if not runs[-1]["checked"]:
-            report.wrong.append(f"loss, seed {seed}")
-        report.write()
-        print(f"loss {json.dumps(runs[-1])}", flush=True)
-
-
 def main() -> None:
     arguments = parse()
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "torchft")}
     report = Report(arguments.json, settings=settings, load_at_begin=os.getloadavg())
     report.env.update(threads=1, ranks=arguments.ranks)
-    for name, part in (("cost", cost), ("kill", kills), ("join", _members_join.join), ("loss", loss)):
+    for name, part in (("cost", cost), ("kill", kills)):
         if name in arguments.parts:
             part(arguments, report)
     report.finish()

@@ -94,7 +94,7 @@ NOT_RUN = {
     "nsys profile": "needs a GPU and NVIDIA's profiler",
     "ncu --set full": "needs a GPU and NVIDIA's profiler",
     "sudo": "needs root, and hours",
-    "python bench/_": "writes the pages; tests/bench compares them with the results",
+    "python bench/_": "writes the pages; tests/bench/test_tables.py compares them with the results",
     "make demo": ".ci/run makes it",
     "make test": ".ci/run makes it",
     "pip install": "tests/test_readme_commands.py runs it in a new environment",

@@ -4,7 +4,6 @@ A dry run executes the same code: the kernels under Triton's interpreter, on CPU
 times mean nothing.
 """
 
-import contextlib
 import gc
 import os
 import sys
@@ -34,9 +33,6 @@ class HostEvent:
     def query(self) -> bool:
         return False
 
-    def wait(self, stream: object = None) -> None:
-        pass
-
     def synchronize(self) -> None:
         pass
 
@@ -63,12 +59,6 @@ class Device:
 
     def event(self) -> "torch.cuda.Event | HostEvent":
         return HostEvent() if self.dry_run else torch.cuda.Event(enable_timing=True)
-
-    def stream(self, high_priority: bool) -> "torch.cuda.Stream | None":
-        return None if self.dry_run else torch.cuda.Stream(priority=-1 if high_priority else 0)
-
-    def on(self, stream: "torch.cuda.Stream | None") -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self.dry_run else torch.cuda.stream(stream)
 
     def sleep(self, seconds: float) -> None:
         """Occupies the current stream (and one thread of one SM). Does nothing in a dry run."""

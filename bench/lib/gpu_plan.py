@@ -51,7 +51,6 @@ PLAN = (
     Planned("compile", 1, 45, in_dry_run=False),
     Planned("kernels-ragged", 1, 90),
     Planned("kernels", 1, 100),
-    Planned("overlap", 1, 45),
     Planned("hooks", 1, 75),
     Planned("hooks-2-ranks", 2, 45),
     Planned("tests-hooks", 2, 180, in_dry_run=False),
@@ -151,8 +150,6 @@ def commands(name: str, arguments: argparse.Namespace, folder: Path) -> list[lis
             return [pytest_command(path, arguments.pytest) for path in test_files(name)]
         case "hooks-2-ranks":
             return bench("hook_overhead.py", *cuda, "--ranks", "2", "--check-only", "--numel", "1024")
-        case "overlap":
-            return bench("overlap.py", "--seconds", lambda limit_s: f"{limit_s * 2 / 3 / patience:.0f}")
         case "hooks":
             return bench("hook_overhead.py", *cuda, "--numel", "1024", "65536", "6553600", "--rounds", "100")
         case "kernels":

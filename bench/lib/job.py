@@ -1,7 +1,6 @@
 """Processes of a training job that tell their steps, and are killed at random moments."""
 
 import json
-import multiprocessing
 import os
 import random
 import select
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-BENCH = str(Path(__file__).resolve().parents[1])
 POLL_S = 0.2
 """Seconds between two looks whether a process has ended by itself."""
 
@@ -52,7 +50,6 @@ class Job:
         self._read_end = os.open(self.pipe, os.O_RDWR)  # also for writing, so that reading never meets an end
         self._unread = b""
         self.processes: list[subprocess.Popen] = []
-        self.forked: list[multiprocessing.process.BaseProcess] = []
         self.steps: dict[int, list[dict]] = {}
         """By pid, what was told of steps, oldest first."""
         self.told: list[dict] = []
@@ -77,16 +74,6 @@ class Job:
         )
         output.close()
         return self.processes[-1]
-
-    def fork(self, module: str, function: Callable, *arguments: object) -> int:
-        """Starts a process that calls the function, in which `module` has been imported already; returns its pid."""
-        context = multiprocessing.get_context("forkserver")
-        # The server imports with the path that a new Python has, whatever has been added to it here.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [BENCH, os.environ.get("PYTHONPATH")]))
-        context.set_forkserver_preload([module])
-        self.forked.append(context.Process(target=function, args=arguments, daemon=True))
-        self.forked[-1].start()
-        return self.forked[-1].pid
 
     def output(self) -> str:
         """The last lines that the processes have printed."""
@@ -125,29 +112,26 @@ class Job:
             if self.read(POLL_S):
                 last = time.monotonic()
                 continue
-            statuses = [p.poll() for p in self.processes] + [p.exitcode for p in self.forked]
+            statuses = [process.poll() for process in self.processes]
             failed = [status for status in statuses if status not in (None, 0, -signal.SIGKILL)]
             if failed or time.monotonic() - last > self.hang_s:
                 why = f"a process ended with {failed[0]}" if failed else f"silence for {self.hang_s:g} s"
                 raise JobError(f"{why}, waiting for {what}\n{self.output()}")
 
-    def kill_one(self, within_s: float, by: signal.Signals = signal.SIGKILL) -> tuple[int, float]:
-        """Kills a rank, any one, at a random moment of the next `within_s` seconds: (pid, when). by: or stops it."""
+    def kill_one(self, within_s: float) -> tuple[int, float]:
+        """Kills a rank, any one, at a random moment of the next `within_s` seconds: (pid, when)."""
         time.sleep(self.choose.random() * within_s)
         while self.read(0):
             pass
         victim = self.choose.choice(sorted(self.alive))
         killed = time.monotonic()
-        os.kill(victim, by)
+        os.kill(victim, signal.SIGKILL)
         self._killed.add(victim)
         self.alive.discard(victim)
         return victim, killed
 
     def end(self) -> None:
         """Kills all processes that belong to the job."""
-        for forked in self.forked:
-            forked.kill()
-            forked.join()
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()

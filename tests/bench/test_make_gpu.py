@@ -34,9 +34,9 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "DRY RUN" in done.stdout
         said.append(done.stdout)
-    left = 'left: hooks, kernels, kernels-ragged. To run: make gpu ARGS="--call 2 --dry-run"'
+    left = 'left: hooks-2-ranks. To run: make gpu ARGS="--call 2 --dry-run"'
     assert left in said[0] and "left: " not in said[1]
-    assert "(an earlier call)" not in said[0] and said[1].count("(an earlier call)") == 2
+    assert "(an earlier call)" not in said[0] and said[1].count("(an earlier call)") == 3
     assert {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()} == before
     assert not (tmp_path / "out").exists()
 
@@ -51,7 +51,7 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
             assert {f"{op}/{wire}/flat", f"{op}/{wire}/10 tensors"} <= ours
     assert {"reduce/bf16/4 ranks", "reduce/int8/4 ranks", "sum/bf16/2 ranks", "sum/int8/2 ranks"} <= ours
     assert {"scale/fp32/flat", "call/256", "result/256"} <= ours
-    assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks", "overlap"}
+    assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks"}
     assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
 
 
@@ -78,12 +78,6 @@ def parsed(monkeypatch, *options):
     return _gpu.parse()
 
 
-def chosen(monkeypatch, *options):
-    import _gpu
-
-    return [part.name for part in _gpu.parts(parsed(monkeypatch, *options), Path("nowhere"))]
-
-
 def test_what_a_call_runs_fits_into_nine_minutes(bench_modules, monkeypatch):
     import _gpu
     from lib import gpu_plan
@@ -95,27 +89,10 @@ def test_what_a_call_runs_fits_into_nine_minutes(bench_modules, monkeypatch):
         assert parts[0].name == "build"
         assert sum(part.limit_s for part in parts) + gpu_plan.FINISH_S <= arguments.seconds <= 9 * 60 - 15
         everything += [part.name for part in parts[1:]]
-    assert everything[:2] == ["compile", "kernels-ragged"] and "overlap" in chosen(monkeypatch, "--call", "1")
+    assert everything[:2] == ["compile", "kernels-ragged"]
     assert everything[-1] == "tests-kernels" and len(gpu_plan.CALLS) == 3
-    assert chosen(monkeypatch) == ["build", *everything]
+    assert [part.name for part in _gpu.parts(parsed(monkeypatch), Path("nowhere"))] == ["build", *everything]
     assert parsed(monkeypatch).seconds == parsed(monkeypatch, "--parts", "hooks").seconds == math.inf
-
-
-def test_parts_are_chosen_by_name(bench_modules, monkeypatch, capsys):
-    # Parts are run in the plan's order, after the build, which the machine may lack. A dry run does not build.
-    assert chosen(monkeypatch, "--parts", "overlap", "kernels") == ["build", "kernels", "overlap"]
-    assert chosen(monkeypatch, "--parts", "overlap", "--dry-run") == ["overlap"]
-    for options, said in (
-        (["--parts", "kernel"], ["'kernel'", "build", "tests-hooks", "overlap", "kernels-ragged", "tests-kernels"]),
-        (["--parts", "tests-kernels", "--dry-run"], ["a dry run has nothing", "overlap, hooks, hooks-2-ranks"]),
-        (["--call", "3", "--dry-run"], ["a dry run has nothing"]),
-        (["--call", "4"], ["invalid choice: 4"]),
-        (["--call", "1", "--parts", "hooks"], ["not allowed with argument --call"]),
-    ):
-        with pytest.raises(SystemExit):
-            parsed(monkeypatch, *options)
-        error = capsys.readouterr().err
-        assert all(text in error for text in said), error
 
 
 def test_every_file_with_gpu_tests_is_run_once(bench_modules):
@@ -124,21 +101,6 @@ def test_every_file_with_gpu_tests_is_run_once(bench_modules):
     hooks, kernels = ([path.name for path in gpu_plan.test_files(name)] for name in ("tests-hooks", "tests-kernels"))
     assert "test_cuda.py" in hooks and not set(hooks) & set(kernels)
     assert sorted(kernels) == sorted(gpu_plan.KERNEL_TESTS)
-
-
-def test_says_how_to_run_what_is_left(bench_modules):
-    from lib.gpu_plan import PLAN, advice
-
-    of_call_1 = [planned.name for planned in PLAN if planned.call == 1]
-    names = [planned.name for planned in PLAN]
-    assert advice(names, dry_run=False) == ""
-    assert advice(of_call_1, dry_run=False) == (
-        "left: hooks-2-ranks, tests-hooks, tests-kernels. "
-        'To run: make gpu ARGS="--call 2", then make gpu ARGS="--call 3"'
-    )
-    assert advice(of_call_1[1:] + names[-1:], dry_run=False).endswith(
-        'make gpu ARGS="--parts compile hooks-2-ranks tests-hooks"'
-    )
 
 
 # ---- running
@@ -183,57 +145,34 @@ def states(document):
 
 def test_a_call_adds_to_the_document_of_earlier_ones(bench_modules, monkeypatch, tmp_path):
     env = {"commit": "abc", "sources": "1", "triton": "3.6.0", "driver": "580"}
-    run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), measuring(tmp_path, "overlap", "b"), **env)
-    (tmp_path / "overlap.json").unlink()  # the next call's machine has only the document
+    run_parts(
+        monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), measuring(tmp_path, "kernels-ragged", "b"), **env
+    )
+    (tmp_path / "kernels-ragged.json").unlink()  # the next call's machine has only the document
     document = run_parts(
         monkeypatch,
         tmp_path,
         measuring(tmp_path, "hooks", "c"),
         measuring(tmp_path, "kernels", "d"),
-        ("overlap", "raise SystemExit(1)", 1000),  # there is no time for it
+        ("kernels-ragged", "raise SystemExit(1)", 1000),  # there is no time for it
         ("tests", "raise SystemExit(1)", 1000),
         **env,
     )
-    assert measured(document) == {"hooks": "c", "overlap": "b", "kernels": "d"}
-    assert states(document) == {"hooks": "ok", "overlap": "ok", "kernels": "ok", "tests": "not run"}
+    assert measured(document) == {"hooks": "c", "kernels-ragged": "b", "kernels": "d"}
+    assert states(document) == {"hooks": "ok", "kernels-ragged": "ok", "kernels": "ok", "tests": "not run"}
     assert document["env"] == {"gpu": None, "torch": "2.11.0", **env}
     assert not list(tmp_path.glob("replaced-*"))
 
 
-@pytest.mark.parametrize("different", ["commit", "sources", "driver", "torch", "cuda", "nccl", "triton"])
-def test_results_of_other_sources_or_libraries_are_not_added_to(
-    bench_modules, monkeypatch, tmp_path, capsys, different
-):
-    before = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), **{different: "one"})
-    document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "overlap", "b"), **{different: "two"})
-    assert measured(document) == {"overlap": "b"}
-    assert states(document) == {"overlap": "ok"}
+def test_results_of_other_sources_are_not_added_to(bench_modules, monkeypatch, tmp_path, capsys):
+    before = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), sources="one")
+    document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "kernels-ragged", "b"), sources="two")
+    assert measured(document) == {"kernels-ragged": "b"}
+    assert states(document) == {"kernels-ragged": "ok"}
     said = capsys.readouterr().out
     assert f"replaced, the old one is now {os.path.relpath(tmp_path, BENCH.parent)}/replaced-gpu.json" in said
-    assert f"{different} was one and is two" in said
+    assert "sources was one and is two" in said
     assert json.loads((tmp_path / "replaced-gpu.json").read_text()) == before
-
-
-@pytest.mark.parametrize("text", ['{"env": {}, "par', "[]", '{"env": {}, "rows": []}'])
-def test_a_file_that_is_no_document_is_not_added_to(bench_modules, monkeypatch, tmp_path, capsys, text):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "gpu.json").write_text(text)
-    assert measured(run_parts(monkeypatch, tmp_path, measuring(tmp_path, "overlap", "b"))) == {"overlap": "b"}
-    assert "is replaced, the old one is now" in capsys.readouterr().out
-    assert (tmp_path / "replaced-gpu.json").read_text() == text
-
-
-def test_each_part_is_in_the_document_as_it_ends(bench_modules, monkeypatch, tmp_path):
-    path = tmp_path / "results" / "gpu.json"
-    look = f"""
-import json
-document = json.loads(open({str(path)!r}).read())
-assert [row["case"] for row in document["rows"]] == ["a"], document
-assert [part["state"] for part in document["parts"]] == ["ok", "not run"], document
-"""
-    document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), ("overlap", look, 20))
-    assert states(document) == {"hooks": "ok", "overlap": "ok"}
-    assert [file.name for file in path.parent.iterdir()] == ["gpu.json"]
 
 
 def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path):
@@ -242,40 +181,18 @@ def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), ("overlap", stop, 40))
+            run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), ("kernels-ragged", stop, 40))
     finally:
         signal.signal(signal.SIGINT, before)
     path = tmp_path / "results" / "gpu.json"
     document = json.loads(path.read_text())
     assert measured(document) == {"hooks": "a"}
-    assert states(document) == {"hooks": "ok", "overlap": "cut off"}
+    assert states(document) == {"hooks": "ok", "kernels-ragged": "cut off"}
 
     # A call that was killed leaves its part as running.
     path.write_text(path.read_text().replace('"cut off"', '"running"'))
     document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "kernels", "b"))
-    assert states(document) == {"hooks": "ok", "overlap": "cut off", "kernels": "ok"}
-
-
-def test_the_most_valuable_parts_get_the_time_there_is(bench_modules, monkeypatch, tmp_path):
-    """A part does not start with less than half of the time that it may need. With more, it is told its limit."""
-    import _gpu
-
-    document = run_parts(
-        monkeypatch,
-        tmp_path,
-        ("build", "pass", 1000),  # starts all the same: nothing runs without it
-        ("overlap", "pass", 1000),
-        ("kernels", "pass", 70),
-        seconds=_gpu.FINISH_S + 60.0,
-    )
-    assert states(document) == {"build": "ok", "overlap": "not run", "kernels": "ok"}
-    detail = document["parts"][1]["detail"]
-    assert detail.startswith("no time left: ") and detail.endswith(" s of 1000")
-
-    told = _gpu.Part("kernels", [[sys.executable, "-c", "import sys; print(sys.argv[1])", lambda s: f"{s:.0f}"]], 70)
-    monkeypatch.setattr(_gpu, "parts", lambda arguments, folder: [told])
-    _gpu.Run(argparse.Namespace(seconds=_gpu.FINISH_S + 60.0, dry_run=True, folder=str(tmp_path))).run()
-    assert 35 <= int((tmp_path / "kernels.log").read_text()) <= 60
+    assert states(document) == {"hooks": "ok", "kernels-ragged": "cut off", "kernels": "ok"}
 
 
 def test_goes_on_after_failures_and_hangs(bench_modules, monkeypatch, tmp_path):
@@ -293,15 +210,6 @@ def test_goes_on_after_failures_and_hangs(bench_modules, monkeypatch, tmp_path):
         "kernels": ("failed", "with exit status 1"),
         "hooks": ("ok", ""),
     }
-
-
-def test_keeps_what_a_stopped_part_has_measured(bench_modules, monkeypatch, tmp_path):
-    bench = {"env": {}, "launches": [], "not_measured": [], "rows": [{"case": "pack"}]}
-    code = f"import time; open({str(tmp_path / 'kernels.json')!r}, 'w').write({json.dumps(bench)!r}); time.sleep(60)"
-    document = run_parts(monkeypatch, tmp_path, ("kernels", code, 1.5))
-    assert document["rows"] == [{"bench": "kernels", "case": "pack"}]
-    assert document["benches"] == {"kernels": {"launches": []}}
-    assert document["parts"][0]["state"] == "timed out"
 
 
 def test_runs_nothing_after_a_failed_build(bench_modules, monkeypatch, tmp_path):

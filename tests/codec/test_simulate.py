@@ -1,17 +1,9 @@
 """fusedcomm.simulate gives the bits of the reference and of real ranks. What it refuses."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import reference
 import torch
 from models import Gradients, synchronize
-from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -237,32 +229,3 @@ X = torch.ones(5000)
 def test_errors_say_what_is_possible(grads, kwargs, error, text):
     with pytest.raises(error, match=text):
         fusedcomm.simulate(grads, **kwargs)
-
-
-# ---- bench/accuracy.py
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(module) is None for module in ("sklearn", "matplotlib", "tqdm")),
-    reason="needs scikit-learn, matplotlib and tqdm",
-)
-def test_the_accuracy_benchmark_runs(tmp_path):
-    results = BENCH / "results" / "accuracy.json"
-    before = results.stat().st_mtime_ns if results.exists() else None
-    outputs = ["--json", str(tmp_path / "accuracy.json")]
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "accuracy.py"), "--quick", *outputs],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "accuracy.json").read_text())
-    assert document["quick"] is True
-    assert {row["way"] for row in document["error_by_ranks"]} >= {"bf16 ring", "bf16", "int8", "int4", "int4 rotated"}
-    assert {run["model"] for run in document["training_summary"]} == {"digits", "characters"}
-    assert (results.stat().st_mtime_ns if results.exists() else None) == before
