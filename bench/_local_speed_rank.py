@@ -1,6 +1,7 @@
 """One rank of bench/local_speed.py: times steps without communication and with LocalSteps by turns, and writes rows as
 JSON."""
 
+import statistics
 import time
 
 import torch
@@ -86,9 +87,88 @@ def measure(every: int, wire: str, settings: dict, characters: Characters) -> di
     return row
 
 
+class Unequal(Trained):
+    """A model on ranks of which the last one sleeps `slow` times as long in each step as the others."""
+
+    def __init__(self, settings: dict, characters: Characters) -> None:
+        super().__init__({**settings, "device_ms": 0}, characters)
+        slow = settings["slow"] if dist.get_rank() == dist.get_world_size() - 1 else 1
+        self._sleep_s = slow * settings["device_ms"] * 1e-3
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self._compute()
+        time.sleep(self._sleep_s)
+        self.optimizer.step()
+        self.num_steps += 1
+
+    def steps_a_second(self, seconds: float) -> float:
+        """This rank's, in so many seconds."""
+        dist.barrier()
+        begin, before = time.perf_counter(), self.num_steps
+        while time.perf_counter() - begin < seconds:
+            self.step()
+        return (self.num_steps - before) / (time.perf_counter() - begin)
+
+    def train(self, num_steps: int) -> None:
+        """Takes steps without sleep until there are so many, for the loss."""
+        self._sleep_s = 0.0
+        while self.num_steps < num_steps:
+            self.step()
+
+    def held_out(self, characters: Characters) -> float:
+        """Loss for each held-out character, after finish()."""
+        batches = characters.batches(seed=99, batch=64, test=True)
+        with torch.no_grad():
+            return float(torch.stack([character_loss(self.model, next(batches)) for _ in range(8)]).mean())
+
+
+def of_ranks(value: float) -> list[float]:
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def measure_windows(settings: dict, characters: Characters) -> dict:
+    """Speeds of the ranks in windows of time, by turns with none, and the loss beside that of equal windows."""
+    alone, timed, equal = (Unequal(settings, characters) for _ in range(3))
+    options = {"config": settings["wires"][0], "quiet": True}
+    comm = fusedcomm.LocalSteps(timed.model, timed.optimizer, settings["window"], weights="steps", **options)
+    seconds, ratios, speeds = settings["turn_s"], [], []
+    for _ in range(settings["rounds"]):
+        alone_speed, speed = alone.steps_a_second(seconds), timed.steps_a_second(seconds)
+        ratios.append(speed / alone_speed)
+        speeds.append(speed)
+    merges, waited_s, sent = comm.num_messages, comm.stats().waited_ms * 1e-3, comm.stats().sent_nbytes
+    comm.finish()
+    loss, steps = timed.held_out(characters), of_ranks(timed.num_steps)
+    every = round(min(steps) / merges)
+    comm = fusedcomm.LocalSteps(equal.model, equal.optimizer, every, **options)
+    equal.train(int(min(steps)))  # what the slowest makes in the same time
+    comm.finish()
+    in_time = equal.held_out(characters)
+    equal.train(round(statistics.mean(steps)))
+    comm.finish()
+    return {
+        "window": settings["window"],
+        "every": every,
+        "merges": merges,
+        "speed": of_ranks(statistics.median(ratios)),
+        "steps_a_second": of_ranks(statistics.median(speeds)),
+        "waited_s": of_ranks(waited_s),
+        "sent_nbytes": sent,
+        "steps": steps,
+        "loss": loss,
+        "equal_loss_in_time": in_time,
+        "equal_loss_in_steps": equal.held_out(characters),
+    }
+
+
 def main() -> None:
     with started() as (settings, hand_over):
         characters, rows = Characters(), []
+        if settings["window"]:
+            return hand_over([measure_windows(settings, characters)])
         for every in settings["every"]:
             for wire in settings["wires"]:
                 rows.append(measure(every, wire, settings, characters))

@@ -2,6 +2,7 @@
 
     python bench/local_speed.py --hosts 2 --link 20mbit 100mbit       # hosts with limited links, needs root
     python bench/local_speed.py                                       # two ranks over loopback
+    python bench/local_speed.py --ranks-per-host 3 --window 3s --device-ms 100       # ranks of unequal speed
 
 The ranks train a character transformer by turns without communication and with LocalSteps, some steps each, so that
 what else the machine does meets both. LocalSteps' steps are whole windows of H: the messages that begin in them also
@@ -17,6 +18,10 @@ share nor other programs change them much. The optimizer's steps and the merges 
     speed      steps a second, as a part of those without communication: median of the rounds, least and greatest
     ms         of a step without communication: median
     waited     ms of a step, that it waited for messages: mean
+
+With --window the last rank sleeps --slow times as long in each step. Each rank's speed in windows of time is compared
+with its own without communication, and the loss with that of equal windows: in the same time, which the slowest rank
+sets, and after as many steps of all ranks together.
 
 Each rank's time counts, and the slowest rank's is taken. Needs scikit-learn, half a GiB of memory for each rank; root,
 ip, tc and taskset with --hosts. Ten minutes for each link on an idle machine; one minute with --quick.
@@ -42,10 +47,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128, help="of the transformer (128)")
     parser.add_argument("--depth", type=int, default=4, help="its blocks (4)")
     parser.add_argument("--device-ms", type=float, default=0, help="of both passes, waited for; 0: computed (0)")
+    parser.add_argument("--window", metavar="TIME", help="measure windows of this time instead, as 3s")
+    parser.add_argument("--slow", type=float, default=3, help="how many times as long the last rank sleeps then (3)")
+    parser.add_argument("--turn-s", type=float, default=20, help="seconds of a turn then (20)")
     parser.add_argument("--quick", action="store_true", help="H = 5, two rounds of ten steps")
     parser.add_argument("--json", metavar="PATH", help="write the times there")
     arguments = parser.parse_args()
     hosts.complete(parser, arguments, link=["20mbit", "100mbit"], subnet=None)
+    if arguments.window and not arguments.device_ms:
+        parser.error("--window needs --device-ms, which ranks sleep in a step")
     if arguments.quick:
         arguments.every, arguments.steps, arguments.rounds = [5], 10, 2
     return arguments
@@ -82,6 +92,15 @@ def print_rows(link: str, rows: list[dict]) -> None:
         print(f"{row['every']:7} {row['wire']:>7} {row['delay']:7} {shares} {times}")
 
 
+def print_windows(row: dict) -> None:
+    for rank, (speed, steps, waited) in enumerate(zip(row["speed"], row["steps"], row["waited_s"], strict=True)):
+        print(f"rank {rank}: {speed:.3f} of its speed alone, {steps} steps, waited {waited:.2f} s")
+    print(
+        f"{row['merges']} merges; loss {row['loss']:.4f}; equal windows of {row['every']} steps: "
+        f"{row['equal_loss_in_time']:.4f} in the same time, {row['equal_loss_in_steps']:.4f} after as many steps"
+    )
+
+
 def main() -> None:
     arguments = parse()
     found = {}
@@ -91,7 +110,11 @@ def main() -> None:
             if arguments.json:
                 settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
                 write_document(arguments.json, {"env": env(), "settings": settings, "runs": found})
-            print_rows(link, found[link])
+            if arguments.window:
+                for row in found[link]:
+                    print_windows(row)
+            else:
+                print_rows(link, found[link])
 
 
 if __name__ == "__main__":
