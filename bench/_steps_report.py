@@ -162,7 +162,9 @@ def headline_table(results: Sequence[Result]) -> str:
     lines = [_line("step, times as fast as DDP", list(shown)), "|---" * (len(shown) + 1) + "|"]
     lines.append(_line(STOCK, [_stock(result) for result in shown.values()]))
     for way, label in SHOWN_WAYS.items():
-        lines.append(_line(label, [_speed_up(result, way) for result in shown.values()]))
+        speed_ups = [_speed_up(result, way) for result in shown.values()]
+        if set(speed_ups) != {NOT_RUN}:
+            lines.append(_line(label, speed_ups))
     lines.append(_line("communication, of DDP's step", [result.share for result in shown.values()]))
     return "\n".join(lines)
 
