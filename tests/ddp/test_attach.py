@@ -11,47 +11,15 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, error_of, integers, mean_of_integers, refused, synchronize, threads_of_engine
+from models import Gradients, error_of, integers, mean_of_integers, synchronize, threads_of_engine
 from patience import HANG_S
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config
 
 # --- arguments ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"local": LocalOptions(isa="sse9")}, ["sse9", "portable"]),
-        ({"local": 8}, ["local=8", "a fusedcomm.LocalOptions(…)"]),
-        ({"config": "fp7"}, ["config='fp7'", "'fp32', 'bf16', 'fp16', 'int8'", "'int4', 'auto', 'off'"]),
-        ({"config": {"wire": "int8"}}, ["config={'wire': 'int8'}", "a wire's name ('fp32',", "a fusedcomm.Config(…)"]),
-        ({"config": Config(hosts=5)}, ["hosts=5 ranks on each host", "2 ranks"]),
-        (
-            {"config": Config(wires={"wieghts*": "fp32"})},
-            ["'wieghts*'", "matches none of the 2 parameters", "weights.0"],
-        ),
-    ],
-)
-def test_impossible_arguments_are_refused_with_what_is_possible(ranks, kwargs, words):
-    for error in ranks.run(refused, kwargs, world_size=2):
-        for word in words:
-            assert word in error
-
-
-def test_only_ddp_can_be_attached():
-    with pytest.raises(TypeError, match="not Linear: wrap the model first"):
-        fusedcomm.attach(torch.nn.Linear(2, 2))
-
-
-def test_comm_state_needs_the_module_for_names():
-    with pytest.raises(ValueError, match="module=model"):
-        fusedcomm.CommState(Config("bf16", wires={"embed*": "fp32"}))
-    with pytest.raises(TypeError, match="CommState as its state, not dict"):
-        fusedcomm.comm_hook({}, None)
 
 
 def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
@@ -81,43 +49,6 @@ def test_an_environment_variable_out_of_range_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "3")
     assert config.choose_codec_threads(None, 2) == 3
     assert config.choose_codec_threads(1, 2) == 1
-
-
-class Normed(Gradients):
-    """Has buffers, which DDP broadcasts."""
-
-    def __init__(self):
-        super().__init__((50, 2), (3,))
-        self.norm = torch.nn.BatchNorm1d(2)
-
-
-def attached_with_other_options(rank, world_size, of_ranks, wire):
-    options = dict(of_ranks[rank])
-    broadcasts = options.pop("broadcast_buffers", True)
-    ddp = DistributedDataParallel(Normed(), **options)
-    ddp.broadcast_buffers = broadcasts  # given to the constructor, it would make the constructor wait
-    return error_of(RuntimeError, fusedcomm.attach, ddp, wire, quiet=True)
-
-
-UNUSED = {"find_unused_parameters": True}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["int8", "auto"])
-@pytest.mark.parametrize(
-    ("of_ranks", "words"),
-    [
-        (({}, UNUSED), "ddp.find_unused_parameters is False on rank 0 and True on rank 1"),
-        (({"static_graph": True}, {}), "ddp.static_graph is True on rank 0 and False on rank 1"),
-        ((UNUSED, {**UNUSED, "bucket_cap_mb": 30}), "ddp.bucket_cap_mb is '1, 25' on rank 0 and '30' on rank 1"),
-        (({"bucket_cap_mb_list": [1, 2.5]}, {}), "ddp.bucket_cap_mb_list is '1, 2.5' on rank 0 and '' on rank 1"),
-        (({"broadcast_buffers": False}, {}), "_buffers is False on rank 0 and True on rank 1"),
-    ],
-    ids=str,
-)
-def test_options_of_ddp_that_differ_between_ranks_are_named(ranks, of_ranks, words, wire):
-    for error in ranks.run(attached_with_other_options, of_ranks, wire, world_size=2):
-        assert "fusedcomm: the ranks do not agree: ddp." in error and f"{words}. Give every rank" in error
 
 
 def trained_with_other_options(rank, world_size, of_ranks):

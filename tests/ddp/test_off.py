@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from models import Gradients, error_of, synchronize, threads_of_engine
+from models import Gradients, synchronize, threads_of_engine
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -91,50 +91,6 @@ def test_a_state_goes_through_it_unchanged(ranks):
         assert kept == {**state, "error_feedback": None}
         assert consolidated == {**kept, "rank": None, "world_size": None}
         assert (restored["step"], restored["nonfinite"]) == (3, {"weights.0": 5})
-
-
-def disagreeing(rank, world_size, wires):
-    ddp = DistributedDataParallel(Gradients(SHAPE))
-    return error_of(RuntimeError, fusedcomm.attach, ddp, wires[rank])
-
-
-@pytest.mark.parametrize("wires", [("off", "bf16"), ("bf16", "off"), ("auto", "off")], ids=str)
-def test_ranks_that_do_not_agree_are_named(ranks, wires):
-    errors = ranks.run(disagreeing, wires, world_size=2)
-    assert len(set(errors)) == 1
-    assert f"wire is {wires[0]!r} on rank 0 and {wires[1]!r} on rank 1" in errors[0]
-
-
-def with_a_hook_on_one_rank(rank, world_size):
-    ddp = DistributedDataParallel(Gradients(SHAPE))
-    if rank == 1:
-        ddp.register_comm_hook(None, lambda state, bucket: None)
-    return error_of(RuntimeError, fusedcomm.attach, ddp, "off")
-
-
-def test_a_module_with_another_hook_is_refused_on_every_rank(ranks):
-    first, second = ranks.run(with_a_hook_on_one_rank, world_size=2)
-    assert second.startswith("fusedcomm: this DDP module already has the communication hook")
-    assert first == f"fusedcomm: rank 1 cannot attach: {second.removeprefix('fusedcomm: ')}"
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Config("off"), ["fusedcomm.attach(ddp, 'off')", "wire='fp32'", "'int8'"]),
-        (
-            lambda: Config("int8", wires={"a.*": "off"}),
-            ["wires['a.*']='off'", "'fp32'", "attach(ddp, 'off')"],
-        ),
-        (lambda: fusedcomm.Auto(("off", "bf16")), ["'off' is not known", "DDP's own all-reduce is always tried"]),
-        (lambda: fusedcomm.CommState("off"), ["config='off'", "do not register one"]),
-        (lambda: fusedcomm.simulate([torch.ones(3)] * 2, "off"), ["config='off'", "config='fp32'"]),
-    ],
-)
-def test_where_it_is_not_possible_the_error_says_what_to_use(make, words):
-    with pytest.raises(ValueError) as error:
-        make()
-    assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
 @pytest.mark.parametrize("command", [["plan", "--hosts", "2", "--params", "1e6"], ["demo"], ["probe"]], ids=str)

@@ -153,21 +153,6 @@ def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
         assert sent_nbytes == pytest.approx(2 * 2 * payload * (world_size - 1) / world_size, rel=0.02)
 
 
-def in_another_order(rank, world_size):
-    ddp = two_buckets()
-    wires = {"weights.0": "int8", "weights.1": "fp8"}
-    if rank == 1:
-        wires = dict(reversed(wires.items()))
-    with pytest.raises(RuntimeError, match="the ranks do not agree: config.wires"):
-        fusedcomm.attach(ddp, Config("int4", wires={**wires, "1d": "int4"}), quiet=True)
-
-
-def test_the_order_of_wires_is_agreed_on(ranks):
-    """The order matters: a parameter's wire comes from the first pattern that matches, and the bytes of a message are
-    in the order of the wires."""
-    ranks.run(in_another_order, world_size=2)
-
-
 def with_empty_parameters(rank, world_size, kwargs):
     shapes = ((300, 100), (0,), (20, 30), (0, 5), (700,))
     ddp = DistributedDataParallel(Gradients(*shapes))
@@ -189,38 +174,6 @@ def with_empty_parameters(rank, world_size, kwargs):
 def test_parameters_without_elements_have_wires_too(ranks, kwargs):
     for values in ranks.run(with_empty_parameters, kwargs, world_size=2):
         assert values == [[2.0], [], [2.0], [], [2.0]]
-
-
-def refused_pattern(rank, world_size):
-    ddp = two_buckets()
-    with pytest.raises(ValueError, match="wires pattern 'head.*' matches none of the 2 parameters"):
-        fusedcomm.attach(ddp, Config("int8", wires={"head.*": "bf16"}), quiet=True)
-
-
-def test_a_pattern_that_matches_nothing_is_refused(ranks):
-    ranks.run(refused_pattern, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"wires": {"norm.*": "bf16"}}, ["'norm.*'", "all 2", "'norm.weight'", "default pattern '1d'"]),
-        (
-            {"wires": {"head*": "bf16", "head.w*": "fp16", "1d": "int8"}},
-            ["'head.w*'", "all 1", "'head.weight'", "wires pattern 'head*'", "Put it before"],
-        ),
-        (
-            {"wire": "bf16", "wires": {"norm.*": "fp32", "head.bias": "int8", "1d": "fp16"}},
-            ["wires pattern '1d' has no effect", "all 3", "leave it out"],
-        ),
-    ],
-    ids=str,
-)
-def test_a_pattern_whose_parameters_all_go_elsewhere_is_refused(options, words):
-    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "head": torch.nn.Linear(4, 2)})
-    with pytest.raises(ValueError) as error:
-        Config(**{"wire": "int8", **options}).check_patterns(list(model.named_parameters()))
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_pattern_that_some_of_its_parameters_are_left_to_is_not_refused():

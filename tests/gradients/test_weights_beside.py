@@ -374,7 +374,6 @@ def test_a_weight_that_is_late_for_a_pass_that_adds_up_is_an_error_of_the_next_o
 
 
 def refused(rank, world_size):
-    texts = []
     for config in ("fp32", "off", "auto"):
         ddp = DistributedDataParallel(model())
         comm = fusedcomm.attach(ddp, config, quiet=True)
@@ -389,12 +388,6 @@ def refused(rank, world_size):
     comm.detach()
     with pytest.raises(RuntimeError, match="detached"):
         comm.weight = 1
-    with pytest.raises(ValueError, match="weighted='median' is not possible|weighted"):
-        Config("fp32", weighted="median")
-    with pytest.raises(ValueError, match="a search also tries DDP's own all-reduce"):
-        fusedcomm.Auto((Config(weighted="mean"),))
-    with pytest.raises(ValueError, match="a registered hook has no handle"):
-        fusedcomm.CommState(Config(weighted="mean"))
     module = model()
     call, comm, _ = wrapped("fsdp", module, Config("fp32", weighted="mean"))
     comm.weight = 1
@@ -403,7 +396,6 @@ def refused(rank, world_size):
         call(torch.ones(1, 6))
     comm.detach()
     call(torch.ones(1, 6))
-    return texts
 
 
 def test_what_cannot_be_weighted_is_refused(ranks):

@@ -11,8 +11,6 @@ from models import reducer_of, refusal
 from owners import BUCKET_MIB, FP32, Net, flat, loss_of, made, one_step, sharded
 from patience import patient
 from test_owners_state import whole
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 import fusedcomm.optimizer.state
@@ -54,42 +52,6 @@ def named(rank, world_size, form):
 def test_named_parameters_are_taken_as_torchs_optimizers_take_them(ranks, form):
     for (names, parameters), (torchs_names, torchs) in ranks.run(named, form, world_size=2):
         assert names == torchs_names and torch.equal(parameters, torchs)
-
-
-def given(rank, world_size):
-    """Errors of what is no reducer, no parameter, or Join."""
-    model, reducer, optimizer = made()
-    ddp = DistributedDataParallel(Net())
-    parallel = fusedcomm.DataParallel(Net(), config=FP32, quiet=True)
-    owner = fusedcomm.ShardedOptimizer(parallel, ADAMW, quiet=True)
-    pairs = list(Net().named_parameters())
-    fresh = reducer_of(Net(), FP32)
-    texts = {
-        "a DDP module": refusal(fusedcomm.ShardedOptimizer, ddp, ADAMW, lr=0.1),
-        "ZeRO's order": refusal(fusedcomm.ShardedOptimizer, model.parameters(), ADAMW, lr=0.1),
-        "an attachment": refusal(fusedcomm.ShardedOptimizer, fusedcomm.attach(ddp, quiet=True), ADAMW, lr=0.1),
-        "Join": refusal(Join, [owner]),
-        "some names": refusal(fusedcomm.ShardedOptimizer, fresh, ADAMW, [pairs[0], pairs[1][1]], quiet=True),
-        "numbers": refusal(fusedcomm.ShardedOptimizer, fresh, ADAMW, [1, 2], quiet=True),
-    }
-    reducer.detach()
-    return texts
-
-
-WORDS = {
-    "a DDP module": "TypeError: fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, "
-    "not DistributedDataParallel: it is the first argument",
-    "ZeRO's order": "not generator: it is the first argument",
-    "an attachment": "not Handle: it is the first argument",
-    "Join": "RuntimeError: fusedcomm: Join is not possible with a ShardedOptimizer",
-    "some names": "TypeError: fusedcomm: params= has a tensor beside others",
-    "numbers": "TypeError: fusedcomm: params= has int beside others",
-}
-
-
-def test_what_is_no_argument_is_named(ranks):
-    for texts in ranks.run(given, world_size=2):
-        assert all(words in texts[name] for name, words in WORDS.items()), texts
 
 
 # ---- on one rank alone

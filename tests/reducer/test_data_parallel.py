@@ -6,13 +6,16 @@ exact may differ in the last bit.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches, Mlp, Normalised, Sparse, wrapped
+from models import Branches, Mlp, Normalised, Sparse, refusal, wrapped
 from torch import nn
+
+from fusedcomm.reducer.ddp_arguments import check_devices
 
 NUM_STEPS = 4
 
@@ -163,3 +166,17 @@ def checkpoints(rank, world_size, path):
 def test_checkpoints_load_both_ways(ranks, tmp_path):
     for names in ranks.run(checkpoints, str(tmp_path / "state.pt"), world_size=2):
         assert len(names) == 9 and all(name.startswith("module.layers.") for name in names)
+
+
+CUDA_1 = torch.device("cuda", 1)
+
+
+def test_device_ids_name_the_modules_device():
+    for given in ([1], ["cuda:1"], [CUDA_1], ["cuda"]):
+        assert check_devices(CUDA_1, given, None) == ([1], 1)
+    assert check_devices(CUDA_1, [1], CUDA_1) == ([1], 1)
+    for given in (None, []):
+        assert check_devices(CUDA_1, given, None) == (None, None)
+        assert check_devices(torch.device("cpu"), given, None) == (None, None)
+    for given in (([0], None), (["cuda:2"], None), (["cpu"], None), ([1], 0), (None, 0)):
+        assert "the module's device, cuda:1" in refusal(functools.partial(check_devices, CUDA_1, *given))

@@ -1,0 +1,120 @@
+"""What a configuration refuses when it is made: values out of range, and pairs of values that exclude each other. An
+error names both values of a pair."""
+
+import torch
+from refusals import rows
+from torch import nn
+
+import fusedcomm
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
+
+OUT_OF_RANGE = [
+    (lambda _: Config("fp7"), "wire='fp7' ... 'fp32', 'bf16', 'fp16', 'int8'"),
+    (lambda _: Config(None), "wire=None"),
+    (lambda _: Config("fp8_e5m2"), "wire='fp8_e5m2' ... 'int8', 'fp8', 'int4'"),
+    (lambda _: Config("auto"), "wire='auto' ... and fusedcomm.GradReducer ... fusedcomm.Auto(…) ... 'fp32', 'bf16'"),
+    (lambda _: Config(sum="ring"), "sum='ring' ... 'two-shot'"),
+    (lambda _: Config("fp16", predivide=-1.0), "predivide=-1.0 ... positive"),
+    (lambda _: Config("fp16", predivide=float("inf")), "predivide=inf"),
+    (lambda _: Config("fp16", predivide=10**400), "predivide=1000 ... to 1e38"),
+    (lambda _: Config("fp16", predivide=1e-300), "predivide=1e-300 ... from 1e-38"),
+    (lambda _: Config("fp16", predivide="half"), "predivide='half' ... 'auto'"),
+    (lambda _: Config(wires="bf16"), "wires='bf16' ... dict"),
+    (lambda _: Config(wires={"a": "fp7"}), "wires['a']='fp7' ... 'fp8'"),
+    (lambda _: Config(wires={"": "fp8"}), "wires[''] ... pattern"),
+    (lambda _: Config(wires={5: "fp8"}), "wires[5] ... pattern"),
+    (lambda _: Config(blocks=64), "blocks=64 ... a fusedcomm.Blocks(…)"),
+    (lambda _: Config(feedback=True), "feedback=True ... a fusedcomm.Feedback(…)"),
+    (lambda _: Config(chunks=4096), "chunks=4096 ... a fusedcomm.Chunks(…)"),
+    (lambda _: Config(compare_every=0), "compare_every=0 ... 1 or more, or None for never"),
+    (lambda _: Config(compare_every=2.5), "compare_every=2.5 ... whole number"),
+    (lambda _: Config(compare="stop"), "compare='stop' ... 'raise'"),
+    (lambda _: Config(measure_every=-3), "measure_every=-3 ... 0 for never"),
+    (lambda _: Config(measure_every=1.5), "measure_every=1.5 ... whole number"),
+    (lambda _: Config(measure_every=2**70), f"measure_every={2**70} ... number of steps"),
+    (lambda _: Config(hosts="by rack"), "hosts='by rack' ... 'auto'"),
+    (lambda _: Config(hosts=[[0, "1"]]), "hosts=[[0, '1']] is not possible ... use 'auto'"),
+    (lambda _: Config(hosts=[]), "hosts=[] ... it has no ranks"),
+    (lambda _: Config(hosts=0), "hosts=0"),
+    (lambda _: Config(hosts=[[0, 1], [1, 2]]), "rank(s) [1] are on two hosts"),
+    (lambda _: Config(hosts=[[0, 1], [2]]), "hosts[0] has 2 ranks, hosts[1] 1"),
+    (lambda _: TwoLevels("auto", "int8"), "TwoLevels(local_wire)='int8' is not known ... 'bf16'"),
+    (lambda _: Blocks(100), "Blocks(numel)=100 ... power of two ... 32 ... 4096"),
+    (lambda _: Blocks(16), "Blocks(numel)=16"),
+    (lambda _: Blocks(8192), "Blocks(numel)=8192"),
+    (lambda _: Blocks("128"), "Blocks(numel)='128' ... power of two"),
+    (lambda _: Blocks(rotate=1), "Blocks(rotate)=1 ... True or False"),
+    (lambda _: Feedback("fp8"), "Feedback(format)='fp8' ... 'fp32', 'bf16'"),
+    (lambda _: Feedback(decay=0), "Feedback(decay)=0 ... above 0 and at most 1"),
+    (lambda _: Feedback(decay=1.5), "Feedback(decay)=1.5 ... above 0 and at most 1"),
+    (lambda _: Feedback("int8"), "Feedback(format)='int8' ... 'fp32', 'bf16'"),
+    (lambda _: Chunks(100), "Chunks(nbytes)=100 ... 4096"),
+    (lambda _: Chunks(2**63), f"Chunks(nbytes)={2**63} ... whole number of bytes"),
+    (lambda _: Chunks(2**62), f"Chunks(nbytes)={2**62} ... from 4096 to 1073741824"),
+    (lambda _: Chunks(in_flight=0), "Chunks(in_flight)=0 ... 1 to 64"),
+    (lambda _: Chunks(in_flight=65), "Chunks(in_flight)=65 ... 1 to 64"),
+    (lambda _: LocalOptions(stall_after=-1), "stall_after=-1 ... a number of seconds from 0.1 to 1e9"),
+    (lambda _: LocalOptions(codec_threads=0), "codec_threads=0 ... 1 to 256"),
+    (lambda _: LocalOptions(codec_threads=100000), "codec_threads=100000 ... 1 to 256"),
+    (lambda _: LocalOptions(codec_threads=2.0), "codec_threads=2.0 ... whole number"),
+    (lambda _: fusedcomm.Residuals("int8"), "Feedback(format)='int8' ... 'bf16'"),
+    (lambda _: fusedcomm.Auto("bf16"), "candidates='bf16' is one string ... ('bf16',)"),
+    (lambda _: fusedcomm.Auto(5), "candidates=5 ... pass a tuple"),
+    (lambda _: fusedcomm.Auto(()), "candidates=() ... leaves nothing to try"),
+    (lambda _: fusedcomm.Auto(("fp7",)), "candidates=('fp7',) ... 'fp8' ... a fusedcomm.Config(…)"),
+    (lambda _: fusedcomm.Auto((["bf16"],)), "candidates=(['bf16'],) ... ['bf16'] is not known"),
+    (lambda _: fusedcomm.Auto(("off",)), "candidates=('off',) ... DDP's own all-reduce is always tried"),
+    (lambda _: fusedcomm.Auto(("int4",)), "candidates=('int4',) ... fusedcomm.Config('int4') in its place"),
+    (lambda _: fusedcomm.Auto(("bf16", Config())), "Config(wire='bf16') ... has one of them twice"),
+    (lambda _: fusedcomm.Auto(("bf16",) * 6), "at most 5 ... fusedcomm probe"),
+]
+PAIRS = [
+    (lambda _: Config("bf16", blocks=Blocks(64)), "Blocks(numel=64) has no effect ... wire='bf16' ... int8, fp8, int4"),
+    (lambda _: Config("bf16", blocks=Blocks(rotate=True)), "rotate=True ... wire='bf16' ... int8, fp8, int4"),
+    (lambda _: Config("int8", sum="direct"), "sum='direct' ... wire='int8' ... sum='two-shot'"),
+    (lambda _: Config("fp32", sum="direct"), "sum='direct' ... wire='fp32' ... sum='exact'"),
+    (lambda _: Config("bf16", sum="exact"), "sum='exact' ... wire='bf16' ... wire='fp32'"),
+    (lambda _: Config(sum="direct", wires={"1d": "fp32"}), "sum='direct' ... wires['1d']='fp32' ... two-shot"),
+    (lambda _: Config(sum="direct", wires={"w.0": "fp32"}), "sum='direct' ... wires['w.0']='fp32' ... two-shot"),
+    (lambda _: Config(sum="direct", wires={"a": "int8"}), "sum='direct' ... wires={…: 'int8'} ... sum='two-shot'"),
+    (lambda _: Config("fp32", "exact", wires={"a": "int8"}), "sum='exact' ... wires={…: 'int8'} ... no other wires"),
+    (lambda _: Config("bf16", predivide=2.0), "predivide=2 ... wire='bf16' ... fp16"),
+    (lambda _: Config("fp32", feedback=Feedback()), "Feedback('fp32') ... wire='fp32' ... rounds nothing"),
+    (lambda _: Config(sum="direct", feedback=Feedback("bf16")), "Feedback('bf16') ... sum='direct' ... two-shot"),
+    (lambda _: Config("fp32", "exact", hosts=TwoLevels()), "hosts=TwoLevels() ... sum='exact' has one ... 'two-shot'"),
+    (lambda _: Config(sum="direct", hosts=TwoLevels()), "hosts=TwoLevels() ... sum='direct' has one ... hosts='auto'"),
+    (lambda _: Config(sum="one-shot", hosts=2), "hosts=2 ... sum='one-shot' has one"),
+    (lambda _: Config("fp32", hosts=TwoLevels("auto", "bf16")), "local_wire='bf16' ... wire='fp32'"),
+    (lambda _: Config("off"), "fusedcomm.attach(ddp, 'off') ... wire='fp32' ... 'int8'"),
+    (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32' ... attach(ddp, 'off')"),
+    (lambda _: fusedcomm.Auto(("off", "bf16")), "'off' is not known ... DDP's own all-reduce is always tried"),
+    (lambda _: fusedcomm.CommState("off"), "config='off' ... do not register one"),
+    (lambda _: fusedcomm.simulate([torch.ones(3)] * 2, "off"), "config='off' ... config='fp32'"),
+    (lambda _: Config("fp32", weighted="median"), "weighted"),
+    (lambda _: fusedcomm.Auto((Config(weighted="mean"),)), "a search also tries DDP's own all-reduce"),
+    (lambda _: fusedcomm.CommState(Config(weighted="mean")), "a registered hook has no handle"),
+    (lambda _: fusedcomm.CommState(Config("bf16", wires={"embed*": "fp32"})), "module=model"),
+]
+MODEL = nn.ModuleDict({"norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
+# Every parameter of these patterns goes elsewhere.
+WIRES = [
+    ("int8", {"norm.*": "bf16"}, "'norm.*' ... all 2 ... 'norm.weight' ... default pattern '1d'"),
+    (
+        "int8",
+        {"head*": "bf16", "head.w*": "fp16", "1d": "int8"},
+        "'head.w*' ... all 1 ... 'head.weight' ... wires pattern 'head*' ... Put it before",
+    ),
+    (
+        "bf16",
+        {"norm.*": "fp32", "head.bias": "int8", "1d": "fp16"},
+        "wires pattern '1d' has no effect ... all 3 ... leave it out",
+    ),
+]
+PAIRS += [
+    (lambda _, given=given: Config(given[0], wires=given[1]).check_patterns(list(MODEL.named_parameters())), given[2])
+    for given in WIRES
+]
+ROWS = rows("Config", 0, [(make, f"ValueError: ... {text}") for make, text in OUT_OF_RANGE + PAIRS])
+ROWS += rows(
+    "comm_hook", 0, [(lambda _: fusedcomm.comm_hook({}, None), "TypeError: ... CommState as its state, not dict")]
+)

@@ -1,0 +1,140 @@
+"""What DataParallel refuses."""
+
+import torch
+import torch.distributed as dist
+from models import Mlp, reducer_of
+from refusals import differ, rows
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+
+def wrapped(module: object, **kwargs) -> fusedcomm.DataParallel:
+    return fusedcomm.DataParallel(module, **{"config": "fp32", "quiet": True, **kwargs})
+
+
+def given(**kwargs):
+    return lambda _: wrapped(Mlp(), **kwargs)
+
+
+ARGUMENTS = [
+    (given(mixed_precision=object()), "ValueError ... torch.autocast ... mixed_precision"),
+    (given(delay_all_reduce_named_params=[("a", nn.Parameter(torch.zeros(1)))]), "ValueError ... leave it out"),
+    (given(param_to_hook_all_reduce=nn.Parameter(torch.zeros(1))), "ValueError ... leave it out"),
+    (given(skip_all_reduce_unused_params=True), "ValueError ... requires_grad_(False)"),
+    (given(bucket_cap_mb_list=[1, 2]), "ValueError ... bucket_cap_mb="),
+    (given(batched_grad_copy=True), "ValueError ... no copies to batch"),
+    (given(dim=1), "ValueError ... not split along a dimension"),
+    (given(device_ids=[0]), "ValueError ... for a module on cpu, None"),
+    (given(device_ids=[0, 1]), "ValueError ... one device"),
+    (given(output_device=0), "ValueError ... for a module on cpu, None"),
+    (given(bucket_cap_mb=0), "ValueError: ... bucket_mib"),
+    (given(init_sync=1), "ValueError: ... init_sync"),
+    (given(broadcast_buffers=None), "ValueError: ... broadcast_buffers"),
+    (given(static_graph="yes"), "ValueError: ... static_graph"),
+    (given(check_reduction=2), "ValueError: ... check_reduction"),
+    (given(gradient_as_bucket_view=0.5), "ValueError: ... gradient_as_bucket_view"),
+    (given(find_unused_parameters=1), "ValueError: ... find_unused_parameters"),
+    (given(config="int9"), "ValueError: ... int9"),
+    (given(local=3), "ValueError: ... LocalOptions"),
+    (given(no_such_argument=1), "TypeError: ... no_such_argument"),
+    (lambda _: wrapped([]), "TypeError ... not a list"),
+    (lambda _: wrapped(DistributedDataParallel(Mlp())), "TypeError ... ddp.module"),
+    (lambda _: wrapped(Mlp().requires_grad_(False)), "RuntimeError ... requires a gradient"),
+    (
+        lambda _: wrapped(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))),
+        "RuntimeError ... '1.weight' is not initialized",
+    ),
+    (
+        lambda _: wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))),
+        "ValueError ... ['cpu', 'meta']",
+    ),
+    (
+        lambda _: (module := Mlp(), ddp := DistributedDataParallel(module), wrapped(module), ddp),
+        "ValueError ... a DistributedDataParallel already synchronizes",
+    ),
+]
+
+
+def of_wrapper(call):
+    """What is done with a wrapped model, which works in spite of it."""
+
+    def wrong(_):
+        model = wrapped(Mlp())
+        try:
+            call(model)
+        finally:
+            model(torch.ones(2, 10)).sum().backward()
+
+    return wrong
+
+
+NO_JOIN = "has no Join ... a rank without data sets model.comm.weight = 0"
+OF_WRAPPER = [
+    (wrapped, "TypeError ... this is a DataParallel"),
+    (lambda m: fusedcomm.attach(m, "fp32"), "TypeError ... a fusedcomm.DataParallel, which sends"),
+    (reducer_of, "TypeError ... has one: model.comm"),
+    (lambda m: m.register_comm_hook(None, lambda state, bucket: None), "RuntimeError ... config="),
+    (
+        lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+        "RuntimeError ... config= ... hook",
+    ),
+    (
+        lambda m: m._register_buffer_comm_hook(None, lambda state, buffers: None),
+        "RuntimeError ... broadcast_buffers=False",
+    ),
+    (lambda m: m._get_ddp_logging_data(), "RuntimeError ... comm.stats()"),
+    (lambda m: m.join(), f"RuntimeError ... {NO_JOIN}"),
+    (lambda m: Join([m], divide_by_initial_world_size=False), f"RuntimeError ... {NO_JOIN}"),
+]
+
+
+class Buffered(nn.Module):
+    def __init__(self, size: int = 2, dtype: torch.dtype = torch.float32, name: str = "mark", counts: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.counts = nn.Parameter(torch.zeros(counts, dtype=torch.int64), requires_grad=False)
+        self.register_buffer(name, torch.zeros(size, dtype=dtype))
+
+
+def of_buffered(**kwargs):
+    wrapped(Buffered(**kwargs))
+
+
+def of_widths(*, widths):
+    wrapped(nn.Sequential(*(nn.Linear(2, width) for width in widths)))
+
+
+def of_mlp(**kwargs):
+    wrapped(Mlp(kwargs.pop("dtype", torch.float32)), **kwargs)
+
+
+DIFFERENT = [
+    (
+        differ(of_widths, {"widths": (2, 2)}, {"widths": (2, 3)}),
+        "DisagreementError ... [1][0] is 2 on rank 0 and 3 on rank 1",
+    ),
+    (differ(of_mlp, {}, {"dtype": torch.float64}), "DisagreementError ... float64"),
+    (
+        differ(of_widths, {"widths": (2, 2)}, {"widths": (2, 2, 2)}),
+        "DisagreementError ... parameters.count is 4 on rank 0",
+    ),
+    (differ(of_buffered, {}, {"size": 3}), "RuntimeError ... mark"),
+    (differ(of_buffered, {}, {"dtype": torch.int32}), "RuntimeError ... torch.int32"),
+    (differ(of_buffered, {}, {"name": "other"}), "RuntimeError ... other"),
+    (differ(of_buffered, {}, {"counts": 5}), "RuntimeError ... counts"),
+    (differ(of_mlp, {"broadcast_buffers": True}, {"broadcast_buffers": False}), "RuntimeError ... broadcast_buffers"),
+    (differ(of_mlp, {"init_sync": False}, {"init_sync": True}), "RuntimeError ... different init_sync"),
+    (
+        differ(of_mlp, {"static_graph": False}, {"static_graph": True}),
+        "DisagreementError ... find_unused_parameters is False on rank 0",
+    ),
+    (differ(of_mlp, {"config": "fp32"}, {"config": "bf16"}), "DisagreementError ... wire is 'fp32'"),
+]
+ROWS = [
+    *rows("DataParallel", 2, ARGUMENTS),
+    *rows("DataParallel", 2, [(of_wrapper(call), text) for call, text in OF_WRAPPER]),
+    *rows("DataParallel", 3, DIFFERENT, is_same=True),
+]

@@ -1,0 +1,193 @@
+"""What LocalSteps refuses, and what changes under way."""
+
+import torch
+from plain_simulation import Net, Run
+from refusals import differ, rows
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Config
+
+SGD = torch.optim.SGD
+NO_TIMES = "0s 0.0s -1s 20 abc s 1_0s nans 1e3s .s 1.5 20m".split() + ["", " 20s", "9" * 400 + "s"]
+# Refused before the ranks meet.
+ARGUMENTS = [
+    ({"every": 0}, "every=0 ... 1 or more"),
+    ({"every": 5, "delay": 5}, "delay=5 is not below every=5 ... delay=4 or less"),
+    ({"every": 5, "delay": -1}, "delay=-1"),
+    ({"every": 5, "merge": "mean"}, "merge='mean' ... 'corrected', 'nesterov', 'average'"),
+    ({"every": 5, "merge": "average", "delay": 2}, "merge='average' waits ... delay=2 would do nothing"),
+    ({"every": 3, "fragments": 4}, "fragments=4 is more than every=3"),
+    ({"every": 5, "outer": SGD}, "outer=… is for merge='nesterov'"),
+    ({"every": 5, "weights": "tokens"}, "weights='tokens' ... 'steps'"),
+    *(({"every": every}, f"every={every!r} ... a time above 0") for every in NO_TIMES),
+    ({"every": "20s", "merge": "nesterov"}, "every='20s' ... learning rate ... outer=lambda"),
+    ({"every": 5, "members": "auto"}, "members='auto' ... no fusedcomm.Members"),
+    ({"every": 5, "config": "auto"}, "config='auto' ... too seldom"),
+    ({"every": 5, "config": "off"}, "config='off' ... merge nothing"),
+    ({"every": 5, "config": Config(weighted="mean")}, "weighted='mean' ... LocalSteps(weights='steps')"),
+    ({"every": 5, "config": Config(sum="direct")}, "sum='direct' ... sum='auto'"),
+]
+
+
+def of_net(**kwargs):
+    model = Net()
+    fusedcomm.LocalSteps(model, SGD(model.parameters(), lr=0.1), **{"every": 10, "quiet": True, **kwargs})
+
+
+# Only rank 0's model, optimizer or arguments are wrong; the other ranks are told.
+MODELS = [
+    (
+        Net,
+        {"optimizer": lambda model: SGD(list(model.parameters())[1:], lr=0.1)},
+        "ValueError ... does not hold layers.0.weight ... masters={name: tensor}",
+    ),
+    (lambda: Net().double(), {}, "ValueError ... torch.float64 ... no merge carries"),
+    (lambda: Net().requires_grad_(False), {}, "ValueError ... no parameter of the model requires gradients"),
+    (Net, {"fragments": 9}, "ValueError: ... fragments=9 ... 8 parameters"),
+    (Net, {"masters": {"layers.9": torch.zeros(1)}}, "ValueError: ... masters['layers.9'] ... model's names"),
+    (
+        lambda: DistributedDataParallel(Net()),
+        {},
+        "ValueError ... averages the gradients of 2 ranks ... nothing to merge",
+    ),
+    (
+        Net,
+        {"merge": "nesterov", "outer": lambda parameters: SGD(parameters[:1])},
+        "ValueError: ... outer=… ... does not hold all",
+    ),
+    (
+        Net,
+        {"merge": "nesterov", "outer": SGD(Net().parameters())},
+        "TypeError: ... outer=SGD(…) is an object ... give a function that makes it of a list of parameters",
+    ),
+]
+
+
+TOLD = " / DisagreementError: fusedcomm: rank 0 cannot attach ... "
+
+
+def wrong_on_rank_0(make, optimizer=lambda model: SGD(model.parameters(), lr=0.1), **kwargs):
+    def wrong(rank):
+        model = make()  # on every rank, because DDP is made by all
+        made = optimizer(model)
+        if rank == 0:
+            fusedcomm.LocalSteps(model, made, 10, quiet=True, **kwargs)
+        else:
+            of_net(merge=kwargs.get("merge", "corrected"))
+
+    return wrong
+
+
+DIFFERENT = [
+    ({"every": 10}, {"every": 12}, "every is 10 on rank 0 and 12 on rank 1"),
+    ({"every": "20s"}, {"every": "30s"}, "every is '20s' on rank 0 and '30s' on rank 1"),
+    ({"every": "20s", "delay": 5}, {"every": 20}, "every is '20s' on rank 0 and 20 on rank 1"),
+    ({"delay": 1}, {"delay": 2}, "delay is 1 on rank 0 and 2 on rank 1"),
+    ({"config": "int8"}, {"config": "int4"}, "wire is 'int8' on rank 0 and 'int4' on rank 1"),
+    (
+        {"merge": "nesterov"},
+        {"merge": "nesterov", "outer": lambda parameters: torch.optim.Adam(parameters, lr=0.1)},
+        "outer.class is 'SGD' on rank 0 and 'Adam' on rank 1",
+    ),
+    (
+        {"merge": "nesterov"},
+        {"merge": "nesterov", "outer": lambda parameters: SGD(parameters, lr=0.1)},
+        "outer.groups[0].lr is '0.2' on rank 0 and '0.1' on rank 1",
+    ),
+]
+
+
+# ---- under way
+
+
+def replace(model, optimizer):
+    model.layers[0].weight = nn.Parameter(torch.zeros(8, 6))
+
+
+def add(model, optimizer):
+    model.extra = nn.Linear(2, 2)
+
+
+def forget(model, optimizer):
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+
+
+CHANGES = [
+    (lambda model, _: model.layers[0].weight.requires_grad_(False), "layers.0.weight has been frozen"),
+    (replace, "layers.0.weight has been replaced"),
+    (add, "extra.weight has been added or thawed"),
+    (lambda model, _: model.double(), "layers.0.weight has become torch.float64"),
+    (forget, "layers.0.weight is no longer in the optimizer"),
+]
+
+
+def begun(run, rank, steps):
+    """After these steps."""
+    model = run.model()
+    optimizer = run.optimizer(model)
+    comm = fusedcomm.LocalSteps(model, optimizer, run.every, delay=run.delay, config="fp32", quiet=True)
+    for step in range(1, steps + 1):
+        run.step(model, optimizer, rank, step)
+    return model, optimizer, comm
+
+
+def changed(change):
+    """Every rank changes its model between a snapshot and its merge."""
+
+    def wrong(rank):
+        model, optimizer, comm = begun(Run("corrected", every=4, delay=2), rank, steps=5)
+        before = comm.fragments[0].anchor.clone()
+        change(model, optimizer)
+        try:
+            optimizer.step()
+        finally:
+            assert torch.equal(comm.fragments[0].anchor, before)
+            comm.detach()
+
+    return wrong
+
+
+def one_bit(of_rank):
+    """One rank's merged state is changed in one bit."""
+
+    def wrong(rank):
+        run = Run("corrected", every=2, delay=0)
+        model, optimizer, comm = begun(run, rank, steps=3)
+        if rank == of_rank:
+            comm.fragments[0].anchor.view(torch.int32)[17] ^= 1
+        try:
+            run.step(model, optimizer, rank, 4)
+        finally:
+            comm.detach()
+
+    return wrong
+
+
+ONE_BIT = "RuntimeError ... on rank {rank}, before merge 1 ... not the same on every rank"
+ROWS = [
+    *rows(
+        "LocalSteps",
+        1,
+        [(lambda _, given=given: of_net(**given), f"ValueError: ... {text}") for given, text in ARGUMENTS],
+    ),
+    *rows(
+        "LocalSteps",
+        2,
+        [(wrong_on_rank_0(make, **given), text.replace(" ... ", TOLD, 1)) for make, given, text in MODELS],
+    ),
+    *rows(
+        "LocalSteps",
+        3,
+        [(differ(of_net, one, other), f"DisagreementError ... {text}") for one, other, text in DIFFERENT],
+        is_same=True,
+    ),
+    *rows(
+        "LocalSteps",
+        2,
+        [(changed(change), f"RuntimeError ... rank {{rank}}: {text} ... detach()") for change, text in CHANGES],
+    ),
+    *rows("LocalSteps", 2, [(one_bit(of_rank=1), ONE_BIT)]),
+    *rows("LocalSteps", 4, [(one_bit(of_rank=3), ONE_BIT)]),
+]
