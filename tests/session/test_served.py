@@ -78,6 +78,20 @@ def test_a_second_front_end_of_a_parameter_is_refused_or_takes_over(ranks):
             assert text.startswith(tuple(expected)) and f"and {second} would do it a second time" in text, text
 
 
+def quantized(rank, world_size):
+    """Serves a model with integers, which are frozen and have no gradient, by every front end."""
+    hvd.init()
+    for make in FRONT_ENDS.values():
+        model = Mlp()
+        model.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+        detach(make(model))
+    hvd.shutdown()
+
+
+def test_parameters_that_have_no_gradient_are_left_alone(ranks):
+    ranks.run(quantized, world_size=2)
+
+
 def on_one_rank(rank, world_size, second):
     model = Mlp()
     made = fusedcomm.GradReducer(model, "bf16", quiet=True)

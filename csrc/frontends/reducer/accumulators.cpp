@@ -56,6 +56,7 @@ std::string taken_by_hook(const torch::autograd::Node& node, uintptr_t own_key) 
 }  // namespace
 
 std::string synchronized_by(const at::Tensor& parameter) {
+  if (!torch::autograd::isDifferentiableType(parameter.scalar_type())) return "";  // as quantized weights
   return taken_by_hook(*accumulator_of(parameter), /*own_key=*/0);
 }
 
