@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_hosts import needs_hosts
 from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))  # stays: ranks that are started import this file, too
 
 import _ddp_step_rank  # noqa: E402
-from lib import namespaces  # noqa: E402
 
 # A script may use all cores, and takes long beside other programs.
 alone = pytest.mark.alone
@@ -111,8 +111,6 @@ SCRIPTS: dict[str, tuple[str, Callable[[dict], object]]] = {
 OF_MAKE_GPU = {"kernels", "hook_overhead"}
 NEEDS = {"accuracy": "sklearn", "codec": "tqdm"}
 """A package that not every machine has."""
-PROBLEM = namespaces.problem()
-makes_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
 def measure(tmp_path: Path, script: str, *options: str) -> dict:
@@ -130,7 +128,7 @@ def measure(tmp_path: Path, script: str, *options: str) -> dict:
 @alone
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=makes_hosts) if name == "hosts" else name for name in SCRIPTS]
+    "script", [pytest.param(name, marks=needs_hosts) if name == "hosts" else name for name in SCRIPTS]
 )
 def test_a_script_measures_with_its_quickest_options(tmp_path, script):
     pytest.importorskip(NEEDS.get(script, "torch"))
@@ -140,7 +138,7 @@ def test_a_script_measures_with_its_quickest_options(tmp_path, script):
 
 @alone
 @pytest.mark.full
-@makes_hosts
+@needs_hosts
 def test_steps_on_two_hosts_take_their_bytes_time_on_the_line(tmp_path):
     options = ["--quick", "--hosts", "2", "--link", "100mbit", "--repeat", "2"]
     found = measure(tmp_path, "ddp_step", *options, "--ways", "ddp default", "fusedcomm bf16")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from on_hosts import needs_hosts
 from patience import HANG_S
 from processes import is_running
 
@@ -21,9 +22,6 @@ from lib import namespaces  # noqa: E402
 from lib.namespaces import NetworkError  # noqa: E402
 
 pytestmark = pytest.mark.alone
-
-PROBLEM = namespaces.problem()
-makes_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
 def namespaces_of(token: str) -> list[str]:
@@ -44,7 +42,7 @@ def interfaces() -> list[str]:
 # ---- hosts are made and removed
 
 
-@makes_hosts
+@needs_hosts
 def test_hosts_are_there_and_then_gone():
     before = interfaces()
     with hosts.make(2, "unlimited") as cluster:
@@ -61,7 +59,7 @@ def test_hosts_are_there_and_then_gone():
     assert interfaces() == before
 
 
-@makes_hosts
+@needs_hosts
 def test_hosts_are_gone_after_an_exception():
     with pytest.raises(ZeroDivisionError), hosts.make(2, "100mbit") as cluster:
         token = cluster.network.token
@@ -71,7 +69,7 @@ def test_hosts_are_gone_after_an_exception():
     assert sleeper.wait(HANG_S) == -signal.SIGKILL
 
 
-@makes_hosts
+@needs_hosts
 def test_a_process_that_has_not_come_to_its_host_yet_is_ended_too(monkeypatch):
     its_way = ["sh", "-c", "sleep 100 & wait"]
     with pytest.raises(ZeroDivisionError), hosts.make(2, "100mbit") as cluster:
@@ -107,7 +105,7 @@ def sleeping_run(tmp_path):
     namespaces.remove_stale()
 
 
-@makes_hosts
+@needs_hosts
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_hosts_are_gone_after_a_signal(sleeping_run, number):
     process, token, pids = sleeping_run
@@ -117,7 +115,7 @@ def test_hosts_are_gone_after_a_signal(sleeping_run, number):
     assert not any(is_running(pid) for pid in pids)
 
 
-@makes_hosts
+@needs_hosts
 def test_the_next_run_removes_what_a_killed_one_left(sleeping_run):
     process, token, pids = sleeping_run
     process.kill()
@@ -129,7 +127,7 @@ def test_the_next_run_removes_what_a_killed_one_left(sleeping_run):
 
 
 @pytest.mark.full
-@makes_hosts
+@needs_hosts
 def test_runs_side_by_side_leave_each_other_alone(sleeping_run):
     process, token, pids = sleeping_run
     with hosts.make(2, "unlimited") as cluster:
@@ -137,7 +135,7 @@ def test_runs_side_by_side_leave_each_other_alone(sleeping_run):
     assert len(namespaces_of(token)) == 3 and all(is_running(pid) for pid in pids)
 
 
-@makes_hosts
+@needs_hosts
 def test_namespaces_of_others_are_not_touched():
     """Not even a namespace with a name like ours: no lock file shows that a run made it."""
     name = f"fusedcomm-hosts-{secrets.token_hex(4)}-host0"
@@ -150,7 +148,7 @@ def test_namespaces_of_others_are_not_touched():
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
-@makes_hosts
+@needs_hosts
 def test_this_process_network_is_never_killed(monkeypatch):
     monkeypatch.setattr(namespaces.os.path, "samefile", lambda *paths: True)
     with pytest.raises(NetworkError, match="is the network of this process: not touched"):
@@ -158,7 +156,7 @@ def test_this_process_network_is_never_killed(monkeypatch):
 
 
 @pytest.mark.full
-@makes_hosts
+@needs_hosts
 def test_output_and_status_of_the_first_that_fails(capsys, monkeypatch):
     monkeypatch.setattr(hosts, "GRACE_S", 0.5)
     began = time.monotonic()

@@ -16,7 +16,8 @@ from fusedcomm.tools import cli
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.run import places
 
-PRINTED = "import os; print(*(os.environ['HOROVOD_' + name] for name in {names}), flush=True)"
+# One write for a line, because ranks share the pipe, and `fusedcomm run` asks for unbuffered output.
+PRINTED = "import os; print(' '.join(os.environ['HOROVOD_' + name] for name in {names}) + '\\n', end='')"
 KEY_SEEN = """
 import os, pathlib, sys
 sys.path.append(sys.argv[2])
@@ -25,7 +26,8 @@ key, rank = os.environ["FUSEDCOMM_HOROVOD_KEY"].encode(), os.environ["HOROVOD_RA
 assert len(key) == 64 and int(key, 16)
 lines = command_lines()
 pathlib.Path(sys.argv[1], rank).write_bytes(key)
-print(rank, any(b"HOROVOD_SIZE" in line for line in lines), any(key in line for line in lines), flush=True)
+size_is_seen, key_is_seen = any(b"HOROVOD_SIZE" in line for line in lines), any(key in line for line in lines)
+print(f"{rank} {size_is_seen} {key_is_seen}\\n", end="")  # one write, as above
 """
 SLEEPS = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")

@@ -16,7 +16,8 @@ from fusedcomm.tools import cli, run_members
 from fusedcomm.tools.run_members import pause_before
 
 JOB = Path(__file__).resolve().parent / "member_job.py"
-PRINTED = "import os; print(*(os.environ.get(name, '-') for name in {names}), flush=True)"
+# One write for a line, because workers share the pipe, and `fusedcomm run` asks for unbuffered output.
+PRINTED = "import os; print(' '.join(os.environ.get(name, '-') for name in {names}) + '\\n', end='')"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FUSEDCOMM_JOIN")
 REFUSED = "import os, sys; print(os.environ['FUSEDCOMM_JOIN'], 'MASTER_ADDR' in os.environ); sys.exit(3)"
 
