@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from patience import HANG_S
+from test_arguments import refusal
 
 import fusedcomm
 from fusedcomm.tools.arguments import WIRES
@@ -21,13 +22,6 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=HANG_S, env={**os.environ, **environment}
     )
-
-
-def refusal(capsys, *argv: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(argv))
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
 
 
 # ---- arguments
