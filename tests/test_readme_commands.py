@@ -174,17 +174,6 @@ print(json.dumps([found["Version"], requires, *license, for_types, version.built
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_without_torch_pip_says_what_to_do(new):
-    before = new.files()
-    done = new.run("pip install .")  # pip builds in an environment of its own, where there is no torch
-    assert done.returncode == 1
-    assert "fusedcomm: it is built against the torch that will load it" in done.stdout
-    assert "pip install --no-build-isolation ." in done.stdout
-    assert new.files() == before
-
-
-@pytest.mark.alone
-@pytest.mark.full
 def test_the_commands_work_where_only_torch_is(new):
     before = new.files()
     script = ""

@@ -6,17 +6,16 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import setuptools
 from patience import HANG_S
+from scripts import ROOT, python
 
 from fusedcomm import memory
 
 pytestmark = pytest.mark.check
 
-ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
 
@@ -37,7 +36,7 @@ NO_TORCH = "sys.modules['torch'] = None"
 )
 def test_what_is_missing_is_named_with_what_to_do(before, words):
     code = f"import runpy, sys; {before}; sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    done = python("-c", code, cwd=ROOT)
     assert done.returncode == 1
     assert re.search(f"fusedcomm:? {words}", done.stderr), done.stderr
 
@@ -51,9 +50,7 @@ def test_what_is_missing_is_named_with_what_to_do(before, words):
     ids=["compiler", "ninja"],
 )
 def test_a_missing_tool_is_named_before_anything_is_compiled(tmp_path, variables, words):
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
-    environment = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    done = python("setup.py", "build_ext", "--build-lib", tmp_path, cwd=ROOT, **variables)
     assert done.returncode == 1
     assert words in done.stderr
 

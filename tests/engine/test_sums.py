@@ -86,12 +86,6 @@ def _config(sum: str, wire: str, chunks: Chunks | None = None, hosts: TwoLevels 
     return Config(wire, sum, wires={"1d": wire}, chunks=chunks or Chunks(), hosts=hosts)
 
 
-def wires_beside(local_wire: str) -> list[str]:
-    """The wire dtypes that this local wire dtype may accompany. An fp32 wire rounds nothing, so its local wire dtype
-    must be fp32, too."""
-    return [wire for wire in BITS if wire != "fp32" or local_wire == "fp32"]
-
-
 def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire: str = "bf16") -> tuple[int, int]:
     """Bytes that one rank sends for NUMEL elements, and how many of them go to other hosts.
 
@@ -168,14 +162,13 @@ def configs_of(per_host: int) -> dict[tuple[str, str, str], Config]:
             (sum, wire, wire): _config(sum, wire, Chunks(message_nbytes(wire) // 4, 3)) for sum, wire in SUMS_OF_WIRES
         }
     found = {}
-    for local_wire in ("fp32", "bf16"):
-        for wire in wires_beside(local_wire):
-            nbytes, hosts = max(map(message_nbytes, (wire, local_wire))) // 4, TwoLevels([[0, 1], [2, 3]], local_wire)
-            found["two-shot", wire, local_wire] = _config("two-shot", wire, Chunks(nbytes), hosts)
+    for wire, local_wire in (("fp32", "fp32"), ("int8", "fp32"), ("fp16", "bf16"), ("fp8", "bf16"), ("int4", "bf16")):
+        nbytes, hosts = max(map(message_nbytes, (wire, local_wire))) // 4, TwoLevels([[0, 1], [2, 3]], local_wire)
+        found["two-shot", wire, local_wire] = _config("two-shot", wire, Chunks(nbytes), hosts)
     return found
 
 
-@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 2)])
 def test_engines_send_the_bytes_of_the_formula(ranks, subtests, world_size, per_host):
     num_steps, configs = 2, configs_of(per_host)
     of_ranks = ranks.run(counted_by_engines, num_steps, list(configs.values()), world_size=world_size)
@@ -201,9 +194,7 @@ SHAPES = ((512, 512), (1 << 15,))
 OF_STEPS = [
     {"wire": "fp32", "sum": "exact"},
     {"wire": "bf16", "sum": "direct"},
-    {"wire": "bf16", "sum": "one-shot", "wires": {"1d": "fp32"}},
     {"wire": "int8", "sum": "one-shot"},
-    {"wire": "fp16", "sum": "two-shot"},
     {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
     {"wire": "fp8", "wires": {"1d": "fp8"}, "feedback": Feedback()},
     {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
@@ -232,7 +223,7 @@ def counted(rank, world_size, every, num_steps):
 
 @pytest.mark.skipif(tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
 def test_the_network_carries_the_bytes_of_the_steps(ranks, subtests):
-    num_steps = 5
+    num_steps = 3
     of_ranks = ranks.run(counted, OF_STEPS, num_steps, world_size=4)
     for options, *on_ranks in zip(OF_STEPS, *of_ranks, strict=True):
         with subtests.test(options=str(options)):

@@ -1,5 +1,6 @@
 """What /proc says about processes that may end at any moment."""
 
+import os
 from pathlib import Path
 
 # What opening and reading raise about a process that has ended before the one, or between the two.
@@ -23,3 +24,16 @@ def command_lines() -> list[bytes]:
         except (*ENDED, PermissionError):
             continue
     return lines
+
+
+def members(group: int) -> list[int]:
+    """The processes of a process group that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_member = os.getpgid(int(path.name)) == group
+        except ProcessLookupError:
+            continue
+        if is_member and is_running(int(path.name)):
+            found.append(int(path.name))
+    return found

@@ -4,12 +4,9 @@ The options come from the parsers themselves, so an option without a row here fa
 """
 
 import argparse
-import os
-import subprocess
-import sys
 
 import pytest
-from patience import HANG_S
+from scripts import python
 
 from fusedcomm.tools import cli, output
 
@@ -249,14 +246,7 @@ LOADED = "from fusedcomm.tools import cli; import sys, atexit; atexit.register(l
     ids=" ".join,
 )
 def test_no_torch_is_loaded_for_an_answer_that_needs_none(tmp_path, argv):
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *argv],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    done = python("-c", LOADED, *argv, cwd=tmp_path)
     assert done.returncode == (0 if "--help" in argv else 2), done.stderr
     loaded = done.stdout.splitlines()[-1].split()
     assert "fusedcomm.tools.cli" in loaded and not {"torch", "numpy", "matplotlib"} & set(loaded)
