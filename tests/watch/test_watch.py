@@ -78,7 +78,7 @@ def test_a_rank_that_is_late_for_the_end_of_a_turn_is_named(ranks, tmp_path):
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
 def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, tmp_path, victim, fate, store_kind):
-    pid = ranks.processes[victim].pid
+    pid = ranks.pid_of(victim)
     outcome = ranks.outcomes(train, victim, fate, store_kind, "int8", tmp_path, world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, value = outcome[rank]
