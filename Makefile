@@ -70,23 +70,21 @@ demo: PACKAGES += scikit-learn tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
-# Tests that may run side by side come first, with one worker more than cores, because they wait half of the time. The
-# others, all of `make check`, follow one by one. With ARGS, either step may select no test.
-SIDE_BY_SIDE = workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
-	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(WHICH) $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+# One worker more than cores, because tests wait half of the time. With ARGS, no test may be selected.
+PYTEST = workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
+	$(PY) -m pytest -n $$workers --dist worksteal $(WHICH) $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
-test check test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
+test check test-all: PACKAGES += pytest>=9 pytest-timeout hypothesis pytest-xdist
 test: WHICH = --part test
 check: WHICH = --part check
 test-all: WHICH = --all
 check test-all: $(CHECKER)
 test check test-all: build $(KERNELS)
 test:
-	$(SIDE_BY_SIDE)
+	$(PYTEST)
 check test-all:
 	$(PY) tests/helpers/native_objects.py
-	$(SIDE_BY_SIDE)
-	$(PY) -m pytest --alone $(WHICH) $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	$(PYTEST)
 
 test-torches: | check-tools
 	PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' bash tests/helpers/test_torches.sh $(TORCHES)
@@ -98,7 +96,7 @@ bench: build
 
 # bench/_gpu.py builds by calling make again with the same variables, so that the build counts toward the call's time.
 # A dry run runs the benchmarks only. It needs no GPU, but the build must exist.
-gpu: PACKAGES += triton>=3.6 pytest hypothesis tqdm
+gpu: PACKAGES += triton>=3.6 pytest>=9 hypothesis tqdm
 gpu: | $(READY) $(if $(findstring --dry-run,$(ARGS)),build $(KERNELS))
 	$(PY) bench/_gpu.py $(ARGS)
 

@@ -1,14 +1,18 @@
 """Fixtures shared by all tests."""
 
+import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import horovods_tests
 import pytest
 import torch
+from case_times import CaseTimes
 from filelock import FileLock
+from leftovers import Leftovers, is_worker
 from patience import measure_slowness
 from ranks import Ranks
 from sampling import sampled
@@ -31,8 +35,6 @@ COMPILED = {"on_streams_library", "library", "bindings_folder", "compilers", "al
 def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
     group.addoption("--part", choices=("test", "check"), help="run only what `make test` or `make check` runs")
-    group.addoption("--side-by-side", action="store_true", help="run only tests that may run in parallel (for -n)")
-    group.addoption("--alone", action="store_true", help="run only the tests marked alone")
     group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
     group.addoption("--rest", action="store_true", help="run only the cases that need --all")
     group.addoption("--every-kernel", action="store_true", help="check the constants of every kernel (half an hour)")
@@ -47,6 +49,22 @@ def pytest_configure(config):
         os.environ[horovods_tests.VARIABLE] = os.path.abspath(config.getoption("--horovods-tests"))
     if config.getoption("--fetch-horovods-tests") and horovods_tests.folder() is None:
         horovods_tests.fetch()
+    config.pluginmanager.register(Leftovers(config))
+    if config.getoption("--part") == "test":
+        config.pluginmanager.register(CaseTimes())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before a test's timeout begins
+def pytest_runtest_protocol(item):
+    """Lets no test of another worker run beside one that is marked alone."""
+    if not is_worker(item.config):
+        return (yield)
+    with open(Path(tempfile.gettempdir()).parent / "alone.lock", "w") as lock:  # in the folder of the whole run
+        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process that the test has forked, and left, has the file open, too
 
 
 def part_of(item: pytest.Item) -> str:
@@ -57,12 +75,10 @@ def part_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m have made their selection
 def pytest_collection_modifyitems(config, items):
-    """Deselects the tests that the options above exclude."""
+    """Deselects the tests that the options above exclude, and puts those marked alone last: then the workers wait only
+    at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     left_out = []
-    wanted = {True: config.getoption("--alone"), False: config.getoption("--side-by-side")}
-    if any(wanted.values()):
-        left_out = [item for item in items if not wanted[item.get_closest_marker("alone") is not None]]
-        items[:] = [item for item in items if wanted[item.get_closest_marker("alone") is not None]]
     if part := config.getoption("--part"):
         left_out += [item for item in items if part_of(item) != part]
         items[:] = [item for item in items if part_of(item) == part]

@@ -94,7 +94,7 @@ def train(rank, world_size, loss, folder):
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, tmp_path, loss):
-    pid = ranks.processes[loss.victim].pid
+    pid = ranks.pid_of(loss.victim)
     outcome = ranks.outcomes(train, loss, tmp_path, world_size=loss.world_size, lost=loss.victim)
     for rank in {*range(loss.world_size)} - {loss.victim}:
         kind, value = outcome[rank]

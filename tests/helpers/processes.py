@@ -15,25 +15,48 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def command_lines() -> list[bytes]:
-    """The command lines of the processes that this one may look at."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def files_of_all(name: str) -> dict[int, bytes]:
+    """By process id: the file of that name of each process that this one may look at."""
+    found = {}
+    for path in Path("/proc").glob(f"[0-9]*/{name}"):
         try:
-            lines.append(path.read_bytes())
+            found[int(path.parent.name)] = path.read_bytes()
         except (*ENDED, PermissionError):
             continue
-    return lines
+    return found
+
+
+def command_lines() -> list[bytes]:
+    return list(files_of_all("cmdline").values())
+
+
+def with_variable(name: str, value: str) -> dict[int, tuple[str, dict[str, str]]]:
+    """By process id: the command and the environment of each other process that was started with that variable."""
+    found = {}
+    for pid, content in files_of_all("environ").items():
+        variables = dict(each.split("=", 1) for each in content.decode(errors="replace").split("\0") if "=" in each)
+        if variables.get(name) == value and pid != os.getpid() and is_running(pid):
+            command = files_of_all("cmdline").get(pid, b"").decode(errors="replace").replace("\0", " ").strip()
+            found[pid] = command, variables
+    return found
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports on which this process listens."""
+    sockets = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:  # the descriptor with which they were listed
+            continue
+    lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/self/net/{file}").readlines()[1:]]
+    listens = "0A"
+    return {
+        int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == listens and f"socket:[{line[9]}]" in sockets
+    }
 
 
 def members(group: int) -> list[int]:
     """The processes of a process group that run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            is_member = os.getpgid(int(path.name)) == group
-        except ProcessLookupError:
-            continue
-        if is_member and is_running(int(path.name)):
-            found.append(int(path.name))
-    return found
+    fields = {pid: text.rpartition(b")")[2].split() for pid, text in files_of_all("stat").items()}
+    return [pid for pid, (state, _, of, *_) in fields.items() if int(of) == group and state != b"Z"]

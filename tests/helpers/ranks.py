@@ -31,8 +31,10 @@ ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_
 
 # Modules that the server imports before it forks ranks. DistributedDataParallel imports torch._dynamo when it is first
 # constructed, which would take every rank two seconds.
-PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.testing", "torch._dynamo", "numpy", "pytest"]
-PRELOADED += ["fusedcomm.reducer.reducer", "fusedcomm.local_steps.local_steps"]
+PRELOADED = [
+    *("torch", "torch.distributed", "torch.nn.parallel", "torch.testing", "torch._dynamo", "numpy", "pytest"),
+    *("fusedcomm.reducer.reducer", "fusedcomm.local_steps.local_steps"),
+]
 
 
 def forkserver() -> mp.context.ForkServerContext:
@@ -81,8 +83,9 @@ def _run(function, rank, world_size, store_path, backend, args):
 
 
 class Ranks:
-    """A pool of `num_ranks` processes. ``run(function, *args)`` calls ``function(rank, world_size, *args)`` on the
-    first `world_size` of them and returns their results in rank order. The function must be importable.
+    """A pool of up to `num_ranks` processes, each started for the first call that needs it. ``run(function, *args)``
+    calls ``function(rank, world_size, *args)`` on the first `world_size` of them and returns their results in rank
+    order. The function must be importable.
 
     Raises RankError, with the tracebacks of the ranks that failed."""
 
@@ -92,13 +95,20 @@ class Ranks:
 
     def _start(self) -> None:
         self._pipes, self.processes = [], []
-        for index in range(self.num_ranks):
+
+    def _grow(self, num_ranks: int) -> None:
+        for index in range(len(self.processes), num_ranks):
             ours, theirs = mp.Pipe()
             process = forkserver().Process(target=_serve, args=(theirs, index, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
+
+    def pid_of(self, rank: int) -> int:
+        """The process of that rank in the next call."""
+        self._grow(rank + 1)
+        return self.processes[rank].pid
 
     def run(
         self, function, *args, world_size: int | None = None, backend: str = "gloo", leaves_waiting: bool = False
@@ -124,6 +134,7 @@ class Ranks:
         restarted afterwards.
         """
         world_size = world_size or self.num_ranks
+        self._grow(world_size)
         results, is_complete = [], False
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a watch may still look there

@@ -15,7 +15,7 @@ for torch in "$@"; do
   environment=$(realpath -m "$([ -d "$torch" ] && echo "$torch" || echo "build/torches/env-$torch")")
   if [ ! -x "$environment/bin/python" ]; then
     "${PYTHON:-python3}" -m venv "$environment"
-    "$environment/bin/pip" install --quiet ${PIP_ARGS:-} "torch==$torch" numpy 'setuptools>=77' wheel ninja pytest \
+    "$environment/bin/pip" install --quiet ${PIP_ARGS:-} "torch==$torch" numpy 'setuptools>=77' wheel ninja 'pytest>=9' \
       pytest-timeout pytest-xdist hypothesis || { rm -rf "$environment"; failed+=" $torch"; continue; }
   fi
   log=$PWD/build/torches/$(basename "$torch").log copy=$PWD/build/torches/copy-$(basename "$torch")
