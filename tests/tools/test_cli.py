@@ -114,15 +114,13 @@ def demo_packages():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wires", [("fp32", "bf16"), pytest.param(WIRES, marks=pytest.mark.full)], ids=len)
-def test_demo(tmp_path, demo_packages, wires):
-    some = ("--wires", *wires) if len(wires) < len(WIRES) else ()
-    done = python("-m", "fusedcomm", "demo", "--steps", "12", "--seeds", "2", *some, "--out", str(tmp_path))
+def test_demo(tmp_path, demo_packages):
+    done = python("-m", "fusedcomm", "demo", "--steps", "12", "--seeds", "2", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["env"]["ranks"] == 2
     assert written["noise_band"]["seeds"] == 2
-    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in wires)]
+    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in WIRES)]
     assert [row["name"] for row in written["summary"]] == names
     assert [(run["name"], run["seed"]) for run in written["runs"]] == [
         (name, seed) for seed in (0, 1) for name in names
@@ -143,7 +141,7 @@ def test_demo(tmp_path, demo_packages, wires):
     ratios = {row["name"]: row["bytes_ratio"] for row in written["summary"]}
     bounds = {"fp32": (0.99, 1.01), "bf16": (0.49, 0.51), "fp16": (0.49, 0.51), "int8": (0.25, 0.27)}
     for wire, (low, high) in bounds.items():
-        assert wire not in wires or low <= ratios[f"fusedcomm {wire}"] <= high, wire
+        assert low <= ratios[f"fusedcomm {wire}"] <= high, wire
 
 
 @pytest.mark.full
