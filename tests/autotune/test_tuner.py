@@ -207,34 +207,10 @@ def attach_off(ddp, rank):
     return comm
 
 
-def off_beside_default(rank, world_size):
-    plain, ddp = module(), module()
-    comm = attach_off(ddp, rank)
-    synchronize(plain, gradients(rank, 0), steps=2)  # it has its last buckets then, too
-    same = []
-    for step in range(4):
-        values = gradients(rank, step)
-        same += [torch.equal(a, b) for a, b in zip(synchronize(ddp, values), synchronize(plain, values), strict=True)]
-    stats, plan, state = comm.stats(), comm.plan(), comm.state_dict()
-    comm.load_state_dict(state)
-    report = comm.nonfinite_report()
-    comm.state_dict(consolidated=True)
-    comm.detach()
-    return same, stats, str(plan), plan.scratch_nbytes, report
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size):
-    for same, stats, plan, scratch_nbytes, report in ranks.run(off_beside_default, world_size=world_size):
-        assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
-        assert "off, DDP's own exact all-reduce" in plan and "sent as it is" in plan
-        assert "off chosen by config='auto' in 24 steps" in plan
-
-
 def off_and_back(rank, world_size):
     """Trains while off leaves DDP's reducer without a hook, after detaching, and with int8 attached.
 
-    Returns (whether each step is right, whether the reducer had a hook).
+    Returns (whether each step is right, whether the reducer had a hook, what off tells, its plan).
     """
     ddp, plain = module(), module()
     comm = attach_off(ddp, rank)
@@ -247,6 +223,10 @@ def off_and_back(rank, world_size):
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
     right += [step(0) == 0, step(1) == 0]
+    stats, plan = comm.stats(), comm.plan()
+    told = stats.off, stats.sent_nbytes, plan.scratch_nbytes, comm.nonfinite_report()
+    comm.load_state_dict(comm.state_dict())
+    comm.state_dict(consolidated=True)
     hooked.append(_C.remove_hook(ddp.reducer))
     ddp._update_process_group(dist.new_group())
     right += [step(2) == 0, step(3) == 0]
@@ -260,13 +240,17 @@ def off_and_back(rank, world_size):
     comm.detach()
     right += [step(7) == 0, step(8) == 0]
     hooked.append(_C.remove_hook(ddp.reducer))
-    return right, hooked
+    return right, hooked, told, str(plan)
 
 
-def test_off_and_detach_leave_no_hook_behind(ranks):
-    for right, hooked in ranks.run(off_and_back, world_size=2):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_off_is_ddps_default_bit_for_bit_and_off_and_detach_leave_no_hook_behind(ranks, world_size):
+    for right, hooked, told, plan in ranks.run(off_and_back, world_size=world_size):
         # With a torch that does not let go of a hook, off divides gradients in a separate pass.
         assert all(right) and hooked == [False, True, False]
+        assert told == (True, 0, 0, [])
+        assert "off, DDP's own exact all-reduce" in plan and "sent as it is" in plan
+        assert "off chosen by config='auto' in 24 steps" in plan
 
 
 def threads_settle_at(wanted: int) -> int:

@@ -2,12 +2,14 @@
 last seen doing. A rank that is late is reported, and the wait goes on."""
 
 import ctypes
+import dataclasses
 import datetime
 import os
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +20,15 @@ from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import CommState
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import Config, Feedback, LocalOptions
+from fusedcomm.ddp.handle import Handle
 from fusedcomm.devices import cpu
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups, peers
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
+from fusedcomm.trace.recorder import Recorder
 
 pytestmark = pytest.mark.check
 
@@ -35,11 +40,11 @@ SHAPES = ((400, 300), (500, 600))
 INT8 = Config("int8")
 
 
-def die() -> None:
+def die(*_, **__) -> None:
     os._exit(1)
 
 
-def attach(ddp: DistributedDataParallel, config: Config | fusedcomm.Auto = INT8) -> "fusedcomm.ddp.handle.Handle":
+def attach(ddp: DistributedDataParallel, config: Config | fusedcomm.Auto = INT8) -> Handle:
     return fusedcomm.attach(ddp, config, local=LocalOptions(stall_after=STALL_AFTER_S))
 
 
@@ -47,121 +52,92 @@ def step(ddp: DistributedDataParallel) -> None:
     synchronize(ddp, [torch.ones(shape) for shape in SHAPES])
 
 
-def dies_before_attaching(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    if is_victim:
-        die()
-    attach(ddp)
-
-
-def dies_while_connecting(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """Configurations have been compared, but no rank has its channels."""
-    if is_victim:
-        cpu.CpuPath.connect = lambda *args: die()
-    attach(ddp)
-
-
-def dies_while_connecting_half(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """The victim has one of its two channels."""
-    if is_victim:
-        own, made = cpu.groups._gloo, []
-
-        def gloo(store, name, *args):
-            made.append(name)
-            return own(store, name, *args) if len(made) == 1 else die()
-
-        cpu.groups._gloo = gloo
-    attach(ddp)
-
-
-def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """The hook is registered with a CommState, so the engine starts only in the first backward pass."""
-    state = fusedcomm.CommState("int8", local=LocalOptions(stall_after=STALL_AFTER_S), process_group=ddp.process_group)
+def attach_a_state(ddp: DistributedDataParallel, config: Config) -> fusedcomm.CommState:
+    """With a CommState the engine starts only in the first backward pass."""
+    state = fusedcomm.CommState(config, local=LocalOptions(stall_after=STALL_AFTER_S), process_group=ddp.process_group)
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
-    if is_victim:
-        die()
-    step(ddp)
+    return state
 
 
-def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """The victim dies when it makes the first candidate after off."""
-    if is_victim:
-        Tuner._beside = lambda *args: die()
-    attach(ddp, fusedcomm.Auto(("bf16",)))
-
-
-def dies_before_saving(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    comm = attach(ddp, Config("int8", feedback=Feedback()))
-    step(ddp)
-    if is_victim:
-        die()
+def save(comm: Handle, ddp: DistributedDataParallel) -> None:
     comm.state_dict(consolidated=True)
 
 
-def dies_before_the_report(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    comm = attach(ddp)
-    step(ddp)
-    if is_victim:
-        die()
+def report(comm: Handle, ddp: DistributedDataParallel) -> None:
     comm.nonfinite_report()
 
 
-def dies_in_a_traced_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """The victim dies after the step and before it has sent its trace. Only rank 0 waits for the trace."""
-    comm = attach(ddp)
-    with tempfile.TemporaryDirectory() as folder:
-        with comm.trace(os.path.join(folder, "trace.json"), all_ranks=True):
-            step(ddp)
-            if is_victim:
-                die()
+def trace(comm: Handle, ddp: DistributedDataParallel) -> None:
+    with tempfile.TemporaryDirectory() as folder, comm.trace(os.path.join(folder, "trace.json"), all_ranks=True):
+        step(ddp)
 
 
-# By script: the words of the other ranks' errors for what the victim was last seen doing.
-SEEN = {
-    dies_before_attaching: "It has not come to attach",
-    dies_while_connecting: "attaching: connecting with the other ranks",
-    dies_while_connecting_half: "attaching: connecting with the other ranks",
-    dies_in_its_first_step: "It has not come to attach",
-    dies_while_searching: "for config='auto'",
-    dies_before_saving: "in training",
-    dies_before_the_report: "in training",
-    dies_in_a_traced_step: "in training",
+@dataclasses.dataclass(frozen=True)
+class Death:
+    """The victim dies when it calls `name` of `place` for the `number`-th time. `then`: what ranks do after a step."""
+
+    place: object
+    name: str
+    seen: str  # the words of the other ranks' errors for what the victim was last seen doing
+    config: Config | fusedcomm.Auto = INT8
+    attach: Callable = attach
+    then: Callable | None = None
+    number: int = 1
+
+
+CONNECTING, TRAINING = "attaching: connecting with the other ranks", "in training"
+DEATHS = {
+    "before attaching": Death(fusedcomm, "attach", "It has not come to attach"),
+    "before its first step": Death(CommState, "session", "It has not come to attach", attach=attach_a_state),
+    "before it has channels": Death(cpu.CpuPath, "connect", CONNECTING),
+    "with one of two channels": Death(groups, "_gloo", CONNECTING, number=2),
+    "searching": Death(Tuner, "_beside", "for config='auto'", fusedcomm.Auto(("bf16",))),
+    "before saving": Death(Handle, "state_dict", TRAINING, Config("int8", feedback=Feedback()), then=save),
+    "before the report": Death(Handle, "nonfinite_report", TRAINING, then=report),
+    # Only rank 0 waits for traces.
+    "with its trace": Death(Recorder, "_gather", TRAINING, then=trace),
 }
 
 
-def survive(rank, world_size, script, store_kind):
-    """Runs a script. Returns the type and text of the error, None and "" if there is none, and the seconds it took."""
-    own_timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    with group_over(store_kind, rank, world_size, VICTIM, own_timeout) as group:
+def survive(rank, world_size, name, store_kind):
+    """Returns the type and text of the error, None and "" if there is none, and the seconds until then."""
+    death, num_calls = DEATHS[name], 0
+    own_timeout, own = datetime.timedelta(seconds=TIMEOUT_S), getattr(death.place, death.name)
+
+    def call(*args, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        return die() if num_calls == death.number else own(*args, **kwargs)
+
+    with group_over(store_kind, rank, world_size, VICTIM, own_timeout) as group, pytest.MonkeyPatch.context() as patch:
+        if rank == VICTIM:
+            patch.setattr(death.place, death.name, call)
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
         started = time.monotonic()
         try:
-            script(ddp, rank == VICTIM)
+            comm = death.attach(ddp, death.config)
+            step(ddp)
+            if death.then is not None:
+                death.then(comm, ddp)
         except RuntimeError as error:
             return type(error).__name__, str(error), time.monotonic() - started
         return None, "", time.monotonic() - started
 
 
-@pytest.mark.sampled(by=lambda script: {"seen": SEEN[script]})
-@pytest.mark.parametrize("script", SEEN, ids=lambda script: script.__name__)
-def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, script):
-    outcome = ranks.outcomes(survive, script, "tcp", world_size=3, lost=VICTIM)
+@pytest.mark.sampled(by=lambda name, store_kind: {"seen": DEATHS[name].seen, "store": store_kind})
+@pytest.mark.parametrize(("name", "store_kind"), [*((name, "tcp") for name in DEATHS), ("before attaching", "file")])
+def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, name, store_kind):
+    outcome = ranks.outcomes(survive, name, store_kind, world_size=3, lost=VICTIM)
     for rank in (0, 2):
         kind, value = outcome[rank]
         assert kind == "value", value
         error_type, error, waited = value
-        if script is dies_in_a_traced_step and rank != 0:
+        if DEATHS[name].then is trace and rank != 0:
             assert error_type is None
             continue
         assert error_type and "rank 1" in error and waited < WITHIN_S, (waited, error)
         if rank == 0 or error_type == "PeerLostError":
-            assert SEEN[script] in error, error
-
-
-def test_so_it_is_over_a_file(ranks):
-    outcome = ranks.outcomes(survive, dies_before_attaching, "file", world_size=3, lost=VICTIM)
-    for rank in (0, 2):
-        kind, value = outcome[rank]
-        assert kind == "value" and "rank 1" in value[1] and value[2] < WITHIN_S, value
+            assert DEATHS[name].seen in error, error
 
 
 def detached_after_a_death(rank, world_size):

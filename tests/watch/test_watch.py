@@ -1,6 +1,7 @@
 """The report that names the rank that delays a step, on every rank that waits. test_watch_store.py: over a store whose
 connections fail. test_watch_hosts.py: between hosts. tests/engine/test_failures.py: of ranks that are lost."""
 
+import functools
 import itertools
 import os
 import re
@@ -21,6 +22,17 @@ from fusedcomm.config import Config, LocalOptions
 pytestmark = pytest.mark.check
 
 SHAPES = ((400, 300), (500, 600))
+
+
+def attached(rank, stall_after):
+    """DDP, its handle, and a function that makes steps."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
+    return ddp, comm, functools.partial(synchronize, ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
+
+
+def are_right(means, world_size):
+    return all((mean == (world_size + 1) / 2).all().item() for mean in means)
 
 
 def late_for_the_end_of_a_turn(rank, world_size, folder):
@@ -47,10 +59,8 @@ def test_a_rank_that_is_late_for_the_end_of_a_turn_is_named(ranks, tmp_path):
 def paused(rank, world_size, victim, folder):
     """Trains. In step 3 the `victim` is stopped until the others have warned of it; then five more steps follow.
     Returns whether the means were right and what was written to stderr."""
-    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(1)))
-    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    synchronize(ddp, gradients, steps=3)
+    ddp, comm, steps = attached(rank, patient(1))
+    steps(3)
     logs = [folder / f"{other}.log" for other in range(world_size)]
 
     def pause(gradient):
@@ -62,9 +72,9 @@ def paused(rank, world_size, victim, folder):
 
     hook = ddp.module.weights[0].register_hook(pause) if rank == victim else None
     with stderr_to(logs[rank]):
-        means = synchronize(ddp, gradients, steps=6)
+        means = steps(6)
     comm.detach()
-    return all((mean == (world_size + 1) / 2).all().item() for mean in means), logs[rank].read_text()
+    return are_right(means, world_size), logs[rank].read_text()
 
 
 def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks, tmp_path):
@@ -83,8 +93,7 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None, is_slow_twi
     took. `forged`: a text that rank 0 puts into the store as roll call 1. `is_slow_twice`: the victim also hands over
     its second bucket of step 3 only after another roll call.
     """
-    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
+    ddp, comm, steps = attached(rank, stall_after)
     if forged is not None and rank == 0:
         comm.session._store.set("watch/call/1", forged)
         comm.session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
@@ -96,8 +105,7 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None, is_slow_twi
             time.sleep(0.1)
         return gradient
 
-    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
-    synchronize(ddp, gradients, steps=3)
+    steps(3)
     log = folder / f"{rank}.log"
     with stderr_to(log):
         if rank == victim and stall_after is None:
@@ -106,15 +114,14 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None, is_slow_twi
             for other in {*range(world_size)} - {victim}:
                 wait_for_words("is slow", folder / f"{other}.log")
         hook = ddp.module.weights[0].register_hook(wait_for_a_call) if rank == victim and is_slow_twice else None
-        means = synchronize(ddp, gradients)
+        means = steps(1)
         if hook is not None:
             hook.remove()
-        means += synchronize(ddp, gradients, steps=5)
+        means += steps(5)
     warned = log.read_text()
     started = time.monotonic()
     comm.detach()
-    right = all((mean == (world_size + 1) / 2).all().item() for mean in means)
-    return right, warned, time.monotonic() - started
+    return are_right(means, world_size), warned, time.monotonic() - started
 
 
 def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import fcntl
-import functools
 import gc
 import multiprocessing
 import os
@@ -19,16 +18,14 @@ from models import Gradients, stderr_to, synchronize
 from patience import HANG_S, patient, wait_for_words
 from ranks import forkserver
 from stores import group_over
+from test_watch import SHAPES, are_right, attached
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ranks import groups, hosts
 from fusedcomm.session import session
 
 pytestmark = pytest.mark.check
-
-SHAPES = ((400, 300), (500, 600))
 
 
 def serve(pipe):
@@ -61,9 +58,7 @@ def over_the_server(rank, world_size, port, stall_after, **options):
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, **options)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
-    return comm, functools.partial(synchronize, ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
+    return attached(rank, stall_after)[1:]
 
 
 def cut_off(rank, world_size, server, port, folder):
@@ -89,7 +84,7 @@ def cut_off(rank, world_size, server, port, folder):
             means += steps(1)
         logs.append(paths[rank].read_text())
     comm.detach()
-    return logs, all((mean == (world_size + 1) / 2).all().item() for mean in means)
+    return logs, are_right(means, world_size)
 
 
 def test_a_connection_to_the_store_is_made_again_once(ranks, server, tmp_path):
@@ -124,7 +119,7 @@ def held_back(rank, world_size, server, port, folder, in_a_roll_call, silent_s):
                 wait_for_words("rank 1 is slow: it has not handed over bucket 0", path)
         means += steps(1)
     comm.detach()
-    return paths[rank].read_text(), all((mean == (world_size + 1) / 2).all().item() for mean in means)
+    return paths[rank].read_text(), are_right(means, world_size)
 
 
 @pytest.mark.sampled(by=lambda in_a_roll_call, silent_s, silences: {"reported": silences})
