@@ -1,5 +1,7 @@
-"""``fusedcomm plan``: bytes and times worked out by hand, beside measured steps, and what the command prints. That engines
-send these bytes: tests/engine/test_sums.py."""
+"""``fusedcomm plan``: bytes and times worked out by hand, beside measured steps, and what the command prints.
+
+That engines send these bytes: tests/engine/test_sums.py.
+"""
 
 import dataclasses
 import json
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fusedcomm
 from fusedcomm.tools.cli import main
 from fusedcomm.tools.plan.command import MODELS, params
 from fusedcomm.tools.plan.paper import BUCKET_NBYTES, LINE_SHARE, Machines, Row, Step, added_s, answer, plan
@@ -132,4 +135,4 @@ def test_the_answer_comes_first_and_every_row_is_written(capsys, tmp_path):
         assert line.split()[-1] == "hides" if row.hides else f"{row.added_s * 1e3:.1f}" == line.split()[-1]
     code = next(row.code for row in rows if row.way == "int8 two-shot")
     assert code == 'fusedcomm.Config(wire="int8", hosts=None)'
-    assert eval(code).hosts is None
+    assert eval(code, {"fusedcomm": fusedcomm}).hosts is None
