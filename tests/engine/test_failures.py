@@ -146,22 +146,26 @@ def test_a_rank_that_does_not_attach_is_named(ranks):
 
 
 def stopped_under_way(rank, world_size):
-    """Detaches while a bucket waits for rank 1. Returns the bucket's error."""
+    """Detaches while a bucket waits for rank 1, with more chunks than may be sent at once. Returns its error, and the
+    seconds until then."""
     ddp = DistributedDataParallel(Gradients((300000,)))
-    comm = fusedcomm.attach(ddp, "int8")
+    comm = fusedcomm.attach(ddp, Config("int8", "two-shot", wires={"1d": "int8"}, chunks=Chunks(8192)))
     synchronize(ddp, [torch.ones(300000)])
     if rank == 1:
-        comm.detach()
+        dist.barrier()
         return None
     bucket = ddp.reducer._get_zeros_like_grad_buckets()[0]
-    future = ddp.reducer._run_comm_hook(bucket)
+    began, future = time.monotonic(), ddp.reducer._run_comm_hook(bucket)
     comm.detach()
-    with pytest.raises(RuntimeError, match="fusedcomm: rank 0"):
+    with pytest.raises(RuntimeError) as error:
         future.wait()
+    dist.barrier()
+    return str(error.value), time.monotonic() - began
 
 
 def test_detaching_with_a_bucket_under_way_fails_that_bucket(ranks):
-    ranks.run(stopped_under_way, world_size=2)
+    (error, taken_s), _ = ranks.run(stopped_under_way, world_size=2)
+    assert error.startswith("fusedcomm: rank 0 of 2") and taken_s < TIMEOUT_S, error  # the group's timeout is minutes
 
 
 def let_go(rank, world_size, config):
