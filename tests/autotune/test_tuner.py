@@ -13,8 +13,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, synchronize, threads_of_engine, worst
-from patience import patient, slowness
+from models import (
+    SMALL_BUCKETS,
+    Gradients,
+    Mixed,
+    Mlp,
+    on_host,
+    synchronize,
+    threads_of_engine,
+    threads_settle_at,
+    worst,
+)
+from patience import slowness
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -289,14 +299,6 @@ def takes_hook(rank, world_size):
 def test_this_torch_lets_go_of_a_hook(ranks):
     """With a torch that does not, off divides gradients in a separate pass; setup.py needs the new member's name."""
     assert ranks.run(takes_hook, world_size=2) == [True, True]
-
-
-def threads_settle_at(wanted: int) -> int:
-    """The number of engine threads, once it is `wanted` or after two seconds: dropped engines take time to end."""
-    deadline = time.monotonic() + patient(2)
-    while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def with_error_feedback(rank, world_size):
