@@ -60,7 +60,7 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark and hasattr(item, "callspec"):
+        if mark and item not in left_out and hasattr(item, "callspec"):
             needs_gpu = item.get_closest_marker("gpu") is not None
             matrices.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append(item)
     for matrix in matrices.values():
