@@ -68,7 +68,7 @@ def synchronized(
         return wrapper, wrapper.comm
     ddp = DistributedDataParallel(model, gradient_as_bucket_view="views" in front_end, **options)
     if front_end == "CommState":
-        state = fusedcomm.CommState(config, module=model)
+        state = fusedcomm.CommState(config, process_group=group, module=model)
         ddp.register_comm_hook(state, fusedcomm.comm_hook)
         return ddp, state
     return ddp, fusedcomm.attach(ddp, config, quiet=True)
