@@ -57,13 +57,13 @@ ONE_PASS = [[[1000, 1, 7, 30]], [[0, 12, 1000, 3]], [[5, 1, 0, 0]]]
 TWO_PASSES = [[[9, 1, 4, 2], [0, 100, 1, 3]], [[2, 2, 2, 2], [1, 0, 5, 9]]]
 STEPS = {False: ONE_PASS, True: TWO_PASSES}
 
-ADD_UP = ("ddp", "ddp, other groups", "reducer", "reducer, every", "parallel")
-ONLY_ONCE = ("ddp", "ddp, static graph", "reducer", "reducer, unused", "parallel", "fsdp", "hsdp")
+ADD_UP = ("hook", "hook, other groups", "reducer", "reducer, every", "DataParallel")
+ONLY_ONCE = ("hook", "hook, static graph", "reducer", "reducer, unused", "DataParallel", "FSDP2", "HSDP")
 CASES = [
     (front, adds_up, size)
     for fronts, adds_up in ((ONLY_ONCE, False), (ADD_UP, True))
     for front in fronts
-    for size in ((4,) if front == "hsdp" else (2, 3, 4))
+    for size in ((4,) if front == "HSDP" else (2, 3, 4))
 ]
 
 
@@ -85,7 +85,7 @@ WIRES = [("bf16", 0.005), ("fp16", 0.002), ("int8", 0.02), ("fp8", 0.07), ("int4
 @pytest.mark.parametrize(("wire", "error"), WIRES)
 def test_other_wires_are_within_their_error_and_measure_it(ranks, wire, error):
     config = Config(wire, sum="two-shot", wires={"1d": wire}, weighted="mean", measure_every=1)
-    (found, errors, _), (others, *_) = ranks.run(weighted_steps, "ddp", ONE_PASS, config, world_size=2)
+    (found, errors, _), (others, *_) = ranks.run(weighted_steps, "hook", ONE_PASS, config, world_size=2)
     assert 0 < max(errors) < error
     for gradients, same, exact in zip(found, others, one_process(ONE_PASS, 2), strict=True):
         assert torch.equal(gradients, same)
@@ -95,11 +95,11 @@ def test_other_wires_are_within_their_error_and_measure_it(ranks, wire, error):
 SUMS = {"int8": {"sum": "two-shot"}, "int4": {"sum": "one-shot"}}
 
 
-@pytest.mark.parametrize("front", ["ddp", "reducer", "parallel", "fsdp"])
+@pytest.mark.parametrize("front", ["hook", "reducer", "DataParallel", "FSDP2"])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.sampled
 def test_equal_weights_change_no_bit(ranks, front, wire):
-    sums = {} if front == "fsdp" else SUMS.get(wire, {})
+    sums = {} if front == "FSDP2" else SUMS.get(wire, {})
     configs = [Config(wire, weighted=weighted, **sums) for weighted in (None, "mean")]
     plain, equal = (ranks.run(weighted_steps, front, [[[5, 5]]] * 3, config, world_size=2) for config in configs)
     for (ours, *_), (theirs, *_) in zip(equal, plain, strict=True):

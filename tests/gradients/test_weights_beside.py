@@ -124,7 +124,7 @@ def with_windows_dropped(rank, world_size, front, kind):
     module[0].requires_grad_(False)
     module[2].zero_grad(set_to_none=False)
     left = [parameter.grad.clone() for parameter in module[0].parameters()]
-    if front != "ddp":  # DDP knows no frozen parameters
+    if front != "hook":  # DDP knows no frozen parameters
         go(1, counts[1][rank])
         assert all(map(torch.equal, left, (parameter.grad for parameter in module[0].parameters())))
         assert torch.allclose(gradients_of(module[2]).double(), exact(passes[2:4])[first:], rtol=1e-4, atol=1e-6)
@@ -132,7 +132,7 @@ def with_windows_dropped(rank, world_size, front, kind):
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum"])
-@pytest.mark.parametrize("front", ["ddp", "reducer", "parallel"])
+@pytest.mark.parametrize("front", ["hook", "reducer", "DataParallel"])
 @pytest.mark.sampled
 def test_a_pass_counts_as_long_as_what_it_added_is_kept(ranks, front, kind):
     for parts in ranks.run(with_windows_dropped, front, kind, world_size=2):
@@ -140,7 +140,7 @@ def test_a_pass_counts_as_long_as_what_it_added_is_kept(ranks, front, kind):
 
 
 def traced(rank, world_size, path):
-    call, comm, _ = wrapped("ddp", model(), Config("int8", weighted="mean"))
+    call, comm, _ = wrapped("hook", model(), Config("int8", weighted="mean"))
     comm.weight = 1 + rank
     with comm.trace(path):
         sum_of_losses(call, *rows(rank, 0, 0, 2)).backward()
@@ -192,11 +192,11 @@ def bad(rank, world_size, name, front):
     return texts, gradients_of(module)
 
 
-@pytest.mark.parametrize("front", ["ddp", "reducer", "fsdp", "hsdp"])
+@pytest.mark.parametrize("front", ["hook", "reducer", "FSDP2", "HSDP"])
 @pytest.mark.parametrize("name", list(BAD))
 @pytest.mark.sampled
 def test_a_bad_weight_is_an_error_of_every_rank_and_ends_one_pass_and_no_engine(ranks, name, front):
-    world_size = 4 if front == "hsdp" else 2
+    world_size = 4 if front == "HSDP" else 2
     (expected,) = one_process([[[3] * world_size]], world_size)
     wrong = {"late": [2], "missing": [0, 1]}.get(name, [1])
     for rank, (texts, found) in enumerate(ranks.run(bad, name, front, world_size=world_size)):
@@ -212,7 +212,7 @@ def test_a_bad_weight_is_an_error_of_every_rank_and_ends_one_pass_and_no_engine(
 
 def late_in_a_pass_that_adds_up(rank, world_size):
     module, texts = model(), []
-    call, comm, no_sync = wrapped("ddp", module, Config("fp32", weighted="mean"))
+    call, comm, no_sync = wrapped("hook", module, Config("fp32", weighted="mean"))
     for step in range(3):
         comm.weight = 3
         with no_sync() if step == 1 else contextlib.nullcontext():
@@ -233,7 +233,7 @@ def test_a_weight_that_is_late_for_a_pass_that_adds_up_is_an_error_of_the_next_o
 
 def refused(rank, world_size):
     for config in ("fp32", "off", "auto", Config("fp32", weighted="mean")):
-        _, comm, _ = wrapped("ddp", model(), config)
+        _, comm, _ = wrapped("hook", model(), config)
         for value in ("3", None, True, 1j) if isinstance(config, Config) else ():
             with pytest.raises(TypeError, match="use a number or a tensor"):
                 comm.weight = value
@@ -242,7 +242,7 @@ def refused(rank, world_size):
         with pytest.raises(RuntimeError, match="detached" if isinstance(config, Config) else "would do nothing"):
             comm.weight = 1
     module = model()
-    call, comm, _ = wrapped("fsdp", module, Config("fp32", weighted="mean"))
+    call, comm, _ = wrapped("FSDP2", module, Config("fp32", weighted="mean"))
     comm.weight = 1
     module.set_requires_gradient_sync(False)
     with pytest.raises(RuntimeError, match="adds up gradients of several passes"):

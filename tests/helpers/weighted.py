@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
+from models import no_sync_of, reducer_of, synchronized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,33 +30,32 @@ def sum_of_losses(module, x, y):
 
 
 def wrapped(front, module, config):
-    """(what is called, the handle, the context of a pass that only adds up)"""
+    """(what is called, the handle, the context of a pass that only adds up). Fronts are those of synchronized(), some
+    with an option, and "HSDP"."""
     name, _, option = front.partition(", ")
-    if name == "ddp":
-        ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS, static_graph=option == "static graph")
+    if name == "HSDP":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
+        for layer in (module[0], module[2], module):
+            fully_shard(layer, mesh=mesh)
+        return module, fusedcomm.attach(module, config, quiet=True), None
+    if option == "static graph":
+        ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS, static_graph=True)
+        return ddp, fusedcomm.attach(ddp, config, quiet=True), ddp.no_sync
+    if option == "every":
+        return module, reducer_of(module, config, bucket_mib=BUCKETS, every=2), contextlib.nullcontext
+    forward, comm = synchronized(name, module, config, BUCKETS, find_unused=option == "unused")
+    no_sync = None if name == "FSDP2" else no_sync_of(forward, comm)
+    if option != "other groups":
+        return forward, comm, no_sync
 
-        @contextlib.contextmanager
-        def moving():
-            """The group changes before the next pass."""
-            with ddp.no_sync():
-                yield
-            ddp._update_process_group(dist.new_group())
+    @contextlib.contextmanager
+    def moving():
+        """The group changes before the next pass."""
+        with no_sync():
+            yield
+        forward._update_process_group(dist.new_group())
 
-        return ddp, fusedcomm.attach(ddp, config, quiet=True), moving if option == "other groups" else ddp.no_sync
-    if name == "reducer":
-        options = {"every": 2 if option == "every" else 1, "find_unused_parameters": option == "unused"}
-        reducer = fusedcomm.GradReducer(module, config, bucket_mib=BUCKETS, quiet=True, **options)
-        return module, reducer, contextlib.nullcontext if option == "every" else reducer.no_sync
-    if name == "parallel":
-        parallel = fusedcomm.DataParallel(module, config=config, bucket_cap_mb=BUCKETS, quiet=True)
-        return parallel, parallel.comm, parallel.no_sync
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    if name == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "shard"))
-    for layer in (module[0], module[2], module):
-        fully_shard(layer, mesh=mesh)
-    return module, fusedcomm.attach(module, config, quiet=True), None
+    return forward, comm, moving
 
 
 def gradients_of(module):
