@@ -71,8 +71,8 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
 
 
 def for_all_lists(actions: list, num_examples: int, law: Callable[[list], None]) -> None:
-    """Calls `law` with short lists of these actions that hypothesis draws, the same ones in every run. It does not look
-    for shorter ones if one fails: each may take seconds."""
+    """Calls `law` with all actions, and with short lists of them that hypothesis draws, the same ones in every run. It
+    does not look for shorter ones if one fails: each may take seconds."""
     from hypothesis import Phase, given, settings
     from hypothesis import strategies as st
 
@@ -81,4 +81,5 @@ def for_all_lists(actions: list, num_examples: int, law: Callable[[list], None])
     def check(drawn: list) -> None:
         law(drawn)
 
+    law(actions)
     check()

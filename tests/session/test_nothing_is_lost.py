@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.config import Blocks, Config, Feedback
 
-NUM_EXAMPLES = few([4, 60], 4)
+NUM_EXAMPLES = few([3, 60], 3)
 
 
 def file_of(*states):
