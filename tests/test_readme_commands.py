@@ -25,14 +25,14 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from pages import README, blocks
 from patience import HANG_S
-from scripts import is_built
+from scripts import ROOT, is_built
 
 from fusedcomm.version import __version__, minor
 
 pytestmark = pytest.mark.check
 
-ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = "build/objects"
 
 
@@ -44,63 +44,24 @@ class Saved:
     text: str
 
 
-def steps_of(readme: str) -> list[str | Saved]:
+def steps_of(page: Path) -> list[str | Saved]:
     """The commands to run and the scripts to save, in their order."""
     steps: list[str | Saved] = []
-    end = 0
-    for block in re.finditer(r"^```(\w*)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL):
-        before, end = readme[end : block.start()].rstrip().rpartition("\n\n")[2], block.end()
-        label, text = block.groups()
-        save_as = re.search(r"Save as `([\w.]+)`", before)
-        if label == "python" and save_as:
-            steps.append(Saved(save_as[1], text))
-        elif label == "bash":
-            lines = text.replace("\\\n", " ").splitlines()
-            steps += [line for line in lines if re.match(r"(?!\s*#|\s*$|make )(?!.*# needs )", line)]
+    for block in blocks(page):
+        save_as = re.search(r"Save as `([\w.]+)`", block.before)
+        if block.language == "python" and save_as:
+            steps.append(Saved(save_as[1], block.code))
+        elif block.language == "bash":
+            steps += [line for line in block.commands if re.match(r"(?!make )(?!.*# needs )", line)]
     return steps
 
 
-README = """
-Install it:
-
-```bash
-pip install \\
-    "a[b]"  # the extra
-# only a comment
-
-make test
-fusedcomm probe  # needs two hosts
-```
-
-Save as `train.py` this:
-
-```python
-print("saved")
-```
-
-```python
-print("not saved")
-```
-
-```text
-rm -rf /
-```
-
-```bash
-torchrun train.py
-```
-"""
-
-
-def test_the_rule_by_which_commands_are_found():
-    saved = Saved("train.py", 'print("saved")\n')
-    assert steps_of(README) == ['pip install      "a[b]"  # the extra', saved, "torchrun train.py"]
-
-
-def test_the_readme_has_commands():
-    commands = [step for step in steps_of((ROOT / "README.md").read_text()) if isinstance(step, str)]
-    assert any("pip install --no-build-isolation" in command for command in commands)
-    assert any(command.startswith("torchrun ") or "fusedcomm " in command for command in commands)
+def test_the_readme_has_commands_and_scripts():
+    steps = steps_of(README)
+    begins = ("pip install --no-build-isolation", "fusedcomm demo", "torchrun --standalone")
+    for begin in begins:
+        assert any(step.startswith(begin) for step in steps if isinstance(step, str)), begin
+    assert [step.name for step in steps if isinstance(step, Saved)] == ["train.py"]
 
 
 def required(name: str) -> dict[str, importlib.metadata.Distribution]:
@@ -213,21 +174,10 @@ print(json.dumps([found["Version"], requires, *license, for_types, version.built
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_without_torch_pip_says_what_to_do(new):
-    before = new.files()
-    done = new.run("pip install .")  # pip builds in an environment of its own, where there is no torch
-    assert done.returncode == 1
-    assert "fusedcomm: it is built against the torch that will load it" in done.stdout
-    assert "pip install --no-build-isolation ." in done.stdout
-    assert new.files() == before
-
-
-@pytest.mark.alone
-@pytest.mark.full
 def test_the_commands_work_where_only_torch_is(new):
     before = new.files()
     script = ""
-    for number, step in enumerate(steps_of((ROOT / "README.md").read_text())):
+    for number, step in enumerate(steps_of(README)):
         if isinstance(step, Saved):
             folder = new.folder / f"saved-{number}"
             folder.mkdir()

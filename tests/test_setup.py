@@ -6,43 +6,39 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import setuptools
 from patience import HANG_S
+from scripts import ROOT, python
 
 from fusedcomm import memory
 
 pytestmark = pytest.mark.check
 
-ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
+
+
+PIP = r"(?s:.*)pip install --no-build-isolation \."
+NO_TORCH = "sys.modules['torch'] = None"
 
 
 @pytest.mark.parametrize(
     ("before", "words"),
     [
-        ("sys.modules['torch'] = None", "it is built against the torch that will load it, and Python .* cannot import"),
-        ("import torch; torch.__version__ = '2.10.1+cpu'", r"torch 2.11 or later is needed, and Python .* has 2.10.1"),
-        ("import setuptools; setuptools.__version__ = '65.5.0'", "setuptools 77 or later is needed, .* has 65.5.0"),
+        (NO_TORCH, "it is built against the torch that will load it, and Python .* cannot import" + PIP),
+        ("import torch; torch.__version__ = '2.10.1+cpu'", "torch 2.11 or later is needed, .* has 2.10.1" + PIP),
+        ("import setuptools; setuptools.__version__ = '65.5.0'", "setuptools 77 or later is needed, .* has 65.5" + PIP),
+        # Other systems are named before anything is imported.
+        (f"import setuptools; sys.platform = 'darwin'; {NO_TORCH}", r"builds on Linux only: .*this is darwin\. Use"),
+        (f"import setuptools; sys.platform = 'win32'; {NO_TORCH}", r"builds on Linux only: .*this is win32\. Use"),
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(before, words):
     code = f"import runpy, sys; {before}; sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    done = python("-c", code, cwd=ROOT)
     assert done.returncode == 1
-    assert re.search(f"fusedcomm: {words}", done.stderr), done.stderr
-    assert "pip install --no-build-isolation ." in done.stderr
-
-
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_than_linux_are_named_before_anything_is_imported(platform):
-    code = f"import runpy, setuptools, sys; sys.platform = '{platform}'; sys.modules['torch'] = None; "
-    code += "runpy.run_path('setup.py')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 1
-    assert "fusedcomm builds on Linux only: " in done.stderr and f"this is {platform}. Use" in done.stderr
+    assert re.search(f"fusedcomm:? {words}", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,9 +50,7 @@ def test_other_systems_than_linux_are_named_before_anything_is_imported(platform
     ids=["compiler", "ninja"],
 )
 def test_a_missing_tool_is_named_before_anything_is_compiled(tmp_path, variables, words):
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
-    environment = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    done = python("setup.py", "build_ext", "--build-lib", tmp_path, cwd=ROOT, **variables)
     assert done.returncode == 1
     assert words in done.stderr
 

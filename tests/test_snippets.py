@@ -8,23 +8,20 @@ A ```bash block holds commands. A ```text block holds what is printed, so no lin
 """
 
 import ast
-import dataclasses
 import importlib.util
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from pages import FENCED, PAGES, blocks
 from patience import HANG_S
 from sampling import few
 from scripts import ROOT, torchrun
 
 pytestmark = pytest.mark.check
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 GIVEN = """
 import contextlib
@@ -104,27 +101,9 @@ NOT_RUN = {
 """How what does not run begins, and why it does not."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    page: str
-    language: str
-    code: str
-
-
 def reason(code: str) -> str | None:
     """Why a block or a command does not run; None if it runs."""
     return next((why for begin, why in NOT_RUN.items() if code.startswith(begin)), None)
-
-
-FENCED = re.compile(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$")
-
-
-def blocks() -> list[Block]:
-    return [
-        Block(str(page.relative_to(ROOT)), language, textwrap.dedent(code))
-        for page in PAGES
-        for _, language, code in FENCED.findall(page.read_text())
-    ]
 
 
 def bound_by(tree: ast.AST) -> set[str]:
@@ -199,13 +178,8 @@ def programs() -> tuple[dict[str, str], dict[str, list[str]]]:
 
 
 def commands() -> list[tuple[str, str]]:
-    lines = [
-        (block.page, line.strip())
-        for block in blocks()
-        if block.language == "bash"
-        for line in block.code.replace("\\\n", " ").splitlines()
-    ]
-    return [(page, line) for page, line in lines if line and line[0] != "#" and not reason(line)]
+    lines = [(block.page, line) for block in blocks() if block.language == "bash" for line in block.commands]
+    return [(page, line) for page, line in lines if not reason(line)]
 
 
 (PROGRAMS, SNIPPETS), COMMANDS = programs(), commands()

@@ -7,7 +7,7 @@ import sys
 import compiling
 import pytest
 from patience import HANG_S
-from scripts import printed_by_two_ranks
+from scripts import printed_by_two_ranks, python
 
 pytestmark = pytest.mark.check
 
@@ -62,13 +62,8 @@ def test_training_and_the_ranks_of_the_probe_need_no_numpy(tmp_path):
 def test_a_whole_probe_needs_no_numpy(tmp_path):
     (tmp_path / "numpy.py").write_text('raise ModuleNotFoundError("No module named numpy", name="numpy")')
     python_path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", "fusedcomm", "probe", "--seconds", "5", "--json", str(tmp_path / "probe.json")],
-        env={**os.environ, "PYTHONPATH": python_path},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    command = ("-m", "fusedcomm", "probe", "--seconds", "5", "--json", tmp_path / "probe.json")
+    done = python(*command, PYTHONPATH=python_path)
     assert done.returncode == 0 and (tmp_path / "probe.json").exists(), done.stderr
 
 

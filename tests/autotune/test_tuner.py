@@ -9,22 +9,14 @@ import random
 import time
 import types
 import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import (
-    SMALL_BUCKETS,
-    Gradients,
-    Mixed,
-    Mlp,
-    on_host,
-    synchronize,
-    threads_of_engine,
-    threads_settle_at,
-    worst,
-)
+from models import Gradients, on_host, synchronize, threads_of_engine, threads_settle_at, worst
 from patience import slowness
+from scenarios import CASES
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +25,7 @@ from fusedcomm.autotune import tuner
 from fusedcomm.autotune.auto import Auto, name_of
 from fusedcomm.config import Config, Feedback
 from fusedcomm.native import _C
+from fusedcomm.session import session
 
 NUMEL = 20000
 """Elements of the first gradient. It has one dimension, so wires with scales sum it exactly unless "1d" names a wire.
@@ -40,21 +33,17 @@ The second gradient is so small that only sum="two-shot" sends it on a lossy wir
 BF16, INT8 = Config("bf16", "two-shot"), Config("int8", "two-shot")
 
 
-def test_a_registered_hook_cannot_be_tuned():
-    with pytest.raises(ValueError, match="fusedcomm.attach"):
-        fusedcomm.CommState("auto")
-
-
-# --- real ranks -----------------------------------------------------------------------------------------------------
-
-
-def gradients(rank, step, numel=NUMEL):
+def gradients(rank, step):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(numel, generator=generator), torch.randn(30, 40, generator=generator)]
+    return [torch.randn(NUMEL, generator=generator), torch.randn(30, 40, generator=generator)]
 
 
-def module(**kwargs):
-    return DistributedDataParallel(Gradients((NUMEL,), (30, 40)), **{"bucket_cap_mb": 0.004, **kwargs})
+def mean_of(world_size, step):
+    return [sum(parts) / world_size for parts in zip(*(gradients(r, step) for r in range(world_size)), strict=True)]
+
+
+def module():
+    return DistributedDataParallel(Gradients((NUMEL,), (30, 40)), bucket_cap_mb=0.004)
 
 
 class Slow:
@@ -104,13 +93,28 @@ TIMES = {"off": 60, "bf16": 30, "int8": 3}
 OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
 
 
-def train_to_choice(comm, ddp, rank, **ms):
-    """Takes steps until the search has ended, on the test's own clock."""
-    slow = Slow(comm, rank, **ms)
-    while not comm.tuning().finished:
+def steps(
+    comm, ddp, slow: Slow, gradients_of: Callable[[int], list], num_more: int = 1
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Takes steps until `num_more` after the search has ended. Yields the wire and the means of each. `gradients_of`:
+    this rank's in a step."""
+    number = 0
+    while num_more >= 0:
         slow()
-        synchronize(ddp, gradients(rank, 0))
-    synchronize(ddp, gradients(rank, 0))
+        seen = synchronize(ddp, gradients_of(number))
+        plan = comm.plan()
+        yield "off" if plan.off else plan.config.wire, seen
+        number += 1
+        num_more -= comm.tuning().finished
+
+
+def train_to_choice(comm, ddp, rank, **ms):
+    """Takes steps until the search has ended, and one more."""
+    for _ in steps(comm, ddp, Slow(comm, rank, **ms), functools.partial(gradients, rank)):
+        pass
+
+
+LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
 
 
 def searched(rank, world_size, ms, configs, slow_type=Slow):
@@ -121,27 +125,16 @@ def searched(rank, world_size, ms, configs, slow_type=Slow):
     """
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto(configs), quiet=True)
+    wires, errors, results = [], [], []
     slow = slow_type(comm, rank, **ms)
-    wires, errors, results, last = [], [], [], None
-    while last is None or len(wires) < last + 3:
-        step = len(wires)
-        slow()
-        seen = synchronize(ddp, gradients(rank, step))
-        parts = zip(*(gradients(r, step) for r in range(world_size)), strict=True)
-        exact = [sum(part) / world_size for part in parts]
+    for wire, seen in steps(comm, ddp, slow, functools.partial(gradients, rank), num_more=2):
+        exact = mean_of(world_size, len(wires))
         errors.append(worst(((a - b).norm() / b.norm()).item() for a, b in zip(seen, exact, strict=True)))
-        if last is None and comm.tuning().finished:
-            last = step
-        plan = comm.plan()
-        wires.append("off" if plan.off else plan.config.wire)
+        wires.append(wire)
         results.append([value.sum().item() for value in seen] + [seen[0][7].item()])
-    tuning = comm.tuning()
-    stats = comm.stats()
+    tuning, stats = comm.tuning(), comm.stats()
     comm.detach()
     return tuning, wires, errors, results, stats.off
-
-
-LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +143,6 @@ LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
         (2, TIMES, "int8", Slow),
         (3, OFF_IS_BEST, "off", Slow),
         pytest.param(2, TIMES, "int8", Sleeping, marks=[pytest.mark.alone, pytest.mark.full]),
-        pytest.param(3, OFF_IS_BEST, "off", Sleeping, marks=[pytest.mark.alone, pytest.mark.full]),
     ],
 )
 def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, best, clock):
@@ -170,51 +162,39 @@ def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, b
     assert tuning.step_ms["off"] >= 3 and all(step_ms > 0 for step_ms in tuning.step_ms.values())
 
 
-def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
+def scheduled(rank, world_size, name):
     """Trains through a search, and with DDP's own all-reduce on the same inputs.
 
     Returns (the largest relative error of a step's gradients, whether the search has finished, its choice, its times).
     """
+    scenario = CASES[name]
 
-    def train(auto):
-        torch.manual_seed(3)
-        ddp = DistributedDataParallel(model(), **ddp_kwargs)
-        comm = None
-        if auto:
-            comm = fusedcomm.attach(ddp, "auto", quiet=True)
-        num_steps, seen = (40 if not uneven else 39 + 6 * rank), []
-        with Join([ddp]) if uneven else contextlib.nullcontext():
+    def train(config):
+        ddp = DistributedDataParallel(scenario.build(), **scenario.ddp)
+        comm = config and fusedcomm.attach(ddp, config, quiet=True)
+        num_steps, seen = (40 if not scenario.uneven else 39 + 6 * rank), []
+        with Join([ddp]) if scenario.uneven else contextlib.nullcontext():
             for step in range(num_steps):
                 ddp.zero_grad(set_to_none=True)
-                for micro in range(accumulate):
-                    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-                    with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
-                        ddp(torch.randn(8, 10, generator=generator)).square().mean().backward()
-                seen.append(torch.cat([p.grad.flatten().double() for p in ddp.parameters()]))
+                for micro in range(scenario.accumulate):
+                    is_last = micro == scenario.accumulate - 1
+                    x, y = scenario.batch(rank, 10 * step + micro)
+                    with contextlib.nullcontext() if is_last else ddp.no_sync():
+                        (ddp(x) - y).square().mean().backward()
+                given = (p.grad for p in ddp.parameters() if p.grad is not None)
+                seen.append(torch.cat([gradient.flatten().double() for gradient in given]))
         return seen, comm
 
-    reference, _ = train(False)
-    seen, comm = train(True)
+    reference, _ = train(None)
+    seen, comm = train("auto")
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(seen, reference, strict=True)]
     tuning = comm.tuning()
     return max(errors), tuning.finished, tuning.chosen, tuning.step_ms
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("model", "ddp_kwargs", "accumulate", "uneven"),
-    [
-        (Mlp, SMALL_BUCKETS, 1, False),
-        (Mlp, {"static_graph": True, **SMALL_BUCKETS}, 1, False),
-        (Mlp, {"gradient_as_bucket_view": True}, 2, False),
-        (Mlp, SMALL_BUCKETS, 1, True),
-        (Mlp, {"find_unused_parameters": True}, 1, False),
-        (Mixed, SMALL_BUCKETS, 1, False),
-    ],
-    ids=["small buckets", "static graph", "no_sync", "join", "find unused", "mixed dtypes"],
-)
-def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, model, ddp_kwargs, accumulate, uneven):
-    outcome = ranks.run(scheduled, model, ddp_kwargs, accumulate, uneven, world_size=2)
+@pytest.mark.parametrize("name", ["static graph", "no sync", "join", "find unused", "mixed dtypes"])
+def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, name):
+    outcome = ranks.run(scheduled, name, world_size=2)
     for error, finished, chosen, step_ms in outcome:
         assert error < 0.1 and finished
         assert (chosen, step_ms) == outcome[0][2:]
@@ -277,6 +257,7 @@ def off_and_back(rank, world_size):
         right += [step(4) == 0]
     comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}), quiet=True)
     right += [0 < step(5) < 0.02, 0 < step(6) < 0.02, comm.stats().steps == 2]
+    hooked.append(_C.remove_hook(ddp.reducer))
     comm.detach()
     right += [step(7) == 0, step(8) == 0]
     hooked.append(_C.remove_hook(ddp.reducer))
@@ -285,20 +266,8 @@ def off_and_back(rank, world_size):
 
 def test_off_and_detach_leave_no_hook_behind(ranks):
     for right, hooked in ranks.run(off_and_back, world_size=2):
-        assert all(right) and hooked == [False, False]
-
-
-def takes_hook(rank, world_size):
-    ddp = module()
-    comm = fusedcomm.attach(ddp, "int8", quiet=True)
-    taken = _C.remove_hook(ddp.reducer)
-    comm.detach()
-    return taken
-
-
-def test_this_torch_lets_go_of_a_hook(ranks):
-    """With a torch that does not, off divides gradients in a separate pass; setup.py needs the new member's name."""
-    assert ranks.run(takes_hook, world_size=2) == [True, True]
+        # With a torch that does not let go of a hook, off divides gradients in a separate pass.
+        assert all(right) and hooked == [False, True, False]
 
 
 def with_error_feedback(rank, world_size):
@@ -311,15 +280,12 @@ def with_error_feedback(rank, world_size):
     codes = Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback())
     comm = fusedcomm.attach(ddp, Auto(("bf16", codes)), quiet=True)
     slow = Slow(comm, rank, off=3, bf16=40, int4=40)
-    delivered, wanted = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
-    wires, step = [], 0
-    for step in range(40):
-        slow()
-        delivered += synchronize(ddp, gradients(rank, step))[0]
-        wanted += sum(gradients(r, step)[0] for r in range(world_size)) / world_size
-        plan = comm.plan()
-        wires.append("off" if plan.off else plan.config.wire)
-        if step == 16:
+    delivered, wanted, wires = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double(), []
+    for wire, seen in steps(comm, ddp, slow, functools.partial(gradients, rank), num_more=4):
+        delivered += seen[0]
+        wanted += mean_of(world_size, len(wires))[0]
+        wires.append(wire)
+        if len(wires) == 17:
             # The search goes on with the restored state, whichever candidate runs.
             comm.load_state_dict(comm.state_dict())
     residual = comm.state_dict(consolidated=True)["residuals"].get("weights.0", torch.zeros(NUMEL))
@@ -330,28 +296,6 @@ def test_error_feedback_loses_nothing_to_a_switch(ranks):
     for chosen, wires, missing, residual in ranks.run(with_error_feedback, world_size=2):
         assert chosen == "off" and {"bf16", "int4"} < set(wires) and wires[-1] == "off"
         assert missing < 1e-3 + LIMITS["bf16"] * 40 and residual == 0
-
-
-def measured(rank, world_size):
-    ddp = module()
-    checked = Config(
-        "int8",
-        "two-shot",
-        wires={"1d": "int8"},
-        measure_every=3,
-    )
-    comm = fusedcomm.attach(ddp, Auto((checked,)), quiet=True)
-    train_to_choice(comm, ddp, rank, off=60, int8=3)
-    for step in range(4):
-        seen = synchronize(ddp, gradients(rank, step))
-    return comm.tuning().chosen, comm.stats().quantization_error, seen
-
-
-def test_measurement_goes_on_with_what_was_chosen(ranks):
-    outcome = ranks.run(measured, world_size=2)
-    for chosen, errors, seen in outcome:
-        assert chosen.startswith("Config(wire='int8'") and errors
-        assert all(torch.equal(a, b) for a, b in zip(seen, outcome[0][2], strict=True))
 
 
 def searched_on_hosts(rank, world_size, names, ms, configs):
@@ -414,22 +358,14 @@ def failing(rank, world_size):
         raise LookupError("the search's own trouble")
 
     comm.runs._end_turn = fail
-    errors, passed = [], 0
-    for _ in range(30):
-        try:
-            synchronize(ddp, gradients(rank, 0))
-            passed += 1
-        except Exception as error:
-            errors.append(str(error))
-            break
+    synchronize(ddp, gradients(rank, 0), steps=tuner.UNTIMED_FIRST + tuner.TIMED)
+    with pytest.raises(LookupError, match="the search's own trouble"):
+        synchronize(ddp, gradients(rank, 0))
     comm.detach()
-    return passed, errors
 
 
 def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
-    for passed, errors in ranks.run(failing, world_size=2):
-        assert passed == tuner.UNTIMED_FIRST + tuner.TIMED
-        assert len(errors) == 1 and "the search's own trouble" in errors[0]
+    ranks.run(failing, world_size=2)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -440,8 +376,6 @@ def without(rank, world_size, impossible):
 
     Returns (tuning, warnings, largest error of a gradient, wires that ran), or the text of attach's error.
     """
-    from fusedcomm.session import session
-
     path_of = session.Session._connect_beside
 
     def connect(self, *arguments):
@@ -457,19 +391,14 @@ def without(rank, world_size, impossible):
             comm = fusedcomm.attach(ddp, Auto((BF16, INT8)), quiet=True)
         except (RuntimeError, MemoryError) as error:
             return str(error)
-        slow = Slow(comm, rank, **TIMES)
-        errors, wires, steps_left = [], [], 3
-        while steps_left:
-            slow()
-            seen = synchronize(ddp, [torch.full((1, NUMEL), float(rank + 1))])[0]
+        errors, wires, own = [], set(), [torch.full((1, NUMEL), float(rank + 1))]
+        for wire, (seen,) in steps(comm, ddp, Slow(comm, rank, **TIMES), lambda _: own, num_more=2):
             errors.append((seen - (world_size + 1) / 2).abs().max().item())
-            plan = comm.plan()
-            wires.append("off" if plan.off else plan.config.wire)
-            steps_left -= comm.tuning().finished
+            wires.add(wire)
         tuning = comm.tuning()
         comm.detach()
     texts = [str(w.message) for w in caught if "cannot try" in str(w.message)]
-    return tuning, texts, worst(errors), set(wires)
+    return tuning, texts, worst(errors), wires
 
 
 def test_a_wire_that_one_rank_cannot_have_is_left_out_on_all(ranks):
@@ -521,12 +450,10 @@ def detached_while_searching(rank, world_size):
     before = threads_of_engine()
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto(("bf16", "int8")), quiet=True)
-    for _ in range(14):
-        synchronize(ddp, gradients(rank, 0))
+    synchronize(ddp, gradients(rank, 0), steps=14)
     comm.detach()
-    exact = [sum(parts) / world_size for parts in zip(*(gradients(r, 1) for r in range(world_size)), strict=True)]
     seen = synchronize(ddp, gradients(rank, 1))
-    same = all(torch.allclose(a, b) for a, b in zip(seen, exact, strict=True))
+    same = all(torch.allclose(a, b) for a, b in zip(seen, mean_of(world_size, 1), strict=True))
     again = fusedcomm.attach(ddp, "bf16", quiet=True)
     synchronize(ddp, gradients(rank, 1))
     buckets, tuning = again.stats().buckets, again.tuning()
@@ -549,29 +476,14 @@ def test_a_search_can_be_ended_by_detaching_and_by_dropping_the_module(ranks):
         assert same and counted and tuning is None and threads == [0, 0]
 
 
-class Closing(io.StringIO):
-    """An output whose reader is gone by the time the choice is printed."""
-
-    def write(self, text):
-        super().write(text)
-        if "chosen by" in text:
-            raise BrokenPipeError
-
-
 def printed(rank, world_size):
-    """What a rank prints, in a search whose output closes: that may not end the training of rank 0 alone."""
     os.environ.pop("FUSEDCOMM_QUIET", None)
-    out = Closing()
     try:
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
             ddp = module()
             comm = fusedcomm.attach(ddp, Auto((BF16,)))
-            slow = Slow(comm, rank, **TIMES)
-            while not comm.tuning().finished:
-                slow()
-                synchronize(ddp, gradients(rank, 0))
-            for _ in range(3):
-                synchronize(ddp, gradients(rank, 0))
+            train_to_choice(comm, ddp, rank, **TIMES)
+            synchronize(ddp, gradients(rank, 0), steps=3)
     finally:
         os.environ["FUSEDCOMM_QUIET"] = "1"
     return out.getvalue(), str(comm.tuning())

@@ -10,16 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from on_hosts import needs_hosts
+from on_hosts import hosts, namespaces, needs_hosts
 from patience import HANG_S
 from processes import is_running
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.append(str(BENCH))  # stays: ranks that are started import this file, too
-
-import hosts  # noqa: E402
-from lib import namespaces  # noqa: E402
-from lib.namespaces import NetworkError  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -90,7 +83,7 @@ def sleeping_run(tmp_path):
     script = tmp_path / "sleep.py"
     script.write_text("import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)\n")
     known = {path.stem for path in Path("/run/fusedcomm-hosts").glob("*.lock")}
-    command = [sys.executable, str(BENCH / "hosts.py"), "--hosts", "2", "--link", "100mbit", "--", str(script)]
+    command = [sys.executable, hosts.__file__, "--hosts", "2", "--link", "100mbit", "--", str(script)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
     # Other runs may begin and end at the same time. The ranks' namespace tells this run's token.
@@ -151,7 +144,7 @@ def test_namespaces_of_others_are_not_touched():
 @needs_hosts
 def test_this_process_network_is_never_killed(monkeypatch):
     monkeypatch.setattr(namespaces.os.path, "samefile", lambda *paths: True)
-    with pytest.raises(NetworkError, match="is the network of this process: not touched"):
+    with pytest.raises(namespaces.NetworkError, match="is the network of this process: not touched"):
         namespaces._kill_inside("fusedcomm-hosts-00000000-host0")
 
 
@@ -174,7 +167,7 @@ def test_subnets_that_are_refused(monkeypatch):
     assert str(namespaces.choose_subnet("10.2.0.0/29", 6)) == "10.2.0.0/29"
     assert str(namespaces.choose_subnet(None, 2)) == namespaces.SUBNETS[0]
     for subnet in ("8.8.8.0/24", "10.1.2.0/24", "10.0.0.0/8", "10.2.0.0/30", "somewhere"):
-        with pytest.raises(NetworkError):
+        with pytest.raises(namespaces.NetworkError):
             namespaces.choose_subnet(subnet, 6)
     used.update({subnet: ipaddress.ip_network(subnet) for subnet in namespaces.SUBNETS[:1]})
     assert str(namespaces.choose_subnet(None, 2)) == namespaces.SUBNETS[1]

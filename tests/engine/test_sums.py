@@ -1,7 +1,7 @@
 """The bytes that the ranks send in every sum, in all and to other hosts: planned, counted by engines and by the kernel
-of the operating system."""
+of the operating system. Of ranks on hosts that have different numbers of them: test_hosts.py."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -14,7 +14,6 @@ import fusedcomm
 from fusedcomm import chunks
 from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.native import _C
-from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
@@ -53,48 +52,8 @@ def choices(per_host: int) -> Iterator[tuple[str, str, int, torch.Tensor]]:
                     yield sum, wire, exact, like
 
 
-ALL = list(plans())
-
-
 def is_in_place(plan: "_C.BucketPlan", like: torch.Tensor) -> bool:
     return plan.sum == "exact" and like is FP32
-
-
-# --- hosts ----------------------------------------------------------------------------------------------------------
-
-LAYOUTS = ["0", "01", "001", "0101", "0001", "0110", "0122", "000111", "010101", "012012", "001122", "010203"]
-"""The host of each rank, besides all in which every host has the same number of consecutive ranks."""
-
-
-def between_hosts(sum: str, nbytes: int, hosts: Sequence[int], own: int) -> Fraction:
-    """Bytes of messages of `nbytes` that a rank of host `own` sends to other hosts, in the mean of its ranks."""
-    p, sent = len(hosts), Fraction(0)
-    for rank in (rank for rank, host in enumerate(hosts) if host == own):
-        if sum in ("exact", "direct"):  # a ring in the order of ranks
-            sent += Fraction(2 * nbytes * (p - 1), p) * (hosts[(rank + 1) % p] != own)
-        else:
-            to_each = Fraction(nbytes) if sum == "one-shot" else Fraction(2 * nbytes, p)
-            sent += to_each * len([host for host in hosts if host != own])
-    return sent / hosts.count(own)
-
-
-def test_the_bytes_between_hosts_on_one_level_are_those_that_its_ranks_send_to_other_hosts():
-    seen = set()
-    for plan, world_size, per_host, _, like, what in ALL:
-        if per_host > 1:
-            continue
-        layouts = {tuple(map(int, layout)) for layout in LAYOUTS if len(layout) == world_size}
-        divisors = (number for number in range(1, world_size + 1) if world_size % number == 0)
-        for hosts in {*layouts, *(tuple(rank // number for rank in range(world_size)) for number in divisors)}:
-            nbytes = 4 * plan.layout.lossy_numel if is_in_place(plan, like) else plan.layout.chunk_nbytes
-            for rank in range(world_size):
-                own = OwnHost.of(hosts, rank)
-                between = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
-                wanted = plan.num_chunks * between_hosts(plan.sum, nbytes, hosts, hosts[rank])
-                assert 0 <= wanted - between < 2, (what, hosts, rank)
-            seen.add((plan.sum, hosts))
-    for sum_ in ("exact", "direct", "two-shot", "one-shot"):
-        assert {(sum_, tuple(map(int, layout))) for layout in LAYOUTS} <= seen
 
 
 # --- the formulae ---------------------------------------------------------------------------------------------------
@@ -127,12 +86,6 @@ def _config(sum: str, wire: str, chunks: Chunks | None = None, hosts: TwoLevels 
     return Config(wire, sum, wires={"1d": wire}, chunks=chunks or Chunks(), hosts=hosts)
 
 
-def wires_beside(local_wire: str) -> list[str]:
-    """The wire dtypes that this local wire dtype may accompany. An fp32 wire rounds nothing, so its local wire dtype
-    must be fp32, too."""
-    return [wire for wire in BITS if wire != "fp32" or local_wire == "fp32"]
-
-
 def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire: str = "bf16") -> tuple[int, int]:
     """Bytes that one rank sends for NUMEL elements, and how many of them go to other hosts.
 
@@ -151,53 +104,22 @@ def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire:
     return int(within + between), int(between)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
-def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
-    for sum, wire in SUMS_OF_WIRES:
-        config = _config(sum, wire, Chunks(message_nbytes(wire) // num_chunks))
-        plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, [(NUMEL, 0)])
-        sent, _ = formula(sum, wire, world_size)
-        assert plan.sum == sum and plan.num_chunks == (1 if sum == "exact" else num_chunks)
-        assert plan.sent_nbytes == sent, (sum, wire)
-        assert plan.sent_between_hosts_nbytes(1, 1) == sent, (sum, wire)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("num_chunks", [1, 4])
-@pytest.mark.parametrize("local_wire", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3), (12, 2), (12, 3), (12, 4), (12, 6)])
-def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, local_wire, num_chunks):
-    for wire in wires_beside(local_wire):
-        chunk_nbytes = max(map(message_nbytes, (wire, local_wire))) // num_chunks
-        config = _config("two-shot", wire, Chunks(chunk_nbytes), TwoLevels("auto", local_wire))
-        native = chunks.native(config, world_size, ranks_per_host=per_host)
-        plan = _C.plan_bucket(native, world_size, FP32, [(NUMEL, 0)])
-        sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
-        assert plan.num_chunks == num_chunks
-        assert plan.sent_nbytes == sent, wire
-        assert plan.sent_between_hosts_nbytes(per_host, 1) == between, wire
-
-
 def test_bytes_of_padded_messages_are_those_of_the_formula():
     """The messages have the layouts' sizes. Several wire dtypes and exempt parameters share a message, and chunks are
     uneven."""
-    for plan, p, per_host, config, like, what in ALL:
+    for plan, p, per_host, config, like, what in plans():
         n = 4 * plan.layout.lossy_numel if is_in_place(plan, like) else plan.num_chunks * plan.layout.chunk_nbytes
         if per_host > 1:
             (on_host, *_) = _C.host_layouts(plan.layouts, config.local_wire, per_host)
+            workspace = _C.workspace_nbytes(chunks.native(config, p, ranks_per_host=per_host), p)
+            assert max(on_host.part_stride * per_host, plan.layout.chunk_nbytes) <= workspace, what
+            assert on_host.num_chunks == plan.num_chunks, what
             between = 2 * n // p * (p // per_host - 1)
             within = (plan.num_chunks * on_host.chunk_nbytes + n) // per_host * (per_host - 1)
         else:
             within, between = 0, (p - 1) * n if plan.sum == "one-shot" else 2 * n * (p - 1) // p
         assert plan.sent_nbytes == within + between, what
         assert plan.sent_between_hosts_nbytes(per_host, 1) == between, what
-
-
-def test_a_bucket_without_elements_sends_nothing():
-    for sum, wire in SUMS_OF_WIRES:
-        plan = _C.plan_bucket(chunks.native(_config(sum, wire), 4), 4, FP32, [(0, 0)])
-        assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1, 1)) == (0, 0, 0), (sum, wire)
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------
@@ -222,6 +144,7 @@ def counted_by_engines(rank, world_size, num_steps, configs):
             {
                 "sum": row.sum,
                 "chunks": row.num_chunks,
+                "scratch": comm.plan().scratch_nbytes,
                 "off": (seen - mean).abs().max().item(),
                 "sent": after.sent_nbytes - before.sent_nbytes,
                 "between hosts": after.sent_between_hosts_nbytes - before.sent_between_hosts_nbytes,
@@ -231,31 +154,36 @@ def counted_by_engines(rank, world_size, num_steps, configs):
     return found
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
-    num_steps = 3
-    configs = [_config(sum, wire, Chunks(message_nbytes(wire) // 4)) for sum, wire in SUMS_OF_WIRES]
-    for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=world_size):
-        for (sum, wire), seen in zip(SUMS_OF_WIRES, of_rank, strict=True):
-            sent = num_steps * formula(sum, wire, world_size)[0]
-            assert seen["sum"] == sum and seen["chunks"] == (1 if sum == "exact" else 4), (sum, wire)
-            assert (seen["sent"], seen["between hosts"]) == (sent, 0), (sum, wire)  # all ranks share this host
-            assert seen["off"] == 0 or wire in WITH_SCALES, (sum, wire)
+def configs_of(per_host: int) -> dict[tuple[str, str, str], Config]:
+    """By sum, wire and the wire within a host: configurations with four chunks of a bucket, of which three are under
+    way."""
+    if per_host == 1:
+        return {
+            (sum, wire, wire): _config(sum, wire, Chunks(message_nbytes(wire) // 4, 3)) for sum, wire in SUMS_OF_WIRES
+        }
+    found = {}
+    for wire, local_wire in (("fp32", "fp32"), ("int8", "fp32"), ("fp16", "bf16"), ("fp8", "bf16"), ("int4", "bf16")):
+        nbytes, hosts = max(map(message_nbytes, (wire, local_wire))) // 4, TwoLevels([[0, 1], [2, 3]], local_wire)
+        found["two-shot", wire, local_wire] = _config("two-shot", wire, Chunks(nbytes), hosts)
+    return found
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
-def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
-    num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
-    nbytes_of = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
-    configs = [_config("two-shot", wire, Chunks(nbytes), hosts) for wire, nbytes in nbytes_of.items()]
-    for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=4):
-        for wire, seen in zip(nbytes_of, of_rank, strict=True):
-            sent, between = formula("two-shot", wire, 4, 2, local_wire)
-            assert (seen["sum"], seen["chunks"]) == ("two-shot", 4), wire
-            assert (seen["sent"], seen["between hosts"]) == (num_steps * sent, num_steps * between), wire
-            assert seen["off"] == 0 or wire in WITH_SCALES, wire
+@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 2)])
+def test_engines_send_the_bytes_of_the_formula(ranks, subtests, world_size, per_host):
+    num_steps, configs = 2, configs_of(per_host)
+    of_ranks = ranks.run(counted_by_engines, num_steps, list(configs.values()), world_size=world_size)
+    for (sum, wire, local_wire), *on_ranks in zip(configs, *of_ranks, strict=True):
+        with subtests.test(sum=sum, wire=wire, local_wire=local_wire):
+            sent, between = formula(sum, wire, world_size, per_host, local_wire)
+            for seen in on_ranks:
+                assert seen["sum"] == sum and seen["chunks"] == (1 if sum == "exact" else 4)
+                assert seen["sent"] == num_steps * sent
+                # Without two levels, all ranks share this host.
+                assert seen["between hosts"] == (num_steps * between if per_host > 1 else 0)
+                assert seen["off"] == 0 or wire in WITH_SCALES
+                if per_host == 1 and sum not in ("exact", "direct"):  # every rank's chunk, or what is sent and received
+                    num_chunks = 3 * (world_size if sum == "one-shot" else 2)
+                    assert seen["scratch"] == pytest.approx(num_chunks * message_nbytes(wire) / 4, rel=0.1)
 
 
 # --- the network ----------------------------------------------------------------------------------------------------
@@ -263,39 +191,41 @@ def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
 SHAPES = ((512, 512), (1 << 15,))
 
 
-def counted(rank, world_size, kwargs, num_steps):
-    """Takes steps. Returns the bytes sent over TCP in one step, as the kernel counts them and as planned, and the bytes
-    of all steps in the statistics."""
-    ddp = DistributedDataParallel(Gradients(*SHAPES))
-    comm = fusedcomm.attach(ddp, Config(**kwargs))
-    gradients = [torch.ones(shape) for shape in SHAPES]
-    synchronize(ddp, gradients, steps=3)
-    dist.barrier()
-    before, stats_before = tcp_nbytes_sent(), comm.stats().sent_nbytes
-    synchronize(ddp, gradients, steps=num_steps)
-    dist.barrier()
-    over_tcp = (tcp_nbytes_sent() - before) / num_steps
-    dist.barrier()  # a rank that leaves closes its end of the sockets
-    return over_tcp, comm.plan().sent_nbytes, comm.stats().sent_nbytes - stats_before
+OF_STEPS = [
+    {"wire": "fp32", "sum": "exact"},
+    {"wire": "bf16", "sum": "direct"},
+    {"wire": "int8", "sum": "one-shot"},
+    {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
+    {"wire": "fp8", "wires": {"1d": "fp8"}, "feedback": Feedback()},
+    {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
+]
 
 
-@pytest.mark.sampled(by=lambda kwargs: {"sum": kwargs.get("sum"), "hosts": "hosts" in kwargs})
+def counted(rank, world_size, every, num_steps):
+    """Takes steps, each way. Returns the bytes sent over TCP in one step, as the kernel counts them and as planned, and
+    the bytes of all steps in the statistics."""
+    found = []
+    for options in every:
+        ddp = DistributedDataParallel(Gradients(*SHAPES))
+        comm = fusedcomm.attach(ddp, Config(**options))
+        gradients = [torch.ones(shape) for shape in SHAPES]
+        synchronize(ddp, gradients, steps=3)
+        dist.barrier()
+        before, stats_before = tcp_nbytes_sent(), comm.stats().sent_nbytes
+        synchronize(ddp, gradients, steps=num_steps)
+        dist.barrier()
+        over_tcp = (tcp_nbytes_sent() - before) / num_steps
+        dist.barrier()  # a rank that detaches closes its end of the sockets
+        found.append((over_tcp, comm.plan().sent_nbytes, comm.stats().sent_nbytes - stats_before))
+        comm.detach()
+    return found
+
+
 @pytest.mark.skipif(tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"wire": "fp32", "sum": "exact"},
-        {"wire": "bf16", "sum": "direct"},
-        {"wire": "bf16", "sum": "one-shot", "wires": {"1d": "fp32"}},
-        {"wire": "int8", "sum": "one-shot"},
-        {"wire": "fp16", "sum": "two-shot"},
-        {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
-        {"wire": "fp8", "wires": {"1d": "fp8"}, "feedback": Feedback()},
-        {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
-    ],
-    ids=str,
-)
-def test_the_network_carries_the_bytes_of_the_steps(ranks, kwargs):
-    num_steps = 5
-    for over_tcp, planned, in_stats in ranks.run(counted, kwargs, num_steps, world_size=4):
-        assert planned <= over_tcp < 1.03 * planned and in_stats == num_steps * planned
+def test_the_network_carries_the_bytes_of_the_steps(ranks, subtests):
+    num_steps = 3
+    of_ranks = ranks.run(counted, OF_STEPS, num_steps, world_size=4)
+    for options, *on_ranks in zip(OF_STEPS, *of_ranks, strict=True):
+        with subtests.test(options=str(options)):
+            for over_tcp, planned, in_stats in on_ranks:
+                assert planned <= over_tcp < 1.03 * planned and in_stats == num_steps * planned

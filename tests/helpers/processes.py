@@ -54,3 +54,9 @@ def listening_ports() -> set[int]:
     return {
         int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == listens and f"socket:[{line[9]}]" in sockets
     }
+
+
+def members(group: int) -> list[int]:
+    """The processes of a process group that run."""
+    fields = {pid: text.rpartition(b")")[2].split() for pid, text in files_of_all("stat").items()}
+    return [pid for pid, (state, _, of, *_) in fields.items() if int(of) == group and state != b"Z"]

@@ -56,6 +56,13 @@ def printed_by_two_ranks(script: str, folder: Path, *args: str, **environment: s
     return printed
 
 
+def python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    """Runs Python, which can import what tests can. `environment`: further variables."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=HANG_S)
+
+
 def torchrun(
     script: Path, *args: object, options: tuple[str, ...] = (), cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess:

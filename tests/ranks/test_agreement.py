@@ -1,15 +1,26 @@
-"""What an error names if the ranks do not agree: the argument that differs, not a field that follows from it."""
+"""What an error names if the ranks do not agree: the argument that differs, not a field that follows from it. What one
+rank alone refuses, or what prevents it, is an error on all."""
+
+import datetime
+import sys
+import time
+import types
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, refusal
+from models import Gradients, refusal, synchronize
+from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config, Feedback
+from fusedcomm import version
+from fusedcomm.config import Blocks, Config, Feedback, LocalOptions
 from fusedcomm.native import _C
+from fusedcomm.ranks import groups, peers
 from fusedcomm.ranks.agreement import _first_difference
+from fusedcomm.session import session
 
 
 def attached_with(rank, world_size, of_ranks):
@@ -30,6 +41,15 @@ def attached_with(rank, world_size, of_ranks):
         ((Config("fp32", hosts=2), Config("bf16", hosts=2)), "wire is 'fp32' on rank 0 and 'bf16' on rank 1"),
         ((fusedcomm.Auto(), Config("int8")), "wire is 'auto' on rank 0 and 'int8' on rank 1"),
         ((Config("bf16"), fusedcomm.Auto()), "wire is 'bf16' on rank 0 and 'auto' on rank 1"),
+        ((Config("int8"), Config("int8", blocks=Blocks(64))), "config.blocks.numel is 128 on rank 0 and 64 on rank 1"),
+        (
+            (Config("int8"), Config("int8", wires={"weights.1": "fp32"})),
+            "config.wires is [] on rank 0 and [['weights.1', 'fp32']] on rank 1",
+        ),
+        (
+            (Config(hosts=[[0, 1]]), Config(hosts=[[0], [1]])),
+            "config.hosts.groups is [[0, 1]] on rank 0 and [[0], [1]] on rank 1",
+        ),
         (
             (fusedcomm.Auto(("bf16", Config("int4"))), fusedcomm.Auto(("bf16", "int8"))),
             "auto.candidates[1] is 'int4' on rank 0 and 'int8' on rank 1",
@@ -42,19 +62,40 @@ def test_ranks_with_different_wires_are_told_so(ranks, of_ranks, words):
         assert f"the ranks do not agree: {words}. Give every rank" in error
 
 
-def attached_with_layout(rank, world_size, versions):
-    # The name that fusedcomm.ranks.agreement reads; the codec itself is the same on every rank.
-    now, _C.WIRE_LAYOUT_VERSION = _C.WIRE_LAYOUT_VERSION, versions[rank]
-    try:
+class Renamed(Gradients):
+    """Gradients whose parameters have other names."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__(*shapes)
+        self._modules["other"] = self._modules.pop("weights")
+
+
+LAYOUT = _C.WIRE_LAYOUT_VERSION
+DIFFERING = [
+    (_C, "WIRE_LAYOUT_VERSION", LAYOUT - 1, f"wire layout is {LAYOUT} on rank 0 and {LAYOUT - 1} on rank 1"),
+    (version, "__version__", "9.9.9", f"versions.fusedcomm is '{version.__version__}' on rank 0 and '9.9.9' on rank 1"),
+    (
+        sys.modules[__name__],
+        "Gradients",
+        Renamed,
+        "parameters.list[0][0] is 'weights.0' on rank 0 and 'other.0' on rank 1",
+    ),
+]
+"""What is set to another value on rank 1, and what is said of it."""
+
+
+def attached_beside(rank, world_size, number):
+    place, name, other, _ = DIFFERING[number]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(place, name, other)
         return attached_with(rank, world_size, (Config("int4"),) * world_size)
-    finally:
-        _C.WIRE_LAYOUT_VERSION = now
 
 
-def test_a_rank_with_an_older_wire_layout_is_told_so(ranks):
-    now = _C.WIRE_LAYOUT_VERSION
-    for error in ranks.run(attached_with_layout, (now, now - 1), world_size=2):
-        assert f"wire layout is {now} on rank 0 and {now - 1} on rank 1" in error
+@pytest.mark.parametrize("number", range(len(DIFFERING)))
+def test_what_differs_beside_the_configuration_is_named(ranks, number):
+    for error in ranks.run(attached_beside, number, world_size=2):
+        assert DIFFERING[number][-1] in error
 
 
 def test_fields_are_compared_in_the_order_in_which_they_were_recorded():
@@ -106,7 +147,13 @@ def sharded_optimizer(is_bad):
     fusedcomm.ShardedOptimizer(fusedcomm.GradReducer(Gradients((50, 2)), "bf16"), Moody, lr=0.1)
 
 
+def options_of_this_process(is_bad):
+    ddp = DistributedDataParallel(Gradients((50, 2)))
+    fusedcomm.attach(ddp, local=LocalOptions(isa="sse9" if is_bad else None), quiet=True)
+
+
 LOCAL = {
+    options_of_this_process: "isa='sse9'",
     ddp_with_builtin_hook: "already has a built-in communication hook",
     attached_twice: "already synchronizes the parameter",
     searched: "Feedback(unsharded=True)",
@@ -133,3 +180,85 @@ def test_what_one_rank_alone_refuses_is_raised_on_all_ranks(ranks, number):
     assert words in of_ranks[1] and of_ranks[0] == of_ranks[2]
     assert f"rank 1 cannot attach: {of_ranks[1].split(': ', 1)[1].removeprefix('fusedcomm: ')}" in of_ranks[0]
     assert set(after) == {"attached"}
+
+
+# ---- what prevents one rank
+
+
+PREVENTED = {
+    "compiling": OSError("No space left on device"),
+    "connecting": MemoryError("no memory for channels"),
+    "allocating": MemoryError("no memory for workspaces"),
+}
+"""By moment of attaching: an error that comes from outside fusedcomm."""
+
+
+def prevented(rank, world_size, when):
+    """The last rank cannot attach. Returns a rank's error, its cause and its warnings, and a mean of DDP's own: no rank
+    is attached."""
+
+    class Prevented(session.CpuPath):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.meet("compiling")
+
+        def connect(self, *args):
+            self.meet("connecting")
+            connected = super().connect(*args)
+            self.meet("allocating")
+            return connected
+
+        def meet(self, moment):
+            if moment == when:
+                raise PREVENTED[when]
+
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=patient(4)))
+    ddp = DistributedDataParallel(Gradients((1000,)), process_group=group)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == world_size - 1:
+            patch.setattr(session, "CpuPath", Prevented)
+        with pytest.raises((OSError, MemoryError, RuntimeError)) as error:
+            fusedcomm.attach(ddp, "bf16")
+        said = [str(warning.message) for warning in caught]
+    named = f"{type(error.value).__name__}: {error.value}"
+    mean = synchronize(ddp, [torch.full((1000,), float(rank))])[0][0].item()
+    return named, error.value.__cause__, said, mean
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("when", PREVENTED)
+def test_what_prevents_one_rank_prevents_all_by_name(ranks, when):
+    own = PREVENTED[when]
+    first, second, last = ranks.run(prevented, when, world_size=3)
+    assert last == (f"{type(own).__name__}: {own}", None, [], 1.0)
+    assert first == second == (f"DisagreementError: fusedcomm: rank 2 cannot attach: {own}", None, [], 1.0)
+
+
+FIRST = "no space left on device"
+LATER = {"no space": True, "": True, "rank 1": True, FIRST: False}
+"""By a later problem: whether its rank is told of the first one, too."""
+
+
+def with_problems_of_their_own(rank, world_size):
+    """Rank 1 has a problem, and later rank 0 has one, too. Returns, for each of these, a rank's error and its cause."""
+    found = []
+    for number, later in enumerate(LATER):
+        store = groups.private_store(dist.group.WORLD).under(f"problem {number}")
+        waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), 60)
+        attaching = types.SimpleNamespace(peers=waiting, rank=rank, _store=store)
+        while rank == 0 and not store.check(["plan/record/1"]):
+            time.sleep(0.01)
+        with pytest.raises(OSError) as error:
+            session.Session._agree(attaching, store, "plan", {}, OSError(FIRST if rank == 1 else later))
+        cause = error.value.__cause__
+        found.append((str(error.value), cause and str(cause)))
+        dist.barrier()
+    return found
+
+
+def test_a_rank_with_a_problem_is_told_of_an_earlier_one_unless_that_is_the_same(ranks):
+    on_0, on_1 = ranks.run(with_problems_of_their_own, world_size=2)
+    told = f"fusedcomm: rank 1 cannot attach: {FIRST}"
+    assert on_0 == [(later, told if is_told else None) for later, is_told in LATER.items()]
+    assert on_1 == [(FIRST, None)] * len(LATER)

@@ -5,15 +5,13 @@ import datetime
 import mmap
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from patience import HANG_S
+from scripts import python
 
 from fusedcomm.ranks import groups, hosts, torch_groups
 
@@ -82,8 +80,7 @@ os._exit(0)  # without a GPU nccl2's destructor ends the process with an error
 )
 def test_torchs_own_backends_are_taken_or_refused_by_their_class(name, variables, words):
     """Torch makes each without a GPU, which only its first collective needs."""
-    command = [sys.executable, "-c", OWN_BACKEND, name]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=HANG_S)
+    done = python("-c", OWN_BACKEND, name, **variables)
     assert words in done.stdout, done.stderr
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from patience import HANG_S
+from processes import members
 from test_probe_workload import SCRIPT
 
 pytestmark = pytest.mark.alone
@@ -48,19 +49,6 @@ def read_until(process: subprocess.Popen, text: str) -> str:
         assert character, f"it ended: {written}{process.stdout.read()}"
         written += character
     return written
-
-
-def members(group: int) -> list[int]:
-    """The processes of a group that have not ended."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(of) == group and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 def all_end(group: int) -> bool:
@@ -116,30 +104,22 @@ sys.exit(cli.main())
 
 
 @pytest.mark.full
-def test_a_rank_of_torchrun_says_that_it_was_interrupted(tmp_path):
+def test_a_rank_of_torchrun_says_that_it_was_interrupted(tmp_path, monkeypatch):
     """Two ranks, each interrupted alone: none waits for the other."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     ranks = []
     for rank in range(2):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        with pytest.MonkeyPatch.context() as patch:
-            for key, value in variables.items():
-                patch.setenv(key, value if key != "MASTER_PORT" or not ranks else ranks[0][1])
-            process = start(tmp_path, "-m", "fusedcomm", "probe", "--seconds", "900", "--params", "1e5")
-            ranks.append((process, variables["MASTER_PORT"]))
-    (first, _), (second, _) = ranks
-    read_until(first, "real steps with each wire")
-    for process in (first, second):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        ranks.append(start(tmp_path, "-m", "fusedcomm", "probe", "--seconds", "900", "--params", "1e5"))
+    read_until(ranks[0], "real steps with each wire")
+    for process in ranks:
         os.kill(process.pid, signal.SIGINT)
-    for process in (first, second):
+    for process in ranks:
         _, errors = process.communicate(timeout=HANG_S)
         assert process.returncode == 130, errors
         assert "interrupted" in errors.splitlines() and "Traceback" not in errors
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path):

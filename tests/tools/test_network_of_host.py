@@ -7,43 +7,70 @@ import pytest
 
 from fusedcomm.tools import network_of_host as network
 
+CUBIC = "sysctl -w net.ipv4.tcp_congestion_control=cubic"
+RENO = "sysctl -w net.ipv4.tcp_congestion_control=reno"
+DOCKER = "docker0 eth7- eth8 eth9"
+ROWS = [
+    (
+        network.gloo,
+        {"address": "127.0.1.1"},
+        "lo, which other hosts cannot … 127.0.1.1 … GLOO_SOCKET_IFNAME=eth7",
+    ),
+    (network.gloo, {"address": ""}, "lo, which other hosts cannot reach … has no address … GLOO_SOCKET_IFNAME=eth7"),
+    (network.gloo, {"address": "198.51.100.7"}, "the interface with 198.51.100.7: this host's name"),
+    (network.gloo, {"named": "eth7"}, "eth7, which GLOO_SOCKET_IFNAME names"),
+    (network.gloo, {"named": "eth8"}, "nothing: … there is no eth8; name one of eth7, lo, or unset it"),
+    (network.nccl, {"interfaces": DOCKER}, "eth8, eth9. It takes the first … NCCL_SOCKET_IFNAME=eth8"),
+    (network.nccl, {"interfaces": DOCKER, "named": "eth9"}, "eth9, which NCCL_SOCKET_IFNAME names"),
+    (network.nccl, {"interfaces": "eth7-"}, "lo: no other interface is up, so it cannot reach other hosts"),
+    (network.nccl, {"infiniband": "mlx5_0"}, "mlx5_0, by InfiniBand"),
+    (network.congestion_control, {"control": "cubic"}, "congestion control cubic"),
+    (network.congestion_control, {"control": ""}, "congestion control unknown: this system does not say"),
+    (network.congestion_control, {"control": "bbr"}, f"congestion control bbr, a trap with more than two … {CUBIC}"),
+    (network.congestion_control, {"control": "bbr2", "available": "reno bbr2"}, f"… bbr2, a trap … {RENO}"),
+    (network.congestion_control, {"control": "bbr", "available": ""}, f"… bbr, a trap … {CUBIC}"),
+]
+"""What is asked, of which host (see `make`), and the answer, with … for what is left out."""
 
-@pytest.fixture
-def host(tmp_path, monkeypatch):
-    """A function that makes this host another one, by the files that Linux describes it with."""
+
+def make(
+    folder: Path, patch, address="", named="", interfaces="eth7", infiniband="", control="", available="bbr cubic"
+):
+    """Makes this host another one, by the files that Linux describes it with.
+
+    address: of the host's name. named: the interface in both variables. interfaces: beside lo; one with - is down.
+    """
+    for name in f"lo {interfaces}".split():
+        (folder / "net" / name.rstrip("-")).mkdir(parents=True)
+        (folder / "net" / name.rstrip("-") / "operstate").write_text("down\n" if "-" in name else "up\n")
+    (folder / "infiniband").mkdir()
+    for name in infiniband.split():
+        (folder / "infiniband" / name).mkdir()
+    routes = "Iface\tDestination\tGateway\neth7\t00000000\t010200C0"
+    for name, text in {"ROUTES": routes, "CONGESTION_CONTROL": control, "AVAILABLE": available}.items():
+        if text:
+            (folder / name).write_text(f"{text}\n")
+        patch.setattr(network, name, folder / name)
+    patch.setattr(network, "INTERFACES", folder / "net")
+    patch.setattr(network, "INFINIBAND", folder / "infiniband" if infiniband else folder / "none")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(variable, raising=False)
-
-    def make(interfaces=("lo", "eth7"), up=("eth7",), default="eth7", control="cubic", available="reno cubic bbr"):
-        folder = tmp_path / "net"
-        for name in interfaces:
-            (folder / name).mkdir(parents=True)
-            (folder / name / "operstate").write_text(f"{'up' if name in up else 'down'}\n")
-        route = f"{default}\t00000000\t010200C0\n" if default else ""
-        files = {
-            "ROUTES": f"Iface\tDestination\tGateway\n{route}",
-            "CONGESTION_CONTROL": control,
-            "AVAILABLE": available,
-        }
-        for name, text in files.items():
-            path = tmp_path / name
-            if text is not None:
-                path.write_text(f"{text}\n")
-            monkeypatch.setattr(network, name, path)
-        monkeypatch.setattr(network, "INTERFACES", folder)
-
-    return make
-
-
-def named(monkeypatch, address: str | None) -> None:
-    """Gives this host's name an address."""
+        patch.setenv(variable, named)
 
     def getaddrinfo(*_, **__):
-        if address is None:
+        if not address:
             raise socket.gaierror("Name or service not known")
         return [(None, None, None, "", (address, 0))]
 
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    patch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize(("asked", "of_host", "answer"), ROWS)
+def test_the_answer_says_what_is_used_and_what_to_do(tmp_path, monkeypatch, asked, of_host, answer):
+    make(tmp_path, monkeypatch, **of_host)
+    begin, *others = answer.split("… ")
+    text = asked()
+    assert text.startswith(begin.rstrip()) and all(words.rstrip() in text for words in others)
+    assert "…" in answer or asked is not network.congestion_control or text == answer
 
 
 def test_the_real_host_has_an_answer_to_each():
@@ -51,71 +78,4 @@ def test_the_real_host_has_an_answer_to_each():
     assert set(lines) == {"gloo uses", "NCCL uses", "TCP"} and all(lines.values())
     if network.CONGESTION_CONTROL.exists():
         assert network.CONGESTION_CONTROL.read_text().strip() in lines["TCP"]
-
-
-@pytest.mark.parametrize("address", ["127.0.1.1", None])
-def test_gloo_on_the_loopback_is_told_what_to_set(host, monkeypatch, address):
-    host()
-    named(monkeypatch, address)
-    text = network.gloo()
-    assert text.startswith("lo, which other hosts cannot reach") and text.endswith("set GLOO_SOCKET_IFNAME=eth7")
-    assert (address or "has no address") in text
-
-
-def test_gloo_uses_the_interface_of_the_hosts_name(host, monkeypatch):
-    host()
-    named(monkeypatch, "127.0.0.1")
     assert network._interface_of("127.0.0.1") == "lo"
-    named(monkeypatch, "198.51.100.7")
-    assert network.gloo().startswith("the interface with 198.51.100.7: this host's name")
-
-
-def test_gloo_uses_the_interface_that_is_named(host, monkeypatch):
-    host()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert network.gloo() == "eth7, which GLOO_SOCKET_IFNAME names"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
-    assert network.gloo().endswith("there is no eth8; name one of eth7, lo, or unset it")
-
-
-def test_nccl_uses_what_is_up(host, monkeypatch):
-    host(interfaces=("lo", "docker0", "eth7", "eth8", "eth9"), up=("lo", "docker0", "eth8", "eth9"))
-    monkeypatch.setattr(network, "INFINIBAND", Path("/nowhere"))
-    assert network.nccl().startswith("eth8, eth9. It takes the first") and "NCCL_SOCKET_IFNAME=eth8" in network.nccl()
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")
-    assert network.nccl() == "eth9, which NCCL_SOCKET_IFNAME names"
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    for name in ("eth8", "eth9"):
-        (network.INTERFACES / name / "operstate").write_text("down")
-    assert network.nccl() == "lo: no other interface is up, so it cannot reach other hosts"
-
-
-def test_nccl_prefers_infiniband(host, monkeypatch, tmp_path):
-    host()
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
-    assert network.nccl().startswith("mlx5_0, by InfiniBand")
-
-
-@pytest.mark.parametrize(
-    ("control", "available", "said"),
-    [
-        ("cubic", "reno cubic", "congestion control cubic"),
-        ("reno", "reno", "congestion control reno"),
-        (None, None, "congestion control unknown: this system does not say"),
-    ],
-)
-def test_other_congestion_controls_are_only_named(host, control, available, said):
-    host(control=control, available=available)
-    assert network.congestion_control() == said
-
-
-@pytest.mark.parametrize(
-    ("control", "available", "other"),
-    [("bbr", "reno cubic bbr", "cubic"), ("bbr2", "reno bbr2", "reno"), ("bbr", None, "cubic")],
-)
-def test_bbr_is_a_trap_and_the_way_out_is_said(host, control, available, other):
-    host(control=control, available=available)
-    text = network.congestion_control()
-    assert text.startswith(f"congestion control {control}, a trap with more than two hosts")
-    assert text.endswith(f"sysctl -w net.ipv4.tcp_congestion_control={other}")

@@ -86,19 +86,16 @@ def test_the_slower_line_counts():
 
 
 @pytest.mark.parametrize(
-    ("line_s", "added"),
+    ("line_s", "num_buckets", "added"),
     [
-        (0.5, 0.05),  # a twentieth of the backward pass for each bucket: only the last one is sent after its end
-        (1.0, 0.1),  # as long as the backward pass, and later by the first bucket
-        (3.0, 2.1),  # the line is busy from the first bucket on
+        (0.5, 10, 0.05),  # a twentieth of the backward pass for each bucket: only the last one is sent after its end
+        (1.0, 10, 0.1),  # as long as the backward pass, and later by the first bucket
+        (3.0, 10, 2.1),  # the line is busy from the first bucket on
+        (0.5, 1, 0.5),  # one bucket hides nothing
     ],
 )
-def test_what_does_not_hide_is_added(line_s, added):
-    assert added_s(line_s, 1.0, 10) == pytest.approx(added)
-
-
-def test_one_bucket_hides_nothing():
-    assert added_s(0.5, 1.0, 1) == 0.5
+def test_what_does_not_hide_is_added(line_s, num_buckets, added):
+    assert added_s(line_s, 1.0, num_buckets) == pytest.approx(added)
 
 
 def test_the_answer_names_the_first_that_hides():

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import on_host
-from patience import HANG_S, patient, slowness
+from patience import patient, slowness
+from scripts import python
 from test_probe_workload import SCRIPT, script
 
 from fusedcomm.ranks.hosts import OwnHost
@@ -175,9 +174,7 @@ def test_ranks_with_other_command_lines_are_named(ranks):
 
 
 def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "fusedcomm", "probe", "--json", str(tmp_path / "new" / "p.json"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment)
+    return python("-m", "fusedcomm", "probe", "--json", tmp_path / "new" / "p.json", *arguments, OMP_NUM_THREADS="1")
 
 
 def test_the_command_without_torchrun(tmp_path):

@@ -13,7 +13,6 @@ from patience import HANG_S
 from processes import is_running
 
 from fusedcomm.tools import cli
-from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.run import places
 
 # One write for a line, because ranks share the pipe, and `fusedcomm run` asks for unbuffered output.
@@ -46,62 +45,16 @@ def test_a_rank_that_fails_ends_all_and_gives_its_status(capfd):
     assert "rank 1 on localhost has failed with exit status 7" in capfd.readouterr().err
 
 
-def test_another_host_is_asked_whether_it_lives(capfd, monkeypatch, tmp_path):
-    """By ssh itself: a host that is cut off would otherwise count as running for as long as TCP likes."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\necho "$@" | head -1\nfor last; do :; done\nsh -c "$last"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert cli.main(["run", "-np", "1", "-H", "elsewhere:1", "true"]) == 0
-    assert "-o BatchMode=yes -o ServerAliveInterval=10 elsewhere exec sh " in capfd.readouterr().out
-
-
 def test_hosts_are_filled_in_their_order():
     assert places("one:2,two", 3) == ["one", "one", "two"]
     assert places(None, 2) == ["localhost"] * 2
 
 
-@pytest.mark.parametrize(
-    ("hosts", "said"),
-    [
-        ("one:2", "2 slots, too few"),
-        ("one:x", "host:slots"),
-        (":2", "host:slots"),
-        ("-oProxyCommand=x:4", "host:slots"),
-    ],
-)
-def test_hosts_that_are_not_possible_are_named(hosts, said):
-    with pytest.raises(UsageError, match=said):
-        places(hosts, 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["-np", "2"], "no command"),
-        (["-np", "2", "--min-np", "1", "true"], "need --elastic"),
-        (["-np", "2", "--max-restarts", "1", "true"], "--max-restarts needs --elastic or --members"),
-        (["-np", "2", "--reset-limit", "0", "true"], "need --elastic"),
-        (["-np", "2", "--elastic", "--min-np", "3", "true"], "more than -np 2"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(capsys, arguments, said):
-    with pytest.raises(SystemExit):
-        cli.main(["run", *arguments])
-    assert said in capsys.readouterr().err
-
-
-@pytest.fixture
-def ssh(tmp_path, monkeypatch):
-    """Makes `ssh` a script, which gets ssh's arguments. Without one it does here what ssh does on the other host."""
-
-    def install(script: str = 'for last; do :; done; exec sh -c "$last"') -> None:
-        program = tmp_path / "ssh"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return install
+def test_another_host_is_asked_whether_it_lives(ssh, capfd):
+    """By ssh itself: a host that is cut off would otherwise count as running for as long as TCP likes."""
+    ssh('echo "$@" | head -1; for last; do :; done; exec sh -c "$last"')
+    assert cli.main(["run", "-np", "1", "-H", "elsewhere:1", "true"]) == 0
+    assert "-o BatchMode=yes -o ServerAliveInterval=10 elsewhere exec sh " in capfd.readouterr().out
 
 
 def test_ranks_here_and_elsewhere_get_one_key_which_no_command_line_and_no_output_shows(ssh, tmp_path, capfd):

@@ -73,10 +73,3 @@ def test_what_is_not_tcp_does_not_count():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"x" * 1_000, receiver.getsockname())
             assert tcp_nbytes_sent() == before
-
-
-def test_descriptors_stay_open():
-    client, server = connected_pair("127.0.0.1", socket.AF_INET)
-    with client, server:
-        tcp_nbytes_sent()
-        send(client, server, 10)

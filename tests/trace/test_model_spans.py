@@ -1,6 +1,7 @@
 """The model in a trace: its forward and backward passes, the wait for buckets, and the optimizer's steps."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def failing_forward(ddp, optimizer):
     one_step(ddp, optimizer)
 
 
-def traced(rank, world_size, path, make, ddp_kwargs, step, num_steps):
+def traced(path, make, ddp_kwargs, step, num_steps):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(make(), **ddp_kwargs)
     comm = fusedcomm.attach(ddp, "bf16", quiet=True)
@@ -102,6 +103,7 @@ def traced(rank, world_size, path, make, ddp_kwargs, step, num_steps):
     with comm.trace(path):
         for _ in range(num_steps):
             step(ddp, optimizer)
+    comm.detach()
 
 
 CASES = {
@@ -121,34 +123,40 @@ CASES = {
 }
 
 
-def traced_case(rank, world_size, path, case):
-    traced(rank, world_size, path, *CASES[case][:3], num_steps=2)
+def trace_all(rank, world_size, folder):
+    for case, (make, ddp_kwargs, step, _) in CASES.items():
+        traced(folder / f"{case}-{{rank}}.json", make, ddp_kwargs, step, num_steps=2)
 
 
 def end(event):
     return round(event["ts"] + event["dur"], 3)  # whole nanoseconds
 
 
-@pytest.mark.sampled(by=lambda case: {"model": CASES[case][0], "shown": CASES[case][3]})
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_of_the_model_is_shown_as_it_ran(ranks, tmp_path, case):
-    ranks.run(traced_case, str(tmp_path / "{rank}.json"), case, world_size=2)
-    for rank in range(2):
-        model = read_model(tmp_path / f"{rank}.json")
-        assert [event["name"] for event in model] == 2 * CASES[case][3]
-        assert {event["track"] for event in model} == {"model"}
-        assert case == "closure" or {event["lane"] for event in model} == {"model"}
-        # An evaluation belongs to the step that would come next.
-        steps = [event["args"]["step"] for event in model]
-        first = steps[0]
-        of_case = len(CASES[case][3])
-        expected = [first] * of_case + [first + 1] * of_case
-        if case == "evaluating":
-            expected[of_case - 1], expected[-1] = first + 1, first + 2
-        assert steps == expected
-        if case != "closure":
-            for before, after in zip(model, model[1:], strict=False):
-                assert end(before) <= after["ts"]
+def check_shown(model: list[dict], case: str) -> None:
+    """Checks the events of two steps."""
+    shown = CASES[case][3]
+    assert [event["name"] for event in model] == 2 * shown
+    assert {event["track"] for event in model} == {"model"}
+    first = model[0]["args"]["step"]
+    expected = [first] * len(shown) + [first + 1] * len(shown)
+    if case == "evaluating":  # an evaluation belongs to the step that would come next
+        expected[len(shown) - 1], expected[-1] = first + 1, first + 2
+    assert [event["args"]["step"] for event in model] == expected
+    if case != "closure":
+        assert {event["lane"] for event in model} == {"model"}
+        assert all(end(before) <= after["ts"] for before, after in itertools.pairwise(model))
+
+
+def test_a_step_of_the_model_is_shown_as_it_ran(ranks, subtests, tmp_path):
+    ranks.run(trace_all, tmp_path, world_size=2)
+    for case in CASES:
+        for rank in range(2):
+            with subtests.test(case=case, rank=rank):
+                check_shown(read_model(tmp_path / f"{case}-{rank}.json"), case)
+
+
+def trace_small_buckets(rank, world_size, folder):
+    traced(folder / "{rank}.json", Mlp, SMALL_BUCKETS, one_step, num_steps=3)
 
 
 def of_step(events, stage, step):
@@ -156,7 +164,7 @@ def of_step(events, stage, step):
 
 
 def test_buckets_are_handed_over_in_the_backward_pass_and_arrive_before_the_wait_ends(ranks, tmp_path):
-    ranks.run(traced, str(tmp_path / "{rank}.json"), Mlp, SMALL_BUCKETS, one_step, 3, world_size=2)
+    ranks.run(trace_small_buckets, tmp_path, world_size=2)
     for rank in range(2):
         model, buckets = read_model(tmp_path / f"{rank}.json"), read(tmp_path / f"{rank}.json")
         for step in (2, 3, 4):

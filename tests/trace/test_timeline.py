@@ -1,7 +1,7 @@
 """The timeline of all ranks: clocks aligned by collectives, the stages of every rank, and the exposed time of steps."""
 
 import contextlib
-import copy
+import functools
 import json
 import random
 import warnings
@@ -101,29 +101,6 @@ def traces(ranks, tmp_path_factory):
     return [folder / f"trace-{rank}.json" for rank in range(3)]
 
 
-def shifted(document, shift_us, rate=1.0):
-    document = copy.deepcopy(document)
-    for event in document["traceEvents"]:
-        if event["ph"] != "X":
-            continue
-        event["ts"] = event["ts"] * rate + shift_us
-        event["dur"] *= rate
-    return document
-
-
-def test_clocks_that_were_shifted_are_found_again(traces):
-    documents = [read(path) for path in traces]
-    offsets, uncertainties = timeline.clock_offsets(documents)
-    shifts = [0.0, 7.5e6, -123_456.0]
-    moved = [shifted(document, shift) for document, shift in zip(documents, shifts, strict=True)]
-    found, same_uncertainties = timeline.clock_offsets(moved)
-    assert same_uncertainties == pytest.approx(uncertainties, abs=1e-2)
-    for rank in range(3):
-        assert found[rank] + shifts[rank] == pytest.approx(offsets[rank], abs=1e-2)
-    merged = timeline.merge(moved)
-    check_merged(merged, 3, TWO_SHOT)
-
-
 def simulated(num_ranks, num_steps, clocks, seed, rates=None):
     """The documents of ranks that take part in simulated all-reduces. `clocks`: offset of each rank's clock from the
     true time, in microseconds; `rates`: speed of each rank's clock."""
@@ -188,9 +165,23 @@ def test_a_rank_without_a_common_collective_is_not_aligned():
 # ---- the command
 
 
-def test_the_command_merges_files(traces, tmp_path, capsys):
+def shifted(path, folder, shift_us):
+    document = read(path)
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            event["ts"] += shift_us
+    return write(folder / path.name, json.dumps(document))
+
+
+def test_the_command_merges_files_whatever_their_clocks_say(traces, tmp_path, capsys):
+    offsets, uncertainties = timeline.clock_offsets([read(path) for path in traces])
+    shifts = (0.0, 7.5e6, -123_456.0)
+    moved = [shifted(path, tmp_path, shift) for path, shift in zip(traces, shifts, strict=True)]
+    found, same_uncertainties = timeline.clock_offsets([read(path) for path in moved])
+    assert same_uncertainties == pytest.approx(uncertainties, abs=1e-2)
+    assert [offset + shift for offset, shift in zip(found, shifts, strict=True)] == pytest.approx(offsets, abs=1e-2)
     out = tmp_path / "merged.json"
-    assert main(["timeline", *map(str, reversed(traces)), "-o", str(out)]) == 0
+    assert main(["timeline", *map(str, reversed(moved)), "-o", str(out)]) == 0
     check_merged(read(out), 3, TWO_SHOT)
     assert "3 ranks, clocks aligned to ±" in capsys.readouterr().out
 
@@ -198,9 +189,7 @@ def test_the_command_merges_files(traces, tmp_path, capsys):
 def changed(path, folder, **about):
     document = read(path)
     document["otherData"]["fusedcomm"].update(about)
-    copied = folder / f"changed {path.name}"
-    copied.write_text(json.dumps(document))
-    return copied
+    return write(folder / f"changed {path.name}", json.dumps(document))
 
 
 @pytest.mark.parametrize(
@@ -238,23 +227,94 @@ def merged_already(files, folder):
 # ---- what goes wrong while tracing
 
 
-def leaving(rank, world_size, path):
-    """Rank 1 leaves the traced block with an error; then training goes on. Returns a rank's error."""
+def leaves_with_an_error(comm, step, rank, path):
+    with comm.trace(path, all_ranks=True):
+        step()
+        if rank == 1:
+            raise KeyError("lost")
+
+
+def has_no_document(comm, step, rank, path):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(trace, "document", lambda *arguments: 1 / 0)
+        with comm.trace(path, all_ranks=True):
+            step()
+
+
+def writes_into_a_folder(comm, step, rank, path):
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with comm.trace(path.parent, all_ranks=True):
+            step()
+    except OSError:
+        step()  # the other ranks are in this step
+        raise
+
+
+def has_a_full_disk(comm, step, rank, path):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "write", fail)
+        with comm.trace(path):
+            step()
+
+
+def has_a_field_that_all_ranks_lack(comm, step, rank, path):
+    with comm.trace("trace-{rank}.json", all_ranks=True):
+        pass
+
+
+HAS_NONE = "RuntimeError: fusedcomm: rank 1 has no trace: "
+WRONG = {
+    leaves_with_an_error: [HAS_NONE + "KeyError('lost')", "KeyError: 'lost'", None],
+    has_no_document: [
+        HAS_NONE + "ZeroDivisionError('division by zero')",
+        "ZeroDivisionError: division by zero",
+        None,
+    ],
+    writes_into_a_folder: [
+        "IsADirectoryError: [Errno 21] a trace is a file, and this is a folder: '{path}'",
+        None,
+        None,
+    ],
+    has_a_full_disk: ["fusedcomm: the trace was not written: [Errno 28] No space left on device", None, None],
+}
+"""By what goes wrong: each rank's error or warning."""
+
+
+def goes_wrong(rank, world_size, folder):
+    """A rank's error or warning for each way. After it, another trace is taken."""
+    found = []
     ddp = DistributedDataParallel(Gradients((50,)))
     comm = fusedcomm.attach(ddp)
-    with pytest.raises(ValueError, match="all_ranks=True writes one"):
-        with comm.trace("trace-{rank}.json", all_ranks=True):
-            pass
-    error = None
-    try:
+    step = functools.partial(synchronize, ddp, [torch.ones(50)])
+    for way in WRONG:
+        path = folder / way.__name__ / "trace.json"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                way(comm, step, rank, path)
+                error = str(caught[0].message) if caught else None
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        found.append(error)
         with comm.trace(path, all_ranks=True):
-            synchronize(ddp, [torch.ones(50)])
-            if rank == 1:
-                raise KeyError("lost")
-    except (KeyError, RuntimeError) as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    synchronize(ddp, [torch.ones(50)])
-    return error
+            step()
+    with pytest.raises(ValueError, match="all_ranks=True writes one"), comm.trace("{rank}.json", all_ranks=True):
+        pass
+    return found
+
+
+def test_what_goes_wrong_is_named_and_ends_neither_training_nor_tracing(ranks, subtests, tmp_path):
+    for way, *found in zip(WRONG, *ranks.run(goes_wrong, tmp_path, world_size=3), strict=True):
+        with subtests.test(way=way.__name__):
+            path = tmp_path / way.__name__
+            assert found == [text and text.format(path=path) for text in WRONG[way]]
+            assert [each.name for each in path.iterdir()] == ["trace.json"]
+            assert {event["pid"] for event in spans_of(read(path / "trace.json"))} == {0, 1, 2}
 
 
 def alone_first(rank, world_size, path):
@@ -275,80 +335,3 @@ def test_a_trace_of_one_rank_leaves_those_of_all_as_they_are(ranks, tmp_path):
     assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
     merged = merged_already([Path(f"{path}-{rank}.json") for rank in range(3)], tmp_path)
     assert {event["pid"] for event in spans_of(read(merged))} == {0, 1, 2}
-
-
-def where_it_cannot_be_written(rank, world_size, path):
-    ddp = DistributedDataParallel(Gradients((50,)))
-    comm = fusedcomm.attach(ddp)
-    error = None
-    try:
-        with comm.trace(path, all_ranks=True):
-            synchronize(ddp, [torch.ones(50)])
-    except OSError as caught:
-        error = f"{type(caught).__name__}: {caught}"
-        synchronize(ddp, [torch.ones(50)])  # the other ranks are in this step
-    with comm.trace(f"{path}/made/trace.json", all_ranks=True):
-        synchronize(ddp, [torch.ones(50)])
-    return error
-
-
-def test_a_path_that_cannot_be_written_is_refused_before_anything_is_traced(ranks, tmp_path):
-    errors = ranks.run(where_it_cannot_be_written, str(tmp_path), world_size=2)
-    assert errors == [f"IsADirectoryError: [Errno 21] a trace is a file, and this is a folder: '{tmp_path}'", None]
-    assert {event["pid"] for event in spans_of(read(tmp_path / "made" / "trace.json"))} == {0, 1}
-
-
-def on_a_full_disk(rank, world_size, path):
-    def fail(*arguments):
-        raise OSError(28, "No space left on device", path)
-
-    ddp = DistributedDataParallel(Gradients((50,)))
-    comm = fusedcomm.attach(ddp)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        patch.setattr(trace, "write", fail)
-        with comm.trace(path):
-            synchronize(ddp, [torch.ones(50)])
-    synchronize(ddp, [torch.ones(50)])
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_trace_that_is_lost_ends_no_training(ranks, tmp_path):
-    (warning,), none = ranks.run(on_a_full_disk, str(tmp_path / "trace.json"), world_size=2)
-    assert warning.startswith("fusedcomm: the trace was not written: [Errno 28] No space left") and none == []
-
-
-def without_a_document(rank, world_size, path):
-    """Traces twice. The first time, rank 1 fails while it makes its document. Returns a rank's error."""
-
-    def fail(*arguments):
-        raise ArithmeticError("no clock")
-
-    ddp = DistributedDataParallel(Gradients((50,)))
-    comm = fusedcomm.attach(ddp)
-    error = None
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(trace, "document", fail)
-        try:
-            with comm.trace(path, all_ranks=True):
-                synchronize(ddp, [torch.ones(50)])
-        except (ArithmeticError, RuntimeError) as caught:
-            error = f"{type(caught).__name__}: {caught}"
-    with comm.trace(path, all_ranks=True):
-        synchronize(ddp, [torch.ones(50)])
-    return error
-
-
-def test_a_rank_whose_trace_fails_is_named(ranks, tmp_path):
-    path = tmp_path / "trace.json"
-    errors = ranks.run(without_a_document, str(path), world_size=3)
-    named = "RuntimeError: fusedcomm: rank 1 has no trace: ArithmeticError('no clock')"
-    assert errors == [named, "ArithmeticError: no clock", None]
-    assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
-
-
-def test_a_rank_that_leaves_with_an_error_is_named(ranks, tmp_path):
-    errors = ranks.run(leaving, str(tmp_path / "trace.json"), world_size=3)
-    assert errors == ["RuntimeError: fusedcomm: rank 1 has no trace: KeyError('lost')", "KeyError: 'lost'", None]
-    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """``comm.trace``: a timeline that Perfetto reads, with every stage of every bucket in order."""
 
+import itertools
 import json
 
 import pytest
@@ -15,20 +16,38 @@ from fusedcomm.trace import document as trace
 SHAPES = ((300, 50), (20, 30), (4000,))
 
 
-def traced(rank, world_size, wire, path, num_steps):
+def traced(rank, world_size, config, path):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
-    comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot" if wire == "int8" else "exact", chunks=Chunks(8192)))
+    comm = fusedcomm.attach(ddp, config)
     gradients = [torch.ones(shape) for shape in SHAPES]
     synchronize(ddp, gradients, steps=2)
     with comm.trace(path):
-        synchronize(ddp, gradients, steps=num_steps)
+        synchronize(ddp, gradients, steps=3)
     synchronize(ddp, gradients)
-    return [(row.sum, row.num_chunks) for row in comm.plan().buckets]
+    return sum(row.num_chunks for row in comm.plan().buckets)
 
 
-def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
-    (buckets, _) = ranks.run(traced, "int8", str(tmp_path / "trace-{rank}.json"), 3, world_size=2)
-    for rank in range(2):
+ONE_LEVEL = {"pack": "pack", "all-to-all": "wire", "reduce": "reduce", "all-gather": "wire", "unpack": "unpack"}
+TWO_LEVELS = {
+    "pack": "pack",
+    "local all-to-all": "local wire",
+    "local reduce": "local reduce",
+    "all-to-all": "wire",
+    "reduce": "reduce",
+    "all-gather": "wire",
+    "local all-gather": "local wire",
+    "unpack": "unpack",
+}
+"""By stage of a chunk, in their order: the track."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "tracks"), [(2, None, ONE_LEVEL), (4, [[0, 1], [2, 3]], TWO_LEVELS)], ids=str
+)
+def test_each_stage_of_each_chunk_is_shown_in_order(ranks, tmp_path, world_size, hosts, tracks):
+    config = Config("int8", sum="two-shot", chunks=Chunks(8192), hosts=hosts)
+    (num_chunks, *_) = ranks.run(traced, config, str(tmp_path / "trace-{rank}.json"), world_size=world_size)
+    for rank in range(world_size):
         events = read(tmp_path / f"trace-{rank}.json")
         assert {event["pid"] for event in events} == {rank}
         chunks = {}
@@ -36,15 +55,12 @@ def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
             assert event["dur"] >= 0
             args = event["args"]
             chunks.setdefault((args["step"], args["bucket"], args["chunk"]), {})[args["stage"]] = event
-        assert {step for step, _, _ in chunks} == {2, 3, 4}
-        assert len(chunks) == 3 * sum(num_chunks for _, num_chunks in buckets)
+        assert {step for step, _, _ in chunks} == {2, 3, 4} and len(chunks) == 3 * num_chunks
         for (_, _, chunk), stages in chunks.items():
             bucket = stages.pop("bucket", None)
             exposed = stages.pop("exposed", bucket)  # only the last bucket of a step has this stage
-            order = ["pack", "all-to-all", "reduce", "all-gather", "unpack"]
-            assert set(stages) == set(order)
-            assert [stages[stage]["track"] for stage in order] == ["pack", "wire", "reduce", "wire", "unpack"]
-            for before, after in zip(order, order[1:], strict=False):
+            assert {stage: event["track"] for stage, event in stages.items()} == tracks
+            for before, after in itertools.pairwise(tracks):
                 assert stages[before]["ts"] + stages[before]["dur"] <= stages[after]["ts"] + 1e-3
             if chunk == 0:  # the bucket's own span
                 assert bucket["ts"] <= stages["pack"]["ts"] and bucket["track"] == "bucket"
@@ -54,12 +70,10 @@ def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
 
 
 def test_without_a_field_for_the_rank_only_rank_0_writes(ranks, tmp_path):
-    ranks.run(traced, "fp32", str(tmp_path / "trace.json"), 1, world_size=2)
+    ranks.run(traced, Config("fp32"), str(tmp_path / "trace.json"), world_size=2)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     stages = {event["args"]["stage"] for event in read(tmp_path / "trace.json")}
     assert stages == {"pack", "all-reduce", "bucket", "exposed"}
-    assert trace.path_for("t.json", 1) is None
-    assert str(trace.path_for("{rank}/t.json", 12)) == "12/t.json"
 
 
 # ---- tracks
@@ -105,15 +119,9 @@ def test_no_span_is_lost_because_it_overlaps_another(ranks, tmp_path, world_size
     assert dropped(events) == []
     # On one thread for each track, which would be simpler, buckets and collectives would be lost.
     lost = dropped(events, thread="track")
-    assert {"bucket"} <= {event["track"] for event in lost}
     assert len([event for event in lost if event["pid"] == 0 and event["track"] == "bucket"]) >= 2
-
-
-def test_tracks_are_named_and_in_order(ranks, tmp_path):
-    path = tmp_path / "trace.json"
-    ranks.run(of_buckets_in_flight, str(path), str(tmp_path / "store"), world_size=2)
     headers = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "M"]
-    for rank in range(2):
+    for rank in range(world_size):
         of_rank = [e for e in headers if e["pid"] == rank]
         names = {e["tid"]: e["args"]["name"] for e in of_rank if e["name"] == "thread_name"}
         places = {e["tid"]: e["args"]["sort_index"] for e in of_rank if e["name"] == "thread_sort_index"}
@@ -138,16 +146,3 @@ def test_each_event_is_in_the_first_lane_that_is_free():
         [(10, 5)],  # (0, 10) ends just then
     ]
     assert trace.lanes([]) == [[]]
-
-
-@pytest.mark.parametrize(
-    ("times", "num_dropped"),
-    [
-        ([(0, 10), (10, 20), (12, 15)], 0),  # one after another, and one within another
-        ([(0, 10), (0, 4), (4, 10)], 0),
-        ([(0, 10), (9, 11)], 1),
-        ([(0, 10), (0, 4), (3, 5)], 1),
-    ],
-)
-def test_the_check_finds_what_perfetto_drops(times, num_dropped):
-    assert len(dropped(spans_of(*times))) == num_dropped

@@ -1,4 +1,7 @@
-"""Messages among the ranks of a channel (csrc/transport/exchange.h)."""
+"""Messages among the ranks of a channel (csrc/transport/exchange.h): their order and their ends.
+
+That each arrives where it belongs: tests/engine/test_means.py; a peer that is lost in mid-message: test_failures.py.
+"""
 
 import datetime
 import os
@@ -16,7 +19,7 @@ from patience import HANG_S
 
 from fusedcomm.ranks import groups
 
-NBYTES, NUM_EXCHANGES = 40_003, 40
+NBYTES = 40_003
 
 
 def make_exchange(folder, max_sending=0):
@@ -24,30 +27,6 @@ def make_exchange(folder, max_sending=0):
     channels = groups.make_channels(group, cpu, groups.private_store(group).native)
     dist.barrier()  # a rank that is still connecting would mistake the end of a channel for a crash
     return native_bindings.load(folder).Exchange(channels.scatter, max_sending=max_sending)
-
-
-def part(sender, receiver, number):
-    """The bytes that `sender` sends to `receiver` in exchange `number`. They differ in each argument."""
-    generator = torch.Generator().manual_seed(sender + 10 * receiver + 100 * number)
-    return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
-
-
-def all_to_all(rank, world_size, folder, max_sending):
-    exchange = make_exchange(folder, max_sending)
-    send = [torch.cat([part(rank, to, i) for to in range(world_size)]) for i in range(NUM_EXCHANGES)]
-    receive = [torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in send]
-    under_way = [exchange.start(send=s, receive=r) for s, r in zip(send, receive, strict=True)]
-    for ended in under_way:
-        ended.wait()
-    for number, received in enumerate(receive):
-        assert torch.equal(received, torch.cat([part(sender, rank, number) for sender in range(world_size)]))
-    dist.barrier()
-    return len(under_way)
-
-
-@pytest.mark.parametrize(("world_size", "max_sending"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_every_part_arrives_where_it_belongs(ranks, bindings_folder, world_size, max_sending):
-    assert ranks.run(all_to_all, bindings_folder, max_sending, world_size=world_size) == [NUM_EXCHANGES] * world_size
 
 
 def get_ahead(rank, world_size, folder, max_sending, expected):
@@ -106,36 +85,6 @@ def test_what_is_under_way_ends_with_its_channel(ranks, bindings_folder, max_sen
     taken_s, found = ranks.run(close, bindings_folder, max_sending, world_size=2)[0]
     assert taken_s < HANG_S / 10  # the group's timeout is minutes
     assert found == ["its channel has been closed"] * 3
-
-
-def lose_the_last(rank, world_size, folder):
-    """The last rank is killed while its messages are under way. Returns the seconds that another rank waits for them,
-    and its errors."""
-    exchange = make_exchange(folder)
-    send, receive = (torch.zeros(world_size << 26, dtype=torch.uint8) for _ in range(2))
-    exchange.start(send=send[: 8 * world_size], receive=receive[: 8 * world_size]).wait()
-    dist.barrier()
-    began = time.monotonic()
-    under_way = [exchange.start(send=send, receive=receive) for _ in range(3)]
-    if rank == world_size - 1:
-        time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    errors = []
-    for ended in under_way:
-        try:
-            ended.wait()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return time.monotonic() - began, errors
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, bindings_folder, world_size):
-    for kind, found in ranks.outcomes(lose_the_last, bindings_folder, world_size=world_size, lost=world_size - 1)[:-1]:
-        assert kind == "value", found
-        taken_s, errors = found
-        assert taken_s < HANG_S / 10 and len(errors) >= 2  # the group's timeout is minutes
-        assert all("Connection" in error or "closed" in error or "reset" in error for error in errors)
 
 
 # Seconds that the other ranks wait before the last rank is killed.

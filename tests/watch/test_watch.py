@@ -1,7 +1,6 @@
-"""The report that names the rank that delays a step or has left it, on every rank that waits: as a warning and in the
-error. test_watch_store.py: over a store whose connections fail. test_watch_hosts.py: between hosts."""
+"""The report that names the rank that delays a step, on every rank that waits. test_watch_store.py: over a store whose
+connections fail. test_watch_hosts.py: between hosts. tests/engine/test_failures.py: of ranks that are lost."""
 
-import datetime
 import itertools
 import os
 import re
@@ -13,7 +12,6 @@ import pytest
 import torch
 from models import Gradients, stderr_to, synchronize
 from patience import patient, wait_for_words
-from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -23,33 +21,6 @@ from fusedcomm.config import Config, LocalOptions
 pytestmark = pytest.mark.check
 
 SHAPES = ((400, 300), (500, 600))
-TIMEOUT_S = patient(6)
-
-
-def train(rank, world_size, victim, fate, store_kind, wire, folder):
-    """Trains. In step 3 the `victim` is killed or stopped in the middle of the backward pass. Returns the error, what
-    was written to stderr meanwhile, the seconds that the step took, and the seconds that detaching took."""
-    with group_over(store_kind, rank, world_size, victim, datetime.timedelta(seconds=TIMEOUT_S)) as group:
-        ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
-        comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
-        gradients = [torch.ones(shape) for shape in SHAPES]
-        synchronize(ddp, gradients, steps=3)
-
-        def meet_fate(gradient):
-            os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
-            return gradient
-
-        if rank == victim:
-            ddp.module.weights[0].register_hook(meet_fate)
-        started, error, log = time.monotonic(), None, folder / f"{rank}.log"
-        with stderr_to(log):
-            try:
-                synchronize(ddp, gradients)
-            except RuntimeError as caught:
-                error = str(caught)
-        waited, started = time.monotonic() - started, time.monotonic()
-        comm.detach()
-        return error, log.read_text(), waited, time.monotonic() - started
 
 
 def late_for_the_end_of_a_turn(rank, world_size, folder):
@@ -71,54 +42,6 @@ def test_a_rank_that_is_late_for_the_end_of_a_turn_is_named(ranks, tmp_path):
     warned, _ = ranks.run(late_for_the_end_of_a_turn, tmp_path, world_size=2)
     assert "rank 1 is slow" in warned and "is missing" not in warned, warned
     assert "the times of config='auto' trying off" in warned
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("fate", ["killed", "stopped"])
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("store_kind", ["file", "tcp"])
-def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, tmp_path, victim, fate, store_kind):
-    pid = ranks.pid_of(victim)
-    outcome = ranks.outcomes(train, victim, fate, store_kind, "int8", tmp_path, world_size=3, lost=victim)
-    for rank in {0, 1, 2} - {victim}:
-        kind, value = outcome[rank]
-        assert kind == "value", value
-        error, warned, waited, detached = value
-        report = error[error.index("restart the job") :]
-        if store_kind == "tcp" and victim == 0:
-            assert ("the store fails" if fate == "killed" else "the store is silent") in report
-            assert "a TCPStore at 127.0.0.1" in report and "hosted by rank 0 of the job" in report
-            assert "failed for bucket" in error and "between this rank and rank 0: " in error
-        else:
-            assert f"rank {victim} (process {pid} on " in report and "is missing: no answer within" in report
-            assert report.count("is missing") == 1 and "is slow" not in report
-        assert re.search(
-            r"in step 3 for the all-(to-all|gather|reduce) of chunk \d/\d of bucket [01] \(weights\.[01]; ", report
-        )
-        if fate == "stopped":
-            # There was one warning, before the timeout caused an error.
-            assert warned.count("Warning: fusedcomm") == 1
-            if store_kind == "tcp" and victim == 0:  # the error comes from a later roll call than the warning
-                assert "the store is silent" in warned and "hosted by rank 0 of the job" in warned
-            else:
-                assert report[report.index("fusedcomm: ") :].splitlines()[1] in warned
-            assert waited < TIMEOUT_S + patient(4)
-        else:
-            assert "Warning: fusedcomm" not in warned
-            assert waited < TIMEOUT_S
-        assert detached < TIMEOUT_S / 2
-
-
-def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks, tmp_path):
-    # An exact sum uses a ring, in which rank 1 is no neighbor of rank 3: rank 1 sees nothing but a timeout.
-    outcome = ranks.outcomes(train, 3, "killed", "file", "fp32", tmp_path, world_size=4, lost=3)
-    for rank in range(3):
-        kind, value = outcome[rank]
-        assert kind == "value", value
-        error, warned, waited, _ = value
-        assert "rank 3 (process " in error and error.count("is missing") == 1
-        if rank == 1 and waited > TIMEOUT_S - 1:
-            assert warned.count("Warning: fusedcomm") == 1 and "rank 3 (process " in warned
 
 
 def paused(rank, world_size, victim, folder):

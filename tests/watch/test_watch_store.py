@@ -5,7 +5,9 @@ import datetime
 import fcntl
 import functools
 import gc
+import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronize
 from patience import HANG_S, patient, wait_for_words
+from ranks import forkserver
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,80 +31,33 @@ pytestmark = pytest.mark.check
 SHAPES = ((400, 300), (500, 600))
 
 
-class Proxy:
-    """A proxy between the ranks and a TCPStore. It obeys one byte from a client of the port `control`:
-
-    - "h" holds back all data, until "g".
-    - "0" cuts all connections and refuses new ones.
-    - Any other byte cuts all connections.
-    """
-
-    def __init__(self, port):
-        self._port, self._pairs, self._is_open, self._goes_on = port, [], True, threading.Event()
-        self._goes_on.set()
-        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.port, self.control = (listener.getsockname()[1] for listener in self._listeners)
-        for listener, serve in zip(self._listeners, (self._connect, self._obey), strict=True):
-            threading.Thread(target=self._accept, args=(listener, serve), daemon=True).start()
-
-    def close(self):
-        for listener in self._listeners:
-            listener.close()
-        self._cut()
-
-    def _accept(self, listener, serve):
-        with contextlib.suppress(OSError):
-            while True:
-                serve(listener.accept()[0])
-
-    def _connect(self, client):
-        if not self._is_open:
-            client.close()
-            return
-        server = socket.create_connection(("127.0.0.1", self._port))
-        self._pairs += [client, server]
-        for one, other in ((client, server), (server, client)):
-            threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
-
-    def _pump(self, one, other):
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                self._goes_on.wait()
-                other.sendall(data)
-            other.shutdown(socket.SHUT_WR)
-
-    def _obey(self, client):
-        order = client.recv(1)
-        if order in b"hg":
-            self._goes_on.clear() if order == b"h" else self._goes_on.set()
-        else:
-            self._is_open = order != b"0"
-            self._cut()
-        client.sendall(b"done")
-        client.close()
-
-    def _cut(self):
-        while self._pairs:
-            with contextlib.suppress(OSError):
-                self._pairs.pop().shutdown(socket.SHUT_RDWR)
+def serve(pipe):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
 
 
 @pytest.fixture
-def proxy():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    proxy = Proxy(store.port)
-    yield proxy
-    proxy.close()
+def server():
+    """(process, port) of a TCPStore. Ranks stop, continue and kill the process."""
+    ours, theirs = multiprocessing.Pipe()
+    process = forkserver().Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    yield process.pid, ours.recv()
+    process.kill()
+    process.join()
 
 
-def obey(control, order):
-    with socket.create_connection(("127.0.0.1", control)) as client:
-        client.sendall(order)
-        assert client.recv(4) == b"done"
+def cut_connections_to(port):
+    """Ends those of this process."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
+            if connected.getpeername()[1:2] == (port,):  # not those of Unix sockets, which have names
+                connected.shutdown(socket.SHUT_RDWR)
 
 
-def over_the_proxy(rank, world_size, port, stall_after, **options):
-    """The handle, and a function that makes steps. options: of the store that is behind the proxy."""
+def over_the_server(rank, world_size, port, stall_after, **options):
+    """The handle, and a function that makes steps. options: of the store."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, **options)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -110,18 +66,20 @@ def over_the_proxy(rank, world_size, port, stall_after, **options):
     return comm, functools.partial(synchronize, ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
 
 
-def cut_off(rank, world_size, port, control, folder):
+def cut_off(rank, world_size, server, port, folder):
     """Cuts the connections to the store twice, the second time permanently. Each time rank 1 is late afterwards, until
     the others have reported it. Returns what was written to stderr each time, and whether the means were right."""
-    comm, steps = over_the_proxy(rank, world_size, port, patient(2), timeout=datetime.timedelta(seconds=patient(3)))
+    comm, steps = over_the_server(rank, world_size, port, patient(2), timeout=datetime.timedelta(seconds=patient(3)))
     means, logs = steps(3), []
-    for order, report in (("1", "rank 1 is slow"), ("0", "cannot call the roll")):
-        paths = [folder / f"{other}.{order}" for other in range(world_size)]
+    for is_gone, report in ((False, "rank 1 is slow"), (True, "cannot call the roll")):
+        paths = [folder / f"{other}.{is_gone}" for other in range(world_size)]
         with stderr_to(paths[rank]):
-            if rank == 0:
-                obey(control, order.encode())
+            if not is_gone:
+                cut_connections_to(port)
+            elif rank == 0:
+                os.kill(server, signal.SIGKILL)
             means += steps(1)
-            if order == "0":
+            if is_gone:
                 wait_for_words("has lost the store", paths[rank])
             else:
                 time.sleep(patient(1))  # long enough to notice the loss
@@ -134,8 +92,8 @@ def cut_off(rank, world_size, port, control, folder):
     return logs, all((mean == (world_size + 1) / 2).all().item() for mean in means)
 
 
-def test_a_connection_to_the_store_is_made_again_once(ranks, proxy, tmp_path):
-    outcomes = ranks.run(cut_off, proxy.port, proxy.control, tmp_path, world_size=3)
+def test_a_connection_to_the_store_is_made_again_once(ranks, server, tmp_path):
+    outcomes = ranks.run(cut_off, *server, tmp_path, world_size=3)
     for rank, ((first, second), right) in enumerate(outcomes):
         assert right
         # Rank 1 answers over its new connection, so it is slow and not missing.
@@ -146,22 +104,22 @@ def test_a_connection_to_the_store_is_made_again_once(ranks, proxy, tmp_path):
         assert ("cannot call the roll" in second) == (rank != 1)
 
 
-def held_back(rank, world_size, port, control, folder, in_a_roll_call, silent_s):
+def held_back(rank, world_size, server, port, folder, in_a_roll_call, silent_s):
     """Makes the store silent for `silent_s` seconds while rank 1 is late, until the others have reported it. If
     `in_a_roll_call`, the silence begins after rank 1 has answered a roll call that another rank opened. Returns what
     was written to stderr, and whether the means were right.
 
     These seconds are the same on slow machines, because the watch waits equally long for a store on any machine.
     """
-    comm, steps = over_the_proxy(rank, world_size, port, stall_after=2)
+    comm, steps = over_the_server(rank, world_size, port, stall_after=2)
     means, paths = steps(3), [folder / f"{other}.log" for other in range(world_size)]
     with stderr_to(paths[rank]):
         if rank == 1:
             if in_a_roll_call:
                 comm.session._store.native.wait(["watch/answer/1/1"])
-            obey(control, b"h")
+            os.kill(server, signal.SIGSTOP)
             time.sleep(silent_s)
-            obey(control, b"g")
+            os.kill(server, signal.SIGCONT)
             for path in (paths[0], paths[2]):
                 wait_for_words("rank 1 is slow: it has not handed over bucket 0", path)
         means += steps(1)
@@ -173,10 +131,10 @@ def held_back(rank, world_size, port, control, folder, in_a_roll_call, silent_s)
 @pytest.mark.parametrize(
     ("in_a_roll_call", "silent_s", "silences"), [(False, 3, {0}), (False, 8, {1}), (True, 3.1, {0, 1})]
 )
-def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, tmp_path, in_a_roll_call, silent_s, silences):
+def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, server, tmp_path, in_a_roll_call, silent_s, silences):
     """A short silence is not reported. A longer silence may be reported, and so may a silence during a roll call, but a
     later report names the slow rank."""
-    outcomes = ranks.run(held_back, proxy.port, proxy.control, tmp_path, in_a_roll_call, silent_s, world_size=3)
+    outcomes = ranks.run(held_back, *server, tmp_path, in_a_roll_call, silent_s, world_size=3)
     for rank, (text, right) in enumerate(outcomes):
         assert right
         if rank != 1:
@@ -215,8 +173,8 @@ def called_first(moment, function):
         setattr(place, name, own)
 
 
-def attached_without_its_store(rank, world_size, port, control, moment):
-    """The store is cut off for good while ranks attach. Returns the error, "" if there is none, and the seconds until
+def attached_without_its_store(rank, world_size, server, port, moment):
+    """The store's process is killed while ranks attach. Returns the error, "" if there is none, and the seconds until
     then."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=LONG_S))
@@ -228,7 +186,7 @@ def attached_without_its_store(rank, world_size, port, control, moment):
     def cut() -> None:
         dist.barrier()  # no rank needs the store to come this far
         if rank == 0:
-            obey(control, b"0")
+            os.kill(server, signal.SIGKILL)
         dist.barrier()
 
     started, text = time.monotonic(), ""
@@ -245,13 +203,13 @@ def attached_without_its_store(rank, world_size, port, control, moment):
 
 @pytest.mark.sampled(by=lambda moment: {"error": moment != "watching"})
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_attaching_ends_soon_when_the_store_is_gone_and_says_which_store(ranks, proxy, moment):
-    for text, waited_s in ranks.run(attached_without_its_store, proxy.port, proxy.control, moment, world_size=2):
+def test_attaching_ends_soon_when_the_store_is_gone_and_says_which_store(ranks, server, moment):
+    for text, waited_s in ranks.run(attached_without_its_store, *server, moment, world_size=2):
         if moment == "watching":  # the ranks have agreed, and train without reports
             assert text == ""
         else:
             assert text.startswith("StoreError: fusedcomm: the process group's store failed ("), text
-            assert f"a TCPStore at 127.0.0.1:{proxy.port}, hosted by rank 0 of the job" in text
+            assert f"a TCPStore at 127.0.0.1:{server[1]}, hosted by rank 0 of the job" in text
             assert "look at its log" in text and "\n" not in text
         assert waited_s < LONG_S / 2
 
