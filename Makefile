@@ -140,7 +140,7 @@ $(VENV)/.torch: | check-tools
 	echo '$(TORCH)' > $@
 
 # Packages that not every machine has wheels for. Without them, tests that need them are skipped. The oldest Triton that
-# pyproject.toml allows goes into a folder of its own, where tests/kernels/test_kernel_constants.py looks for it.
+# pyproject.toml allows goes into a folder of its own, where tests/helpers/compiling.py looks for it.
 $(VENV)/.kernels: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
 	oldest=$$(sed -n '/"triton>=/{s/.*"triton>=\([0-9.]*\),.*/\1/p;q}' pyproject.toml); \

@@ -52,6 +52,7 @@ MAX_LOG_NBYTES = 2 << 20
 SAME = ("commit", "sources", "gpu", "driver", "torch", "cuda", "nccl", "triton")
 
 SOURCES = ("csrc", "kernels", "fusedcomm", "tests", "bench", "Makefile", "setup.py", "pyproject.toml")
+KERNELS = ("kernels", "csrc/devices")
 SOURCE_SUFFIXES = (".cpp", ".h", ".cu", ".cuh", ".py")
 
 
@@ -63,18 +64,16 @@ def take_env() -> dict[str, object]:
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, timeout=100)
     if done.returncode:
         raise SystemExit(f"cannot ask torch what this machine has:\n{done.stderr}")
-    return {**json.loads(done.stdout.splitlines()[-1]), "sources": digest_of_sources()}
+    digests = {"sources": digest_of(SOURCES), "kernels": digest_of(KERNELS)}
+    return {**json.loads(done.stdout.splitlines()[-1]), **digests}
 
 
-def digest_of_sources() -> str:
-    """Digest of all files that are built, tested and measured. A commit does not show later changes, and a copy of the
-    files has no commit."""
-    paths = [path for path in (REPOSITORY / name for name in SOURCES) if path.is_file()]
-    for name in SOURCES:
-        for folder, _, names in os.walk(REPOSITORY / name):
-            paths += [Path(folder, file) for file in names if file.endswith(SOURCE_SUFFIXES)]
+def digest_of(names: Collection[str]) -> str:
+    """Digest of files, and of the sources in folders. A commit does not show later changes, and a copy of the files has
+    no commit."""
+    paths = [path for name in names for path in (REPOSITORY / name, *(REPOSITORY / name).rglob("*")) if path.is_file()]
     digest = hashlib.sha256()
-    for path in sorted(paths):
+    for path in sorted(path for path in paths if path.suffix in SOURCE_SUFFIXES or path.parent == REPOSITORY):
         digest.update(f"{path.relative_to(REPOSITORY)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

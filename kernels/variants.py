@@ -51,8 +51,8 @@ def max_registers(
 
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
-"""The oldest and the newest supported minor version. With these, tests/kernels/test_kernel_code.py confirms the launch
-convention, and tests/kernels/test_kernel_constants.py that Triton extends no constant wrongly."""
+"""The oldest and the newest supported minor version. tests/kernels/test_every_variant.py executes what both
+compile."""
 
 TRITON = "triton>={0[0]}.{0[1]},<{1[0]}.{2}".format(*SUPPORTED_TRITON, SUPPORTED_TRITON[1][1] + 1)
 """The supported versions as pip takes them."""

@@ -1,30 +1,20 @@
-"""What holds for every front end: which passes it synchronizes, and what parameters get that some ranks do not use. It
-heeds neither torch's default dtype nor inference mode, and calls nothing of torch by a deprecated name."""
+"""What holds for every front end beside its gradients (test_like_ddp.py): it heeds neither torch's default dtype nor
+inference mode, calls nothing of torch by a deprecated name, and a copy of its handle is attached to nothing."""
 
 import ast
+import copy
+import io
 import re
 import warnings
 
 import on_streams
 import pytest
 import torch
-import torch.distributed as dist
-from models import (
-    Branches,
-    Gradients,
-    by_kind,
-    constant,
-    integers,
-    no_sync_of,
-    synchronize,
-    synchronized,
-)
+from front_ends import FRONT_ENDS, end
+from models import Gradients, integers, mean_of_integers, refusal
 from sampling import few
 from scripts import ROOT
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.simulation import simulate
@@ -96,42 +86,24 @@ def gradients(rank):
     return [integers(rank, shape).to(torch.get_default_device()) for shape in SHAPES]
 
 
-def backward(forward, rank, trained):
+def backward(forward, rank):
     """Three passes. Returns the last gradients, of DTensors this rank's part."""
     for _ in range(3):
-        trained.zero_grad()
+        forward.zero_grad()
         forward(gradients(rank)).backward()
-    return [getattr(p.grad, "_local_tensor", p.grad).clone() for p in trained.parameters()]
+    return [getattr(p.grad, "_local_tensor", p.grad).clone() for p in forward.parameters()]
 
 
-def with_ddp(rank, config):
-    ddp = DistributedDataParallel(model())
-    comm = fusedcomm.attach(ddp, config, quiet=True)
-    found = backward(ddp, rank, ddp)
-    comm.load_state_dict(comm.state_dict(consolidated=True))
-    str(comm), comm.stats().scalars(), comm.nonfinite_report()
-    comm.detach()
-    return found
-
-
-def with_data_parallel(rank, config):
-    wrapped = fusedcomm.DataParallel(model(), config=config, quiet=True)
-    found = backward(wrapped, rank, wrapped)
-    wrapped.comm.detach()
-    return found
-
-
-def with_fsdp(rank, config):
-    sharded = model()
-    fully_shard(sharded)
-    comm = fusedcomm.attach(sharded, config, quiet=True)
-    found = backward(sharded, rank, sharded)
+def with_front_end(rank, name, config):
+    forward, comm = FRONT_ENDS[name].make(model(), config)
+    found = backward(forward, rank)
     comm.load_state_dict(comm.state_dict())
-    comm.detach()
+    str(comm), comm.stats().scalars(), comm.nonfinite_report()
+    end(comm)
     return found
 
 
-def with_horovod(rank, config):
+def with_horovod(rank, name, config):
     hvd.init()
     trained = model()
     hvd.broadcast_parameters(trained.state_dict(), root_rank=0)
@@ -152,28 +124,28 @@ def with_horovod(rank, config):
     return found
 
 
-def with_simulation(rank, config):
+def with_simulation(rank, name, config):
     return [simulate([gradients(other)[0].flatten() for other in range(2)], wire) for wire in ("int8", "int4")]
 
 
 WAYS = {
-    "DDP": (with_ddp, Config("int8", feedback=Feedback())),
-    "DDP, int4": (with_ddp, Config("int4")),
-    "DataParallel": (with_data_parallel, Config("int8", measure_every=1)),
-    "FSDP2": (with_fsdp, Config("int8")),
-    "FSDP2, feedback": (with_fsdp, Config("int8", feedback=Feedback(unsharded=True))),
-    "Horovod": (with_horovod, None),
-    "simulation": (with_simulation, None),
+    "DDP": (with_front_end, "hook", Config("int8", feedback=Feedback())),
+    "DDP, int4": (with_front_end, "hook", Config("int4")),
+    "DataParallel": (with_front_end, "DataParallel", Config("int8", measure_every=1)),
+    "FSDP2": (with_front_end, "FSDP2", Config("int8")),
+    "FSDP2, feedback": (with_front_end, "FSDP2", Config("int8", feedback=Feedback(unsharded=True))),
+    "Horovod": (with_horovod, "", None),
+    "simulation": (with_simulation, "", None),
 }
 
 
 def with_default(rank, world_size, way, dtype):
-    function, config = WAYS[way]
+    function, name, config = WAYS[way]
     torch.set_default_dtype(dtype)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)
-            return function(rank, config)
+            return function(rank, name, config)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -192,23 +164,22 @@ def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way)
 CHUNKS = Chunks(nbytes=4096, in_flight=2)
 """Several, so that packing, the wire and unpacking are on streams of their own."""
 ON_STREAMS = {
-    "DDP": (with_ddp, Config("bf16", sum="two-shot", feedback=Feedback("fp32"), chunks=CHUNKS)),
-    "DataParallel": (with_data_parallel, Config("bf16")),
-    "FSDP2": (with_fsdp, Config("bf16", feedback=Feedback("fp32", unsharded=True), chunks=CHUNKS)),
+    "hook": Config("bf16", sum="two-shot", feedback=Feedback("fp32"), chunks=CHUNKS),
+    "DataParallel": Config("bf16"),
+    "FSDP2": Config("bf16", feedback=Feedback("fp32", unsharded=True), chunks=CHUNKS),
 }
 
 
-def on_device(rank, world_size, way, device):
-    function, config = ON_STREAMS[way]
+def on_device(rank, world_size, name, device):
     with torch.device(device):
-        return [each.cpu() for each in function(rank, config)]
+        return [each.cpu() for each in with_front_end(rank, name, ON_STREAMS[name])]
 
 
-@pytest.mark.parametrize("way", ON_STREAMS)
-def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, way):
+@pytest.mark.parametrize("name", ON_STREAMS)
+def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, name):
     """See tests/helpers/on_streams.py."""
-    on_cpu = ranks.run(on_device, way, "cpu", world_size=2)
-    for ours, theirs in zip(ranks_on_streams.run(on_device, way, on_streams.DEVICE), on_cpu, strict=True):
+    on_cpu = ranks.run(on_device, name, "cpu", world_size=2)
+    for ours, theirs in zip(ranks_on_streams.run(on_device, name, on_streams.DEVICE), on_cpu, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
 
@@ -216,30 +187,29 @@ def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, way
 # --- inference mode -------------------------------------------------------------------------------------------------
 
 
-def in_inference_mode(rank, world_size, kind, consolidated):
+def in_inference_mode(rank, world_size, name, consolidated):
     """State saved in inference mode, and loaded there and outside, beside that of a run without it."""
     found = []
     for mode in (False, True):
-        forward, comm = synchronized(kind, model(), Config("int4", feedback=Feedback(unsharded=kind == "FSDP2")))
-        backward(forward, rank, forward)
+        forward, comm = FRONT_ENDS[name].make(model(), Config("int4", feedback=Feedback(unsharded=name == "FSDP2")))
+        backward(forward, rank)
         with torch.inference_mode(mode):
             state = comm.state_dict(**({"consolidated": True} if consolidated else {}))
             comm.load_state_dict(state)
         comm.load_state_dict(state)
         # A tensor that somebody else has made there.
         with torch.inference_mode(mode):
-            state["residuals"] = {name: values.clone() for name, values in state["residuals"].items()}
+            state["residuals"] = {key: values.clone() for key, values in state["residuals"].items()}
         comm.load_state_dict(state)
         assert any(values.abs().max() > 0 for values in state["residuals"].values())
-        found.append(backward(forward, rank, forward))
-        if kind != "CommState":
-            comm.detach()
+        found.append(backward(forward, rank))
+        end(comm)
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
-    ("kind", "consolidated"),
+    ("name", "consolidated"),
     [
         ("hook", False),
         ("hook", True),
@@ -247,84 +217,43 @@ def in_inference_mode(rank, world_size, kind, consolidated):
         ("DataParallel", True),
         ("CommState", False),
         ("FSDP2", False),
+        ("FSDP2", True),
     ],
 )
-def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, kind, consolidated):
-    ranks.run(in_inference_mode, kind, consolidated, world_size=2)
+def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, name, consolidated):
+    ranks.run(in_inference_mode, name, consolidated, world_size=2)
 
 
-# --- passes, groups, unused parameters ------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def accumulated(rank, world_size, wire, front_end):
-    model = Gradients((5000,))
-    config = Config(wire, wires={"1d": wire})
-    forward, comm = synchronized(front_end, model, config)
-    no_sync, gradient = no_sync_of(forward, comm), [torch.full((5000,), float(rank + 1))]
-    synchronize(forward, gradient, steps=2)
-    forward.zero_grad(set_to_none="views" not in front_end)
-    before = comm.stats().buckets
-    with no_sync():
-        forward(gradient).backward()
-        with no_sync():
-            forward(gradient).backward()
-        forward(gradient).backward()
-    during = comm.stats().buckets - before
-    local = model.weights[0].grad.unique().tolist()
-    forward(gradient).backward()
-    return during, local, model.weights[0].grad.unique().tolist(), comm.stats().steps
+class Trainer:
+    """Holds the handle, as trainers do. The module holds it, too."""
+
+    def __init__(self, name, config):
+        self.forward, self.comm = FRONT_ENDS[name].make(model(), config)
+        self.forward.__dict__["comm"] = self.comm
 
 
-@pytest.mark.sampled(by=by_kind)
-@pytest.mark.parametrize("front_end", ["hook", "hook with views", "reducer", "DataParallel"])
-@pytest.mark.parametrize("wire", fusedcomm.WIRES)
-def test_no_sync_adds_up_and_the_next_pass_sends_the_sum(ranks, wire, front_end):
-    for rank, (during, local, seen, steps) in enumerate(ranks.run(accumulated, wire, front_end, world_size=2)):
-        assert during == 0 and local == [3.0 * (rank + 1)] and seen == [constant(6.0, wire)] and steps == 3
+def copies(rank, world_size, name, config):
+    """What copies of a handle say, and gradients of the original afterwards."""
+    trainer, said = Trainer(name, config), []
+    backward(trainer.forward, rank)
+    torch.save(trainer, file := io.BytesIO())
+    file.seek(0)
+    for other in (copy.deepcopy(trainer), torch.load(file, weights_only=False)):
+        assert other.comm is other.forward.__dict__["comm"] is not trainer.comm
+        for handle in (other.comm, copy.deepcopy(other.comm), copy.copy(other.comm)):
+            said += [refusal(getattr(handle, method)) for method in ("stats", "plan", "state_dict", "__enter__")]
+            handle.detach()
+        own = backward(other.forward, rank)
+        assert name != "reducer" or all(map(torch.equal, own, gradients(rank)))
+    return said, backward(trainer.forward, rank)
 
 
-def on_a_subgroup(rank, world_size, front_end):
-    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    config = Config("int8", wires={"1d": "int8"})
-    forward, _ = synchronized(front_end, Gradients((6000,)), config, group=subgroups[rank // 2])
-    return synchronize(forward, [torch.full((6000,), float(rank))])[0].unique().tolist()
-
-
-@pytest.mark.parametrize("front_end", ["hook", "reducer"])
-def test_a_group_of_some_of_the_ranks(ranks, front_end):
-    assert ranks.run(on_a_subgroup, front_end) == [[0.5], [0.5], [2.5], [2.5]]
-
-
-def unused(rank, world_size, front_end, wire, stale):
-    model = Branches()
-    config = Config(wire, wires={"1d": wire})
-    forward, _ = synchronized(front_end, model, config, bucket_mib=0.0005, find_unused=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.125)
-    marker = torch.full((16, 16), 7.1) if stale else None
-    model.never.weight.grad = marker
-    seen = []
-    for _ in range(2):
-        forward.zero_grad(set_to_none=not stale)
-        if stale:
-            marker.fill_(7.1)
-        forward(torch.ones(1, 10)).sum().backward()
-        seen.append((model.even.weight.grad.clone(), model.odd.weight.grad.clone()))
-    never = model.never.weight.grad
-    return never is marker, None if never is None else never.unique().tolist(), seen, model.never.bias.grad
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("front_end", ["hook", "reducer", "DataParallel"])
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("stale", [False, True])
-def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks, front_end, wire, stale):
-    outcome = ranks.run(unused, front_end, wire, stale, world_size=2)
-    used_by_both = 5 * 0.125 * (10 * 0.125 + 0.125)
-    for is_marker, never, seen, bias in outcome:
-        assert is_marker and bias is None and never == (pytest.approx([7.1]) if stale else None)
-        for even, odd in seen:
-            assert even.unique().tolist() == odd.unique().tolist() == pytest.approx([used_by_both / 2], rel=2.0**-7)
-    for (a, b), (c, d) in zip(outcome[0][2], outcome[1][2], strict=True):
-        assert torch.equal(a, c) and torch.equal(b, d)
+@pytest.mark.parametrize(("name", "config"), [("hook", "bf16"), ("hook", "auto"), ("reducer", "bf16")])
+def test_a_copied_handle_is_attached_to_nothing_and_says_so(ranks, name, config):
+    means = [mean_of_integers(2, shape) for shape in SHAPES]
+    for said, still in ranks.run(copies, name, config, world_size=2):
+        assert all(text.startswith("RuntimeError: fusedcomm: this ") and " is a copy" in text for text in said), said
+        assert all(map(torch.equal, still, means))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from models import SCENARIOS, Gradients, on_host, synchronize, threads_of_engine, worst
-from patience import patient, slowness
+from models import Gradients, on_host, synchronize, threads_of_engine, threads_settle_at, worst
+from patience import slowness
+from scenarios import CASES
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,7 +167,7 @@ def scheduled(rank, world_size, name):
 
     Returns (the largest relative error of a step's gradients, whether the search has finished, its choice, its times).
     """
-    scenario = SCENARIOS[name]
+    scenario = CASES[name]
 
     def train(config):
         ddp = DistributedDataParallel(scenario.build(), **scenario.ddp)
@@ -191,7 +192,7 @@ def scheduled(rank, world_size, name):
     return max(errors), tuning.finished, tuning.chosen, tuning.step_ms
 
 
-@pytest.mark.parametrize("name", ["static_graph", "no_sync_views", "join", "find_unused", "mixed_dtypes"])
+@pytest.mark.parametrize("name", ["static graph", "no sync", "join", "find unused", "mixed dtypes"])
 def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, name):
     outcome = ranks.run(scheduled, name, world_size=2)
     for error, finished, chosen, step_ms in outcome:
@@ -251,14 +252,6 @@ def test_off_is_ddps_default_bit_for_bit_and_off_and_detach_leave_no_hook_behind
         assert told == (True, 0, 0, [])
         assert "off, DDP's own exact all-reduce" in plan and "sent as it is" in plan
         assert "off chosen by config='auto' in 24 steps" in plan
-
-
-def threads_settle_at(wanted: int) -> int:
-    """The number of engine threads, once it is `wanted` or after two seconds: dropped engines take time to end."""
-    deadline = time.monotonic() + patient(2)
-    while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def with_error_feedback(rank, world_size):

@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from models import Gradients, synchronize
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
@@ -29,32 +27,9 @@ EVERYTHING = Config(
 
 # --- one object ------------------------------------------------------------------------------------------------------
 
-SHAPE = (70, 90)
-CONFIG = Config("int8", "two-shot", blocks=Blocks(64), chunks=Chunks(4096))
-
-
-def gradient_of(rank):
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
-
-
-def through(rank, world_size, front_end):
-    ddp = DistributedDataParallel(Gradients(SHAPE))
-    if front_end == "attach":
-        fusedcomm.attach(ddp, CONFIG, quiet=True)
-    else:
-        ddp.register_comm_hook(fusedcomm.CommState(CONFIG), fusedcomm.comm_hook)
-    return synchronize(ddp, [gradient_of(rank)])[0]
-
-
-def test_every_front_end_takes_the_same_object_and_gives_the_same_bits(ranks):
-    simulated = fusedcomm.simulate([gradient_of(rank) for rank in range(2)], CONFIG)
-    for front_end in ("attach", "CommState"):
-        for seen in ranks.run(through, front_end, world_size=2):
-            assert torch.equal(seen, simulated), front_end
-
 
 def test_a_wire_alone_is_short_for_its_configuration():
-    grads = [gradient_of(rank) for rank in range(2)]
+    grads = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     assert torch.equal(fusedcomm.simulate(grads, "int4"), fusedcomm.simulate(grads, Config("int4")))
     assert torch.equal(fusedcomm.simulate(grads), fusedcomm.simulate(grads, Config("bf16")))
     assert fusedcomm.CommState("int4").config == fusedcomm.CommState(Config("int4")).config == Config("int4")
@@ -74,20 +49,6 @@ def test_anything_else_is_refused_with_what_is_possible(wrong):
             call()
         for words in (f"config={wrong!r} is not", "a wire's name ('fp32', 'bf16',", "Config(…)", "a fusedcomm.Auto(…)"):
             assert words in str(error.value)
-
-
-def test_a_search_is_refused_where_there_is_none():
-    for auto in ("auto", fusedcomm.Auto()):
-        with pytest.raises(ValueError, match="config='auto' switches between hooks"):
-            fusedcomm.CommState(auto)
-        with pytest.raises(ValueError, match="config='auto' is a search, which needs real steps"):
-            fusedcomm.simulate([torch.zeros(3)], auto)
-
-
-def test_a_simulation_with_residuals_of_another_format_is_refused_with_both():
-    with pytest.raises(ValueError, match=r"feedback=Feedback\(\) does not match residuals in 'bf16'"):
-        config = Config("int8", "two-shot", feedback=Feedback())
-        fusedcomm.simulate([torch.zeros(3)] * 2, config, residuals=fusedcomm.Residuals("bf16"))
 
 
 # --- the object ------------------------------------------------------------------------------------------------------
@@ -123,11 +84,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "predivide",
         "weighted",
     ]
-
-
-def test_a_replaced_field_is_checked_too():
-    with pytest.raises(ValueError, match=r"Blocks\(numel=64\) has no effect with wire='bf16'"):
-        dataclasses.replace(Config("int8", blocks=Blocks(64)), wire="bf16")
 
 
 def test_a_configuration_is_shown_as_one_would_write_it():

@@ -1,11 +1,13 @@
-"""Parameters that are converted or replaced after DDP was made: DDP then synchronizes nothing, in silence, and
-fusedcomm says so."""
+"""Parameters that are converted or replaced after a front end was given them. DDP then synchronizes nothing, in
+silence; fusedcomm says so on every rank."""
 
 import copy
 
 import pytest
 import torch
+from front_ends import FRONT_ENDS, end
 from models import Gradients, error_of, integers, mean_of_integers, synchronize, synchronized
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -13,72 +15,122 @@ import fusedcomm
 SHAPES = ((80, 64), (7,))
 
 
-def convert(ddp):
-    ddp.to(torch.bfloat16)
-
-
-def convert_one(ddp):
-    ddp.module.weights[1].data = ddp.module.weights[1].data.double()
-
-
-def convert_and_convert_back(ddp):
-    ddp.half().float()
-
-
-def load_by_assignment(ddp):
-    ddp.load_state_dict({name: value.clone() for name, value in ddp.state_dict().items()}, assign=True)
-
-
-def replace_one(ddp):
-    ddp.module.weights[0] = torch.nn.Parameter(torch.zeros(SHAPES[0]))
-
-
-def replace_a_module(ddp):
-    ddp.module.weights = Gradients(*SHAPES).weights
-
-
-CHANGES = [
-    (convert, ["'weights.0' was float32 and is bfloat16; 'weights.1' was float32 and is bfloat16. Make a new"]),
-    (convert_one, ["any more: 'weights.1' was float32 and is float64. Make a new"]),
-    (convert_and_convert_back, ["'weights.0' was converted and converted back; 'weights.1' was"]),
-    (load_by_assignment, ["'weights.0' is another tensor; 'weights.1' is another tensor", "assign=False"]),
-    (replace_one, ["any more: 'weights.0' is another tensor. Make a new"]),
-    (replace_a_module, ["'weights.0' is another tensor; 'weights.1' is another tensor"]),
-]
-
-
 def gradients_of(rank):
     return [integers(rank, shape) for shape in SHAPES]
 
 
-def changed(rank, world_size, change, wire):
-    """The errors of two steps after the change, and of an attempt to attach to the changed module."""
-    ddp = DistributedDataParallel(Gradients(*SHAPES))
-    comm = fusedcomm.attach(ddp, wire, quiet=True)
-    synchronize(ddp, gradients_of(rank), steps=2)
-    change(ddp)
-    with torch.no_grad():
-        ddp(gradients_of(rank))  # no step: nothing is to be synchronized
-    texts = []
-    for _ in range(2):
-        texts.append(error_of(RuntimeError, ddp, gradients_of(rank)))
-    comm.detach()
-    ddp(gradients_of(rank)).backward()  # as plain DDP does
-    return *texts, error_of(RuntimeError, fusedcomm.attach, ddp, wire, quiet=True)
+class Layers(nn.Module):
+    """Takes parameters of any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(getattr(layer, "weight", x).dtype))
+        return x
 
 
-@pytest.mark.parametrize(("change", "words"), CHANGES, ids=lambda value: getattr(value, "__name__", "words"))
-def test_the_next_step_names_parameters_that_ddp_no_longer_synchronizes(ranks, change, words):
-    for first, second, attaching in ranks.run(changed, change, "int8", world_size=2):
-        assert first == second and first.startswith("fusedcomm: parameters have changed since fusedcomm was attached")
-        assert [word for word in words if word not in first] == [], first
-        name = "'weights.1'" if change is convert_one else "'weights.0'"
-        assert "DDP does not synchronize the gradients of" in attaching and name in attaching
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(model.layers[0], "weight", nn.Identity())
 
 
-def test_a_search_for_the_wire_names_them_too(ranks):
-    for first, *_ in ranks.run(changed, load_by_assignment, "auto", world_size=2):
-        assert "'weights.0' is another tensor" in first
+def assign(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def assign_frozen(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    assign(model)
+    model.requires_grad_(True)
+
+
+def replace_a_module(model: nn.Module) -> None:
+    model.layers[2] = copy.deepcopy(model.layers[2])
+
+
+NO_LONGER = "gradient of layers.0.weight no longer comes to the reducer"
+ANOTHER = "is not the one that the reducer was given"
+NO_GRADIENT = "brought no gradient for layers.2."
+CHANGES = {
+    # What the hook says, what GradReducer and DataParallel say, and where another one, what GradReducer says.
+    "converted": (nn.Module.double, "'layers.0.weight' was float32 and is float64; 'layers.0.bias' was", NO_LONGER),
+    "and back": (
+        lambda model: model.half().float(),
+        "'layers.0.weight' was converted and converted back; 'la",
+        NO_LONGER,
+    ),
+    "one converted": (
+        lambda model: model.layers[2].double(),
+        "any more: 'layers.2.weight' was float32 and is float64; 'layers.2.bias' was",
+        "gradient of layers.2.weight no longer comes to the reducer",
+    ),
+    "parametrized": (parametrize, "any more: 'layers.0.weight' was converted", NO_LONGER),
+    "assigned": (assign, "'layers.0.weight' is another tensor; 'layers.0.bias' is", f"layers.0.weight {ANOTHER}"),
+    "assigned while frozen": (assign_frozen, "'layers.0.weight' is another tensor", f"layers.0.weight {ANOTHER}"),
+    "a module": (
+        replace_a_module,
+        "'layers.2.weight' is another tensor; 'layers.2.bias' is another",
+        f"layers.2.weight {ANOTHER}",
+        NO_GRADIENT,
+    ),
+}
+
+
+def changed(rank, world_size, front_end, config, name, is_everywhere):
+    """The error of the first step after a change of rank 1, or of all ranks, and of attaching to the changed module."""
+    model = Layers()
+    forward, comm = FRONT_ENDS[front_end].make(model, config)
+    x = torch.ones(3, 4) * (rank + 1)
+    forward(x).sum().backward()
+    if rank == 1 or is_everywhere:
+        CHANGES[name][0](model)
+    optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    other.step()  # another model's optimizer is left alone
+    if front_end == "hook":
+        with torch.no_grad():
+            forward(x)  # no step: nothing is to be synchronized
+
+    def steps():
+        for _ in range(2):
+            forward(x).sum().backward()
+            optimizer.step()
+
+    texts = [error_of(RuntimeError, steps)]
+    if front_end == "hook":
+        texts.append(error_of(RuntimeError, steps))
+        end(comm)
+        forward(x).sum().backward()  # as plain DDP does
+        texts.append(error_of(RuntimeError, fusedcomm.attach, forward, config, quiet=True))
+    return texts
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_next_step_names_parameters_that_ddp_no_longer_synchronizes(ranks, name):
+    for config in ("int8", "auto") if name == "assigned" else ("int8",):
+        for first, second, attaching in ranks.run(changed, "hook", config, name, True, world_size=2):
+            assert first == second and first.startswith(
+                "fusedcomm: parameters have changed since fusedcomm was attached"
+            )
+            assert CHANGES[name][1] in first and "assign=False" in first
+            assert "DDP does not synchronize the gradients of" in attaching and "'layers." in attaching
+
+
+@pytest.mark.parametrize("is_everywhere", [True, False])
+@pytest.mark.parametrize("front_end", ["DataParallel", "reducer"])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.sampled
+def test_they_are_an_error_of_the_next_step_on_every_rank(ranks, name, front_end, is_everywhere):
+    (first,), (second,) = ranks.run(changed, front_end, "fp32", name, is_everywhere, world_size=2)
+    _, _, expected, *of_reducer = CHANGES[name]
+    instead = "ake the GradReducer or DataParallel again"
+    if of_reducer and front_end == "reducer":  # the gradients of the others have told it
+        (expected,), instead = of_reducer, "make a new GradReducer"
+    for text in (first, second):
+        assert expected in text and instead in text
+    assert "rank 1 of 2" in second and ("rank 0 of 2" if is_everywhere else "rank 1 of 2") in first
 
 
 def in_other_places(rank, world_size):
@@ -125,7 +177,7 @@ def called_with_others(rank, world_size, front_end, kind):
     for weight in call.parameters():
         weight.grad = None
     after = synchronize(call, gradients_of(rank))
-    load_by_assignment(call)
+    assign(call)
     return before, own, after, error_of(RuntimeError, call, gradients_of(rank))
 
 

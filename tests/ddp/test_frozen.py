@@ -1,5 +1,4 @@
-"""Parameters that are frozen and trained again while fusedcomm is attached. DDP's reducer keeps the parameters that it
-began with."""
+"""A handle of a module that is frozen when it is attached: DDP's reducer keeps the parameters that it began with."""
 
 import pytest
 import torch
@@ -57,31 +56,3 @@ def refused_when_frozen(rank, world_size):
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     ddp.requires_grad_(False)
     return error_of(ValueError, fusedcomm.attach, ddp, Config(wires={"weigths.*": "fp32"}), quiet=True)
-
-
-def frozen_between_steps(rank, world_size, attached, frozen, ddp_kwargs):
-    ddp = DistributedDataParallel(Gradients(*SHAPES), find_unused_parameters=True, **ddp_kwargs)
-    if attached:
-        fusedcomm.attach(ddp, "fp32", quiet=True)
-    seen = []
-    for step in range(6):
-        ddp.module.weights[frozen].requires_grad_(step not in (2, 3))
-        ddp.zero_grad(set_to_none=True)
-        ddp([gradient * (step + 1) for gradient in gradients_of(rank)]).backward()
-        seen.append([None if weight.grad is None else weight.grad.clone() for weight in ddp.module.weights])
-    return seen
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("ddp_kwargs", [{}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}], ids=str)
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_parameters_frozen_for_some_steps_are_as_ddp_has_them_without(ranks, frozen, ddp_kwargs):
-    plain = ranks.run(frozen_between_steps, False, frozen, ddp_kwargs, world_size=2)
-    ours = ranks.run(frozen_between_steps, True, frozen, ddp_kwargs, world_size=2)
-    for steps in (*ours, *plain):
-        for step, gradients in enumerate(steps):
-            for index, gradient in enumerate(gradients):
-                if index == frozen and step in (2, 3):
-                    assert gradient is None
-                else:
-                    assert torch.equal(gradient, MEANS[index] * (step + 1))

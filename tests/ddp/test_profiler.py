@@ -4,14 +4,11 @@ import collections
 
 import pytest
 import torch
-import torchs_ddp_tests
 from models import Gradients, synchronize
-from sampling import few
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fusedcomm
-import fusedcomm.attaching  # before torch's tests put another class in DDP's place
 from fusedcomm.config import Chunks, Config
 
 SHAPES = ((300, 50), (20, 30), (4000,))
@@ -86,27 +83,3 @@ def test_the_profiler_sees_buckets_that_the_codec_does_not_carry(ranks):
     for events, buckets in ranks.run(profiled_steps, Config("int8"), torch.float64, world_size=2):
         assert [name for name, *_ in events].count("gloo:all_reduce") == NUM_STEPS * len(buckets)
         assert list(counts_by_stage(events)["all-reduce"].values()) == [NUM_STEPS] * len(buckets)
-
-
-# ---- torch's own test
-
-
-def torchs_profiling_test(rank, world_size, config):
-    handles = []
-
-    class Attached(DistributedDataParallel):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            if handles:  # torch's test wraps one net twice
-                handles[-1].detach()
-            handles.append(fusedcomm.attach(self, config, quiet=True))
-
-    outcome = torchs_ddp_tests.run(rank, world_size, "test_ddp_profiling_torch_profiler", lambda: Attached)
-    return outcome, [handle.stats().steps for handle in handles]
-
-
-@pytest.mark.parametrize("sum", few(SUMS, "exact", "two-shot"))
-def test_torchs_own_test_of_ddp_under_its_profiler(torchs_ranks, sum):
-    """It counts one "gloo:all_reduce" for each bucket, asynchronous, and looks for one after steps without a
-    profiler."""
-    assert torchs_ranks.run(torchs_profiling_test, SUMS[sum][0]) == [("passed", [6, 4])] * 2

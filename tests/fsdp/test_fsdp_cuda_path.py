@@ -103,29 +103,24 @@ def check(ranks, kind, config, world_size, library, triton_folder=None):
         assert bool(own[2]) == (config.feedback is not None)
 
 
+CASES = [("sharded", name, world_size) for name in CONFIGS for world_size in (2, 3)]
+CASES += [(f"gradients in {d}", name, 2) for d in ("bfloat16", "float16 +") for name in ("fp32", "bf16", "int8 all")]
+CASES += [
+    (kind, name, 4 if kind == "hsdp" else 2)
+    for kind in ("hsdp", "replicate")
+    for name in ("fp32", "bf16", "int8", "int4 rotated")
+]
+
+
 @pytest.mark.sampled(by=by_what_config_has)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("kind", "name", "world_size"), CASES)
+def test_sums_have_the_cpus_bits(ranks, library, kind, name, world_size):
+    check(ranks, kind, CONFIGS[name], world_size, library)
+
+
+@pytest.mark.sampled(by=by_what_config_has)
+@pytest.mark.parametrize("is_oldest", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_reduce_scatters_have_the_cpus_bits(ranks, library, name, world_size):
-    check(ranks, "sharded", CONFIGS[name], world_size, library)
-
-
-@pytest.mark.sampled(by=by_what_config_has)
-@pytest.mark.parametrize("kind", ["gradients in bfloat16", "gradients in float16 +"])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8 all"])
-def test_gradients_of_16_bits(ranks, library, name, kind):
-    check(ranks, kind, CONFIGS[name], 2, library)
-
-
-@pytest.mark.sampled(by=by_what_config_has)
-@pytest.mark.parametrize("kind", ["hsdp", "replicate"])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4 rotated"])
-def test_sums_between_replicas_have_the_cpus_bits(ranks, library, name, kind):
-    check(ranks, kind, CONFIGS[name], 4 if kind == "hsdp" else 2, library)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_executed_code_has_the_cpus_bits(ranks, library, name, request):
-    """In turn by each version of Triton."""
-    is_oldest = list(CONFIGS).index(name) % 2 == 0
+def test_executed_code_has_the_cpus_bits(ranks, library, name, is_oldest, request):
+    """Of the oldest Triton, and of this one."""
     check(ranks, "sharded", CONFIGS[name], 2, library, str(compiling.oldest_triton(request.config)) * is_oldest)

@@ -1,11 +1,15 @@
-"""What the handle of an FSDP2 model tells, and does beside reducing."""
+"""What the handle of an FSDP2 model tells, and attaching at any time and to any model."""
+
+import copy
 
 import pytest
 import torch
+from models import refusal
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fusedcomm
 
@@ -85,22 +89,84 @@ def test_steps_are_counted_and_one_line_says_how_many(ranks, kind):
         assert lines == [f"{head}0 steps>", f"{head}3 steps>", "<fusedcomm.FsdpHandle: detached>"]
 
 
-def _saved_in_evaluation(rank, world_size):
+def _float64(rank, world_size):
+    model = fully_shard(nn.Linear(8, 8, dtype=torch.float64))
+    with fusedcomm.attach(model, "int8"), pytest.warns(UserWarning, match="float64, which no wire carries"):
+        model(torch.full((2, 8), rank + 1.0, dtype=torch.float64)).sum().backward()
+    return model.weight.grad.full_tensor()[0, 0].item()
+
+
+def test_float64_is_left_to_torch_and_said_once(ranks):
+    assert ranks.run(_float64, world_size=2) == [3.0, 3.0]
+
+
+def _late(rank, world_size, when):
+    model, x = _model(), torch.full((4, 9), rank + 1.0)
+    model(x).sum().backward()
+    want = _locals(model)
+    model.zero_grad()
+    if when == "after evaluation":
+        with torch.no_grad():
+            model(x)  # the model keeps the whole parameters
+    loss = model(x).sum() if when == "in mid-step" else None
+    with fusedcomm.attach(model, "fp32") as comm:
+        (loss if loss is not None else model(x).sum()).backward()
+        return all(map(torch.equal, want, _locals(model))), comm.stats().buckets
+
+
+@pytest.mark.parametrize("when", ["after a step", "after evaluation", "in mid-step"])
+def test_attach_after_forward_passes_works(ranks, when):
+    assert ranks.run(_late, when, world_size=2) == [(True, 2)] * 2
+
+
+def _beside_tensor_parallel(rank, world_size):
+    mesh, gradients = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 8))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        comm = fusedcomm.attach(model, "fp32") if is_ours else None
+        _backward(model, mesh["dp"].get_local_rank())
+        gradients.append(_locals(model))
+    num_shards = comm.plan().num_shards
+    comm.detach()
+    return all(map(torch.equal, *gradients)), num_shards
+
+
+def test_only_the_data_parallel_dimension_is_reduced(ranks):
+    assert ranks.run(_beside_tensor_parallel, world_size=4) == [(True, 2)] * 4
+
+
+def _copied(rank, world_size):
     model = _model()
-    with fusedcomm.attach(
-        model, fusedcomm.Config("int8", feedback=fusedcomm.Feedback(unsharded=True), wires={"1d": "int8"})
-    ) as comm:
-        _backward(model, rank)
-        with torch.inference_mode():
-            states = [comm.state_dict(), comm.state_dict(consolidated=True)]
-            comm.load_state_dict(states[0])
-        for state in states:
-            comm.load_state_dict(state)
-            _backward(model, rank)
-        wholes = [value.full_tensor() for value in states[0]["residuals"].values()]
-        return all(map(torch.equal, wholes, states[1]["residuals"].values())), sum(w.abs().sum() for w in wholes).item()
+    with fusedcomm.attach(model, "fp32") as comm:
+        return refusal(copy.deepcopy, model), refusal(copy.deepcopy(comm).stats)
 
 
-def test_a_state_taken_in_inference_mode_is_loaded(ranks):
-    for is_same, left_out in ranks.run(_saved_in_evaluation, world_size=2):
-        assert is_same and left_out > 0
+def test_torch_refuses_a_copy_of_the_model_and_a_copy_of_the_handle_is_attached_to_nothing(ranks):
+    for of_model, of_handle in ranks.run(_copied, world_size=2):
+        assert of_model.startswith("AssertionError: FSDP does not support deepcopy")
+        assert "this handle is a copy" in of_handle
+
+
+def _too_large(rank, world_size, wire, is_half, value, factor):
+    """Every rank's gradient of a bias is `value`; their sum is divided by `factor`."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16 if is_half else None)
+    model = fully_shard(nn.Linear(2, 2), mp_policy=policy)
+    model.set_gradient_divide_factor(factor)
+    with fusedcomm.attach(model, wire):
+        (model(torch.zeros(1, 2)) * value).sum().backward()
+    return model.bias.grad.to_local().item()
+
+
+@pytest.mark.parametrize(
+    ("wire", "is_half", "value", "factor", "want"),
+    [
+        ("fp16", False, 6e4, 1.0, 12e4),  # only the sum is beyond fp16
+        ("bf16", True, 6e4, 1.0, torch.inf),
+        ("fp16", False, 1e5, 2.0, torch.inf),
+    ],
+)
+def test_sums_overflow_only_where_the_wire_or_the_output_does(ranks, wire, is_half, value, factor, want):
+    assert ranks.run(_too_large, wire, is_half, value, factor, world_size=2) == [want] * 2

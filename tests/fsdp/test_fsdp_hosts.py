@@ -24,24 +24,26 @@ def _model(shape: tuple[int, ...]) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _refused(rank, world_size, hosts):
-    with on_host(hosts[rank]):
-        text = refusal(fusedcomm.attach, _model((2, 2)), Config("int4", hosts=TwoLevels("auto")))
+def _refused(rank, world_size, names, hosts):
+    with on_host(names[rank]):
+        text = refusal(fusedcomm.attach, _model((2, 2)), Config("int4", hosts=hosts))
     dist.barrier()
     fusedcomm.attach(_model((2, 2)), "bf16").detach()
     return text
 
 
 @pytest.mark.parametrize(
-    ("hosts", "why"),
+    ("names", "hosts", "why"),
     [
-        ("aaab", "of ranks [2, 3] are on ['a', 'b']"),
-        ("abab", "of ranks [0, 1] are on ['a', 'b']"),
-        ("aaaa", "needs replicas on different hosts, and 2 of them are on ['a']"),
+        ("aaab", TwoLevels("auto"), "of ranks [2, 3] are on ['a', 'b']"),
+        ("abab", TwoLevels("auto"), "of ranks [0, 1] are on ['a', 'b']"),
+        ("aaaa", TwoLevels("auto"), "needs replicas on different hosts, and 2 of them are on ['a']"),
+        ("aaaa", [[0, 2], [1, 3]], "does not fit the mesh"),
     ],
+    ids=str,
 )
-def test_hosts_that_do_not_fit_are_refused_with_one_text_on_every_rank(ranks, hosts, why):
-    (text,) = set(ranks.run(_refused, hosts, world_size=4))
+def test_hosts_that_do_not_fit_are_refused_with_one_text_on_every_rank(ranks, names, hosts, why):
+    (text,) = set(ranks.run(_refused, names, hosts, world_size=4))
     assert text.startswith("ValueError: fusedcomm: hosts=") and why in text
 
 

@@ -13,66 +13,47 @@ MBIT, GBIT = 8e-6, 8e-9
 """Seconds per byte of a link with 1 Mbit/s, and with 1 Gbit/s."""
 
 
-@pytest.mark.parametrize(
-    ("world_size", "s_per_byte", "nbytes", "in_flight"),
-    [
-        (2, MBIT / 100, 64 * KIB, 16),  # at least 32 KiB for each rank
-        (4, MBIT / 100, 256 * KIB, 16),  # at least 256 KiB with more than two ranks
-        (2, GBIT, 256 * KIB, 16),  # a collective sends half of a chunk, at most the 250 kB that take 2 ms
-        (2, GBIT / 2, 512 * KIB, 8),
-        (4, GBIT / 2, 512 * KIB, 8),
-        (2, GBIT / 10, 2 * MIB, 4),  # at most 1 MiB for each rank
-        (4, 0.7 * GBIT, 512 * KIB, 8),  # the usual timing of 4 hosts with 1 Gbit/s
-        (4, 1.3 * GBIT, 256 * KIB, 16),  # … and a chance one
-        (8, GBIT / 100, 8 * MIB, 4),
-        (64, GBIT / 100, 8 * MIB, 4),
-        (64, MBIT / 100, 2 * MIB, 4),
-        (1, None, 128 * KIB, 16),
-        (2, None, 256 * KIB, 16),  # the same as with 1 Gbit/s
-    ],
-)
-def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
-    resolved = chunks.resolved(Config(wire="int8", sum="two-shot"), world_size, "cpu", s_per_byte)
+ONE_SHOT, TWO_SHOT = {"wire": "int8", "sum": "one-shot"}, {"wire": "int8", "sum": "two-shot"}
+BF16 = {"wire": "bf16"}
+DIRECT = {**BF16, "sum": "direct"}
+CASES = [
+    (TWO_SHOT, 2, MBIT / 100, 64 * KIB, 16),  # at least 32 KiB for each rank
+    (TWO_SHOT, 4, MBIT / 100, 256 * KIB, 16),  # at least 256 KiB with more than two ranks
+    (TWO_SHOT, 2, GBIT, 256 * KIB, 16),  # a collective sends half of a chunk, at most the 250 kB that take 2 ms
+    (TWO_SHOT, 2, GBIT / 2, 512 * KIB, 8),
+    (TWO_SHOT, 4, GBIT / 2, 512 * KIB, 8),
+    (TWO_SHOT, 2, GBIT / 10, 2 * MIB, 4),  # at most 1 MiB for each rank
+    (TWO_SHOT, 4, 0.7 * GBIT, 512 * KIB, 8),  # the usual timing of 4 hosts with 1 Gbit/s
+    (TWO_SHOT, 4, 1.3 * GBIT, 256 * KIB, 16),  # … and a chance one
+    (TWO_SHOT, 8, GBIT / 100, 8 * MIB, 4),
+    (TWO_SHOT, 64, GBIT / 100, 8 * MIB, 4),
+    (TWO_SHOT, 64, MBIT / 100, 2 * MIB, 4),
+    (TWO_SHOT, 1, None, 128 * KIB, 16),
+    (TWO_SHOT, 2, None, 256 * KIB, 16),  # the same as with 1 Gbit/s
+    # A rank sends twice as much at a time as in a two-shot on the same link, where it keeps one part of each chunk.
+    (ONE_SHOT, 1, None, 256 * KIB, 16),
+    (ONE_SHOT, 2, GBIT, 256 * KIB, 16),
+    (ONE_SHOT, 2, MBIT / 100, 128 * KIB, 16),
+    (ONE_SHOT, 2, GBIT / 10, MIB, 4),
+    (ONE_SHOT, 2, GBIT / 100, MIB, 4),
+    (ONE_SHOT, 5, GBIT, 64 * KIB, 16),
+    ({"wire": "int8"}, 2, MBIT / 100, 128 * KIB, 16),
+    # Chunks are larger where two ranks need one all-reduce.
+    (DIRECT, 2, GBIT, MIB, 4),
+    (DIRECT, 2, GBIT / 2, 2 * MIB, 4),
+    (DIRECT, 2, MBIT / 100, MIB, 4),
+    (DIRECT, 3, GBIT, 256 * KIB, 16),
+    ({**DIRECT, "wire": "fp16"}, 2, GBIT, MIB, 4),
+    ({**BF16, "sum": "two-shot"}, 2, GBIT, 256 * KIB, 16),
+    (BF16, 2, GBIT, 256 * KIB, 16),
+    (BF16, 3, GBIT, 512 * KIB, 8),  # a two-shot's time is 1.5 times as long
+]
+
+
+@pytest.mark.parametrize(("options", "world_size", "s_per_byte", "nbytes", "in_flight"), CASES)
+def test_chunks_suit_the_link_and_the_sum(options, world_size, s_per_byte, nbytes, in_flight):
+    resolved = chunks.resolved(Config(**options), world_size, "cpu", s_per_byte)
     assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "s_per_byte", "nbytes", "in_flight"),
-    [
-        (1, None, 256 * KIB, 16),
-        (2, GBIT, 256 * KIB, 16),
-        (2, MBIT / 100, 128 * KIB, 16),
-        (2, GBIT / 10, MIB, 4),
-        (2, GBIT / 100, MIB, 4),
-        (5, GBIT, 64 * KIB, 16),
-    ],
-)
-def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte, nbytes, in_flight):
-    """A rank sends twice as much at a time as in a two-shot on the same link, where it keeps one part of each chunk."""
-    resolved = chunks.resolved(Config(wire="int8", sum="one-shot"), world_size, "cpu", s_per_byte)
-    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
-    if world_size <= 2:
-        by_itself = chunks.resolved(Config(wire="int8"), world_size, "cpu", s_per_byte)
-        assert (by_itself.chunks.nbytes, by_itself.chunks.in_flight) == (nbytes, in_flight)
-
-
-@pytest.mark.parametrize(
-    ("options", "s_per_byte", "nbytes", "in_flight"),
-    [
-        ({"wire": "bf16", "sum": "direct"}, GBIT, MIB, 4),
-        ({"wire": "bf16", "sum": "direct"}, GBIT / 2, 2 * MIB, 4),
-        ({"wire": "bf16", "sum": "direct"}, MBIT / 100, MIB, 4),
-        ({"wire": "fp16", "sum": "direct"}, GBIT, MIB, 4),
-        ({"wire": "bf16", "sum": "two-shot"}, GBIT, 256 * KIB, 16),
-        ({"wire": "bf16"}, GBIT, 256 * KIB, 16),
-    ],
-    ids=str,
-)
-def test_chunks_are_larger_where_two_ranks_need_one_all_reduce(options, s_per_byte, nbytes, in_flight):
-    resolved = chunks.resolved(Config(**options), 2, "cpu", s_per_byte)
-    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
-    of_many = 256 * KIB if options.get("sum") == "direct" else 512 * KIB  # a two-shot's time is 1.5 times as long
-    assert chunks.resolved(Config(**options), 3, "cpu", GBIT).chunks.nbytes == of_many
 
 
 @pytest.mark.parametrize(

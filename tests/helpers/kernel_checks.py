@@ -1,121 +1,105 @@
-"""One launch of one kernel variant on a small bucket, against the oracle: all memory that it writes, and nothing else.
+"""The kernels as an implementation that codec_checks.py checks, whichever kernels fusedcomm.kernels has: interpreted,
+executed from their PTX, or on a GPU."""
 
-It launches what fusedcomm.kernels has, whichever kernels these are: interpreted, executed from their PTX, or
-on a GPU.
-"""
+import dataclasses
 
+import launchers
 import reference
 import torch
-from launchers import make_bucket, pack, reduce, unpack
-from reference.stages import store_residual
-from test_kernels import (
+from codec_checks import (
     GAP,
-    Encoder,
-    assert_bytes,
+    Case,
+    Residual,
+    Slices,
     assert_same_bits,
     bucket_layout,
-    count,
-    gather,
-    guarded,
-    lay_out,
+    check,
+    check_hosts,
     nonfinite_by_slice,
-    place,
-    signed,
-    test_scales_in_place,
-    with_holes,
 )
+from values import signed
 
-from fusedcomm.kernels.variants import TILE
+from fusedcomm.kernels.variants import TILE, tile_of
 from fusedcomm.native import _C
 
-SCALE = 0.3
-PROGRAMS = 2
+
+class Bucket(launchers.Bucket):
+    def counts(self) -> list[int]:
+        return [*self.lossy.counts.tolist(), *self.exact.counts.tolist()]
+
+
+@dataclasses.dataclass
+class Kernels:
+    """tile: elements of a tile, or None for the engine's. Small tiles make geometry cheap to test; the kernels are
+    executed from their PTX with the engine's alone."""
+
+    device: str = "cpu"
+    tile: int | None = 256
+    num_programs: int = 3
+    has_holes = True
+
+    def tile_of(self, layout: "_C.BucketLayout") -> int:
+        block = layout.block_numel if _C.has_scales(layout.wire) else 0
+        return max(self.tile, block) if self.tile else tile_of(layout.wire, layout.block_numel)
+
+    def bucket(self, layout: "_C.BucketLayout", gradients: torch.Tensor, lossy: Slices, exact: Slices) -> Bucket:
+        """Behind each table is a 0: a kernel that reads it finds another slice."""
+        bucket = launchers.make_bucket(layout, gradients, lossy, exact, self.tile_of(layout))
+
+        def guarded_tables(listed):
+            fields = (torch.nn.functional.pad(x, (0, 1))[:-1] if isinstance(x, torch.Tensor) else x for x in listed)
+            return type(listed)(*fields)
+
+        return Bucket(layout, gradients, guarded_tables(bucket.lossy), guarded_tables(bucket.exact), bucket.tile)
+
+    def pack(self, bucket: Bucket, chunk: int, scale: float, message: torch.Tensor, residual: Residual) -> None:
+        launchers.pack(bucket, chunk, scale, message, self.num_programs, of_kernel(residual))
+
+    def reduce(self, layout, parts, scale, out, residual, chunk, to=None, num_parts=1) -> None:
+        tile = self.tile_of(to or layout)
+        launchers.reduce(layout, parts, scale, out, self.num_programs, tile, of_kernel(residual), chunk, to, num_parts)
+
+    def unpack(self, bucket: Bucket, chunk: int, messages: torch.Tensor, scale: float, num_messages: int) -> None:
+        launchers.unpack(bucket, chunk, messages, scale, self.num_programs, num_messages)
+
+
+def of_kernel(residual: Residual) -> launchers.Feedback:
+    return launchers.Feedback(residual.feedback, residual.residual if residual.feedback else None)
+
+
+def check_scale(run: Kernels, numel: int) -> None:
+    tile = run.tile or TILE
+    memory = torch.full((numel + 16,), GAP, device=run.device)
+    memory[:numel] = signed(numel, seed=1, specials=True)
+    expected = reference.scaled(memory.cpu()[:numel], -1.7)
+    slices = [(0, numel // 3), (numel // 3, 0), (numel // 3, numel - numel // 3)]
+    bucket = launchers.make_bucket(bucket_layout("fp32", 32, 1, 0, numel), memory, slices, [], tile)
+    launchers.scale_in_place(bucket, -1.7, run.num_programs)
+    # Which NaN a multiplication gives depends on the device.
+    assert_same_bits(reference.canonical(memory[:numel].cpu()), reference.canonical(expected))
+    assert torch.all(memory[numel:] == GAP)
+    assert bucket.lossy.counts.tolist() == nonfinite_by_slice(expected, slices)
+
+
+REAL_TILES = Case(numels=([2 * TILE + 4, 7, 64, 2 * TILE + 1], [TILE + 20]), gaps=[0, 3], block=128)
+"""Each part has tiles in one run and others."""
 
 
 def check_variant(variant: "_C.KernelKey", device: str = "cpu") -> None:
     """Raises AssertionError if the variant, launched for the real tile, writes anything that the oracle does not."""
-    {"pack": check_pack, "unpack": check_unpack, "reduce": check_reduce, "scale": check_scale}[variant.kernel](
-        variant, device
+    run = Kernels(device, tile=None, num_programs=2)
+    if variant.kernel == "scale":
+        return check_scale(run, 2 * TILE + 3)
+    wire_format = variant.wire + "-rotated" * variant.rotated
+    if variant.in_wire not in (None, variant.wire):
+        return check_hosts(run, variant.in_wire, wire_format, variant.feedback, variant.block, TILE // 2 + 256)
+    case = dataclasses.replace(
+        REAL_TILES,
+        wires=(wire_format,),
+        dtype=variant.grad_dtype or torch.float32,
+        block=variant.block,
+        feedback=variant.feedback,
+        num_parts=3 if variant.kernel == "reduce" else 1 if variant.sums else 2,
+        num_messages=3 if variant.sums else 1,
     )
-
-
-def check_scale(variant: "_C.KernelKey", device: str) -> None:
-    test_scales_in_place(device, 2 * TILE + 3, TILE)
-
-
-def wire_format(variant: "_C.KernelKey") -> str:
-    return variant.wire + "-rotated" * variant.rotated
-
-
-GAPS = [0, 3]
-
-
-def elements(dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
-    """(values of each list, slices of each, gradients that hold them), lossy before exact. Parts of half the elements
-    have tiles in one run and others."""
-    numels = with_holes(([2 * TILE + 4, 7, 64, 2 * TILE + 1], [TILE + 20]), GAPS, dtype)
-    lossy, end = lay_out(numels[0], GAPS, 0)
-    exact, end = lay_out(numels[1], GAPS, end)
-    gradients = torch.full((end + 23 - end % 8,), GAP, dtype=dtype)
-    values = []
-    for i, slices in enumerate((lossy, exact)):
-        place(slices, signed(count(numels[i]), dtype, 8 + i, specials=True), gradients)
-        values.append(gather(gradients, slices))
-    return tuple(values), (lossy, exact), gradients
-
-
-def with_residual(variant: "_C.KernelKey", numel: int, device: str) -> Encoder:
-    """The variant's encoder. Its residual is not zero."""
-    encoder = Encoder(variant.feedback, numel, device)
-    if variant.feedback:
-        store_residual(encoder.expected, signed(numel, seed=5), 0, variant.feedback)
-        encoder.residual.copy_(encoder.expected)
-    return encoder
-
-
-def check_pack(variant: "_C.KernelKey", device: str) -> None:
-    flats, slices, original = elements(variant.grad_dtype)
-    layout = bucket_layout(wire_format(variant), variant.block, 2, len(flats[1]), len(flats[0]))
-    gradients = original.to(device)
-    bucket = make_bucket(layout, gradients, *slices)
-    encoder = with_residual(variant, layout.padded_numel, device)
-    memory, message = guarded(layout.chunk_nbytes, device)
-    pack(bucket, 0, SCALE, message, PROGRAMS, encoder.of_kernel())
-    assert_bytes(memory, reference.pack(layout, 0, *flats, SCALE, encoder.of_reference()))
-    encoder.check()
-    assert_same_bits(gradients, original)
-    for listed, flat, of_list in zip((bucket.lossy, bucket.exact), flats, slices, strict=True):
-        assert listed.counts.tolist() == nonfinite_by_slice(flat, of_list, SCALE)
-
-
-def check_unpack(variant: "_C.KernelKey", device: str) -> None:
-    num_messages, num_parts = (3, 1) if variant.sums else (1, 2)
-    dtype = variant.grad_dtype
-    flats, slices, original = elements(dtype)
-    layout = bucket_layout(wire_format(variant), variant.block, num_parts, len(flats[1]), len(flats[0]))
-    sent = [tuple(flat.roll(8 * i) * (-1) ** i for flat in flats) for i in range(num_messages)]
-    messages = torch.cat([reference.pack(layout, 0, *of_rank, SCALE) for of_rank in sent])
-    gradients = torch.full_like(original, GAP, device=device)
-    unpack(make_bucket(layout, gradients, *slices), 0, messages.to(device), 3.0, PROGRAMS, num_messages=num_messages)
-    for of_list, flat in zip(slices, reference.unpack(layout, 0, messages, 3.0, dtype, num_messages), strict=True):
-        place(of_list, flat, original)
-    assert_same_bits(gradients, original)
-
-
-def check_reduce(variant: "_C.KernelKey", device: str) -> None:
-    """Three ranks. With another input wire, each rank's part becomes two parts."""
-    in_wire = variant.in_wire or variant.wire
-    num_parts = 1 if in_wire == variant.wire else 2
-    part_numel, exact_numel = TILE + 512, TILE // 4 + 8
-    numels = 3 * num_parts * exact_numel, 3 * num_parts * part_numel
-    layout = bucket_layout(in_wire + "-rotated" * (variant.rotated and num_parts == 1), variant.block, 3, *numels)
-    to = bucket_layout(wire_format(variant), variant.block, 3 * num_parts, *numels)
-    assert layout.part.lossy_numel == num_parts * to.part.lossy_numel
-    flats = signed(numels[1], seed=2, specials=True), signed(numels[0], seed=9)
-    parts = reference.pack(layout, 0, *flats, 1.0)
-    encoder = with_residual(variant, num_parts * to.part.lossy_numel, device)
-    memory, reduced = guarded(num_parts * to.part_stride, device)
-    how = {"chunk": 0, "to": to, "num_parts": num_parts}
-    reduce(layout, parts.to(device), SCALE, reduced, PROGRAMS, TILE, encoder.of_kernel(), **how)
-    assert_bytes(memory, reference.reduce(layout, parts, SCALE, encoder.of_reference(), **how))
-    encoder.check()
+    check(run, case, stages=(variant.kernel,))

@@ -1,6 +1,7 @@
 """What the tests of ShardedOptimizer train, with owners and with the same optimizer on every rank."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from models import Conv, normal, reducer_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fusedcomm
 from fusedcomm.config import Config
@@ -32,6 +34,10 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return self.head(self.wide(self.norm(x))).float()
+
+
+def bf16_net() -> Net:
+    return Net(torch.bfloat16)
 
 
 class Frozen(Net):
@@ -65,16 +71,18 @@ class Way:
     """One way to train.
 
     Attributes:
-        kind: names one of OPTIMIZERS.
+        kind: names groups of groups_of(), or is the class of an optimizer.
         front: "reducer" or "parallel".
         accumulate: backward passes in a step.
         counts: whether the reducer counts these passes, with `every`; otherwise all but the last are in no_sync().
         scaled: whether losses are scaled, and two steps have an Inf on the last rank.
         scheduled: whether learning rates and momenta change in every step.
+        max_norm: if gradients are clipped.
+        restore: if gradients are taken elsewhere, as by SAM: puts the parameters' values back before a step.
     """
 
     model: Callable[[], nn.Module] = Net
-    kind: str = "adamw"
+    kind: str | type[torch.optim.Optimizer] = "adamw"
     front: str = "reducer"
     config: Config = FP32
     update: str = "fp32"
@@ -83,9 +91,11 @@ class Way:
     find_unused: bool = False
     scaled: bool = False
     scheduled: bool = False
+    restore: Callable[[nn.Module, list[torch.Tensor]], None] | None = None
+    max_norm: float | None = None
 
 
-def groups_of(model: nn.Module, kind: str) -> list[dict]:
+def groups_of(model: nn.Module, kind: str | type[torch.optim.Optimizer]) -> list[dict]:
     """Groups of the model's trained parameters, each with its optimizer_class and all hyperparameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, rest = [p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2]
@@ -94,6 +104,11 @@ def groups_of(model: nn.Module, kind: str) -> list[dict]:
         return [{**adamw, "params": trained}]
     if kind == "two groups":
         return [{**adamw, "params": matrices}, {**adamw, "params": rest, "lr": 0.003, "weight_decay": 0.0}]
+    if kind == "named":
+        return [{**adamw, "params": list(model.named_parameters())}]
+    if kind == "named groups":
+        pairs = list(model.named_parameters())
+        return [{**adamw, "params": pairs[:3]}, {**adamw, "params": pairs[3:], "optimizer_class": torch.optim.Adam}]
     if kind == "sgd":
         sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True}
         return [{**sgd, "params": trained}]
@@ -102,10 +117,13 @@ def groups_of(model: nn.Module, kind: str) -> list[dict]:
             {"optimizer_class": torch.optim.Muon, "params": matrices, "lr": 0.02, "weight_decay": 0.1},
             {**adamw, "params": rest},
         ]
-    raise ValueError(kind)
+    # Of the second group several ranks own nothing if parameters are whole.
+    parts = matrices, [p for p in rest if p is model.norm.weight], [p for p in rest if p is not model.norm.weight]
+    rates = 0.01, 0.01, 0.02
+    return [{"optimizer_class": kind, "params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
 
 
-def plain_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+def plain_optimizers(model: nn.Module, kind: str | type[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """torch's optimizers of groups_of(), one for each class."""
     groups = groups_of(model, kind)
     made = []
@@ -119,10 +137,17 @@ def plain_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]
     return made
 
 
-def sharded(model: nn.Module, reducer: object, kind: str = "adamw", **kwargs: object) -> fusedcomm.ShardedOptimizer:
+def sharded(
+    model: nn.Module, reducer: object, kind: str | type = "adamw", **kwargs: object
+) -> fusedcomm.ShardedOptimizer:
     """A quiet ShardedOptimizer of groups_of(). `kwargs`: further arguments."""
     groups = groups_of(model, kind)
-    return fusedcomm.ShardedOptimizer(reducer, groups[0]["optimizer_class"], groups, quiet=True, **kwargs)
+    main = groups[0]["optimizer_class"]
+    if kind == "named":  # not in a group
+        (group,) = groups
+        given = iter(group.pop("params"))
+        return fusedcomm.ShardedOptimizer(reducer, main, given, quiet=True, lr=0.01, weight_decay=0.1, **kwargs)
+    return fusedcomm.ShardedOptimizer(reducer, main, groups, quiet=True, **kwargs)
 
 
 def made(kind: str = "adamw", model: Callable[[], nn.Module] = Net, config: Config = FP32, **kwargs: object) -> tuple:
@@ -132,6 +157,53 @@ def made(kind: str = "adamw", model: Callable[[], nn.Module] = Net, config: Conf
     options = {"find_unused_parameters": kwargs.pop("find_unused", False), "every": kwargs.pop("every", 1)}
     reducer = reducer_of(net, config, bucket_mib=BUCKET_MIB, **options)
     return net, reducer, sharded(net, reducer, kind, **kwargs)
+
+
+def whole(state: dict) -> dict:
+    """A state_dict() with plain tensors."""
+    of_tensors = {
+        number: {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {"state": of_tensors, "param_groups": state["param_groups"]}
+
+
+def unequal(a: dict, b: dict) -> list:
+    """What differs between two states: (number or name, key) of tensors, and keys of groups."""
+    found = [] if a["state"].keys() == b["state"].keys() else ["numbers"]
+    for number in a["state"].keys() & b["state"].keys():
+        mine, other = a["state"][number], b["state"][number]
+        if mine.keys() != other.keys():
+            found.append((number, sorted(mine.keys() ^ other.keys())))
+        for key in mine.keys() & other.keys():
+            x, y = torch.as_tensor(mine[key]), torch.as_tensor(other[key])
+            if x.shape != y.shape or x.dtype != y.dtype or not torch.equal(x, y):
+                found.append((number, key))
+    for mine, other in zip(a["param_groups"], b["param_groups"], strict=True):
+        found += [key for key in mine.keys() & other.keys() if listed(mine[key]) != listed(other[key])]
+    return found
+
+
+def listed(value: object) -> object:
+    """Tuples come back from torch's functions as lists."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def differs(values: torch.Tensor) -> bool:
+    """Whether the ranks' values (fp32 [numel]) have other bits."""
+    of_all = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, values)
+    return any(not torch.equal(each.view(torch.int32), values.view(torch.int32)) for each in of_all)
+
+
+def by_data(model: nn.Module, values: list[torch.Tensor]) -> None:
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.data.copy_(value)
+
+
+def by_new_data(model: nn.Module, values: list[torch.Tensor]) -> None:
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.data = value.clone()
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -160,23 +232,36 @@ def _spoiled(model: nn.Module) -> torch.Tensor:
     return (first * torch.where(torch.arange(first.numel()).view_as(first) == 3, torch.inf, 0.0).to(first)).sum()
 
 
+def clip(model: nn.Module, max_norm: float, owners: fusedcomm.ShardedOptimizer | None) -> None:
+    """Clips by the owners' norm, or by the same arithmetic on the means in p.grad."""
+    if owners is not None:
+        assert torch.equal(owners.grad_norm(), owners.grad_norm())  # it changes nothing
+        norm = owners.clip_grad_norm_(max_norm)
+        assert norm.dtype == torch.float32 and norm.dim() == 0
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients), rtol=1e-6, atol=0)
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
 def train(
     way: Way, rank: int, world_size: int, steps: int, owners: bool, overlap: bool | None = None, device: str = "cpu"
 ) -> list:
-    """(parameters, scale of the loss) after each step. owners: whether a ShardedOptimizer steps; otherwise every rank
-    runs torch's optimizers on the means."""
+    """(parameters, scale of the loss, groups without their parameters) after each step. owners: whether a
+    ShardedOptimizer steps; otherwise every rank runs torch's optimizers on the means."""
     torch.manual_seed(5)
     model = way.model().to(device)
     options = {"find_unused_parameters": way.find_unused, "quiet": True}
     if way.front == "parallel":
-        forward = fusedcomm.DataParallel(model, config=way.config, bucket_cap_mb=BUCKET_MIB, **options)
+        forward = given = fusedcomm.DataParallel(model, config=way.config, bucket_cap_mb=BUCKET_MIB, **options)
         reducer = forward.comm
     else:
         every = way.accumulate if way.counts else 1
         forward = model
-        reducer = fusedcomm.GradReducer(model, way.config, bucket_mib=BUCKET_MIB, every=every, **options)
+        reducer = given = fusedcomm.GradReducer(model, way.config, bucket_mib=BUCKET_MIB, every=every, **options)
     if owners:
-        given = forward if way.front == "parallel" else reducer
         optimizers = [sharded(model, given, way.kind, update=way.update, overlap=overlap)]
     else:
         optimizers = plain_optimizers(model, way.kind)
@@ -188,21 +273,33 @@ def train(
         )
         for each in (optimizers if way.scheduled else [])
     ]
+
+    def backward(step: int, part: int) -> None:
+        if way.config.weighted is not None:
+            reducer.weight = (rank + step) % 3
+        loss = loss_of(forward, rank, step, part)
+        if way.scaled and step in (2, 7) and rank == world_size - 1:
+            loss = loss + _spoiled(model)
+        scaler.scale(loss).backward()
+
     seen = []
     for step in range(steps):
+        old = [p.detach().clone() for p in model.parameters()]
+        if way.restore:
+            with given.no_sync():
+                backward(step, 0)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=0.1)
+            model.zero_grad()
         for part in range(way.accumulate):
-            if way.config.weighted is not None:
-                reducer.weight = (rank + step) % 3
             held_back = not way.counts and part + 1 < way.accumulate
-            with (
-                forward.no_sync()
-                if held_back and way.front == "parallel"
-                else (reducer.no_sync() if held_back else contextlib.nullcontext())
-            ):
-                loss = loss_of(forward, rank, step, part)
-                if way.scaled and step in (2, 7) and rank == world_size - 1:
-                    loss = loss + _spoiled(model)
-                scaler.scale(loss).backward()
+            with given.no_sync() if held_back else contextlib.nullcontext():
+                backward(step, part)
+        if way.restore:
+            way.restore(model, old)
+        if way.max_norm is not None:
+            clip(model, way.max_norm, optimizers[0] if owners else None)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -210,6 +307,9 @@ def train(
             scheduler.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        seen.append((flat(model), scaler.get_scale()))
+        groups = [
+            {k: copy.copy(v) for k, v in each.items() if k != "params"} for o in optimizers for each in o.param_groups
+        ]
+        seen.append((flat(model).cpu(), scaler.get_scale(), groups))
     reducer.detach()
-    return [(parameters.cpu(), scale) for parameters, scale in seen]
+    return seen

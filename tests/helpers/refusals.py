@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from models import refusal
 from ranks import RankError, Ranks
 
 
@@ -63,11 +64,7 @@ def differ(make: Callable, one: dict, other: dict) -> Callable[[int], object]:
 def said(row: Row, rank: int) -> str:
     """The kind and the text of the error."""
     torch.manual_seed(5)
-    try:
-        row.wrong(rank)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return refusal(row.wrong, rank)
 
 
 def said_by_rank(rank: int, world_size: int, module: str, indices: list[int]) -> dict[int, str]:

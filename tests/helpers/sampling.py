@@ -60,7 +60,7 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark and hasattr(item, "callspec"):
+        if mark and item not in left_out and hasattr(item, "callspec"):
             needs_gpu = item.get_closest_marker("gpu") is not None
             matrices.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append(item)
     for matrix in matrices.values():
@@ -68,3 +68,18 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
         chosen = covering([values(item, options.get("by")) for item in matrix], options.get("strength", 1))
         left_out.update(set(matrix) - {matrix[index] for index in chosen})
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+
+
+def for_all_lists(actions: list, num_examples: int, law: Callable[[list], None]) -> None:
+    """Calls `law` with all actions, and with short lists of them that hypothesis draws, the same ones in every run. It
+    does not look for shorter ones if one fails: each may take seconds."""
+    from hypothesis import Phase, given, settings
+    from hypothesis import strategies as st
+
+    @settings(max_examples=num_examples, phases=[Phase.generate], derandomize=True, deadline=None, database=None)
+    @given(st.lists(st.sampled_from(actions), min_size=2, max_size=6))
+    def check(drawn: list) -> None:
+        law(drawn)
+
+    law(actions)
+    check()

@@ -31,9 +31,9 @@ def test_every_combination_of_so_many_values_that_there_is_appears(strength, mos
 class Item:
     """The parts of a pytest item that sampled() uses."""
 
-    def __init__(self, name, mark=None, **params):
+    def __init__(self, name, *marks, **params):
         self.nodeid = f"test_x.py::{name}[{params}]"
-        self.get_closest_marker = {mark.name: mark.mark}.get if mark else {}.get
+        self.get_closest_marker = {mark.name: mark.mark for mark in marks}.get
         self.callspec = types.SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
 
 
@@ -48,3 +48,9 @@ def test_unmarked_tests_run_whole_and_marked_ones_in_part():
     assert len(run) == 5 + 3 + 2 and len(left_out) == 3 + 1 + 1 and run[:5] == plain
     assert {each.callspec.params["b"] for each in run[5:8]} == {"x", "y"}
     assert run == sampled(every)[0]
+
+
+def test_values_are_covered_by_cases_that_are_not_full():
+    full = {"y": [pytest.mark.full], "x": []}
+    items = [Item("matrix", pytest.mark.sampled, *full[b], a=a, b=b) for a in range(3) for b in "yx"]
+    assert [each.callspec.params for each in sampled(items)[0]] == [{"a": a, "b": "x"} for a in range(3)]

@@ -5,8 +5,8 @@
 set -eu -o pipefail
 
 TESTS="tests/ranks/test_torch_groups.py tests/ddp/test_changed_parameters.py tests/ddp/test_ddp_refusals.py
-  tests/reducer/test_data_parallel_life.py tests/reducer/test_data_parallel_passes.py tests/reducer/test_pipelines.py
-  tests/fsdp/test_fsdp_handle.py tests/fsdp/test_fsdp_pipeline.py"
+  tests/reducer/test_data_parallel_life.py tests/reducer/test_data_parallel_passes.py tests/test_pipelines.py
+  tests/fsdp/test_fsdp_handle.py"
 
 mkdir -p build/torches
 unset CXX MAKEFLAGS MFLAGS

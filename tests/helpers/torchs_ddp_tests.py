@@ -67,14 +67,19 @@ def names() -> list[str]:
     return [name for name in methods if name.startswith("test") and (name in using or "ddp" in name.lower())]
 
 
+def stand_in_for_expecttest() -> None:
+    """torch's test helpers import expecttest for tests of text."""
+    try:
+        import expecttest  # noqa: F401
+    except ImportError:
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase
+
+
 def _module(world_size: int) -> types.ModuleType:
     """The module of torch's tests. It reads the environment when it is made."""
     os.environ.update(WORLD_SIZE=str(world_size), BACKEND="gloo", TEMP_DIR="/tmp", INIT_METHOD="env://")
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:  # torch's test helpers import it for tests of text
-        sys.modules["expecttest"] = types.ModuleType("expecttest")
-        sys.modules["expecttest"].TestCase = unittest.TestCase
+    stand_in_for_expecttest()
     name = f"torchs_ddp_tests_of_{world_size}"
     if name not in sys.modules:
         module = types.ModuleType(name)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+from torchs_ddp_tests import stand_in_for_expecttest
 
 VARIABLE = "FUSEDCOMM_TORCHS_FSDP_TESTS"
 FOLDER = "test/distributed/_composable/fsdp"
@@ -97,18 +98,9 @@ def _base() -> type:
     return OnRanks
 
 
-def _stand_in_for_expecttest() -> None:
-    """torch's test helpers import expecttest for tests of text."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
-        sys.modules["expecttest"] = types.ModuleType("expecttest")
-        sys.modules["expecttest"].TestCase = unittest.TestCase
-
-
 @functools.cache
 def _module(stem: str) -> types.ModuleType:
-    _stand_in_for_expecttest()
+    stand_in_for_expecttest()
     from torch.testing._internal import common_fsdp
 
     root = folder()

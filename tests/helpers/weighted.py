@@ -1,7 +1,10 @@
 """What the tests of weights train: front ends on unequal batches, and one process that has all of them."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
+from models import no_sync_of, reducer_of, synchronized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -9,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
-FRONTS = ["ddp", "reducer", "parallel", "fsdp", "hsdp"]
 BUCKETS = 1 / 4096
 
 
@@ -28,37 +30,47 @@ def sum_of_losses(module, x, y):
 
 
 def wrapped(front, module, config):
-    """(what is called, the handle, what holds back synchronization)"""
-    if front == "ddp":
-        ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS)
+    """(what is called, the handle, the context of a pass that only adds up). Fronts are those of synchronized(), some
+    with an option, and "HSDP"."""
+    name, _, option = front.partition(", ")
+    if name == "HSDP":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
+        for layer in (module[0], module[2], module):
+            fully_shard(layer, mesh=mesh)
+        return module, fusedcomm.attach(module, config, quiet=True), None
+    if option == "static graph":
+        ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS, static_graph=True)
         return ddp, fusedcomm.attach(ddp, config, quiet=True), ddp.no_sync
-    if front == "reducer":
-        reducer = fusedcomm.GradReducer(module, config, bucket_mib=BUCKETS, quiet=True)
-        return module, reducer, reducer.no_sync
-    if front == "parallel":
-        parallel = fusedcomm.DataParallel(module, config=config, bucket_cap_mb=BUCKETS, quiet=True)
-        return parallel, parallel.comm, parallel.no_sync
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    if front == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "shard"))
-    for layer in (module[0], module[2], module):
-        fully_shard(layer, mesh=mesh)
-    return module, fusedcomm.attach(module, config, quiet=True), None
+    if option == "every":
+        return module, reducer_of(module, config, bucket_mib=BUCKETS, every=2), contextlib.nullcontext
+    forward, comm = synchronized(name, module, config, BUCKETS, find_unused=option == "unused")
+    no_sync = None if name == "FSDP2" else no_sync_of(forward, comm)
+    if option != "other groups":
+        return forward, comm, no_sync
+
+    @contextlib.contextmanager
+    def moving():
+        """The group changes before the next pass."""
+        with no_sync():
+            yield
+        forward._update_process_group(dist.new_group())
+
+    return forward, comm, moving
 
 
 def gradients_of(module):
+    """A copy of all of them: [numel]."""
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
     return torch.cat([gradient.flatten() for gradient in whole])
 
 
 def one_process(steps, world_size):
-    """The gradients of one process that has all rows, in float64."""
+    """The gradients of one process that has all rows, in float64; steps[step][pass][rank] rows."""
     found = []
     for step, counts in enumerate(steps):
-        module, total = model().double(), sum(map(sum, counts))
+        module, total = model().double(), sum(sum(of_ranks[:world_size]) for of_ranks in counts)
         for number, of_ranks in enumerate(counts):
-            for rank, count in enumerate(of_ranks):
+            for rank, count in enumerate(of_ranks[:world_size]):
                 if count:
                     x, y = rows(rank, step, number, count)
                     (sum_of_losses(module, x.double(), y.double()) / total).backward()
@@ -66,23 +78,6 @@ def one_process(steps, world_size):
     return found
 
 
-ONE_PASS = [[[1000, 1, 7, 30]], [[0, 12, 1000, 3]], [[5, 1, 0, 0]]]
-TWO_PASSES = [[[9, 1, 4, 2], [0, 100, 1, 3]], [[2, 2, 2, 2], [1, 0, 5, 9]], [[3, 0, 1, 1]]]
-
-
-class Given(nn.Module):
-    """Its gradient is what it is called with."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, gradient):
-        return self.weight @ gradient
-
-
-def given(rank, numel, step=0):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-NUMEL = 1 << 13
+def check_close(found, expected, error=1e-6):
+    """Whether gradients are within this part of those of one process."""
+    assert (found - expected).norm() <= error * expected.norm()

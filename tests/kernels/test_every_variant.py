@@ -1,9 +1,10 @@
 """Every kernel variant that an engine may launch, compiled for the real tile and executed from its PTX, gives the bytes
 of the oracle: from the oldest and the newest supported Triton, for sm_80 and sm_90.
 
-`make test` runs a sample, in which every stage, compiler and capability appears. `make test-all` runs all of them.
-What has passed is noted in build/executed/, by the hash of the PTX, the executor and the checks: a run that was
-interrupted goes on where it was, and the same PTX is executed once.
+`make check` runs a sample, in which every stage, compiler and capability appears, and every stage of the oldest Triton
+with narrow codes, whose constants it sometimes extends wrongly. `make test-all` runs all of them. What has passed is
+noted in build/executed/, by the hash of the PTX, the executor and the checks: a run that was interrupted goes on where
+it was, and the same PTX is executed once.
 """
 
 import functools
@@ -17,9 +18,9 @@ import pytest
 import torch
 from kernel_checks import check_variant
 from sampling import covering
-from test_kernel_constants import every_variant
+from values import BLOCK_WIRES, DTYPES, WIRES
 
-from fusedcomm.kernels.variants import TILE
+from fusedcomm.kernels.variants import TILE, engine_variants
 from fusedcomm.native import _C
 
 pytest.importorskip("triton")
@@ -28,6 +29,23 @@ TESTS = Path(__file__).parents[1]
 PASSED = TESTS.parent / "build" / "executed"
 COMPILERS = ("newest", "oldest")
 CAPABILITIES = (80, 90)
+
+
+def every_variant() -> list["_C.KernelKey"]:
+    """Every variant that an engine may launch: each wire with each gradient dtype, two-shot and one-shot;
+    encoders with residuals; sums within hosts in another wire."""
+    variants = []
+    for wire in WIRES:
+        block = 32 if wire == "int4" else 128
+        plain, rotated = [(wire, block, False)], [(wire, block, wire in BLOCK_WIRES)]
+        variants += engine_variants(plain, DTYPES)
+        variants += engine_variants(rotated, DTYPES, one_shot=True)
+        for local_wire in ("fp32", "bf16", "fp16"):
+            variants += engine_variants(rotated, DTYPES[:1], local_wire=local_wire)
+        for feedback in ("fp32", "bf16"):
+            variants += engine_variants(rotated, DTYPES[:1], local_wire="bf16", feedback=feedback)
+    return list(dict.fromkeys(variants))
+
 
 VARIANTS = every_variant()
 CASES = [(name, capability, variant) for name in COMPILERS for capability in CAPABILITIES for variant in VARIANTS]
@@ -48,8 +66,8 @@ ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(
 def checks_hash() -> str:
     """Of everything besides the PTX on which a result depends."""
     reference = TESTS / "helpers" / "reference"
-    names = ("kernels/test_kernels.py", "helpers/kernel_checks.py", "helpers/ptx_kernels.py")
-    files = [*(TESTS / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
+    names = ("codec_checks.py", "kernel_checks.py", "ptx_kernels.py", "values.py")
+    files = [*(TESTS / "helpers" / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
     files += [*(TESTS.parent / "kernels").glob("*.py"), Path(_C.__file__)]
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
 
@@ -75,7 +93,13 @@ def fixed(variant: "_C.KernelKey", code: dict):
     return compiled
 
 
-@pytest.mark.sampled(by=lambda compiler, capability, variant: {"by": (compiler, capability), "stage": variant.kernel})
+def sample(compiler: str, capability: int, variant: "_C.KernelKey") -> dict:
+    nbits = min(_C.code_nbits(variant.wire or "fp32"), 32)
+    oldest = {"narrow": (variant.kernel, nbits)} if compiler == "oldest" and nbits < 32 else {}
+    return {"by": (compiler, capability), "stage": variant.kernel, **oldest}
+
+
+@pytest.mark.sampled(by=sample)
 @pytest.mark.parametrize(("compiler", "capability", "variant"), CASES, ids=str)
 def test_variant(compilers, monkeypatch, compiler, capability, variant):
     code = compilers(compiler)(variant, TILE, capability)

@@ -6,6 +6,8 @@ tests/kernels/test_executed_ptx.py removes barriers.
 """
 
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import compiling
@@ -13,68 +15,42 @@ import event_mutations
 import ptx
 import ptx_kernels
 import pytest
-import test_kernels
 import torch
-from test_kernels import bucket_layout, check_bucket, check_steps, count, signed, with_holes
+from codec_checks import Case, check
+from kernel_checks import Kernels, check_scale
 
 from fusedcomm.kernels.variants import TILE
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-RAGGED = [TILE + 4, 7, 64, TILE + 1], [TILE + 20]
-FLAT = [TILE + 4, 2 * TILE + 480], []  # a part has 66 blocks of 128 elements: padding follows its fp32 scales
+REAL = Kernels(tile=None)
+# Three parts show the order of a sum. A part of FLAT has 66 blocks of 128 elements, so padding follows its fp32 scales.
+RAGGED = Case(numels=([TILE + 4, 7, 64, TILE + 1], [TILE + 20]), gaps=[0, 3], block=128, num_parts=3, seed=8)
+FLAT = Case(numels=([TILE + 4, 2 * TILE + 480], []), block=128, num_parts=3, seed=8)
 
 
-def bucket(wire_format: str, numels: tuple[list[int], list[int]]) -> None:
-    """A bucket of three parts, so that the order of a sum shows."""
-    numels = with_holes(numels, [0, 3])
-    layout = bucket_layout(wire_format, 128, 3, count(numels[1]), count(numels[0]))
-    flats = signed(count(numels[0]), seed=8, specials=True), signed(count(numels[1]), seed=9, specials=True)
-    check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
-
-
-def views() -> None:
-    """No run is aligned."""
-    numels = with_holes(RAGGED, [0, 3])
-    layout = bucket_layout("bf16", 128, 3, count(numels[1]), count(numels[0]))
-    flats = [signed(count(of_list), seed=8) for of_list in numels]
-    check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE, begin=1)
-
-
-def ties() -> None:
+def ties(case: Case) -> list[torch.Tensor]:
     """Values halfway between two codes of fp8: the block's greatest value is 448, so the scale is 1."""
-    numel = 3 * TILE
-    flat = torch.tensor([448.0, 1.0625, 1.1875, -1.0625, -1.1875, 17.0, 19.0, 0.0009765625] * (numel // 8))
-    layout = bucket_layout("fp8", 128, 3, 0, numel)
-    check_bucket(layout, (flat, flat[:0]), ([numel], []), [0], "cpu", tile=TILE, scale=1.0)
+    values = torch.tensor([448.0, 1.0625, 1.1875, -1.0625, -1.1875, 17.0, 19.0, 0.0009765625])
+    return [values.repeat(3 * TILE // 8), torch.empty(0)]
 
 
-def counts() -> None:
-    """Every element is infinite, so that each slice's count is its size."""
-    numels = with_holes(RAGGED, [0, 3])
-    layout = bucket_layout("bf16", 128, 3, count(numels[1]), count(numels[0]))
-    check_bucket(
-        layout, [torch.full((count(of_list),), torch.inf) for of_list in numels], numels, [0, 3], "cpu", tile=TILE
-    )
+def infinities(case: Case) -> list[torch.Tensor]:
+    """Each slice's count is its size."""
+    return [torch.full((sum(numels),), torch.inf) for numels in RAGGED.numels]
 
 
-def steps(wire_format: str) -> None:
-    layout = bucket_layout(wire_format, 128, 2, 0, 2 * TILE + 300)
-    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", "bf16", torch.float32, tile=TILE)
-
-
-CHECKS = {
-    "bf16": lambda: bucket("bf16", RAGGED),
-    "bf16 flat": lambda: bucket("bf16", FLAT),
-    "fp8": lambda: bucket("fp8", FLAT),
-    "int8": lambda: bucket("int8", FLAT),
-    "int4": lambda: bucket("int4", FLAT),
-    "int8 rotated": lambda: bucket("int8-rotated", FLAT),
-    "fp8 ties": ties,
-    "counts": counts,
-    "views": views,
-    "int4 steps": lambda: steps("int4-rotated"),
-    "scale": lambda: test_kernels.test_scales_in_place("cpu", 2 * TILE + 3, TILE),
+BUCKETS = {
+    "bf16": RAGGED,
+    "bf16 flat": FLAT,
+    **{wire: replace(FLAT, wires=(wire,)) for wire in ("fp8", "int8", "int4")},
+    "int8 rotated": replace(FLAT, wires=("int8-rotated",)),
+    "fp8 ties": replace(FLAT, wires=("fp8",), values=ties, scale=1.0),
+    "counts": replace(RAGGED, values=infinities),
+    "views": replace(RAGGED, shift=1),
+    "int4 steps": replace(FLAT, wires=("int4-rotated",), feedback="bf16"),
 }
+CHECKS = {name: partial(check, REAL, case) for name, case in BUCKETS.items()}
+CHECKS["scale"] = partial(check_scale, REAL, 2 * TILE + 3)
 
 FAULTS = event_mutations.read("kernels")
 """Their scenes are the checks that fail."""

@@ -1,23 +1,35 @@
-"""With fp32 both ways, owners give the bits of the same optimizer on every rank: parameters after every step."""
+"""With fp32 both ways, owners give the bits of the same optimizer on every rank: parameters, and what groups have."""
 
 import on_streams
 import pytest
 import torch
 import torch.distributed as dist
+from counting import COUNTING
 from models import Conv
-from owners import BUCKET_MIB, FP32, Branches, Frozen, Net, Way, flat, groups_of, loss_of, made, train
+from owners import (
+    Branches,
+    Frozen,
+    Net,
+    Way,
+    bf16_net,
+    by_data,
+    by_new_data,
+    flat,
+    groups_of,
+    loss_of,
+    train,
+)
 from sampling import few
 
-import fusedcomm
 from fusedcomm.config import Chunks, Config
-
-FEW_STEPS, MANY_STEPS = 12, 100
 
 WAYS = {
     "adamw": Way(),
     "sgd": Way(kind="sgd"),
     "muon": Way(kind="muon"),
     "two groups": Way(kind="two groups"),
+    "named": Way(kind="named"),
+    "named groups": Way(kind="named groups"),
     "chunks": Way(config=Config("fp32", sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2))),
     "channels_last": Way(model=Conv),
     "channels_last sgd": Way(model=Conv, kind="sgd"),
@@ -39,24 +51,27 @@ LATER_WAYS = {
     "unused muon": Way(model=Branches, find_unused=True, kind="muon"),
     "scaled": Way(scaled=True),
     "scaled, accumulated": Way(scaled=True, kind="sgd", accumulate=2),
+    "clipped": Way(kind="sgd", max_norm=0.25),
+    "not clipped": Way(max_norm=1000.0),
+    "sharpness-aware": Way(kind="sgd", restore=by_data),
+    "sharpness-aware, new data": Way(kind="sgd", restore=by_new_data),
+    **{f"counts, {kind.__name__}": Way(kind=kind) for kind in COUNTING},
 }
-CASES = [
-    (name, overlap, world_size)
-    for name in (*WAYS, *LATER_WAYS)
-    for overlap in ((False, True) if name in WAYS else (False,))
-    for world_size in (2, 3, 4)
-]
+CASES = [(name, overlap) for name in WAYS for overlap in (False, True)] + [(name, False) for name in LATER_WAYS]
 
 
 def beside(rank, world_size, name, overlap, steps, device="cpu"):
-    """(the first step after which owners have other bits or another scale; scales; parameters at the end)."""
+    """(the first step after which owners have other bits, another scale or other values in groups; scales; parameters
+    at the end)."""
     way = {**WAYS, **LATER_WAYS}[name]
     theirs = train(way, rank, world_size, steps, owners=False, device=device)
     ours = train(way, rank, world_size, steps, owners=True, overlap=overlap, device=device)
     wrong = [
-        i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a[0], b[0]) or a[1] != b[1]
+        i
+        for i, ((mine, *my_others), (other, *others)) in enumerate(zip(ours, theirs, strict=True))
+        if not torch.equal(mine, other) or my_others != others
     ]
-    return (wrong or [None])[0], [scale for _, scale in ours], ours[-1][0]
+    return (wrong or [None])[0], [scale for _, scale, _ in ours], ours[-1][0]
 
 
 def check(ranks, steps, name, overlap, world_size, *device):
@@ -70,13 +85,15 @@ def check(ranks, steps, name, overlap, world_size, *device):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("name", "overlap", "world_size"), CASES)
-def test_parameters_are_those_of_a_replicated_optimizer(ranks, name, overlap, world_size):
-    check(ranks, FEW_STEPS, name, overlap, world_size)
+@pytest.mark.parametrize("world_size", few([2, 3, 4], 2, 3))
+@pytest.mark.parametrize(("name", "overlap"), CASES)
+@pytest.mark.parametrize("steps", few([6, 100], 6))
+def test_parameters_are_those_of_a_replicated_optimizer(ranks, name, overlap, world_size, steps):
+    check(ranks, steps, name, overlap, world_size)
 
 
 # The stand-in for an accelerator has no convolutions.
-ON_STREAMS = [case[:2] for case in CASES if case[2] == 2 and "channels_last" not in case[0]]
+ON_STREAMS = [case for case in CASES if "channels_last" not in case[0]]
 OF_THEM = ("chunks", True), ("muon", True), ("DataParallel, no_sync", True), ("weighted, accumulated", True)
 OF_THEM += (("scaled", False),)
 
@@ -84,12 +101,6 @@ OF_THEM += (("scaled", False),)
 @pytest.mark.parametrize("case", few(ON_STREAMS, *OF_THEM), ids=str)
 def test_so_they_are_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, case):
     check(ranks_on_streams, 6, *case, 2, on_streams.DEVICE)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "overlap", "world_size"), CASES)
-def test_a_hundred_steps_give_the_parameters_of_a_replicated_optimizer(ranks, name, overlap, world_size):
-    check(ranks, MANY_STEPS, name, overlap, world_size)
 
 
 # ---- bf16 parameters
@@ -130,11 +141,7 @@ def bf16_beside_masters(rank, world_size, kind, overlap, steps):
     theirs = with_masters(rank, world_size, steps, kind)
     way = Way(model=bf16_net, kind=kind, update="bf16")
     ours = train(way, rank, world_size, steps, owners=True, overlap=overlap)
-    return [torch.equal(mine, other) for (mine, _), other in zip(ours, theirs, strict=True)]
-
-
-def bf16_net():
-    return Net(torch.bfloat16)
+    return [torch.equal(mine, other) for (mine, *_), other in zip(ours, theirs, strict=True)]
 
 
 @pytest.mark.sampled
@@ -142,55 +149,5 @@ def bf16_net():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("world_size", few([2, 3, 4], 2, 3))
 def test_bf16_parameters_follow_fp32_copies_at_their_owners(ranks, kind, overlap, world_size):
-    for same in ranks.run(bf16_beside_masters, kind, overlap, 12, world_size=world_size):
-        assert same == [True] * 12
-
-
-# ---- clipping
-
-
-def clipped(rank, world_size, kind, max_norm):
-    """[(our norm, torch's norm, whether the parameters are close)] of each step. Both begin a step with equal ones."""
-    model, reducer, optimizer = made(kind, overlap=False, update="fp32")
-    torch.manual_seed(5)
-    other = Net()
-    replicated = fusedcomm.GradReducer(other, FP32, bucket_mib=BUCKET_MIB, quiet=True)
-    (plain,) = (group["optimizer_class"] for group in groups_of(other, kind))
-    of_group = {key: v for key, v in groups_of(other, kind)[0].items() if key not in ("optimizer_class", "params")}
-    plain = plain(other.parameters(), **of_group)
-    seen = []
-    for step in range(6):
-        plain.zero_grad()
-        loss_of(other, rank, step).backward()
-        theirs = torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm)
-        plain.step()
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        if step % 2:
-            assert torch.equal(optimizer.grad_norm(), optimizer.grad_norm())  # it changes nothing
-        ours = optimizer.clip_grad_norm_(max_norm)
-        optimizer.step()
-        seen.append((ours, theirs, torch.allclose(flat(model), flat(other), rtol=1e-5, atol=1e-6)))
-    before = flat(model)
-    optimizer.zero_grad()
-    (loss_of(model, rank, 6) * torch.inf).backward()
-    with pytest.raises(RuntimeError, match="norm"):
-        optimizer.clip_grad_norm_(max_norm, error_if_nonfinite=True)
-    optimizer.skip_step()
-    assert torch.equal(flat(model), before)
-    reducer.detach()
-    replicated.detach()
-    return seen, before
-
-
-@pytest.mark.parametrize("max_norm", [0.25, 1000.0])
-@pytest.mark.parametrize("world_size", few([2, 3, 4], 3))
-def test_clipping_takes_the_norm_of_all_means(ranks, world_size, max_norm):
-    outcomes = ranks.run(clipped, "sgd", max_norm, world_size=world_size)
-    for seen, parameters in outcomes:
-        assert torch.equal(parameters, outcomes[0][1])
-        for step, (ours, theirs, is_close) in enumerate(seen):
-            assert ours.dtype == torch.float32 and ours.dim() == 0
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-            assert torch.equal(ours, outcomes[0][0][step][0]) and is_close
-            assert (ours > 0.25) and (ours < 1000)
+    for same in ranks.run(bf16_beside_masters, kind, overlap, 6, world_size=world_size):
+        assert same == [True] * 6

@@ -4,18 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, integers, reducer_of
-from owners import BUCKET_MIB, FP32, Net, flat, loss_of, made, one_step
+from owners import BUCKET_MIB, FP32, Net, bf16_net, by_data, by_new_data, differs, flat, made, one_step
 from sampling import few
-from test_lossy_updates import differs
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fusedcomm
-
-
-def by_data(model, values):
-    for p, value in zip(model.parameters(), values, strict=True):
-        p.data.copy_(value)
 
 
 def by_broadcast(model, values):
@@ -27,11 +20,6 @@ def by_broadcast(model, values):
 
 def by_vector(model, values):
     vector_to_parameters(parameters_to_vector(values), model.parameters())
-
-
-def by_new_data(model, values):
-    for p, value in zip(model.parameters(), values, strict=True):
-        p.data = value.clone()
 
 
 def by_transposed_data(model, values):
@@ -66,10 +54,6 @@ def by_nan_and_back(model, values):
 
 WRITES = (by_data, by_broadcast, by_vector, by_new_data, by_transposed_data, by_data_with_gaps, by_loading)
 WRITES += (by_one_element, by_clamp, by_nan_and_back)
-
-
-def bf16_net():
-    return Net(torch.bfloat16)
 
 
 def set_rates(optimizer, rate):
@@ -110,18 +94,19 @@ def written(rank, world_size, make, update, kind, overlap):
     return wrong
 
 
-CASES = [(make, update) for make in (Net, bf16_net) for update in ("fp32", "bf16", "int8")]
+CASES = [
+    (make, update, kind)
+    for make in (Net, bf16_net)
+    for update in ("fp32", "bf16", "int8")
+    for kind in ("adamw", "muon")
+]
+FEW_CASES = (Net, "bf16", "muon"), (Net, "int8", "adamw"), (bf16_net, "bf16", "adamw")
 
 
 @pytest.mark.parametrize("overlap", few([False, True], True))
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize(
-    "case",
-    few(CASES, (Net, "bf16"), (Net, "int8"), (bf16_net, "bf16")),
-    ids=lambda case: f"{case[0].__name__}-{case[1]}",
-)
-def test_what_is_written_between_steps_is_kept(ranks, case, kind, overlap):
-    assert ranks.run(written, *case, kind, overlap, world_size=3) == [[]] * 3
+@pytest.mark.parametrize("case", few(CASES, *FEW_CASES), ids=lambda case: f"{case[0].__name__}-{case[1]}-{case[2]}")
+def test_what_is_written_between_steps_is_kept(ranks, case, overlap):
+    assert ranks.run(written, *case, overlap, world_size=3) == [[]] * 3
 
 
 def beside_a_written_element(rank, world_size, writes):
@@ -148,84 +133,3 @@ def test_elements_beside_a_written_one_keep_their_fp32_copies(ranks):
     ):
         assert torch.equal(matrix, plain) and torch.equal(vector, other)
         assert (matrix != 1).any()
-
-
-def resumed(rank, world_size, make, update):
-    """[what is wrong] where something is written beside saving and loading."""
-    model, reducer, optimizer = made("adamw", make, update=update)
-    for step in range(4):
-        one_step(model, optimizer, rank, step)
-    for p in model.parameters():
-        p.data.clamp_(-0.05, 0.05)
-    saved = {name: p.detach().clone() for name, p in model.state_dict().items()}, optimizer.state_dict()
-    one_step(model, optimizer, rank, 4)
-    expected = flat(model)
-    reducer.detach()
-    wrong = []
-    for model_is_first in (True, False):
-        for write in (None, by_data, by_loading):
-            model, reducer, optimizer = made("adamw", make, update=update)
-            if model_is_first:
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-            else:
-                one_step(model, optimizer, rank, 9)
-                set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
-            if write is None:
-                one_step(model, optimizer, rank, 4)
-                kept = torch.equal(flat(model), expected)
-            else:
-                write(model, values_of(model, 3))
-                after = flat(model)
-                set_rates(optimizer, 0.0)
-                one_step(model, optimizer, rank, 4)
-                kept = torch.equal(flat(model), after)
-            reducer.detach()
-            if not kept:
-                wrong.append((model_is_first, write))
-    return wrong
-
-
-@pytest.mark.parametrize(
-    "case", few(CASES, (Net, "int8"), (bf16_net, "bf16")), ids=lambda case: f"{case[0].__name__}-{case[1]}"
-)
-def test_a_loaded_fp32_copy_is_of_the_weights_it_was_saved_with(ranks, case):
-    assert ranks.run(resumed, *case, world_size=2) == [[]] * 2
-
-
-# ---- between backward() and step()
-
-
-def sharpness_aware(rank, world_size, owners, restore):
-    """Parameters after steps whose gradients are taken elsewhere, as by SAM."""
-    torch.manual_seed(5)
-    model = Net()
-    reducer = reducer_of(model, FP32, bucket_mib=BUCKET_MIB)
-    options = {"lr": 0.01, "momentum": 0.9}
-    if owners:
-        optimizer = fusedcomm.ShardedOptimizer(
-            reducer, torch.optim.SGD, update="fp32", overlap=False, quiet=True, **options
-        )
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), **options)
-    for step in range(4):
-        with reducer.no_sync():
-            loss_of(model, rank, step).backward()
-        old = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad, alpha=0.1)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        restore(model, old)
-        optimizer.step()
-        optimizer.zero_grad()
-    reducer.detach()
-    return flat(model)
-
-
-@pytest.mark.parametrize("restore", [by_new_data, by_data])
-def test_without_overlap_owners_step_from_the_parameters_there_are_at_the_step(ranks, restore):
-    ours, theirs = (ranks.run(sharpness_aware, owners, restore, world_size=2) for owners in (True, False))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, other)

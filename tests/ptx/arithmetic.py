@@ -7,7 +7,7 @@ import operator
 import numpy as np
 
 from .floats import SIGN, conversion, float_min_max, float_operation
-from .operation import DTYPES, INTEGERS, Function, Modifiers, Operation, Unsupported, nbits_of, require, same
+from .operation import DTYPES, INTEGERS, Modifiers, Operation, Unsupported, nbits_of, require, same
 
 
 @functools.cache
@@ -17,7 +17,7 @@ def operation(opcode: tuple[str, ...]) -> Operation:
     if name not in BUILDERS or not middle:
         raise Unsupported("unknown instruction")
     modifiers, kind = Modifiers(middle[:-1]), middle[-1]
-    if kind not in DTYPES:
+    if kind not in DTYPES and kind != "s16x2":
         raise Unsupported(f"unknown type .{kind}")
     result = BUILDERS[name](name, modifiers, kind)
     modifiers.check()
@@ -31,31 +31,26 @@ def sum_or_difference(name: str, modifiers: Modifiers, kind: str) -> Operation:
     function = {"add": np.add, "sub": np.subtract}[name]
     if kind == "f32":
         return float_operation(name, modifiers, kind)
+    if (name, kind) == ("add", "s16x2"):  # two numbers in a register
+        high, low = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+        return same("b32", 2, lambda a, b: ((a & high) + (b & high)) | ((a + b) & low))
     require(kind, *INTEGERS)
     return same(kind, 2, function)
 
 
 def product(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    """mul and mad: of the product of twice the width the whole (.wide), the low or the high half."""
+    """mul and mad: of the product of twice the width the whole (.wide) or the low half."""
     if kind == "f32" and name == "mul":
         return float_operation(name, modifiers, kind)
-    part = modifiers.one("lo", "hi", "wide")
+    part, num_added = modifiers.one("lo", "wide"), int(name == "mad")
     require(kind, *(INTEGERS if part == "lo" else INTEGERS[:2] + INTEGERS[3:5]))
-    plus = (lambda x, c: x + c) if name == "mad" else (lambda x: x)
-    num_added = int(name == "mad")
-    if part == "lo":
-        return same(kind, 2 + num_added, lambda a, b, *c: plus(a * b, *c))
-    wide = f"{kind[0]}{2 * nbits_of(kind)}"
-    dtype, nbits = DTYPES[wide], DTYPES[wide].type(nbits_of(kind))
-    if part == "hi":
+    result = kind if part == "lo" else f"{kind[0]}{2 * nbits_of(kind)}"
 
-        def high(a, b, *c):
-            return plus((np.multiply(a, b, dtype=dtype) >> nbits).astype(DTYPES[kind]), *c)
+    def compute(a, b, *c):
+        product = np.multiply(a, b, dtype=DTYPES[result])
+        return product + c[0] if c else product
 
-        return same(kind, 2 + num_added, high)
-    return Operation(
-        (kind, kind) + (wide,) * num_added, wide, lambda a, b, *c: plus(np.multiply(a, b, dtype=dtype), *c)
-    )
+    return Operation((kind, kind) + (result,) * num_added, result, compute)
 
 
 def quotient(name: str, modifiers: Modifiers, kind: str) -> Operation:
@@ -76,69 +71,31 @@ def quotient(name: str, modifiers: Modifiers, kind: str) -> Operation:
 
 def least_or_greatest(name: str, modifiers: Modifiers, kind: str) -> Operation:
     if kind == "f32":
-        return float_min_max(name, modifiers)
+        return float_min_max(name)
     function = {"min": np.minimum, "max": np.maximum}[name]
     require(kind, *INTEGERS)
     return same(kind, 2, function)
 
 
 def sign_operation(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    """neg and abs. For fp32 they change the sign bit alone, which the ISA allows for NaN."""
-    if kind == "f32":
-        function = {"neg": lambda x: x ^ SIGN, "abs": lambda x: x & ~SIGN}[name]
-        return same(kind, 1, lambda a: function(a.view(np.uint32)).view(np.float32))
-    require(kind, *INTEGERS[3:])
-    return same(kind, 1, {"neg": np.negative, "abs": np.abs}[name])
+    """neg and abs of fp32 change the sign bit alone, which the ISA allows for NaN."""
+    require(kind, "f32")
+    function = {"neg": lambda x: x ^ SIGN, "abs": lambda x: x & ~SIGN}[name]
+    return same(kind, 1, lambda a: function(a.view(np.uint32)).view(np.float32))
 
 
 def count_of_bits(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    """popc, clz and bfind: a u32."""
-    nbits = nbits_of(kind)
-    require(kind, *(("b32", "b64") if name != "bfind" else INTEGERS[1:3] + INTEGERS[4:]))
-    unsigned, none = DTYPES[f"u{nbits}"], np.uint32(0xFFFFFFFF)
-    amount = name == "bfind" and modifiers.has("shiftamt")
-
-    def length(a):
-        """Bits up to the highest one that is set."""
-        spread = a
-        for step in (1, 2, 4, 8, 16, 32)[: nbits.bit_length() - 1]:
-            spread = spread | (spread >> unsigned.type(step))
-        return np.bitwise_count(spread).astype(np.uint32)
-
-    def compute(a):
-        if name == "popc":
-            return np.bitwise_count(a).astype(np.uint32)
-        found = length(np.where(a < 0, ~a, a).view(unsigned))
-        if name == "clz" or amount:
-            left = np.uint32(nbits) - found
-            return left if name == "clz" else np.where(found == 0, none, left)
-        return found - np.uint32(1)
-
-    return Operation((kind,), "u32", compute)
-
-
-def reversed_bits(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "b32", "b64")
-    dtype = DTYPES[kind]
-
-    def compute(a):
-        in_bytes = np.ascontiguousarray(a).view(np.uint8).reshape(-1, dtype.itemsize)
-        bits = np.unpackbits(in_bytes, axis=1)[:, ::-1]  # the highest bit of the last byte becomes the first
-        return np.packbits(bits, axis=1).reshape(-1).view(dtype)
-
-    return same(kind, 1, compute)
+    return Operation((kind,), "u32", lambda a: np.bitwise_count(a).astype(np.uint32))
 
 
 def extracted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    require(kind, *INTEGERS[1:3], *INTEGERS[4:])
-    nbits, dtype = nbits_of(kind), DTYPES[kind]
+    require(kind, "u32", "u64")
+    one = DTYPES[kind].type(1)
 
     def compute(a, begin, numel):
-        begin, numel = begin & np.uint32(0xFF), np.minimum(numel & np.uint32(0xFF), np.uint32(nbits))
-        # Shifting first left, then right, fills from the field's highest bit, or from the number's if it ends first.
-        left = np.clip(np.int64(nbits) - begin - numel, 0, nbits - 1).astype(dtype)
-        field = shifted_right(a << left, np.maximum(np.uint32(nbits) - numel, begin), kind)
-        return np.where(numel == 0, dtype.type(0), field)
+        begin, numel = begin & np.uint32(0xFF), numel & np.uint32(0xFF)
+        return shifted_right(a, begin, kind) & (shifted_left(one, numel, kind) - one)
 
     return Operation((kind, "u32", "u32"), kind, compute)
 
@@ -148,22 +105,7 @@ def extracted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
 
 def bitwise(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "pred", "b16", "b32", "b64")
-    function = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}[name]
-    return same(kind, 1 if name == "not" else 2, function)
-
-
-def by_table(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    """lop3: bit i of the table, an immediate, is the result for operand bits whose number is i."""
-    require(kind, "b32")
-
-    def compute(a, b, c, table):
-        result = np.zeros(1, np.uint32)
-        for row in range(8):
-            if int(table[0]) >> row & 1:
-                result = result | ((a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c))
-        return result
-
-    return same("b32", 4, compute)
+    return same(kind, 2, {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[name])
 
 
 def shifted_left(a: np.ndarray, amount: np.ndarray, kind: str) -> np.ndarray:
@@ -190,13 +132,12 @@ def shift(name: str, modifiers: Modifiers, kind: str) -> Operation:
 
 def funnel_shift(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "b32")
-    left, clamp = modifiers.one("l", "r") == "l", modifiers.one("clamp", "wrap") == "clamp"
+    modifiers.one("l")
+    modifiers.one("wrap")
 
     def compute(low, high, amount):
-        amount = np.minimum(amount, np.uint32(32)) if clamp else amount & np.uint32(31)
         both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-        result = both << amount.astype(np.uint64) >> np.uint64(32) if left else both >> amount.astype(np.uint64)
-        return result.astype(np.uint32)
+        return (both << (amount & np.uint32(31)).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
 
     return Operation(("b32", "b32", "u32"), "b32", compute)
 
@@ -211,46 +152,25 @@ COMPARISONS = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 def unordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a != a) | (b != b)
 
 
-def comparison(modifiers: Modifiers, kind: str) -> Function:
-    """The comparison's function of two arrays. A comparison with a NaN is false, and with u, as in ltu, true."""
-    name = modifiers.one(*COMPARISONS, *UNSIGNED, *(f"{name}u" for name in COMPARISONS), "num", "nan")
-    if kind == "f32":
-        if name in ("num", "nan"):
-            return unordered if name == "nan" else lambda a, b: ~unordered(a, b)
-        compare = COMPARISONS[name.rstrip("u")]
-        if name[-1] == "u":
-            return lambda a, b: compare(a, b) | unordered(a, b)
-        return lambda a, b: compare(a, b) & ~unordered(a, b)
-    if name in UNSIGNED and kind[0] == "u":
-        name = UNSIGNED[name]
-    if name not in (COMPARISONS if kind[0] in "us" else ("eq", "ne")):
-        raise Unsupported(f".{name} of .{kind}")
-    return COMPARISONS[name]
-
-
-def combination(modifiers: Modifiers) -> Function | None:
-    """The Boolean operation with another predicate, or None."""
-    functions = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-    return next((function for name, function in functions.items() if modifiers.has(name)), None)
-
-
 def set_predicate(name: str, modifiers: Modifiers, kind: str) -> Operation:
-    compare, combine = comparison(modifiers, kind), combination(modifiers)
-    if combine is None:
-        return Operation((kind, kind), "pred", compare, lambda a, b: ~compare(a, b))
-    return Operation(
-        (kind, kind, "pred"),
-        "pred",
-        lambda a, b, c: combine(compare(a, b), c),
-        lambda a, b, c: combine(~compare(a, b), c),
-    )
+    """setp. A comparison with a NaN is false."""
+    if kind == "f32" and modifiers.has("nan"):
+        return Operation((kind, kind), "pred", unordered)
+    if kind == "f32" and modifiers.has("num"):
+        return Operation((kind, kind), "pred", lambda a, b: ~unordered(a, b))
+    if kind == "f32" or kind[0] in "us":
+        compare = COMPARISONS[modifiers.one(*COMPARISONS)]
+    else:
+        compare = COMPARISONS[modifiers.one("eq", "ne")]
+    if kind == "f32":
+        return Operation((kind, kind), "pred", lambda a, b: compare(a, b) & ~unordered(a, b))
+    return Operation((kind, kind), "pred", compare)
 
 
 def selection(name: str, modifiers: Modifiers, kind: str) -> Operation:
@@ -284,14 +204,11 @@ BUILDERS = {
     **dict.fromkeys(("div", "rem"), quotient),
     **dict.fromkeys(("min", "max"), least_or_greatest),
     **dict.fromkeys(("neg", "abs"), sign_operation),
-    **dict.fromkeys(("popc", "clz", "bfind"), count_of_bits),
-    **dict.fromkeys(("and", "or", "xor", "not"), bitwise),
+    **dict.fromkeys(("and", "or", "xor"), bitwise),
     **dict.fromkeys(("shl", "shr"), shift),
-    **dict.fromkeys(("sqrt", "rcp"), float_operation),
+    "popc": count_of_bits,
     "selp": selection,
-    "brev": reversed_bits,
     "bfe": extracted_field,
-    "lop3": by_table,
     "shf": funnel_shift,
     "setp": set_predicate,
     "prmt": permuted,

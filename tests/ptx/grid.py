@@ -48,13 +48,13 @@ class Program:
                 raise Unsupported(f"{instruction.guard} is not a predicate")
             if name == "bra":
                 step.target = self.kernel.labels[instruction.operands[-1]]
-            elif name in ("ret", "exit"):
+            elif name == "ret":
                 step.target = len(self.kernel.instructions)
             elif name in EXCHANGES:
                 step.run, step.ready = EXCHANGES[name](self.kernel, instruction)
             elif name in MEMORY:
                 step.run = memory_step(self.kernel, instruction)
-            elif name in ("mov", "cvta"):
+            elif name == "mov":
                 step.run = mov_step(self.kernel, instruction)
             else:
                 step.run = arithmetic_step(self.kernel, instruction)
@@ -198,7 +198,7 @@ class Schedule:
     def _fail_stuck(self) -> None:
         thread = int(np.argmax(self.waits))
         self.current = int(self.at[thread])
-        size = WARP if self.code.kernel.instructions[self.current].opcode[0] in ("shfl", "vote", "redux") else 0
+        size = WARP if self.code.kernel.instructions[self.current].opcode[0] in ("shfl", "redux") else 0
         size = size or self.grid.num_threads
         partners = slice(thread // size * size, (thread // size + 1) * size)
         missing = np.flatnonzero(self.at[partners] != self.current) + partners.start

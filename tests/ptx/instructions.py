@@ -6,7 +6,7 @@ import numpy as np
 
 from .arithmetic import operation
 from .operands import UNSIGNED, Run, address_reader, members, reader, writer
-from .operation import DTYPES, Modifiers, Operation, Unsupported, require
+from .operation import DTYPES, Modifiers, Unsupported, require
 from .parse import Instruction, Kernel
 
 # ---- arithmetic and mov
@@ -15,36 +15,23 @@ from .parse import Instruction, Kernel
 def arithmetic_step(kernel: Kernel, instruction: Instruction) -> Run:
     op = operation(instruction.opcode)
     destination, *sources = instruction.operands
-    destination, _, second = destination.partition("|")
-    if op.result == "f32" and op.sources == ("f32", "f32") and len(sources) == 3 and instruction.opcode[0] in "min max":
-        op = Operation(("f32",) * 3, "f32", op.compute)
-    if len(sources) != len(op.sources) or (second and op.complement is None):
+    if len(sources) != len(op.sources):
         raise Unsupported(f"{len(sources)} operands instead of {len(op.sources)}")
     read = [reader(kernel, text, kind, op.any_width) for text, kind in zip(sources, op.sources, strict=True)]
-    bits, compute, complement = writer(kernel, destination, op.result, op.any_width), op.compute, op.complement
+    bits, compute = writer(kernel, destination, op.result, op.any_width), op.compute
 
     def run(grid, mask):
         operands = [operand(grid) for operand in read]
         grid.put(destination, bits(compute(*operands)), mask)
 
-    def run_both(grid, mask):
-        operands = [operand(grid) for operand in read]
-        results = (destination, compute(*operands)), (second, complement(*operands))
-        for name, result in results:
-            if name != "_":
-                grid.put(name, result, mask)
-
-    return run_both if second or destination == "_" else run
+    return run
 
 
 def mov_step(kernel: Kernel, instruction: Instruction) -> Run:
-    """mov, also between a vector and a register of the same bits, and cvta: global addresses are generic addresses."""
+    """mov, also between a vector and a register of the same bits."""
     kind = instruction.opcode[-1]
     destination, source = instruction.operands
-    if instruction.opcode[0] == "cvta":
-        if instruction.opcode not in (("cvta", "to", "global", "u64"), ("cvta", "global", "u64")):
-            raise Unsupported("unknown instruction")
-    elif len(instruction.opcode) != 2 or kind not in DTYPES:
+    if len(instruction.opcode) != 2 or kind not in DTYPES:
         raise Unsupported("unknown type or modifier")
     if not (destination + source).count("{"):
         read, bits = reader(kernel, source, kind), writer(kernel, destination, kind)
@@ -73,11 +60,6 @@ def mov_step(kernel: Kernel, instruction: Instruction) -> Run:
 
 # ---- ld, st, atom and red
 
-# Cache operators, hints and orders. They change when other threads see a write, which counts as a race here anyway.
-HINTS = ("weak", "relaxed", "volatile", "nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "cta", "gpu", "sys")
-HINTS += ("L1::evict_normal", "L1::evict_first", "L1::evict_last", "L1::evict_unchanged", "L1::no_allocate")
-HINTS += ("L2::64B", "L2::128B", "L2::256B")
-
 
 def ld_param_step(kernel: Kernel, instruction: Instruction) -> Run:
     destination, source = instruction.operands
@@ -97,18 +79,16 @@ def memory_step(kernel: Kernel, instruction: Instruction) -> Run:
         return ld_param_step(kernel, instruction)
     modifiers, kind = Modifiers(tuple(middle[:-1])), middle[-1]
     space = {"global": "memory", "shared": "shared"}[modifiers.one("global", "shared")]
-    for hint in HINTS:
-        modifiers.has(hint)
     if kind not in DTYPES or kind == "pred":
         raise Unsupported(f"unknown type .{kind}")
     if name in ("atom", "red"):
         return atomic_step(kernel, instruction, modifiers, space, kind)
-    count = next((numel for numel in (2, 4, 8) if modifiers.has(f"v{numel}")), 1)
+    count = next((numel for numel in (2, 4) if modifiers.has(f"v{numel}")), 1)
     modifiers.check()
     place, vector = instruction.operands[:: 1 if name == "st" else -1]
     names, address = members(vector), address_reader(kernel, place, "u64" if space == "memory" else "u32")
     nbytes, line = DTYPES[kind].itemsize, instruction.line
-    if len(names) != count or nbytes * count > 32:
+    if len(names) != count:
         raise Unsupported(f"{len(names)} registers instead of {count}")
     if name == "st":
         values = [reader(kernel, text, kind, any_width=True) for text in names]
@@ -123,27 +103,25 @@ def memory_step(kernel: Kernel, instruction: Instruction) -> Run:
     def load(grid, mask):
         loaded = getattr(grid, space).load(grid.full(address(grid), mask), grid.by(mask, line), nbytes, count)
         for text, extend, word in zip(names, bits, loaded, strict=True):
-            if text != "_":
-                grid.put_chosen(text, extend(word.view(DTYPES[kind])), mask)
+            grid.put_chosen(text, extend(word.view(DTYPES[kind])), mask)
 
     return load
 
 
 def atomic_step(kernel: Kernel, instruction: Instruction, modifiers: Modifiers, space: str, kind: str) -> Run:
-    """atom and red: add, min, max, and, or, xor and exch. The order of threads is that of their numbers."""
-    functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
-    functions |= {"xor": np.bitwise_xor, "exch": lambda before, value: value}
-    function = functions[modifiers.one(*functions)]
+    """atom and red: add, of which no other order than that of threads is known to come out."""
+    for needed in ("gpu", "relaxed", "add"):
+        modifiers.one(needed)
     modifiers.check()
-    require(kind, "u32", "s32", "b32", "u64", "s64", "b64", "f32")
+    require(kind, "u32", "u64")
     *destination, place, source = instruction.operands
     address, value = address_reader(kernel, place, "u64" if space == "memory" else "u32"), reader(kernel, source, kind)
     bits, line = writer(kernel, (destination or ["_"])[0], kind), instruction.line
 
     def run(grid, mask):
         by = grid.by(mask, line)
-        before = getattr(grid, space).add(grid.full(address(grid), mask), by, function, grid.full(value(grid), mask))
-        if destination and destination[0] != "_":
+        before = getattr(grid, space).add(grid.full(address(grid), mask), by, grid.full(value(grid), mask))
+        if destination:
             grid.put_chosen(destination[0], bits(before), mask)
 
     return run

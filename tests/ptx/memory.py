@@ -2,12 +2,12 @@
 Model" and sections ld, st, atom and red.
 
 Memory is a list of regions. Each byte of a region that is tracked has a word, uint64: the thread that wrote it last,
-and the time. A time counts barriers: those of the block in the high 24 bits, those of the warp since then in the low 8.
-Two accesses of a byte by different threads, of which one writes, need a barrier of their block or warp between them.
+and the time. A time counts barriers of the block. Two accesses of a byte by different threads, of which one writes,
+need a barrier of their block between them.
 Reads are recorded, and compared with later writes at the next barrier of all blocks, or at the end of the launch.
 
-Some races are missed: of a thread outside a barrier of part of a block, and of a read if its bytes are written again,
-after a barrier, before reads are compared. Atomic operations race with all other accesses of their bytes in a launch.
+A race is missed: of a read if its bytes are written again, after a barrier, before reads are compared. Atomic
+operations race with all other accesses of their bytes in a launch.
 """
 
 import bisect
@@ -122,8 +122,8 @@ class Memory:
                 self._record_write(region, offsets, total, whose, packed[chosen])
             region.view(total)[offsets // total] = packed[chosen]
 
-    def add(self, address: np.ndarray, by: By, operation, values: np.ndarray) -> np.ndarray:
-        """Combines each value with the number at its address, one thread after another. Returns the numbers before."""
+    def add(self, address: np.ndarray, by: By, values: np.ndarray) -> np.ndarray:
+        """Adds each value to the number at its address, one thread after another. Returns the numbers before."""
         nbytes = values.itemsize
         result = np.empty_like(values)
         for region, chosen, offsets in self._located(address, by, nbytes):
@@ -134,7 +134,7 @@ class Memory:
             places, operands, before = offsets // nbytes, values[chosen], result[chosen]
             for i, place in enumerate(places):
                 before[i] = numbers[place]
-                numbers[place] = operation(numbers[place : place + 1], operands[i : i + 1])[0]
+                numbers[place] += operands[i]
             result[chosen] = before
         return result
 
@@ -220,9 +220,7 @@ class Memory:
         """Whether a barrier lies between the writes that left the words `found` and an access of each thread."""
         writers = (found & THREAD_MASK).astype(np.int64) - 1
         written, now = found >> THREAD_BITS, by.words >> THREAD_BITS
-        same_block = writers // self.num_threads == by.blocks
-        same_warp = same_block & (writers // WARP == by.threads // WARP)
-        return (same_block & (written >> np.uint64(8) != now >> np.uint64(8))) | (same_warp & (written != now))
+        return (writers // self.num_threads == by.blocks) & (written != now)
 
     def _race(self, region, offsets, by, found, other, reason) -> None:
         index, byte = (int(i) for i in np.argwhere(other)[0])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .memory import SHARED_BASE, WARP, By, Memory
+from .memory import SHARED_BASE, By, Memory
 from .operation import DTYPES, Unsupported
 from .parse import Kernel
 
@@ -69,10 +69,9 @@ class Grid:
             bits = every
         self.regs[name] = bits
 
-    def tick(self, ready: np.ndarray | None, of_block: bool) -> None:
-        """Advances the time of threads that have met in a barrier of their block, or of their warp."""
-        low = np.uint64(8)
-        later = ((self.times >> low) + np.uint64(1)) << low if of_block else self.times + np.uint64(1)
+    def tick(self, ready: np.ndarray | None) -> None:
+        """Advances the time of threads that have met in a barrier of their block."""
+        later = self.times + np.uint64(1)
         self.times = later if ready is None else np.where(ready, later, self.times)
         self.words = (self.times << np.uint64(32)) | (self.threads.astype(np.uint64) + np.uint64(1))
 
@@ -86,12 +85,7 @@ Run = Callable[[Grid, np.ndarray | None], None]
 SPECIAL = {
     "%tid.x": lambda grid: grid.threads % grid.num_threads,
     "%ctaid.x": lambda grid: grid.blocks,
-    "%ntid.x": lambda grid: np.array([grid.num_threads]),
     "%nctaid.x": lambda grid: np.array([grid.num_blocks]),
-    "%laneid": lambda grid: grid.threads % WARP,
-    "%warpid": lambda grid: grid.threads % grid.num_threads // WARP,
-    **{f"%{name}.{axis}": lambda grid: np.zeros(1, int) for name in ("tid", "ctaid") for axis in "yz"},
-    **{f"%{name}.{axis}": lambda grid: np.ones(1, int) for name in ("ntid", "nctaid") for axis in "yz"},
 }
 
 
@@ -102,14 +96,10 @@ def constant(kernel: Kernel, text: str, kind: str) -> np.ndarray:
         value = SHARED_BASE + kernel.symbols[text]
     elif re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
         value = int(text[2:], 16)
-    elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
-        value = int(text.rstrip("U"), 0)
-        if dtype.kind == "f":
-            return np.array([value], dtype)
+    elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", text):
+        value = int(text, 0)
     else:
         raise Unsupported(f"unknown operand {text}")
-    if dtype.kind == "b":
-        return np.array([value != 0])
     nbits = 8 * dtype.itemsize
     return np.array([value % (1 << nbits)], f"u{dtype.itemsize}").view(dtype)
 
@@ -120,9 +110,6 @@ def reader(kernel: Kernel, text: str, kind: str, any_width: bool = False) -> Cal
     Raises Unsupported if the register's width is another one. With `any_width` it may be wider: its low bits count.
     """
     dtype = DTYPES[kind]
-    if text.startswith("!"):
-        positive = reader(kernel, text[1:], kind)
-        return lambda grid: ~positive(grid)
     if text in SPECIAL:
         special, nbits = SPECIAL[text], dtype.itemsize
         return lambda grid: special(grid).astype(f"u{nbits}").view(dtype)
@@ -165,13 +152,13 @@ def members(text: str) -> list[str]:
 
 def address_reader(kernel: Kernel, text: str, kind: str) -> Callable[[Grid], np.ndarray]:
     """uint64: the address of "[register + offset]", "[variable]", …"""
-    match = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:([+-])\s*(-?\d+))?\s*\]", text)
+    match = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
     if match is None:
         raise Unsupported(f"unknown address {text}")
     if match[1] in kernel.registers:  # of 32 or 64 bits, in any space: chapter "Addresses as Operands"
         kind = {4: "u32", 8: "u64"}.get(bits_dtype(kernel.registers[match[1]]).itemsize, kind)
     base = reader(kernel, match[1], kind)
-    offset = np.array([int(match[3] or 0) * (-1 if match[2] == "-" else 1)]).astype(DTYPES[kind])
+    offset = np.array([int(match[2] or 0)]).astype(DTYPES[kind])
     if not offset[0]:
         return lambda grid: base(grid).astype(np.uint64, copy=False)
     return lambda grid: (base(grid) + offset).astype(np.uint64, copy=False)

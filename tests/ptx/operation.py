@@ -10,7 +10,6 @@ from .parse import Unsupported
 DTYPES = {f"{kind}{nbits}": np.dtype(f"u{nbits // 8}") for kind in "bu" for nbits in (8, 16, 32, 64)}
 DTYPES |= {f"s{nbits}": np.dtype(f"i{nbits // 8}") for nbits in (8, 16, 32, 64)}
 DTYPES |= {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "pred": np.dtype(bool)}
-DTYPES |= {"bf16": np.dtype("u2"), "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4")}  # as bits
 
 
 Function = Callable[..., np.ndarray]
@@ -22,7 +21,6 @@ class Operation:
     sources: tuple[str, ...]  # the operands' types
     result: str  # the result's type
     compute: Function  # of arrays of these types
-    complement: Function | None = None  # setp's second result
     any_width: bool = False  # whether registers may be wider than the types
 
 

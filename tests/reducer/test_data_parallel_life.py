@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints_of_torch
-from models import Mlp, Normalised, wrapped
+from models import Mlp, Normalised, refusal, wrapped
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.reducer.ddp_arguments import check_devices
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,21 +108,6 @@ def test_a_device_mesh_is_its_group(ranks):
     assert ranks.run(on_a_mesh) == [0.5, 0.5, 2.5, 2.5]
 
 
-def thawed(rank, world_size):
-    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    module[0].requires_grad_(False)
-    model, x = wrapped(True, module), torch.tensor([[1.0 + rank, -2.0]])
-    model(x).sum().backward()
-    module[0].requires_grad_(True)
-    model(x).sum().backward()
-    return [p.grad.tolist() for p in module.parameters()]
-
-
-def test_a_parameter_that_is_thawed_takes_part(ranks):
-    first, second = ranks.run(thawed, world_size=2)
-    assert first == second and first[0][0] != [0.0, 0.0]
-
-
 def distributed_checkpoints(rank, world_size, folder):
     """From DDP to DataParallel, back, and the names of both."""
     states = {}
@@ -144,3 +131,17 @@ def distributed_checkpoints(rank, world_size, folder):
 
 def test_distributed_checkpoints_load_both_ways(ranks, tmp_path):
     ranks.run(distributed_checkpoints, str(tmp_path), world_size=2)
+
+
+CUDA_1 = torch.device("cuda", 1)
+
+
+def test_device_ids_name_the_modules_device():
+    for given in ([1], ["cuda:1"], [CUDA_1], ["cuda"]):
+        assert check_devices(CUDA_1, given, None) == ([1], 1)
+    assert check_devices(CUDA_1, [1], CUDA_1) == ([1], 1)
+    for given in (None, []):
+        assert check_devices(CUDA_1, given, None) == (None, None)
+        assert check_devices(torch.device("cpu"), given, None) == (None, None)
+    for given in (([0], None), (["cuda:2"], None), (["cpu"], None), ([1], 0), (None, 0)):
+        assert "the module's device, cuda:1" in refusal(check_devices, CUDA_1, *given)

@@ -5,31 +5,14 @@ import warnings
 
 import pytest
 import torch
-from models import Branches, Gradients, integers, mean_of_integers, reducer_of, synchronize
+from models import Gradients, integers, mean_of_integers, reducer_of, synchronize
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import Config, Feedback
+from fusedcomm.config import Config
 
 # ---- what is sent when
-
-
-def several_passes(rank, world_size):
-    """Two synchronized passes before a step: the second one's gradient is added to the mean of the first."""
-    model = Gradients((300,), (40, 50))
-    reducer_of(model)
-    gradients = [integers(rank, (300,)), integers(rank, (40, 50))]
-    loss = model(gradients)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [weight.grad for weight in model.weights]
-
-
-def test_two_synchronized_passes_add_up_their_means(ranks):
-    for seen in ranks.run(several_passes, world_size=2):
-        for gradient in seen:
-            assert torch.equal(gradient, 2 * mean_of_integers(2, gradient.shape))
 
 
 class Ordered(nn.Module):
@@ -106,99 +89,6 @@ def handed_over_early(rank, world_size):
 def test_buckets_are_handed_over_while_the_backward_pass_runs(ranks):
     for names in ranks.run(handed_over_early, world_size=2):
         assert names == [1, 1, 1]
-
-
-# ---- frozen parameters
-
-
-def frozen(rank, world_size, wire, which):
-    shapes = ((80, 64), (7,), (30, 40))
-    model = Gradients(*shapes)
-    reducer = reducer_of(model, wire)
-    gradients = [integers(rank, shape) for shape in shapes]
-    seen = []
-    for step in range(7):
-        for index in which:
-            model.weights[index].requires_grad_(step not in (0, 3, 4))
-        model.zero_grad()
-        if all(not weight.requires_grad for weight in model.weights):
-            continue
-        model([gradient * (step + 1) for gradient in gradients]).backward()
-        names = sorted(name for row in reducer.plan().buckets for name in row.parameters)
-        seen.append((step, names, [None if weight.grad is None else weight.grad.clone() for weight in model.weights]))
-    return shapes, seen
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("which", [(0,), (1, 2), (0, 1, 2)], ids=str)
-def test_frozen_parameters_are_not_sent_and_thawed_ones_are(ranks, wire, which):
-    for shapes, seen in ranks.run(frozen, wire, which, world_size=2):
-        assert len(seen) == (4 if len(which) == 3 else 7)
-        for step, names, gradients in seen:
-            for index, (shape, gradient) in enumerate(zip(shapes, gradients, strict=True)):
-                is_frozen = index in which and step in (0, 3, 4)
-                assert (f"weights.{index}" in names) != is_frozen
-                if is_frozen:
-                    assert gradient is None
-                else:
-                    assert torch.equal(gradient, mean_of_integers(2, shape) * (step + 1))
-
-
-# ---- unused parameters
-
-
-def accumulated_and_unused(rank, world_size):
-    """A parameter that is used only within no_sync() is used; its sum is sent with the next pass."""
-    model = Branches()
-    reducer = reducer_of(model, find_unused_parameters=True)
-    with reducer.no_sync():
-        model(torch.ones(1, 10)).sum().backward()
-    branch = model.even if rank == 1 else model.odd  # of the first pass
-    local = branch.weight.grad.clone()
-    model(torch.ones(1, 10)).sum().backward()
-    return local, model.even.weight.grad, model.odd.weight.grad
-
-
-def test_use_within_no_sync_counts(ranks):
-    (odd, even_0, odd_0), (even, even_1, odd_1) = ranks.run(accumulated_and_unused, world_size=2)
-    assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1)
-    # Each rank has used each branch once: one within no_sync(), the other in the synchronized pass.
-    assert even_0.abs().sum() > 0 and odd_0.abs().sum() > 0
-    assert odd.abs().sum() > 0 and even.abs().sum() > 0
-
-
-class Words(nn.Module):
-    def __init__(self, sparse):
-        super().__init__()
-        self.embedding = nn.Embedding(6, 3, sparse=sparse)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, words):
-        return (self.embedding(words) * self.scale).sum() if words is not None else self.scale.sum()
-
-
-def sparse_and_unused(rank, world_size, sparse):
-    """In the first step rank 1 does not use the embedding, in the second no rank does."""
-    torch.manual_seed(0)
-    model = Words(sparse)
-    reducer_of(model, find_unused_parameters=True)
-    seen = []
-    for used_by in ((0,), (), (0, 1)):
-        model.zero_grad()
-        model(torch.tensor([rank, 2 + rank]) if rank in used_by else None).backward()
-        gradient = model.embedding.weight.grad
-        seen.append(None if gradient is None else (gradient.is_sparse, gradient.to_dense()))
-    return seen
-
-
-def test_a_sparse_gradient_may_be_unused(ranks):
-    dense, sparse = (ranks.run(sparse_and_unused, kind, world_size=2) for kind in (False, True))
-    for seen, expected in zip(sparse, dense, strict=True):
-        assert seen[1] is None and expected[1] is None
-        for step in (0, 2):
-            assert seen[step][0] and not expected[step][0]
-            assert torch.equal(seen[step][1], expected[step][1])
 
 
 # ---- where gradients lie
@@ -332,32 +222,6 @@ def test_no_copy_of_the_gradients_is_kept():
         fresh.close()
     assert grown["ddp"] > 48, "DDP keeps its buckets, so the measurement sees nothing"
     assert grown["bf16"] < 30, grown
-
-
-# ---- error feedback, and hooks of the user's own
-
-
-def fed_back(rank, world_size):
-    """weights.1 is frozen in some steps, so weights.0 is in other buckets then. Returns the sum of its means."""
-    model = Gradients((3000,), (2000,))
-    reducer_of(model, Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback()), bucket_mib=25)
-    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((3000,), (2000,))]
-    total, first = torch.zeros(3000), None
-    for step in range(24):
-        model.weights[1].requires_grad_(step % 5 != 4)
-        model.zero_grad()
-        model(gradients).backward()
-        total += model.weights[0].grad
-        first = total.clone() if first is None else first
-    return gradients[0], first, total / 24
-
-
-def test_the_residual_of_a_parameter_goes_along_when_its_bucket_changes(ranks):
-    (mine, first, mean), (others, _, others_mean) = ranks.run(fed_back, world_size=2)
-    exact = (mine + others) / 2
-    assert torch.equal(mean, others_mean)
-    # What a step leaves out is added later, so the mean over the steps is that many times as exact.
-    assert (mean - exact).norm() < (first - exact).norm() / 8
 
 
 def users_hook(rank, world_size):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronize
+from models import Gradients, Mlp, reducer_of, synchronize
 
 from fusedcomm.config import Blocks, Config, Feedback
 
@@ -75,17 +75,3 @@ def test_ranks_stay_identical(ranks, wire):
     assert steps == 5
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b) and a.isfinite().all()
-
-
-def means(rank, world_size):
-    model = Gradients(*SHAPES).cuda()
-    reducer = reducer_of(model, "bf16")
-    seen = synchronize(model, [integers(rank, shape).cuda() for shape in SHAPES], steps=3)
-    reducer.detach()
-    return all(
-        torch.equal(each.cpu(), mean_of_integers(world_size, shape)) for each, shape in zip(seen, SHAPES, strict=True)
-    )
-
-
-def test_means_of_four_ranks_are_exact(ranks):
-    assert ranks.run(means, world_size=4, backend=BACKEND) == [True] * 4

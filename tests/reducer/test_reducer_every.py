@@ -1,10 +1,8 @@
-"""GradReducer(every=k): of k backward passes the last is synchronized."""
+"""GradReducer(every=k): of k backward passes the last is synchronized. In steps of k passes: tests/test_like_ddp.py."""
 
 import pytest
 import torch
-from models import Branches, Gradients, Mlp, integers, reducer_of
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from models import Gradients, integers, reducer_of
 
 SHAPES = ((300,), (20, 30))
 
@@ -26,30 +24,6 @@ def mean_of(world_size, numbers):
 
 def gradients_of(model):
     return [weight.grad.clone() for weight in model.weights]
-
-
-def accumulated(rank, world_size, every, num_steps):
-    model = Gradients(*SHAPES)
-    reducer = reducer_of(model, every=every)
-    seen = []
-    for step in range(num_steps):
-        model.zero_grad()
-        for micro in range(every):
-            model(given(rank, every * step + micro)).backward()
-            seen.append(gradients_of(model))
-    return seen, reducer.stats().steps
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_the_last_of_every_k_passes_gives_the_mean_of_their_sum(ranks, every):
-    num_steps = 4
-    for rank, (seen, steps) in enumerate(ranks.run(accumulated, every, num_steps, world_size=2)):
-        assert steps == num_steps
-        for number, found in enumerate(seen):
-            so_far = range(number - number % every, number + 1)
-            is_last = number % every == every - 1
-            wanted = mean_of(2, so_far) if is_last else own_sum(rank, so_far)
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), number
 
 
 def with_no_sync(rank, world_size):
@@ -81,52 +55,6 @@ def test_passes_within_no_sync_are_not_counted(ranks):
         #                     p      n      p       n      p      p       n      n      p      p
         assert outcome == ["own", "own", "mean", "own", "own", "mean", "own", "own", "own", "mean"]
         assert steps == 3
-
-
-def same_as_no_sync(rank, world_size, kind):
-    """The gradients of a step with every=3, and with no_sync() around the first two passes."""
-
-    def train(every):
-        torch.manual_seed(0)
-        model = Branches() if kind == "unused" else Checkpointed() if kind == "reentrant" else Mlp()
-        reducer = reducer_of(model, "bf16", every=3 if every else 1, find_unused_parameters=kind == "unused")
-        seen = []
-        for step in range(3):
-            model.zero_grad()
-            for micro in range(3):
-                x = torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
-                x.requires_grad_(kind == "reentrant")
-                if every or micro == 2:
-                    model(x).square().sum().backward()
-                else:
-                    with reducer.no_sync():
-                        model(x).square().sum().backward()
-            seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-        reducer.detach()
-        return seen
-
-    return train(True), train(False)
-
-
-class Checkpointed(nn.Module):
-    """All parameters are within reentrant checkpoints, so only their own backward passes bring gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(10, 12), nn.Linear(12, 7)
-
-    def forward(self, x):
-        x = checkpoint(self.first, x, use_reentrant=True)
-        return checkpoint(self.second, x, use_reentrant=True)
-
-
-@pytest.mark.parametrize("kind", ["plain", "unused", "reentrant"])
-def test_it_does_what_no_sync_does(ranks, kind):
-    outcome = ranks.run(same_as_no_sync, kind, world_size=2)
-    for ours, reference in outcome:
-        for a, b, c in zip(sum(ours, []), sum(reference, []), sum(outcome[0][0], []), strict=True):
-            assert (a is None) == (b is None) and (a is None or (torch.equal(a, b) and torch.equal(a, c)))
-        assert any(a is not None and a.abs().max() > 0 for a in sum(ours, []))
 
 
 def after_an_error(rank, world_size):

@@ -1,21 +1,11 @@
 """How ranks with a GradReducer fail together in a backward pass: with one text, on every rank, long before the timeout.
 What is refused earlier is in tests/refusals."""
 
-import os
-import signal
-
 import pytest
 import torch
-from models import Gradients, integers, mean_of_integers, reducer_of
+from models import Gradients, integers, mean_of_integers, reducer_of, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-
-def error_of(call, *kinds):
-    with pytest.raises(kinds or RuntimeError) as error:
-        call()
-    return f"{type(error.value).__name__}: {error.value}"
-
 
 SHAPES = ((4000,), (30, 40), (9,))
 
@@ -38,8 +28,8 @@ def run_into(rank, world_size, case):
             model.weights[0].requires_grad_(rank != 1)
         return model(gradients).backward()
 
-    first = error_of(step, RuntimeError, ValueError)
-    second = error_of(lambda: model(gradients).backward())
+    first = refusal(step)
+    second = refusal(lambda: model(gradients).backward())
     reducer.detach()
     model = Gradients(*SHAPES)
     reducer_of(model, bucket_mib=0.001)
@@ -95,7 +85,7 @@ def shared(rank, world_size):
     x = torch.full((2, 10), float(rank + 1))
     model(x, False).backward()
     mean = model.layer.weight.grad.clone()
-    error = error_of(lambda: model(x, True).backward())
+    error = refusal(lambda: model(x, True).backward())
     reducer.detach()
     return mean, error
 
@@ -125,7 +115,7 @@ def nested(rank, world_size, find_unused):
     reducer_of(model, find_unused_parameters=find_unused)
     x = torch.full((2, 10), float(rank + 1))
     if not find_unused:
-        return error_of(lambda: model(x).backward())
+        return refusal(lambda: model(x).backward())
     model(x).backward()
     return model.first.weight.grad, model.layer.weight.grad, model.unused.weight.grad
 
@@ -135,20 +125,3 @@ def test_the_end_of_an_inner_backward_pass_is_not_taken_for_the_end(ranks):
         assert "brought no gradient for unused.bias, unused.weight" in error
     (first, layer, unused), (others_first, others_layer, _) = ranks.run(nested, True, world_size=2)
     assert unused is None and torch.equal(first, others_first) and torch.equal(layer, others_layer)
-
-
-def dies(rank, world_size):
-    model = Gradients((4000,), (30, 40))
-    reducer_of(model, "bf16")
-    gradients = [integers(rank, (4000,)), integers(rank, (30, 40))]
-    model(gradients).backward()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(lambda: model(gradients).backward())
-
-
-def test_a_rank_that_dies_is_named(ranks):
-    outcome = ranks.outcomes(dies, world_size=3, lost=1)
-    for rank in (0, 2):
-        kind, error = outcome[rank]
-        assert kind == "value" and f"rank {rank} of 3" in error and "rank 1" in error, error

@@ -1,4 +1,5 @@
-"""torch's own tests of DistributedDataParallel, with DataParallel in its place.
+"""torch's own tests of DistributedDataParallel, with DataParallel in its place, and those of Join, which DataParallel
+does not have, with fusedcomm attached.
 
 docs/reducer.md lists those that cannot pass, with the reasons.
 """
@@ -14,6 +15,7 @@ from ranks import RankError
 from sampling import few
 
 import fusedcomm
+import fusedcomm.attaching  # before torch's class is replaced
 from fusedcomm import version
 
 pytestmark = pytest.mark.check
@@ -78,6 +80,13 @@ SAMPLE = [
     "test_static_graph_multi_forward",
 ]
 """`make test` runs these, and `pytest --all` the others, too."""
+JOIN = [
+    "test_ddp_grad_div_uneven_inputs",
+    "test_ddp_uneven_inputs",
+    "test_ddp_uneven_input_exception",
+    "test_ddp_uneven_input_join_disable",
+    "test_ddp_join_model_equivalence",
+]
 RUN = [name for name in torchs_ddp_tests.names() if name not in NOT_HERE]
 
 
@@ -91,6 +100,15 @@ def data_parallel() -> type:
     return DataParallel
 
 
+def attached() -> type:
+    class Attached(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.comm = fusedcomm.attach(self, "fp32", quiet=True)
+
+    return Attached
+
+
 def ddp() -> type:
     return torch.nn.parallel.DistributedDataParallel
 
@@ -98,6 +116,12 @@ def ddp() -> type:
 @pytest.mark.parametrize("name", few(RUN, *SAMPLE))
 def test_torchs_test_passes(torchs_ranks, name):
     assert torchs_ranks.run(torchs_ddp_tests.run, name, data_parallel, world_size=2) == ["passed", "passed"]
+
+
+@of_this_version
+@pytest.mark.parametrize("name", few(JOIN, JOIN[0]))
+def test_torchs_test_of_join_passes_with_the_hook(torchs_ranks, name):
+    assert torchs_ranks.run(torchs_ddp_tests.run, name, attached, world_size=2) == ["passed", "passed"]
 
 
 @of_this_version

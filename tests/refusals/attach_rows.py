@@ -1,9 +1,17 @@
-"""What attach() refuses with DDP."""
+"""What attach() and comm_hook refuse with DDP."""
 
-from models import Gradients
+import inspect
+
+import torch
+import torch.distributed as dist
+from front_ends import FRONT_ENDS
+from models import Gradients, Mlp, synchronize
 from refusals import differ, rows
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedcomm
 from fusedcomm.config import Config, LocalOptions
@@ -34,6 +42,115 @@ def with_a_hook(rank):
     if rank == 1:
         ddp.register_comm_hook(None, lambda state, bucket: None)
     fusedcomm.attach(ddp, "off")
+
+
+def with_builtin_hook(_):
+    ddp = DistributedDataParallel(Mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    fusedcomm.attach(ddp)
+
+
+def with_mixed_precision(_):
+    ddp = DistributedDataParallel(Mlp())
+    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # given to DDP, it may need a CUDA stream
+    fusedcomm.attach(ddp)
+
+
+def with_optimizer_in_backward(_):
+    model = Mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    fusedcomm.attach(DistributedDataParallel(model))
+
+
+def moved(part):
+    def wrong(_):
+        ddp = DistributedDataParallel(Mlp())
+        part(ddp.module).to("meta")
+        fusedcomm.attach(ddp)
+
+    return wrong
+
+
+def with_python_reducer(_):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        fusedcomm.attach(DistributedDataParallel(Mlp()))
+
+
+def of_replicated(model, **hook):
+    if hook:
+        model.register_comm_hook(None, hook["hook"])
+    fusedcomm.attach(model, "bf16")
+
+
+class FirstOrLast(nn.Module):
+    """Uses one of two parameters. Each parameter has its own bucket."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(5000) for _ in range(2))
+        self.used = used
+
+    def forward(self):
+        return self.weights[self.used].sum()
+
+
+def skipping(front_end, used):
+    """Without the last bucket no step would end. Without the first bucket no step would begin."""
+    options = {"bucket_cap_mb": 0.01, "find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+
+    def wrong(_):
+        ddp, _ = FRONT_ENDS[front_end].make(FirstOrLast(used), Config("int8", wires={"1d": "int8"}), **options)
+        for _ in range(4):
+            ddp().backward()
+
+    return wrong
+
+
+def delayed(front_end, trigger=None):
+    """DDP's options with which a weight is reduced when the gradient of another, or `trigger`, is there."""
+
+    def wrong(_):
+        model = Mlp()
+        options = {"delay_all_reduce_named_params": [("layers.2.weight", model.layers[2].weight)]}
+        options["param_to_hook_all_reduce"] = model.layers[0].weight if trigger is None else trigger
+        ddp, _ = FRONT_ENDS[front_end].make(model, "int8", **options)
+        ddp(torch.ones(1, 10)).sum().backward()
+
+    return wrong
+
+
+PARAMETER = nn.Parameter(torch.zeros(3))
+NO_SKIPPING = "RuntimeError ... skip_all_reduce_unused_params=True ... without that option"
+MODULES = [
+    (with_builtin_hook, "RuntimeError ... built-in communication hook"),
+    (with_mixed_precision, "RuntimeError ... mixed_precision="),
+    (with_optimizer_in_backward, "RuntimeError ... _apply_optimizer_in_backward"),
+    (moved(lambda model: model), "RuntimeError ... are on meta"),
+    (moved(lambda model: model.layers[0]), "RuntimeError ... several devices"),
+    (with_python_reducer, "RuntimeError ... python_reducer"),
+    (
+        lambda _: fusedcomm.comm_hook(fusedcomm.CommState(), (torch.ones(3), PARAMETER)),
+        "RuntimeError ... python_reducer ... tuple",
+    ),
+    (delayed("CommState"), "RuntimeError ... delay_all_reduce_named_params ... fusedcomm.attach"),
+    (delayed("hook", PARAMETER), "RuntimeError ... delay_all_reduce_named_params ... param_to_hook_all_reduce"),
+    (
+        lambda _: of_replicated(nn.Sequential(replicate(nn.Linear(2, 2)), nn.Linear(2, 2))),
+        "TypeError ... 0 of this model was given to replicate() ... attach on each",
+    ),
+    (lambda _: of_replicated(replicate(Mlp()), hook=lambda state, bucket: None), "RuntimeError ... hook"),
+]
+if "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters:
+    MODULES += [(skipping(name, used), NO_SKIPPING) for name in ("hook", "CommState") for used in (0, 1)]
+
+
+def pattern_on_rank_1(front_end):
+    def wrong(rank):
+        config = Config("int8", wires={"weights.7": "fp32"} if rank == 1 else {})
+        ddp, _ = FRONT_ENDS[front_end].make(Gradients((50,)), config)
+        synchronize(ddp, [torch.ones(50)])
+
+    return wrong
 
 
 WIRES = {"weights.0": "int8", "weights.1": "fp8"}
@@ -68,7 +185,7 @@ OPTIONS = [
     ({}, {"broadcast_buffers": False}, "_buffers is False on rank 0 and True on rank 1"),
 ]
 AGREE = "DisagreementError: fusedcomm: the ranks do not agree:"
-NO_DDP = "not Linear: wrap the model first"
+NO_DDP = "not Linear: wrap the model first ... or shard it with torch.distributed.fsdp.fully_shard(model)"
 TOLD = "DisagreementError: fusedcomm: rank 1 cannot attach:"
 WRAP = "; a reducer keeps its first hook, so wrap the model in a new DistributedDataParallel"
 HOOK = "this DDP module already has the communication hook"
@@ -82,6 +199,15 @@ DIFFERENT = [
 ]
 ROWS = [
     *rows("attach", 0, [(lambda _: fusedcomm.attach(nn.Linear(2, 2)), f"TypeError ... {NO_DDP}")]),
+    *rows("attach", 2, MODULES),
+    *rows(
+        "attach",
+        3,
+        [
+            (pattern_on_rank_1(name), f"{TOLD} / ValueError: ... 'weights.7' matches none")
+            for name in ("hook", "CommState")
+        ],
+    ),
     *rows("attach", 2, [(lambda _, given=given: of_gradients(**given), text) for given, text in ARGUMENTS]),
     *rows("attach", 2, [(with_a_hook, f"{TOLD} {HOOK} / RuntimeError: fusedcomm: {HOOK} ... {HOOK} ... {WRAP}")]),
     *rows("attach", 3, [(differ(make, other, one), text) for make, one, other, text in DIFFERENT], is_same=True),

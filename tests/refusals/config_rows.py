@@ -1,6 +1,8 @@
 """What a configuration refuses when it is made: values out of range, and pairs of values that exclude each other. An
 error names both values of a pair."""
 
+import dataclasses
+
 import torch
 from refusals import rows
 from torch import nn
@@ -68,6 +70,7 @@ OUT_OF_RANGE = [
     (lambda _: fusedcomm.Auto(("bf16", Config())), "Config(wire='bf16') ... has one of them twice"),
     (lambda _: fusedcomm.Auto(("bf16",) * 6), "at most 5 ... fusedcomm probe"),
 ]
+FED_BACK = Config("int8", "two-shot", feedback=Feedback())
 PAIRS = [
     (lambda _: Config("bf16", blocks=Blocks(64)), "Blocks(numel=64) has no effect ... wire='bf16' ... int8, fp8, int4"),
     (lambda _: Config("bf16", blocks=Blocks(rotate=True)), "rotate=True ... wire='bf16' ... int8, fp8, int4"),
@@ -89,6 +92,20 @@ PAIRS = [
     (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32' ... attach(ddp, 'off')"),
     (lambda _: fusedcomm.Auto(("off", "bf16")), "'off' is not known ... DDP's own all-reduce is always tried"),
     (lambda _: fusedcomm.CommState("off"), "config='off' ... do not register one"),
+    (lambda _: fusedcomm.CommState("auto"), "config='auto' switches between hooks"),
+    (lambda _: fusedcomm.CommState(fusedcomm.Auto()), "config='auto' switches between hooks"),
+    (
+        lambda _: fusedcomm.simulate([torch.zeros(3)], "auto"),
+        "config='auto' is a search, which needs real steps",
+    ),
+    (
+        lambda _: fusedcomm.simulate([torch.zeros(3)], FED_BACK, residuals=fusedcomm.Residuals("bf16")),
+        "feedback=Feedback() does not match residuals in 'bf16'",
+    ),
+    (
+        lambda _: dataclasses.replace(Config("int8", blocks=Blocks(64)), wire="bf16"),
+        "Blocks(numel=64) has no effect with wire='bf16'",
+    ),
     (lambda _: fusedcomm.simulate([torch.ones(3)] * 2, "off"), "config='off' ... config='fp32'"),
     (lambda _: Config("fp32", weighted="median"), "weighted"),
     (lambda _: fusedcomm.Auto((Config(weighted="mean"),)), "a search also tries DDP's own all-reduce"),

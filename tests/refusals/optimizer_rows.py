@@ -1,8 +1,13 @@
-"""What ShardedOptimizer refuses."""
+"""What ShardedOptimizer refuses, when it is made and when ranks go on with mistakes."""
+
+import copy
+import time
 
 import torch
-from models import Mlp, reducer_of
-from owners import FP32, Branches, Net, loss_of, made, one_step
+from counting import InItself, Later, Lazily, OfAllGradients
+from models import Mlp, reducer_of, refusal
+from owners import FP32, Branches, Net, Way, flat, loss_of, made, one_step, train, unequal, whole
+from patience import patient
 from refusals import differ, rows
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -21,6 +26,9 @@ def on(model, config=FP32, optimizer_class=torch.optim.AdamW, params=None, reduc
 
 class NeedsClosure(torch.optim.SGD):
     def step(self, closure): ...
+
+
+class MyLbfgs(torch.optim.LBFGS): ...
 
 
 def second_owner(model):
@@ -82,7 +90,11 @@ EVERY = slice(0, 99)
 OPTIM = torch.optim
 # What is tried with a new model.
 ARGUMENTS = [
-    (lambda m: on(m, optimizer_class=OPTIM.LBFGS, lr=1.0), "ValueError ... LBFGS ... closure"),
+    (
+        lambda m: on(m, optimizer_class=OPTIM.LBFGS, lr=1.0),
+        "ValueError ... LBFGS reads all parameters at once ... closure ... use it without a ShardedOptimizer",
+    ),
+    (lambda m: on(m, optimizer_class=MyLbfgs, whole=True), "ValueError ... MyLbfgs reads all parameters at once"),
     (lambda m: on(m, optimizer_class=NeedsClosure), "ValueError ... NeedsClosure ... closure"),
     (lambda m: on(m, optimizer_class=OPTIM.SparseAdam), "ValueError ... SparseAdam ... sparse"),
     (lambda m: on(m, params=groups(m, EVERY, optimizer_class=OPTIM.LBFGS)), "ValueError ... LBFGS"),
@@ -122,6 +134,18 @@ ARGUMENTS = [
         "ValueError ... weight_decay would do nothing",
     ),
     (lambda m: on(m, optimizer_class=OPTIM.Muon), "ValueError: ... 2D"),
+    (
+        lambda m: on(m, optimizer_class=Lazily, overlap=True),
+        "ValueError: fusedcomm: Lazily.step() changes param_groups[0]['step'] ... leave out overlap=True",
+    ),
+    (
+        lambda m: on(m, optimizer_class=InItself, overlap=True),
+        "ValueError: fusedcomm: InItself.step() changes calls ... leave out overlap=True",
+    ),
+    (
+        lambda m: on(m, optimizer_class=OfAllGradients),
+        "ValueError: fusedcomm: OfAllGradients computes param_groups[0]['norm'] ... the gradients of all parameters",
+    ),
     (second_owner, "RuntimeError ... has a ShardedOptimizer already"),
     (of_detached, "RuntimeError ... detach"),
     (of_trained, "RuntimeError ... has begun"),
@@ -186,12 +210,191 @@ def unused(rank):
         reducer.detach()
 
 
+# ---- mistakes under way
+
+
+def no_backward(model, optimizer, rank):
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def step_twice(model, optimizer, rank):
+    one_step(model, optimizer, rank, 9)
+    optimizer.step()
+
+
+def no_step(model, optimizer, rank):
+    for step in (9, 10):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+
+
+def torchs_scaler(model, optimizer, rank):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, rank, 9)).backward()
+    scaler.step(optimizer)
+
+
+def frozen(model, optimizer, rank):
+    model.wide.weight.requires_grad_(False)
+    one_step(model, optimizer, rank, 9)
+
+
+def frozen_at_the_end(model, optimizer, rank):
+    model.head.weight.requires_grad_(False)
+    one_step(model, optimizer, rank, 9)
+
+
+def between(change):
+    """What calls `change` between backward() and step()."""
+
+    def mistake(model, optimizer, rank):
+        loss_of(model, rank, 9).backward()
+        change(model, optimizer)
+        optimizer.step()
+
+    return mistake
+
+
+def replace_gradient(model, optimizer):
+    model.wide.weight.grad = model.wide.weight.grad.clone()
+
+
+def halve_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def write(model, optimizer):
+    for p in model.parameters():
+        p.data = p.data + 0.25
+
+
+def rank_1_sets(**values):
+    def other_values(model, optimizer, rank):
+        if rank == 1:
+            optimizer.param_groups[0].update(values)
+        one_step(model, optimizer, rank, 9)
+
+    return other_values
+
+
+def mistaken(mistake, overlap, wrong_ranks):
+    """What makes a mistake on these ranks after two steps, while the others go on."""
+
+    def run(rank):
+        model, reducer, optimizer = made(overlap=overlap, update="bf16")
+        for step in range(2):
+            one_step(model, optimizer, rank, step)
+        before, began = flat(model), time.monotonic()
+        try:
+            if rank in wrong_ranks:
+                mistake(model, optimizer, rank)
+            for step in range(9, 13):  # wrong ranks without an error so far go on, too
+                one_step(model, optimizer, rank, step)
+        finally:
+            assert time.monotonic() - began < patient(30)
+            assert mistake.__name__ != "other_values" or torch.equal(flat(model), before)
+            # It does not go on by itself.
+            assert refusal(lambda: [one_step(model, optimizer, rank, step) for step in (20, 21)])
+            reducer.detach()
+
+    return run
+
+
+CHANGED = "was changed or removed between backward() and step() ... optimizer.clip_grad_norm_() ... .grad_scaler()"
+REQUIRES = "RuntimeError ... requires_grad of"
+# What ranks do wrong, whether with overlap if only so, and the error of every rank.
+MISTAKES = [
+    (no_backward, None, "RuntimeError ... step() was called without a backward pass ... on every rank"),
+    (step_twice, None, "RuntimeError ... a second time ... on every rank"),
+    (no_step, None, "RuntimeError ... a second backward pass was synchronized before step() ... no_sync()"),
+    (
+        between(lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)),
+        None,
+        f"RuntimeError ... the gradient of ... {CHANGED}",
+    ),
+    (between(halve_rate), True, "RuntimeError ... hyperparameters ... overlap=False"),
+    (frozen, None, f"{REQUIRES} wide.weight"),
+    (frozen_at_the_end, None, f"{REQUIRES} head.weight"),
+    (torchs_scaler, None, "RuntimeError ... torch.amp.GradScaler ... optimizer.grad_scaler()"),
+    (between(lambda _, optimizer: optimizer.zero_grad()), None, f"RuntimeError ... the gradient of ... {CHANGED}"),
+    (between(replace_gradient), None, f"RuntimeError ... the gradient of wide.weight ... {CHANGED}"),
+    (
+        between(lambda model, _: model.wide.weight.grad.data.clamp_(-1e-4, 1e-4)),
+        None,
+        f"RuntimeError ... the gradient of wide.weight ... {CHANGED}",
+    ),
+    (
+        between(write),
+        True,
+        "RuntimeError ... were changed between backward() and step() ... parameters ... overlap=False",
+    ),
+]
+NUM_ALSO_ALONE = 7
+"""So many of them one rank makes alone, too: each of the ways in which the others hear of it. Most errors name it."""
+# What rank 1's first group has.
+HYPERPARAMETERS = [
+    ({"lr": 0.02}, True, "lr is 0.01 on rank 0 and 0.02 on rank 1"),
+    ({"lr": 0.02}, False, "lr is 0.01 on rank 0 and 0.02 on rank 1"),
+    ({"betas": (0.9, 0.98)}, False, "betas[1] is 0.999 on rank 0 and 0.98 on rank 1"),
+    ({"lr": torch.tensor(0.5)}, True, "lr is 0.01 on rank 0 and 0.5 on rank 1"),
+]
+WRONG = []
+for number, (mistake, only, text) in enumerate(MISTAKES):
+    overlap = bool(number % 2) if only is None else only
+    WRONG.append((mistaken(mistake, overlap, (0, 1, 2)), text))
+    if number < NUM_ALSO_ALONE:
+        told = text if mistake in (frozen, frozen_at_the_end) else f"{text} ... rank {number % 3}"
+        WRONG.append((mistaken(mistake, not overlap if only is None else only, (number % 3,)), told))
+DIFFER = [
+    (
+        mistaken(rank_1_sets(**values), overlap, (0, 1, 2)),
+        f"RuntimeError ... hyperparameters differ: param_groups[0].{text}.",
+    )
+    for values, overlap, text in HYPERPARAMETERS
+]
+
+
+def counts_later(rank):
+    train(Way(kind=Later), rank, 2, 8, owners=True)
+
+
+def loads(change):
+    """What loads a state that is changed so, which changes nothing."""
+
+    def run(rank):
+        model, reducer, optimizer = made("two groups")
+        one_step(model, optimizer, rank, 0)
+        saved = whole(optimizer.state_dict())
+        state = copy.deepcopy(saved)
+        change(state)
+        try:
+            optimizer.load_state_dict(state)
+        finally:
+            assert unequal(whole(optimizer.state_dict()), saved) == []
+            one_step(model, optimizer, rank, 1)
+            reducer.detach()
+
+    return run
+
+
+GROUPS_OF = "ValueError: fusedcomm: ... groups of"
+LOADS = [
+    (loads(lambda state: state["param_groups"].pop()), GROUPS_OF),
+    (loads(lambda state: state["param_groups"][1]["params"].pop()), GROUPS_OF),
+    (
+        loads(lambda state: state["state"][0].update(exp_avg=torch.zeros(3, 3))),
+        "ValueError: fusedcomm: ... exp_avg of embed.weight has the shape [3, 3] ... [33, 7]",
+    ),
+]
+LATER = [(counts_later, "RuntimeError ... Later.step() has changed calls ... overlap=False")]
 UNUSED = [(unused, "RuntimeError ... never. ... find_unused_parameters")]
 UNDER_WAY = [*UNUSED, (overlapped_scaler, "RuntimeError ... unscale_() ... overlap=False")]
 ROWS = [
     *rows("ShardedOptimizer", 2, [(lambda _, do=do: do(Net()), text) for do, text in ARGUMENTS]),
-    *rows("ShardedOptimizer", 2, UNDER_WAY),
-    *rows("ShardedOptimizer", 3, UNUSED),
+    *rows("ShardedOptimizer", 2, UNDER_WAY + LATER + LOADS),
+    *rows("ShardedOptimizer", 3, UNUSED + WRONG),
+    *rows("ShardedOptimizer", 3, DIFFER, is_same=True),
     *rows(
         "ShardedOptimizer",
         3,

@@ -131,6 +131,10 @@ def of_shape(shape, dtype=torch.float32):
     reducer_of(Gradients((50, 2), shape, dtype=dtype))
 
 
+def of_count(count):
+    reducer_of(Gradients(*[(3,)] * count))
+
+
 def named(name):
     reducer_of(nn.ModuleDict({name: Gradients((50, 2))}))
 
@@ -142,6 +146,7 @@ DIFFERENT = [
         f"{AGREE} parameters.list[1][1][0] is 3 on rank 0 and 4 on rank 1",
     ),
     (differ(of_shape, {"shape": (3,)}, {"shape": (3,), "dtype": torch.float64}), f"{AGREE} float64"),
+    (differ(of_count, {"count": 2}, {"count": 3}), f"{AGREE} parameters.count is 2 on rank 0"),
     (strides, f"{AGREE} reducer.strides.weights.0"),
     (differ(named, {"name": "a"}, {"name": "of_rank_1"}), f"{AGREE} of_rank_1"),
     (

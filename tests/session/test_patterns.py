@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import refused
+from models import error_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,64 +41,55 @@ def names_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return list(module.named_parameters(remove_duplicate=False))
 
 
-def trained(rank, world_size, kwargs, through, ignored):
-    """Takes a step. Returns the gradients of the tied weight and of the body, and the names of the residuals.
-    `ignored`: names that DDP ignores."""
-    model = LanguageModel()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    ddp = DistributedDataParallel(model)
-    if through == "attach":
-        comm = fusedcomm.attach(ddp, Config("int8", feedback=Feedback(), **kwargs), quiet=True)
-    else:
-        comm = fusedcomm.CommState(Config("int8", feedback=Feedback(), **kwargs), module=model)
-        ddp.register_comm_hook(comm, fusedcomm.comm_hook)
-    ddp(gradients_of(rank)).backward()
-    return model.lm_head.weight.grad, model.body.weight.grad, sorted(comm.state_dict()["residuals"])
+# ---- real ranks
+
+HEAD, EMBED, BODY = "lm_head.weight", "embed_tokens.weight", "body.weight"
+# Patterns, names that DDP ignores, and the parameters with residuals.
+TRAINED = [
+    ({"1d": "fp32", "lm_head.*": "fp32"}, [], [BODY]),
+    ({"lm_head.*": "fp32"}, [], [BODY]),
+    ({"1d": "fp32", "embed*": "fp32"}, [], [BODY]),
+    ({"lm_head.*": "bf16"}, [], [BODY, EMBED]),
+    ({}, [EMBED], [BODY, EMBED]),
+    ({}, [HEAD], [BODY, EMBED]),
+    ({}, [HEAD, EMBED], [BODY]),
+]
 
 
-@pytest.mark.sampled
+def trained(rank, world_size, through):
+    """Takes a step of each of TRAINED. Returns the gradients of the tied weight and of the body, and the names of the
+    residuals."""
+    found = []
+    for wires, ignored, _ in TRAINED:
+        model = LanguageModel()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        ddp, config = DistributedDataParallel(model), Config("int8", feedback=Feedback(), wires=wires)
+        if through == "attach":
+            comm = fusedcomm.attach(ddp, config, quiet=True)
+        else:
+            comm = fusedcomm.CommState(config, module=model)
+            ddp.register_comm_hook(comm, fusedcomm.comm_hook)
+        ddp(gradients_of(rank)).backward()
+        found.append((model.lm_head.weight.grad, model.body.weight.grad, sorted(comm.state_dict()["residuals"])))
+    return found
+
+
 @pytest.mark.parametrize("through", ["attach", "CommState"])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"wires": {"1d": "fp32", "lm_head.*": "fp32"}},
-        {"wires": {"lm_head.*": "fp32"}},
-        {"wires": {"1d": "fp32", "embed*": "fp32"}},
-    ],
-    ids=str,
-)
-def test_a_tied_weight_travels_as_a_pattern_of_either_name_says(ranks, kwargs, through):
+def test_a_tied_weight_travels_as_a_pattern_of_either_name_says_and_is_ignored_if_both_are(ranks, subtests, through):
     mine, others = gradients_of(0), gradients_of(1)
     tied, body = (mine[0] + mine[1]) / 2 + (others[0] + others[1]) / 2, (mine[2] + others[2]) / 2
-    for tied_grad, body_grad, residuals in ranks.run(trained, kwargs, through, [], world_size=2):
-        assert torch.equal(tied_grad, tied)
-        assert not torch.equal(body_grad, body)
-        torch.testing.assert_close(body_grad, body, atol=0.05, rtol=0)
-        assert residuals == ["body.weight"]
+    for case, first, second in zip(TRAINED, *ranks.run(trained, through, world_size=2), strict=True):
+        with subtests.test(case=str(case)):
+            _, ignored, names = case
+            assert torch.equal(first[0], second[0]) == (len(ignored) < 2)
+            for tied_grad, body_grad, residuals in (first, second):
+                assert residuals == names
+                assert torch.equal(tied_grad, tied) == (EMBED not in names and len(ignored) < 2)
+                assert not torch.equal(body_grad, body)
+                torch.testing.assert_close(body_grad, body, atol=0.05, rtol=0)
 
 
-@pytest.mark.parametrize("through", ["attach", "CommState"])
-def test_state_of_a_tied_weight_goes_by_its_first_name(ranks, through):
-    for *_, residuals in ranks.run(trained, {"wires": {"lm_head.*": "bf16"}}, through, [], world_size=2):
-        assert residuals == ["body.weight", "embed_tokens.weight"]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("through", ["attach", "CommState"])
-@pytest.mark.parametrize(
-    ("ignored", "names"),
-    [
-        (["embed_tokens.weight"], ["body.weight", "embed_tokens.weight"]),
-        (["lm_head.weight"], ["body.weight", "embed_tokens.weight"]),
-        (["lm_head.weight", "embed_tokens.weight"], ["body.weight"]),
-    ],
-    ids=str,
-)
-def test_a_tied_weight_is_ignored_if_ddp_ignores_all_its_names(ranks, through, ignored, names):
-    outcome = ranks.run(trained, {}, through, ignored, world_size=2)
-    for *_, residuals in outcome:
-        assert residuals == names
-    assert torch.equal(outcome[0][0], outcome[1][0]) == (len(ignored) == 1)
+# ---- names
 
 
 def test_ddp_knows_a_parameter_of_the_module_itself_by_a_name_that_begins_with_a_dot():
@@ -107,78 +98,97 @@ def test_ddp_knows_a_parameter_of_the_module_itself_by_a_name_that_begins_with_a
     assert [name for name, _ in named_tensors(model, {".weight"})] == ["bias"]
 
 
-@pytest.mark.parametrize(
-    ("options", "wire"),
-    [
-        ({"wires": {"lm_head.*": "bf16"}}, "bf16"),
-        ({"wires": {"embed*": "bf16", "lm_head.*": "bf16"}}, "bf16"),
-        ({"wires": {"lm_head.*": "bf16", "*": "fp16"}}, "bf16"),
-        ({"wires": {"embed*": "bf16", "*.weight": "fp16"}}, "bf16"),
-        ({"wires": {"1d": "fp16", "lm_head.*": "bf16"}}, "bf16"),
-        ({"wires": {"body*": "bf16"}}, "int8"),
-        ({"wires": {"lm_head.*": "fp32", "*": "bf16", "1d": "int8"}}, None),
-        ({"wires": {"lm_head.*": "fp32", "embed*": "fp32", "1d": "int8"}}, None),
-    ],
-    ids=str,
-)
-def test_of_patterns_that_match_a_name_of_a_tied_weight_the_first_counts(options, wire):
-    config = Config(wire="int8", **options)
-    parameters = named_parameters(names_of(LanguageModel()), [config])
-    assert [p.name for p in parameters] == ["embed_tokens.weight", "body.weight", "body.bias"]
-    number = _C.EXACT_WIRE if wire is None else config.number_of(wire)
-    assert parameters[0].wire == numbered(parameters, config)[0].wire == number
-
-
-def refused_by_tied(rank, world_size, options):
-    return refused(rank, world_size, {"config": Config("int8", **options)}, LanguageModel())
+LAYER = nn.ModuleDict({"head": nn.Linear(4, 2)})
 
 
 @pytest.mark.parametrize(
-    ("options", "of_head", "of_embed"),
+    ("model", "wires", "expected"),
     [
-        ({"wires": {"lm_head.*": "bf16", "embed*": "int8"}}, "bf16", "int8"),
-        ({"wires": {"embed*": "int8", "lm_head.*": "bf16", "*": "fp16"}}, "bf16", "int8"),
-        ({"wires": {"embed*": "fp32", "lm_head.*": "bf16", "1d": "int8"}}, "bf16", "fp32"),
-        ({"wires": {"lm_head.*": "fp32", "embed*": "int8", "1d": "int8"}}, "fp32", "int8"),
+        (LanguageModel(), {"lm_head.*": "bf16"}, ["bf16"]),
+        (LanguageModel(), {"embed*": "bf16", "lm_head.*": "bf16"}, ["bf16"]),
+        (LanguageModel(), {"lm_head.*": "bf16", "*": "fp16"}, ["bf16"]),
+        (LanguageModel(), {"embed*": "bf16", "*.weight": "fp16"}, ["bf16"]),
+        (LanguageModel(), {"1d": "fp16", "lm_head.*": "bf16"}, ["bf16"]),
+        (LanguageModel(), {"body*": "bf16"}, ["int8"]),
+        (LanguageModel(), {"lm_head.*": "fp32", "*": "bf16", "1d": "int8"}, ["fp32"]),
+        (LanguageModel(), {"lm_head.*": "fp32", "embed*": "fp32", "1d": "int8"}, ["fp32"]),
+        # Not refused: patterns that give what is given already, or all that is left.
+        (LAYER, {"head.*": "bf16"}, ["bf16", "fp32"]),
+        (LAYER, {"*.bias": "fp32"}, ["int8", "fp32"]),
+        (LAYER, {"head.bias": "bf16", "*.bias": "bf16", "1d": "int8"}, ["int8", "bf16"]),
+        (LAYER, {"*.weight": "bf16", "*.bias": "fp16", "*": "fp8", "1d": "int8"}, ["bf16", "fp16"]),
+        (LAYER, {"*.bias": "fp32", "*.weight": "bf16", "1d": "fp32"}, ["bf16", "fp32"]),
+        (nn.Linear(4, 2, bias=False), {"1d": "bf16"}, ["int8"]),  # "1d" may match no parameter
     ],
     ids=str,
 )
-def test_patterns_that_disagree_over_a_tied_weight_are_refused_with_both_names(ranks, options, of_head, of_embed):
-    for error in ranks.run(refused_by_tied, options, world_size=2):
-        assert "are one tied parameter, and the patterns disagree over its wire" in error
-        assert f"pattern 'lm_head.*' gives 'lm_head.weight' {of_head!r}" in error
-        assert f"pattern 'embed*' gives 'embed_tokens.weight' {of_embed!r}" in error
+def test_of_patterns_that_match_a_name_the_first_counts(model, wires, expected):
+    config = Config(wire="int8", wires=wires)
+    parameters = named_parameters(names_of(model), [config])
+    assert [p.name for p in parameters] == [name for name, _ in model.named_parameters()]
+    numbers = [_C.EXACT_WIRE if wire == "fp32" else config.number_of(wire) for wire in expected]
+    for found in (parameters, numbered(parameters, config)):
+        assert [p.wire for p in found[: len(expected)]] == numbers
 
 
-def test_of_three_names_the_two_that_disagree_are_named():
+def test_a_pattern_is_not_refused_if_one_of_several_wires_needs_it():
+    """config="auto" has several wires: int8 exempts biases by default, bf16 does not."""
+    named = list(LAYER.named_parameters())
+    configs = [Config(wire=wire, wires={"*.bias": "fp16"}) for wire in ("int8", "bf16")]
+    assert [p.wire for p in named_parameters(named, configs)] == [0, _C.EXACT_WIRE]
+    assert [p.wire for p in named_parameters(named, configs[1:])] == [0, 1]
+    assert "has no effect: all 1 parameters" in error_of(ValueError, named_parameters, named, configs[:1])
+    typo = [Config(wire=wire, wires={"bais": "fp16"}) for wire in ("int8", "bf16")]
+    assert "matches none of the 2 parameters" in error_of(ValueError, named_parameters, named, typo)
+
+
+def of_three_names():
     shared = nn.Linear(2, 2, bias=False)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(2, 2, bias=False)})
     model["c"].weight = shared.weight
-    config = Config(wire="int8", wires={"b*": "bf16", "c*": "fp16"})
-    with pytest.raises(ValueError, match=r"'b.0.weight' and 'c.weight' are one tied parameter"):
-        named_parameters(names_of(model), [config])
+    return model
 
 
-def test_a_pattern_behind_another_of_the_same_name_has_no_effect_on_a_tied_weight():
-    config = Config(wire="int8", wires={"*.weight": "fp16", "lm_head.*": "bf16"})
-    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' matches"):
-        config.check_patterns(names_of(LanguageModel()))
+def deep():
+    model = LanguageModel()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4)}) for _ in range(12))
+    return model
+
+
+def disagree(of_head, of_embed):
+    return [
+        "are one tied parameter, and the patterns disagree over its wire",
+        f"pattern 'lm_head.*' gives 'lm_head.weight' {of_head!r}",
+        f"pattern 'embed*' gives 'embed_tokens.weight' {of_embed!r}",
+    ]
+
+
+MATCHES_NONE = "matches none of the 27 parameters"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"),
+    ("model", "wires", "words"),
     [
-        ("lm_haed.*", "the closest names are 'lm_head.weight' (tied to 'embed_tokens.weight'), "),
-        ("Embed_Token*", "the closest names are 'embed_tokens.weight' (tied to 'lm_head.weight'), "),
-        ("blocks.*.nrom.wieght", "the closest names are 'blocks.0.norm.weight', 'blocks.0.norm.bias', "),
+        (LanguageModel(), {"lm_head.*": "bf16", "embed*": "int8"}, disagree("bf16", "int8")),
+        (LanguageModel(), {"embed*": "int8", "lm_head.*": "bf16", "*": "fp16"}, disagree("bf16", "int8")),
+        (LanguageModel(), {"embed*": "fp32", "lm_head.*": "bf16", "1d": "int8"}, disagree("bf16", "fp32")),
+        (LanguageModel(), {"lm_head.*": "fp32", "embed*": "int8", "1d": "int8"}, disagree("fp32", "int8")),
+        (of_three_names(), {"b*": "bf16", "c*": "fp16"}, ["'b.0.weight' and 'c.weight' are one tied parameter"]),
+        (
+            LanguageModel(),
+            {"*.weight": "fp16", "lm_head.*": "bf16"},
+            ["'lm_head.*' has no effect: all 1 ", "'embed_tokens.weight' matches"],
+        ),
+        (deep(), {"lm_haed.*": "fp32"}, [MATCHES_NONE, f"the closest names are '{HEAD}' (tied to '{EMBED}'), "]),
+        (deep(), {"Embed_Token*": "bf16"}, [MATCHES_NONE, f"the closest names are '{EMBED}' (tied to '{HEAD}'), "]),
+        (
+            deep(),
+            {"blocks.*.nrom.wieght": "bf16"},
+            [MATCHES_NONE, "the closest names are 'blocks.0.norm.weight', 'blocks.0.norm.bias', "],
+        ),
     ],
+    ids=lambda value: "" if isinstance(value, nn.Module) else str(value)[:80],
 )
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_a_pattern_that_matches_nothing_is_refused_with_the_closest_names(wire, pattern, words):
-    model = LanguageModel()
-    model.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4)}) for _ in range(12))
-    config = Config(wire="int8", wires={pattern: wire})
-    with pytest.raises(ValueError) as error:
-        named_parameters(names_of(model), [config])
-    assert f"wires pattern {pattern!r} matches none of the 27 parameters" in str(error.value)
-    assert words in str(error.value)
+def test_patterns_that_disagree_have_no_effect_or_match_nothing_are_refused_with_names(model, wires, words):
+    text = error_of(ValueError, named_parameters, names_of(model), [Config(wire="int8", wires=wires)])
+    assert [each for each in words if each not in text] == []

@@ -1,13 +1,16 @@
-"""DataParallel within torch's pipelines, which know DistributedDataParallel by its class and prepare its reducer."""
+"""Front ends within torch's pipelines, which know DistributedDataParallel and FSDP2 by their classes: the one's reducer
+is prepared, and the other's gradients are reduced after the backward passes, outside of autograd."""
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
-from sampling import few
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -36,23 +39,31 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(layers: list[nn.Module]) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for layer in layers for parameter in layer.parameters()]
+    gradients = [parameter.grad for layer in layers for parameter in layer.parameters()]
+    return [getattr(gradient, "full_tensor", gradient.clone)() for gradient in gradients]
 
 
-def train_pipeline(name: str, mesh: DeviceMesh) -> list[torch.Tensor]:
+def in_data_parallel(layer: nn.Module, mesh: DeviceMesh) -> tuple:
+    wrapper = fusedcomm.DataParallel(layer, process_group=mesh.get_group(), config="fp32", quiet=True)
+    return wrapper, wrapper.comm
+
+
+def in_fsdp2(by: Callable) -> Callable[[nn.Module, DeviceMesh], tuple]:
+    return lambda layer, mesh: (by(layer, mesh=mesh), fusedcomm.attach(layer, "fp32", quiet=True))
+
+
+WRAPS = {"DataParallel": in_data_parallel, "FSDP2": in_fsdp2(fully_shard), "replicate": in_fsdp2(replicate)}
+
+
+def train_pipeline(name: str, front_end: str, mesh: DeviceMesh) -> list[torch.Tensor]:
     """Trains a pipeline on two ranks, of which there are two replicas. Returns the gradients of this rank's stages in
     two steps."""
-    place, pipeline, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group(), mesh["dp"].get_group()
+    place, pipeline = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     layers = layers_of(name)[place::2]
+    modules, comms = zip(*(WRAPS[front_end](layer, mesh["dp"]) for layer in layers), strict=True)
     stages = [
-        pipelining.PipelineStage(
-            fusedcomm.DataParallel(layer, process_group=group, config="fp32", quiet=True),
-            place + 2 * i,
-            NUM_STAGES[name],
-            torch.device("cpu"),
-            group=pipeline,
-        )
-        for i, layer in enumerate(layers)
+        pipelining.PipelineStage(module, place + 2 * i, NUM_STAGES[name], torch.device("cpu"), group=pipeline)
+        for i, module in enumerate(modules)
     ]
     make = getattr(pipelining, f"Schedule{name}")
     schedule = make(stages if len(stages) > 1 else stages[0], NUM_MICROBATCHES, loss_fn=loss_of)
@@ -64,6 +75,7 @@ def train_pipeline(name: str, mesh: DeviceMesh) -> list[torch.Tensor]:
         schedule.step(*([x] if place == 0 else []), **({"target": y, "losses": []} if place == 1 else {}))
         optimizer.step()
         gradients += gradients_of(layers)
+    assert all(comm.stats().buckets >= 2 for comm in comms)
     return gradients
 
 
@@ -85,20 +97,23 @@ def train_in_ddp(name: str, mesh: DeviceMesh) -> list[torch.Tensor]:
     return gradients
 
 
-def same_as_ddp(rank, world_size, name):
+def same_as_ddp(rank, world_size, name, front_end):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    ours, expected = train_pipeline(name, mesh), train_in_ddp(name, mesh)
+    ours, expected = train_pipeline(name, front_end, mesh), train_in_ddp(name, mesh)
     assert len(ours) == len(expected) and all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("name", few(["GPipe", "1F1B", "Interleaved1F1B"], "Interleaved1F1B"))
-def test_schedules_have_ddps_bits(ranks, name):
-    ranks.run(same_as_ddp, name)
+@pytest.mark.sampled
+@pytest.mark.parametrize("front_end", WRAPS)
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_schedules_have_ddps_bits(ranks, name, front_end):
+    ranks.run(same_as_ddp, name, front_end)
 
 
 def bypassed(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pytest.raises(RuntimeError, match="zero-bubble schedules do, bypass it"):
-        train_pipeline("InterleavedZeroBubble", init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+        train_pipeline("InterleavedZeroBubble", "DataParallel", mesh)
 
 
 def test_a_schedule_that_bypasses_ddp_is_refused(ranks):
