@@ -68,29 +68,29 @@ def check_merged(document, world_size, stages):
 TWO_SHOT = ("pack", "all-to-all", "reduce", "all-gather", "unpack")
 
 
-def test_one_trace_of_all_ranks(ranks, tmp_path):
-    exposed_ms = ranks.run(traced, str(tmp_path / "trace.json"), {"all_ranks": True}, {}, world_size=3)
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "stages"),
+    [
+        (3, None, TWO_SHOT),
+        # Ranks 0 and 3 share no collective: their clocks are aligned through rank 1 or 2.
+        (4, [[0, 2], [1, 3]], (*TWO_SHOT, "local all-to-all", "local reduce", "local all-gather")),
+    ],
+)
+def test_one_trace_of_all_ranks(ranks, tmp_path, world_size, hosts, stages):
+    path = tmp_path / "trace.json"
+    exposed_ms = ranks.run(traced, str(path), {"all_ranks": True}, {"hosts": hosts}, world_size=world_size)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-    document = read(tmp_path / "trace.json")
-    check_merged(document, 3, TWO_SHOT)
+    document = read(path)
+    check_merged(document, world_size, stages)
     # The ranks run on one machine and began to trace within a step of each other.
     about = document["otherData"]["fusedcomm"]
     assert about["clock_uncertainty_us"][0] == 0 and max(about["clock_uncertainty_us"]) < 50_000
-    for rank in range(3):
+    for rank in range(world_size):
         exposed = [e for e in spans_of(document) if e["pid"] == rank and e["args"]["stage"] == "exposed"]
         exposed.sort(key=lambda event: event["ts"])
         assert [event["name"] for event in exposed] == ["step 2", "step 3", "step 4"]
         # There were six steps, and the third to the fifth were traced.
         assert [event["dur"] / 1e3 for event in exposed] == pytest.approx(exposed_ms[rank][2:5], rel=1e-4, abs=1e-3)
-
-
-def test_one_trace_where_sums_have_two_levels(ranks, tmp_path):
-    hosts = {"hosts": [[0, 2], [1, 3]]}
-    ranks.run(traced, str(tmp_path / "trace.json"), {"all_ranks": True}, hosts, world_size=4)
-    document = read(tmp_path / "trace.json")
-    check_merged(document, 4, (*TWO_SHOT, "local all-to-all", "local reduce", "local all-gather"))
-    # Ranks 0 and 3 share no collective: their clocks are aligned through rank 1 or 2.
-    assert max(document["otherData"]["fusedcomm"]["clock_uncertainty_us"]) < 50_000
 
 
 @pytest.fixture(scope="module")
