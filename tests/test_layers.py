@@ -1,6 +1,7 @@
 """The layers of csrc/, fusedcomm/ and kernels/: no #include and no import goes to a higher layer or closes a circle."""
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import re
@@ -90,10 +91,15 @@ def includes(folder: Path) -> list[Arrow]:
     ]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, module: str) -> Iterator[str]:
     """The fusedcomm modules that a module imports anywhere in its code, except under TYPE_CHECKING."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     skipped = {
         id(node)
         for check in ast.walk(tree)
@@ -231,7 +237,7 @@ def foreign_private_names(trees: dict[str, ast.AST]) -> list[str]:
 
 
 def test_no_module_uses_a_private_name_of_another():
-    assert foreign_private_names({name: ast.parse(path.read_text()) for name, path in modules().items()}) == []
+    assert foreign_private_names({name: parsed(path) for name, path in modules().items()}) == []
 
 
 def test_a_private_name_of_another_module_is_found():

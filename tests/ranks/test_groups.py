@@ -58,6 +58,7 @@ print(groups.time_link(channels.scatter))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
+@pytest.mark.check
 def test_a_process_may_end_once_its_link_was_timed(tmp_path):
     first, second = printed_by_two_ranks(ENDING_SCRIPT, tmp_path)
     assert first == second and float(first) > 0

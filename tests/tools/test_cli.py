@@ -58,6 +58,7 @@ def test_doctor_says_what_there_is(capsys):
         assert word in said
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("module", ["fusedcomm._C", "torch"])
 def test_doctor_runs_without(module):
     hide = (
@@ -69,6 +70,7 @@ def test_doctor_runs_without(module):
     assert not done.stderr
 
 
+@pytest.mark.check
 def test_without_the_extension_a_command_says_how_to_build_it(demo_packages):
     hide = "import sys; sys.modules['fusedcomm._C'] = None; from fusedcomm.tools import cli; sys.exit(cli.main())"
     done = python("-c", hide, "demo")

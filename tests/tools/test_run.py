@@ -70,6 +70,7 @@ def test_ranks_here_and_elsewhere_get_one_key_which_no_command_line_and_no_outpu
     assert "FUSEDCOMM_HOROVOD_KEY" not in os.environ
 
 
+@pytest.mark.check
 def test_a_rank_elsewhere_ends_when_the_launcher_is_killed(ssh, tmp_path):
     ssh()
     command = [sys.executable, "-m", "fusedcomm", "run", "-np", "1", "-H", "elsewhere", sys.executable, "-c", SLEEPS]
