@@ -84,7 +84,6 @@ test check test-all: build $(KERNELS)
 test:
 	$(SIDE_BY_SIDE)
 check test-all:
-	$(PY) tests/helpers/native_objects.py
 	$(SIDE_BY_SIDE)
 	$(PY) -m pytest --alone $(WHICH) $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
