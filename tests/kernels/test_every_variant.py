@@ -66,7 +66,7 @@ ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(
 def checks_hash() -> str:
     """Of everything besides the PTX on which a result depends."""
     reference = TESTS / "helpers" / "reference"
-    names = ("codec_checks.py", "kernel_checks.py", "ptx_kernels.py", "values.py")
+    names = ("codec_cases.py", "codec_checks.py", "kernel_checks.py", "ptx_kernels.py", "values.py")
     files = [*(TESTS / "helpers" / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
     files += [*(TESTS.parent / "kernels").glob("*.py"), Path(_C.__file__)]
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()

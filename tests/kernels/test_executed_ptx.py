@@ -9,7 +9,8 @@ import re
 import ptx
 import ptx_kernels
 import pytest
-from codec_checks import Case, check
+from codec_cases import Case
+from codec_checks import check
 from kernel_checks import REAL_TILES, Kernels, check_scale
 
 from fusedcomm.kernels.variants import TILE

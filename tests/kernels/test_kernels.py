@@ -10,18 +10,8 @@ import math
 import interpreter
 import pytest
 import torch
-from codec_checks import (
-    CASES,
-    SEVERAL_WIRES,
-    Residual,
-    any_case,
-    bucket_layout,
-    case_of,
-    check,
-    check_every_code,
-    check_hosts,
-    guarded,
-)
+from codec_cases import CASES, SEVERAL_WIRES, any_case, bucket_layout, case_of
+from codec_checks import Residual, check, check_every_code, check_hosts, guarded
 from hypothesis import given, settings
 from values import DTYPES, WIRE_FORMATS, WIRES
 

@@ -16,7 +16,8 @@ import ptx
 import ptx_kernels
 import pytest
 import torch
-from codec_checks import Case, check
+from codec_cases import Case
+from codec_checks import check
 from kernel_checks import Kernels, check_scale
 
 from fusedcomm.kernels.variants import TILE
