@@ -61,9 +61,11 @@ def test_gives_the_bytes_of_the_oracle(device, wire_format, dtype, name):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("feedback", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire_format", WIRE_FORMATS)
-def test_at_the_real_tile(device, wire_format, feedback):
-    check(Kernels(device, tile=None), dataclasses.replace(REAL_TILES, wires=(wire_format,), feedback=feedback))
+def test_at_the_real_tile(device, wire_format, dtype, feedback):
+    case = dataclasses.replace(REAL_TILES, wires=(wire_format,), dtype=dtype, feedback=feedback)
+    check(Kernels(device, tile=None), case)
 
 
 @pytest.mark.parametrize("num_programs", [1, 20])
