@@ -129,6 +129,7 @@ TRAININGS = {
     "a process set": Training({}, ("thawed",), in_set=True, sizes=(3, 4)),
     "sparse": Training({}, make=sgd, is_sparse=True),
     "sparse as dense": Training(dict(sparse_as_dense=True), (), make=sgd, is_sparse=True),
+    "sparse in 1 group": Training(dict(groups=1), make=sgd, is_sparse=True),
     "sparse, two passes": Training(dict(backward_passes_per_step=2), make=sgd, is_sparse=True),
     "Adasum": Training(dict(op=hvd.Adasum), sizes=(1, 2, 4)),
 }
