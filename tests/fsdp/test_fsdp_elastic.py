@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from scripts import torchrun
 
-pytestmark = pytest.mark.full  # it starts nine processes; tests/horovod/elastic has a restart that `make test` runs
+# It starts nine processes; tests/horovod/test_elastic.py has a restart that `make check` runs.
+pytestmark = pytest.mark.full
 JOB = Path(__file__).with_name("elastic_job.py")
 NUM_STEPS, RESUMED_AT, ACCUMULATED = 30, 10, 2
 INT8, FEEDBACK = "int8", "int4 with feedback"
