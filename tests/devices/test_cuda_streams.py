@@ -1,5 +1,5 @@
 """The CUDA path over simulated streams, without a GPU: the scenes of tests/native, with the build's objects. Front ends
-on the same streams: tests/local_steps/test_local_streams.py, tests/optimizer."""
+on the same streams: tests/local_steps/test_local_steps.py, tests/optimizer."""
 
 import cuda_stress
 import pytest
