@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from front_ends import FRONT_ENDS, PLAIN, FrontEnd, adding_up, end, with_all
-from models import Gradients, worst
+from models import Gradients, whole, worst
 from scenarios import CASES
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -38,12 +38,6 @@ NOT_CARRIED = ("float64 parameters",)
 """No wire rounds these."""
 LEFT_TO_TORCH = ("complex", "float64 parameters", "unused on all ranks")
 """FSDP2 itself reduces these in some steps, which is warned of."""
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all of it, on every rank."""
-    full = getattr(tensor, "full_tensor", lambda: tensor)()
-    return full.detach().to_dense().clone()
 
 
 def trained(rank: int, name: str, front_end: FrontEnd, wire: str, num_steps: int = NUM_STEPS) -> tuple[list, dict]:
