@@ -291,11 +291,13 @@ def mistaken(mistake, overlap, wrong_ranks):
                 mistake(model, optimizer, rank)
             for step in range(9, 13):  # wrong ranks without an error so far go on, too
                 one_step(model, optimizer, rank, step)
-        finally:
+        except RuntimeError:
             assert time.monotonic() - began < patient(30)
             assert mistake.__name__ != "other_values" or torch.equal(flat(model), before)
             # It does not go on by itself.
             assert refusal(lambda: [one_step(model, optimizer, rank, step) for step in (20, 21)])
+            raise
+        finally:
             reducer.detach()
 
     return run
