@@ -279,7 +279,6 @@ ACTIONS = {
     "CommState": [*PASSES, *RELOADS, ("move",)],
     "CommState without names": [*PASSES, ("move",)],
     "reducer": [*PASSES, *RELOADS, ("freeze",)],
-    "DataParallel": [*PASSES, *RELOADS, ("freeze",)],
 }
 EXACT = Config("bf16", "two-shot", feedback=Feedback())
 ROTATED = Config("int4", "two-shot", blocks=Blocks(rotate=True), wires={"1d": "int4"}, feedback=Feedback())
