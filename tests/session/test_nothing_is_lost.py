@@ -68,8 +68,7 @@ class Trained:
 
 
 def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
-    """The numbers of passes after which an interrupted run has other bits than one without interruptions, or another
-    number of steps."""
+    """The numbers of passes after which an interrupted run has other bits than one without interruptions."""
     seen = {False: [], True: []}
     for is_interrupted in (False, True):
         run, number = Trained(front_end, config), 0
@@ -77,8 +76,8 @@ def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
         for action in actions:
             if action in ("pass", "two passes"):
                 number += 1
-                found = run.take_pass(rank, number, action == "two passes")
-                seen[is_interrupted].append([*found, torch.tensor(run.comm.state_dict()["step"])])
+                seen[is_interrupted].append(run.take_pass(rank, number, action == "two passes"))
+                assert run.comm.state_dict()["step"] == number + 1
             elif is_interrupted and action == "in inference mode":  # as in a trainer's evaluation
                 with torch.inference_mode():
                     state = run.comm.state_dict()
