@@ -10,7 +10,7 @@ from models import Gradients, normal, synchronize
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from weighted import BUCKETS, check_close, gradients_of, model, one_process, rows, sum_of_losses, wrapped
+from weighted import BUCKETS, TWO_PASSES, check_close, gradients_of, model, one_process, rows, sum_of_losses, wrapped
 
 import fusedcomm
 from fusedcomm import Config
@@ -54,7 +54,6 @@ def weighted_steps(rank, world_size, front, steps, config):
 
 
 ONE_PASS = [[[1000, 1, 7, 30]], [[0, 12, 1000, 3]], [[5, 1, 0, 0]]]
-TWO_PASSES = [[[9, 1, 4, 2], [0, 100, 1, 3]], [[2, 2, 2, 2], [1, 0, 5, 9]]]
 STEPS = {False: ONE_PASS, True: TWO_PASSES}
 
 ADD_UP = ("hook", "hook, other groups", "reducer", "reducer, every", "DataParallel")

@@ -20,7 +20,8 @@ class Row(NamedTuple):
         wrong: what is done. It is called with the rank, on every rank, and every rank must raise.
         starts: how the error's kind and text start, on all ranks but rank 1, and on rank 1. A kind alone, without a
             colon, is followed by ": fusedcomm".
-        words: what every rank's text has. "{rank}" in it stands for that rank. The first one is the row's test id.
+        words: what every rank's text has. "{rank}" in it stands for that rank. The row's test id has the first one, or
+            else the start.
         is_same: whether all ranks have one text, which names rank 1, the only one that differs, and not rank 2.
     """
 
@@ -32,7 +33,7 @@ class Row(NamedTuple):
     is_same: bool
 
     def __str__(self) -> str:
-        return f"{self.front_end}: {self.words[0][:80]}"
+        return f"{self.front_end}: {(self.words or self.starts)[0][:80]}"
 
     def check(self, texts: list[str]) -> None:
         for rank, text in enumerate(texts):

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 
 BUCKETS = 1 / 4096
+TWO_PASSES = [[[9, 1, 4, 2], [0, 100, 1, 3]], [[2, 2, 2, 2], [1, 0, 5, 9]]]
+"""Rows by step, pass and rank."""
 
 
 def model():
