@@ -1,6 +1,7 @@
 """What tests leave behind, each with the test that left it: processes, ports that the test's own process still listens
 on, files in the folder for temporary files, which each worker has for itself."""
 
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -36,17 +37,15 @@ class Leftovers:
             os.environ.setdefault(
                 "PYTEST_DEBUG_TEMPROOT", normal
             )  # tmp_path and its like stay where one looks for them
+        multiprocessing.util.get_temp_dir()  # it removes its folder itself, at the very end
         self._folder = Path(tempfile.mkdtemp(prefix="fusedcomm-"))
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
-
-    def _files(self) -> set[str]:
-        return {name for name in os.listdir(self._folder) if not name.startswith("pymp-")}  # multiprocessing's own
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
         num_open = len(os.listdir("/proc/self/fd"))
         result = yield
-        new = self._files()
+        new: set[str | int] = set(os.listdir(self._folder))
         if len(os.listdir("/proc/self/fd")) > num_open:
             new |= listening_ports()
         self._left.update((each, item.nodeid) for each in new - self._left.keys())
@@ -54,7 +53,7 @@ class Leftovers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        files, ports = self._files(), listening_ports()
+        files, ports = os.listdir(self._folder), listening_ports()
         self._found += [f"{test}: the file {self._folder / name}" for name, test in self._left.items() if name in files]
         self._found += [f"{test}: the port {port}, still open" for port, test in self._left.items() if port in ports]
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -18,22 +18,18 @@ _MOST = 12.0
 _VARIABLE = "FUSEDCOMM_TESTS_SLOWNESS"
 
 
-def measured_slowness() -> float:
-    """How many times as long as on an idle core work takes now: from 1 to _MOST."""
-    began = time.monotonic()
-    for _ in range(_WORK):
-        pass
-    return min(_MOST, max(1.0, (time.monotonic() - began) / _WORK_S))
-
-
 def measure_slowness() -> None:
     """Measures how slow this machine is. Every process that runs tests calls it once. The ranks that the process starts
     inherit the result, so that all wait equally long."""
-    os.environ[_VARIABLE] = str(measured_slowness())
+    began = time.monotonic()
+    for _ in range(_WORK):
+        pass
+    taken_s = time.monotonic() - began
+    os.environ[_VARIABLE] = str(min(_MOST, max(1.0, taken_s / _WORK_S)))
 
 
 def slowness() -> float:
-    """What measure_slowness() has found."""
+    """How many times as long as on an idle core work takes here: from 1 to _MOST."""
     return float(os.environ[_VARIABLE])
 
 

@@ -41,6 +41,21 @@ def with_variable(name: str, value: str) -> dict[int, tuple[str, dict[str, str]]
     return found
 
 
+def scheduled() -> dict[int, tuple[float, float]]:
+    """By process id, of this process and what it has started: seconds in which its main thread has run, and in which it
+    was ready to run and other threads had the cores. Empty where the kernel does not count."""
+    found, left = {}, [os.getpid()]
+    while left:
+        pid = left.pop()
+        try:
+            ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+            left += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except ENDED:
+            continue
+        found[pid] = int(ran) / 1e9, int(waited) / 1e9
+    return found
+
+
 def listening_ports() -> set[int]:
     """The TCP ports on which this process listens."""
     sockets = set()

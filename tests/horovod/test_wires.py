@@ -79,6 +79,10 @@ def check_whole_numbers(rank, size):
                     expected = torch.stack([tensors[i].double() for tensors in every]).sum(0).mul(factor)
                     if not torch.equal(found, expected.to(dtype)):
                         wrong.append((config, number, i))
+            mixed = hvd.grouped_allreduce(
+                [every[rank][1].to(dtype) for dtype in DTYPES], op=hvd.Sum, compression=compression
+            )
+            assert all(torch.equal(found, sum(tensors[1] for tensors in every).to(found.dtype)) for found in mixed)
             large = hvd.allreduce(torch.full((100, 100), 24576.0), op=hvd.Sum, compression=compression)
             assert large.unique().tolist() == [24576.0 * size], "beyond the range of fp16"
             whole = hvd.allreduce(torch.full((40, 50), 3), op=hvd.Sum, compression=compression)

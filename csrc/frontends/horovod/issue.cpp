@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "frontends/horovod/coordinator.h"
+#include "gradients/grad_dtype.h"
 #include "transport/error_text.h"
 
 namespace fusedcomm::horovod {
@@ -11,12 +12,11 @@ namespace {
 // How long a collective that has failed waits for rank 0's word about who is lost.
 constexpr std::chrono::seconds kExplanationTimeout{3};
 
-// Whether the engine carries it.
+// Whether the engine carries it. One sum has one dtype.
 bool goes_in_wire(const Signature& as) {
   if (as.wire.empty() || (as.op != Op::kSum && as.op != Op::kAverage)) return false;
-  return std::all_of(as.tensors.begin(), as.tensors.end(), [](const TensorMeta& tensor) {
-    const auto dtype = static_cast<at::ScalarType>(tensor.dtype);
-    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  return std::all_of(as.tensors.begin(), as.tensors.end(), [&as](const TensorMeta& tensor) {
+    return tensor.dtype == as.tensors.front().dtype && has_wire_format(static_cast<at::ScalarType>(tensor.dtype));
   });
 }
 
