@@ -21,7 +21,7 @@ NEW_FROM = 3
 
 class Net(nn.Module):
     """Gradients are multiples of 12, which differ by rank and step. A rank uses one of the branches; in each step some
-    rank does not use the tables. `new` is thawed or added, if at all."""
+    rank does not use the tables, and the second one is used from step 1 on. `new` is thawed or added, if at all."""
 
     def __init__(self, is_sparse: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,9 @@ class Net(nn.Module):
         loss = loss + times_numbers(self.new[1](values(rank, (2, 3), salt=step)))
         if (rank + step) % 3:
             indices = torch.tensor([1, rank, rank, step % 4])
-            loss = loss + times_numbers(self.table(2 * indices)) + times_numbers(self.new[0](indices))
+            loss = loss + times_numbers(self.table(2 * indices))
+            if step > 0:
+                loss = loss + times_numbers(self.new[0](indices))
         return loss
 
 
