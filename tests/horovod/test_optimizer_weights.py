@@ -42,6 +42,11 @@ def check_trained(rank, size, weighted, compression):
             optimizer.synchronize()
             limit = 1e-6 if compression == "none" else 2e-3
             assert (gradients_of(module) - exact[step]).norm() <= limit * exact[step].norm(), step
+        optimizer.zero_grad()
+        optimizer.weight = 0
+        (sum_of_losses(module, *rows(rank, 0, 0, 1)) * math.nan).backward()
+        optimizer.synchronize()
+        assert not gradients_of(module).any(), "no rank has a weight"
 
 
 @pytest.mark.parametrize("weighted", ["mean", "sum"])
