@@ -97,7 +97,7 @@ def backward(forward, rank):
 def with_front_end(rank, name, config):
     forward, comm = FRONT_ENDS[name].make(model(), config)
     found = backward(forward, rank)
-    comm.load_state_dict(comm.state_dict())
+    comm.load_state_dict(comm.state_dict(**({"consolidated": True} if name == "hook" else {})))
     str(comm), comm.stats().scalars()
     getattr(comm, "nonfinite_report", list)()  # a CommState has none
     end(comm)
