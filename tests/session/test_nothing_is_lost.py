@@ -81,6 +81,7 @@ def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
             elif is_interrupted and action == "in inference mode":  # as in a trainer's evaluation
                 with torch.inference_mode():
                     state = run.comm.state_dict()
+                    assert not any(values.is_inference() for values in state["residuals"].values())
                     state["residuals"] = {name: values.clone() for name, values in state["residuals"].items()}
                     run.comm.load_state_dict(state)
             elif is_interrupted:
