@@ -113,6 +113,7 @@ def report_by_one_rank(rank, world_size):
     dist.barrier()  # keeps rank 1 from leaving early, since it would then count as lost
 
 
+@pytest.mark.check
 def test_a_report_that_not_every_rank_asks_for_is_an_error(ranks):
     ranks.run(report_by_one_rank, world_size=2)
 

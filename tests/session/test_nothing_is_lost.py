@@ -23,6 +23,12 @@ def file_of(*states):
     return file.getvalue()
 
 
+def detach(comm):
+    """Of None, and of a CommState, which stays with its module, nothing."""
+    if hasattr(comm, "detach"):
+        comm.detach()
+
+
 # ---- the bits of a run that nothing has interrupted
 
 
@@ -63,9 +69,6 @@ class Trained:
     def save(self):
         return file_of(*(part.state_dict() for part in self.parts))
 
-    def detach(self):
-        getattr(self.comm, "detach", lambda: None)()
-
 
 def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
     """The numbers of passes after which an interrupted run has other bits than one without interruptions."""
@@ -81,17 +84,18 @@ def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
             elif is_interrupted and action == "in inference mode":  # as in a trainer's evaluation
                 with torch.inference_mode():
                     state = run.comm.state_dict()
+                    assert not any(values.is_inference() for values in state["residuals"].values())
                     state["residuals"] = {name: values.clone() for name, values in state["residuals"].items()}
                     run.comm.load_state_dict(state)
             elif is_interrupted:
                 file = run.save()
                 if action == "make anew":
-                    run.detach()
+                    detach(run.comm)
                     run = Trained(front_end, config)
                 else:  # what happens in between is forgotten
                     run.take_pass(rank, 50, False)
                 run.load(file)
-        run.detach()
+        detach(run.comm)
     pairs = zip(seen[False], seen[True], strict=True)
     return [number for number, pair in enumerate(pairs) if not all(map(torch.equal, *pair))]
 
@@ -226,7 +230,7 @@ class Ledger:
         if self.comm is not None:
             with torch.inference_mode(self.number % 2 == 0):
                 file = shared[1] = file_of(self.comm.state_dict(consolidated))
-            getattr(self.comm, "detach", lambda: None)()
+            detach(self.comm)
         dist.broadcast_object_list(shared, src=0)
         self.owed = shared[0]
         self.make(bucket_mib, size)
@@ -247,7 +251,7 @@ class Ledger:
             return
         self.size = 2
         if dist.get_rank() >= 2:
-            getattr(self.comm, "detach", lambda: None)()
+            detach(self.comm)
             self.comm = None
             return
         self.owed = [each / 2 for each in self.residuals()]
@@ -272,7 +276,7 @@ def kept(rank, world_size, front_end, config, actions):
             getattr(ledger, name)(*arguments)
             with torch.autocast("cpu", torch.float16, enabled=name == "autocast"):
                 ledger.take_pass()
-    getattr(ledger.comm, "detach", lambda: None)()
+    detach(ledger.comm)
     return ledger.wrong
 
 
