@@ -8,18 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fusedcomm import Config, Feedback
-
-NUM_STEPS = 100
-RESUMED_AT = 50
+NUM_ROWS = 3200
 ACCUMULATED = 2
 BATCH = 8
 CLIPPED_TO = 0.5
 LEARNING_RATE = 0.2
-
-# With error feedback, training that goes on from a checkpoint has the bits of training that did not stop if the ranks
-# sum in one shot, so that a rank's residuals are its own, and DDP's buckets do not change after the first pass.
-FEEDBACK = Config("int8", sum="one-shot", feedback=Feedback())
 
 
 def model() -> nn.Module:
@@ -28,19 +21,18 @@ def model() -> nn.Module:
 
 
 def dataset() -> torch.utils.data.TensorDataset:
-    """Enough for two ranks in one epoch."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(2 * NUM_STEPS * ACCUMULATED * BATCH, 32, generator=generator)
+    inputs = torch.randn(NUM_ROWS, 32, generator=generator)
     teacher = torch.randn(32, 8, generator=generator)
     return torch.utils.data.TensorDataset(inputs, (inputs @ teacher).argmax(dim=1))
 
 
 class Classifier(nn.Module):
-    """With the labels in its forward pass, as Transformers wants it."""
+    """With the labels in its forward pass, as Transformers wants it. failing: whether that raises ArithmeticError."""
 
-    def __init__(self) -> None:
+    def __init__(self, failing: bool = False) -> None:
         super().__init__()
-        self.model, self.losses, self.failing = model(), [], False
+        self.model, self.losses, self.failing = model(), [], failing
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.failing:
@@ -63,6 +55,21 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         inputs, labels = self.tensors[index]
         return {"inputs": inputs, "labels": labels}
+
+
+def lightning_trainer(**options: object):
+    """A quiet Trainer of Lightning. `options`: further ones."""
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        accumulate_grad_batches=ACCUMULATED,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
 
 
 def transformers_arguments(folder: Path, max_steps: int, save_steps: int, saved: bool = True, **options: object):

@@ -1,4 +1,4 @@
-"""Two ranks whose batches have unequal numbers of labels, in one of the trainers; see test_weighted_trainers.py.
+"""Two ranks whose batches have unequal numbers of labels, in one of the trainers; see test_trainers.py.
 
 The recipes of docs/weights.md: losses are sums, weights are numbers of labels, and nothing is scaled twice.
 """
@@ -86,17 +86,8 @@ def with_lightning(seen: list) -> nn.Module:
             return torch.optim.SGD(self.model.parameters(), lr=training.LEARNING_RATE)
 
     module = Classifier()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_steps=NUM_STEPS,
-        accumulate_grad_batches=training.ACCUMULATED,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = training.lightning_trainer(
+        strategy="ddp", max_steps=NUM_STEPS, callbacks=[callback], enable_checkpointing=False
     )
     trainer.fit(module, torch.utils.data.DataLoader(rows(), training.BATCH))
     return module.model
