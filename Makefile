@@ -83,7 +83,6 @@ test check test-all: build $(KERNELS)
 test:
 	$(PYTEST)
 check test-all:
-	$(PY) tests/helpers/native_objects.py
 	$(PYTEST)
 
 test-torches: | check-tools

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import whole
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -39,8 +40,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(layers: list[nn.Module]) -> list[torch.Tensor]:
-    gradients = [parameter.grad for layer in layers for parameter in layer.parameters()]
-    return [getattr(gradient, "full_tensor", gradient.clone)() for gradient in gradients]
+    return [whole(parameter.grad) for layer in layers for parameter in layer.parameters()]
 
 
 def in_data_parallel(layer: nn.Module, mesh: DeviceMesh) -> tuple:

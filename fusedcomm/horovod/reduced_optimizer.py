@@ -285,10 +285,10 @@ class ReducedOptimizer(Served):
         return begin(found, signature, tensors, tensors, _none, tensors, self.process_set.process_set_id)
 
     def _receive(self, unit: Unit) -> None:
-        """Waits for the unit's sums and writes the gradients."""
+        """Waits for the unit's sums and writes the gradients. A group with a sparse one travels as sparse ones."""
         if isinstance(unit.sum, list):
             for gradient, result in zip(unit.gradients, unit.sum, strict=True):
-                gradient.parameter.grad = result()
+                gradient.parameter.grad = result() if gradient.whole.is_sparse else result().to_dense()
             return
         wait(unit.sum)
         for gradient, (tensor, context) in zip(unit.gradients, unit.compressed, strict=False):

@@ -6,19 +6,8 @@ import threading
 import pytest
 import reference
 import torch
-from codec_checks import (
-    CASES,
-    CODECS,
-    SEVERAL_WIRES,
-    Case,
-    any_case,
-    bucket_layout,
-    case_of,
-    check,
-    check_every_code,
-    check_hosts,
-    guarded,
-)
+from codec_cases import CASES, SEVERAL_WIRES, Case, any_case, bucket_layout, case_of
+from codec_checks import CODECS, check, check_every_code, check_hosts, guarded
 from hypothesis import given, settings
 from values import DTYPES, WIRE_FORMATS, WIRES, same_bits, signed
 

@@ -10,6 +10,8 @@ from scripts import ROOT, compiled
 
 from fusedcomm.native import _C
 
+pytestmark = pytest.mark.check  # it compiles
+
 ISAS = ("portable", "neon", "avx2", "avx512")
 SOURCES = ("tests/native/kernel_tables.cpp", *(f"csrc/codec/isa/{isa}.cpp" for isa in ISAS))
 NUM_SEEDS = 3

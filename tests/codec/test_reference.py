@@ -5,31 +5,19 @@ import math
 import pytest
 import reference
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from values import BLOCK_WIRES, same_bits
+from codec_cases import bucket_layout, split
+from values import BLOCK_WIRES, DTYPES, WIRE_FORMATS, every_16_bits, same_bits
 from values import signed as signed_by_seed
 
 from fusedcomm.native import _C
 
-WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
 # fp8's explicit mantissa bits, exponent of the least normal number, and greatest finite number.
 FP8_MANTISSA_NBITS, FP8_LEAST_EXPONENT, FP8_GREATEST = 3, -6, 448.0
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# By wire: (explicit mantissa bits, exponent of the least normal number).
-HALF_FORMATS = {"bf16": (7, -126), "fp16": (10, -14)}
-
-finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
-# At most 2¹²⁷, because 127 · scale may round to Inf within an ulp of the greatest float.
-int8_floats = st.floats(min_value=-(2.0**127), max_value=2.0**127, width=32)
 
 
 def bits(x):
     return x.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()])
-
-
-def every_half(dtype):
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def signed(numel, seed, spread=20):
@@ -42,7 +30,7 @@ def signed(numel, seed, spread=20):
 
 @pytest.mark.parametrize("wire", HALF_DTYPES)
 def test_every_16_bit_value_survives(wire):
-    values = every_half(HALF_DTYPES[wire])
+    values = every_16_bits(HALF_DTYPES[wire])
     codes, scales = reference.encode(values.float(), wire)
     number = ~values.isnan()
     assert scales.numel() == 0
@@ -51,103 +39,50 @@ def test_every_16_bit_value_survives(wire):
 
 
 @pytest.mark.parametrize("wire", HALF_DTYPES)
-@settings(deadline=None)
-@given(x=finite_floats)
-def test_16_bit_rounding_is_to_nearest_even(wire, x):
-    mantissa_bits, least_exponent = HALF_FORMATS[wire]
-    exponent = max(math.frexp(x)[1] - 1, least_exponent) if x else least_exponent
-    ulp = 2.0 ** (exponent - mantissa_bits)
-    expected = round(x / ulp) * ulp  # exact in float64, and Python rounds halves to even
-    greatest = torch.finfo(HALF_DTYPES[wire]).max
-    if abs(expected) > greatest:
-        expected = math.copysign(math.inf, x)
-    code, _ = reference.encode(torch.tensor([x], dtype=torch.float32), wire)
-    assert code.double().item() == expected
-
-
-@pytest.mark.parametrize("wire", HALF_DTYPES)
 def test_torch_rounds_alike(wire):
     x = signed(100_000, seed=1, spread=40)
     assert same_bits(reference.encode(x, wire)[0], x.to(HALF_DTYPES[wire]))
 
 
-@pytest.mark.parametrize(
-    ("wire", "x", "expected"),
-    [
-        ("bf16", 1 + 2**-8, 1.0),
-        ("bf16", 1 + 3 * 2**-8, 1 + 2**-6),
-        ("bf16", -(1 + 2**-8 + 2**-20), -(1 + 2**-7)),
-        ("bf16", 257.0, 256.0),
-        ("bf16", 3.4e38, math.inf),
-        ("bf16", 2.0**-140, 0.0),
-        ("bf16", 2.0**-133, 2.0**-133),
-        ("fp16", 65519.0, 65504.0),
-        ("fp16", 65520.0, math.inf),
-        ("fp16", -65520.0, -math.inf),
-        ("fp16", 2.0**-24, 2.0**-24),
-        ("fp16", 2.0**-25, 0.0),
-        ("fp16", 1.5 * 2.0**-25, 2.0**-24),
-    ],
-)
-def test_ties_overflow_and_subnormals(wire, x, expected):
-    assert reference.encode(torch.tensor([x]), wire)[0].item() == expected
+ROUNDED = {
+    "bf16": {
+        1 + 2**-8: 1.0,
+        1 + 3 * 2**-8: 1 + 2**-6,
+        -(1 + 2**-8 + 2**-20): -(1 + 2**-7),
+        257.0: 256.0,
+        3.4e38: math.inf,
+        2.0**-140: 0.0,
+        2.0**-133: 2.0**-133,
+    },
+    "fp16": {
+        65519.0: 65504.0,
+        65520.0: math.inf,
+        -65520.0: -math.inf,
+        2.0**-24: 2.0**-24,
+        2.0**-25: 0.0,
+        1.5 * 2.0**-25: 2.0**-24,
+    },
+    "int8": {127.0: 127.0, 0.5: 0.0, 1.5: 2.0, 2.5: 2.0, -0.5: 0.0, -1.5: -2.0},
+    "fp8": {
+        **{17.0: 16.0, 19.0: 20.0, -432.0: -448.0},
+        **{2.0**-10: 0.0, 3 * 2.0**-10: 2.0**-8, 2.0**-9: 2.0**-9, 2.0**-6 * (1 - 2**-8): 2.0**-6},
+    },
+}
+"""Ties, overflow and subnormals, by hand."""
+
+
+@pytest.mark.parametrize("wire", ROUNDED)
+def test_ties_overflow_and_subnormals(wire):
+    points = torch.tensor([reference.GREATEST_CODE.get(wire, 1.0), *ROUNDED[wire]])  # the first makes the scale 1
+    codes, scales = reference.encode(points, wire, 32)
+    assert scales.tolist() == [1.0] * len(scales)
+    assert reference.values_of_codes(codes, wire)[1:].tolist() == list(ROUNDED[wire].values())
 
 
 def test_fp32_keeps_all_but_the_kind_of_nan():
     x = torch.tensor([0x7F800001, 0xFFC00000 - 2**32, 0x00000001, 0x80000000 - 2**32], dtype=torch.int32)
     codes, _ = reference.encode(x.view(torch.float32), "fp32")
     assert bits(codes).tolist() == [0x7FC00000, 0x7FC00000, 0x00000001, 0x80000000 - 2**32]
-
-
-# ---- int8
-
-
-@settings(deadline=None)
-@given(st.lists(int8_floats, min_size=1, max_size=100), st.sampled_from([32, 64, 128]))
-def test_int8_codes_stay_within_127_and_errors_within_half_a_step(values, block):
-    y = torch.tensor(values, dtype=torch.float32)
-    codes, scales = reference.encode(y, "int8", block)
-    steps = scales.repeat_interleave(block)[: y.numel()].double()
-    assert codes.abs().max() <= 127
-    decoded = reference.decode(codes, scales, "int8", block).double()
-    ulp = 2.0**-23 * y.double().abs()
-    flushed = steps == 0
-    assert torch.all(y.abs()[flushed] < 2.0**-100)
-    # Scale, quotient and product are each rounded once, which adds a few ulps of the value to half a step.
-    assert torch.all((decoded - y.double()).abs()[~flushed] <= (steps / 2 * (1 + 2**-20) + 2 * ulp)[~flushed])
-
-
-def test_int8_rounds_halves_to_even():
-    y = torch.zeros(32)
-    y[:6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
-    codes, scales = reference.encode(y, "int8", 32)
-    assert codes[:6].tolist() == [127, 0, 2, 2, 0, -2]
-    assert scales.tolist() == [1.0]
-
-
-def test_int8_extremes_reach_127_whatever_the_maximum():
-    absmax = torch.cat([signed(20_000, seed=3, spread=90).abs(), torch.tensor([2.0**-100, 3.4028235e38])])
-    absmax = absmax[absmax >= 2.0**-100]
-    y = torch.zeros(absmax.numel(), 32)
-    y[:, 0], y[:, 1] = absmax, -absmax
-    codes, _ = reference.encode(y.view(-1), "int8", 32)
-    assert codes.view(-1, 32)[:, 0].unique().tolist() == [127]
-    assert codes.view(-1, 32)[:, 1].unique().tolist() == [-127]
-
-
-def test_int8_last_block_counts_missing_elements_as_zeros():
-    y = signed(150, seed=4)
-    codes, scales = reference.encode(y, "int8", 128)
-    padded_codes, padded_scales = reference.encode(torch.nn.functional.pad(y, (0, 106)), "int8", 128)
-    assert torch.equal(codes, padded_codes[:150])
-    assert torch.equal(scales, padded_scales)
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_nothing_encodes_to_nothing(wire):
-    codes, scales = reference.encode(torch.empty(0), wire)
-    assert codes.numel() == scales.numel() == 0
-    assert reference.decode(codes, scales, wire).numel() == 0
 
 
 # ---- fp8
@@ -170,44 +105,6 @@ def test_every_fp8_value_survives_a_scale_of_one():
     assert scales.tolist() == [1.0]
     assert stored.view(torch.uint8).tolist() == codes  # including the sign of zero
     assert same_bits(reference.decode(stored, scales, "fp8", 256), y)
-
-
-@settings(deadline=None)
-@given(x=st.floats(width=32, min_value=-448, max_value=448))
-def test_fp8_rounding_is_to_nearest_even(x):
-    exponent = max(math.frexp(x)[1] - 1, FP8_LEAST_EXPONENT) if x else FP8_LEAST_EXPONENT
-    step = 2.0 ** (exponent - FP8_MANTISSA_NBITS)
-    codes, scales = reference.encode(torch.tensor([x, FP8_GREATEST], dtype=torch.float32), "fp8", 32)
-    assert scales.tolist() == [1.0]
-    assert codes.double()[0].item() == round(x / step) * step
-
-
-def test_torch_rounds_to_fp8_alike():
-    """With a scale of one, encoding is a conversion."""
-    y = signed(100_000, seed=5, spread=12).clamp(-FP8_GREATEST, FP8_GREATEST).view(-1, 125)
-    y[:, 0] = FP8_GREATEST
-    y = torch.nn.functional.pad(y, (0, 3)).view(-1)
-    codes, scales = reference.encode(y, "fp8", 128)
-    assert scales.unique().tolist() == [1.0]
-    assert same_bits(codes.view(torch.uint8), y.to(reference.WIRE_DTYPES["fp8"]).view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("x", "expected"),
-    [
-        (17.0, 16.0),  # ties
-        (19.0, 20.0),
-        (-432.0, -448.0),
-        (2.0**-10, 0.0),
-        (3 * 2.0**-10, 2.0**-8),
-        (2.0**-9, 2.0**-9),
-        (2.0**-6 * (1 - 2**-8), 2.0**-6),
-    ],
-)
-def test_fp8_ties_and_subnormals(x, expected):
-    codes, scales = reference.encode(torch.tensor([x, -FP8_GREATEST]), "fp8", 32)
-    assert scales.tolist() == [1.0]
-    assert codes.float()[0].item() == expected
 
 
 # ---- int4
@@ -258,16 +155,6 @@ def test_int4_takes_the_nearest_level_unless_two_are_almost_as_near():
     assert codes.diff()[: 1 << 16].min() == 0 and codes.diff()[: 1 << 16].max() == 1  # greater values, greater codes
 
 
-@settings(deadline=None)
-@given(x=st.floats(width=32, min_value=-8, max_value=8))
-def test_an_int4_error_is_at_most_0_58_steps_of_the_value_s_place(x):
-    """Half a step, and what the cubic's borders add; beyond the level of 7 nothing else is left but that level."""
-    value = encoded_beside_minus_8(torch.tensor([x]))[0].item()
-    above = next((i for i in range(16) if LEVELS[i] >= x), 15)
-    step = (LEVELS[above] - LEVELS[max(above - 1, 0)]).item()
-    assert abs(value - x) <= (0.58 * step if x <= LEVELS[-1] else x - LEVELS[-1].item())
-
-
 def test_int4_nibbles_by_hand():
     y = torch.zeros(32)
     y[:8] = torch.tensor([7.0, -8.0, 0.3, 1.2, 2.5, -0.3, -1.2, 3.0])
@@ -312,20 +199,11 @@ def test_int4_scales_are_rounded_to_bf16_and_codes_count_in_these():
 
 def test_the_greatest_int4_values_do_not_overflow():
     greatest = torch.finfo(torch.float32).max
-    y = torch.zeros(2, 32)
-    y[:, 0], y[:, 1] = torch.tensor([greatest, -greatest]), torch.tensor([-greatest, 2.0**126])
-    codes, scales = reference.encode(y.view(-1), "int4", 32)
+    y = torch.tensor([[greatest, -greatest], [-greatest, 2.0**126]])
+    codes, scales = reference.encode(torch.nn.functional.pad(y, (0, 30)).view(-1), "int4", 32)
     decoded = reference.decode(codes, scales, "int4", 32).view(2, 32)
-    # Of two greatest elements the positive one has the level of 7 for 8.
-    assert decoded.isfinite().all() and (decoded[:, :1] / y[:, :1] - 1).abs().max() < 1.02 - level(7) / 8
-    codes, scales = reference.encode(y[1], "int4", 32)
-    assert reference.decode(codes, scales, "int4", 32)[0] == -torch.finfo(torch.bfloat16).max
-
-
-def test_an_odd_number_of_int4_codes():
-    codes, scales = reference.encode(torch.tensor([7.0, 1.0, -8.0]), "int4", 32)
-    assert codes.tolist() == [0x17, 0x08]
-    assert reference.decode(codes, scales, "int4", 32).tolist() == [level(7), level(1), -8, 0]
+    of_bf16 = torch.finfo(torch.bfloat16).max
+    assert decoded[:, :2].tolist() == [[level(7) / 8 * of_bf16, -of_bf16], [-of_bf16, level(2) / 8 * of_bf16]]
 
 
 # ---- blocks of every kind
@@ -384,31 +262,6 @@ def test_a_rotation_of_integers_is_undone_exactly():
     assert torch.equal(reference.unrotate(rotated), y)
 
 
-def test_a_rotation_spreads_an_outlier_and_makes_none_of_a_constant():
-    outlier = torch.zeros(32)
-    outlier[11] = 5.0
-    assert reference.rotate(outlier).abs().unique().tolist() == [5.0]
-    assert reference.rotate(torch.ones(32)).abs().max() < 20  # without the signs, one element would be 32
-
-
-def test_a_rotation_costs_the_neighbours_of_an_outlier_less():
-    y = signed(32 * 1000, seed=9, spread=1)
-    y[::32] *= 30
-    errors = {}
-    for rotated in (False, True):
-        mean = reference.all_reduce_mean([y], "int4", block=32, rotated=rotated)
-        errors[rotated] = (mean - y).view(-1, 32)[:, 1:].square().mean().sqrt()
-    assert errors[True] < errors[False] / 1.2
-
-
-def test_a_non_finite_element_makes_its_run_non_finite():
-    for value in (math.inf, math.nan):
-        y = signed(96, seed=10)
-        y[40] = value
-        assert reference.rotate(y).isfinite().view(3, 32).all(1).tolist() == [True, False, True]
-        assert not reference.rotate(y)[32:64].isfinite().any()
-
-
 # ---- chunks
 
 
@@ -433,13 +286,12 @@ def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rota
     return mean
 
 
-@pytest.mark.sampled(by=lambda wire, rotated, dtype: {"rotated": rotated, "dtype": dtype})
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("wire", "rotated"), [*((wire, False) for wire in WIRES), *((wire, True) for wire in BLOCK_WIRES)]
-)
-def test_the_mean_depends_on_neither_chunks_nor_parts(wire, rotated, dtype):
-    grads = [(signed(5003, seed=rank, spread=4)).to(dtype) for rank in range(3)]
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+def test_the_mean_depends_on_neither_chunks_nor_parts(wire_format, dtype):
+    wire, rotated = split(wire_format)
+    grads = [signed(5003, seed=rank, spread=4).to(dtype) for rank in range(3)]
     grads[1][77], grads[2][300] = math.inf, math.nan
     exempt = torch.zeros(5003, dtype=torch.bool)
     exempt[1000:1237] = True
@@ -497,18 +349,77 @@ def test_predivide_keeps_fp16_from_overflowing():
     assert reference.all_reduce_mean(grads, "fp16", predivide=2.0).unique().tolist() == [65024.0]
 
 
-def test_other_sums_have_no_reference():
-    with pytest.raises(ValueError, match="sum='one-shot' has one level"):
-        reference.all_reduce_mean([torch.ones(1)] * 4, "bf16", sum="one-shot", ranks_per_host=2)
-    with pytest.raises(ValueError, match="sum='direct' has no reference"):
-        reference.all_reduce_mean([torch.ones(1)], "bf16", sum="direct")
-    with pytest.raises(ValueError, match="wire='int3' is not possible"):
-        reference.all_reduce_mean([torch.ones(1)], "int3")
+# ---- error feedback
 
 
-def test_elements_of_another_length_are_refused():
-    layout = _C.bucket_layout("bf16", 128, 2, 10, 100, 1 << 20)
-    with pytest.raises(ValueError, match=r"lossy elements must have shape \(100,\).* not \(99,\)"):
-        reference.pack(layout, 0, torch.zeros(99), torch.zeros(10), 1.0)
-    with pytest.raises(ValueError, match=r"exact elements must have shape \(10,\).* not \(11,\)"):
-        reference.pack(layout, 0, torch.zeros(100), torch.zeros(11), 1.0)
+def feedback(layout, format):
+    return reference.Feedback(format, torch.zeros(_C.residual_nbytes(format, layout.padded_numel), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("format", ("fp32", "bf16"))
+def test_error_feedback_delays_instead_of_losing(format):
+    """The sum of what was sent is the sum of what should have been sent, less the residual. So errors do not add up."""
+    layout, num_steps, nothing = bucket_layout("int4", 32, 1, 0, 1024), 200, torch.empty(0)
+    gradient = signed(1024, seed=3, spread=12) * 1e-3
+    errors = {}
+    for name, kept in (("without", None), ("with", feedback(layout, format))):
+        total = torch.zeros(1024, dtype=torch.float64)
+        for _ in range(num_steps):
+            parts = reference.pack(layout, 0, gradient, nothing, 1.0, kept)
+            total += reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].double()
+        errors[name] = ((total / num_steps - gradient).norm() / gradient.norm()).item()
+    assert errors["without"] > 0.05  # rounding to nearest loses the same in every step
+    assert errors["with"] < (0.002 if format == "fp32" else 0.01)
+
+
+def test_what_is_not_finite_does_not_live_on_in_a_residual():
+    layout, nothing = bucket_layout("int8", 64, 1, 0, 256), torch.empty(0)
+    kept, gradient = feedback(layout, "fp32"), signed(256, seed=1, spread=12)
+    broken = gradient.clone()
+    broken[70], broken[200] = torch.inf, torch.nan
+    reference.pack(layout, 0, broken, nothing, 1.0, kept)
+    residual = kept.residual.view(torch.float32)
+    assert residual.isfinite().all() and residual[:64].any()
+    assert not residual[64:128].any() and not residual[192:256].any()
+
+
+# ---- errors of the codes against what follows from a formula
+
+
+def vnmse(y, wire, block):
+    decoded = reference.decode(*reference.encode(y, wire, block), wire, block)
+    return ((y.double() - decoded.double()).square().sum() / y.double().square().sum()).item()
+
+
+def expected_int4_error():
+    """vNMSE of a block of 32 normal values whose element of greatest magnitude has the least code: by integration.
+
+    Given the greatest magnitude a, which is exact, the others are normal between ±a and are rounded to the nearest of
+    the levels times a / 8. The density of a is 64·φ(a)·(2Φ(a) − 1)^31.
+    """
+    a = torch.linspace(0.2, 6.5, 4000, dtype=torch.float64)
+    cdf = torch.special.ndtr
+    weight = (-a.square() / 2).exp() * (2 * cdf(a) - 1) ** 31
+    x = torch.linspace(-1, 1, 4097, dtype=torch.float64)[None, :] * a[:, None]
+    levels = LEVELS.double()
+    step = a[:, None] / -levels[0]
+    error = (x - levels[torch.bucketize(x / step, (levels[1:] + levels[:-1]) / 2)] * step).square()
+    density = (-x.square() / 2).exp()
+    of_another = (error * density).sum(1) / density.sum(1)
+    return (31 / 32 * (of_another * weight).sum() / weight.sum()).item()
+
+
+def test_int4s_error_is_what_integration_gives():
+    """Below Max's 0.009497 of 1960, the least of 16 fixed levels: scales follow each block's greatest element."""
+    measured = vnmse(torch.randn(1 << 19, generator=torch.Generator().manual_seed(1)), "int4", 32)
+    assert measured <= 0.0067
+    # Rounding scales to bf16 moves each value by at most 2^-9 of it. That hardly ever another level than the nearest is
+    # chosen costs a hundredth.
+    assert measured == pytest.approx(expected_int4_error(), rel=0.02)
+
+
+def test_int8s_error_of_uniform_values_is_a_twelfth_of_a_squared_step():
+    y = torch.rand(1 << 18, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    y.view(-1, 128)[:, 0] = 1.0  # every scale is 1 / 127, and this element is exact; the mean square is 1 / 3
+    expected = (1 / 127) ** 2 / 12 * 127 / y.view(-1, 128).double().square().sum(1).mean().item()
+    assert vnmse(y, "int8", 128) == pytest.approx(expected, rel=0.01)

@@ -3,15 +3,17 @@
 import pytest
 import reference
 import torch
+from codec_cases import split
 from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
+from values import DTYPES, WIRE_FORMATS, same_bits
 
 import fusedcomm
 from fusedcomm import simulation
 from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
 
-WAYS = [(wire, rotate) for wire in fusedcomm.WIRES for rotate in ((False, True) if _C.has_scales(wire) else (False,))]
+WAYS = [split(wire_format) for wire_format in WIRE_FORMATS]
 """(wire, rotate): every combination that a two-shot has."""
 
 
@@ -37,35 +39,20 @@ def expected(grads, wire, rotate, exempt_mask=None, block=None, sum="two-shot"):
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("sum", ["two-shot", "one-shot"])
 @pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_gives_the_bits_of_the_reference(wire, rotate, dtype, sum):
+    config = Config(wire, sum=sum, blocks=Blocks(rotate=rotate))
     for world_size in (1, 2, 5):
         for numel in (1, 33, 5003):
             grads = gradients(world_size, (numel,), dtype)
+            if numel == 5003:
+                grads[0][100], grads[0][700], grads[-1][1500] = torch.inf, -torch.inf, torch.nan
             mask = torch.rand(numel, generator=torch.Generator().manual_seed(9)) < 0.3
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
-                mean = fusedcomm.simulate(
-                    grads,
-                    Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)),
-                    exempt_mask=exempt,
-                )
-                assert mean.dtype == dtype
-                assert torch.equal(mean, expected(grads, wire, rotate, exempt)), (world_size, numel, exempt is mask)
-
-
-@pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
-def test_one_shot_gives_the_bits_of_the_reference(wire, rotate):
-    for world_size in (1, 2, 5):
-        grads = gradients(world_size, (5003,))
-        mask = torch.rand(5003, generator=torch.Generator().manual_seed(9)) < 0.3
-        for exempt in (None, mask):
-            mean = fusedcomm.simulate(
-                grads,
-                Config(wire, sum="one-shot", blocks=Blocks(rotate=rotate)),
-                exempt_mask=exempt,
-            )
-            assert torch.equal(mean, expected(grads, wire, rotate, exempt, sum="one-shot")), world_size
+                mean = fusedcomm.simulate(grads, config, exempt_mask=exempt)
+                assert same_bits(mean, expected(grads, wire, rotate, exempt, sum=sum)), (world_size, numel, exempt)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
@@ -82,15 +69,6 @@ def test_predivide_is_the_codecs():
     assert mean.isfinite().all() and not fusedcomm.simulate(grads, Config("fp16", sum="two-shot")).isfinite().all()
 
 
-@pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
-def test_what_is_not_finite_ends_as_in_the_reference(wire, rotate):
-    grads = gradients(3, (2000,))
-    grads[1][100], grads[1][700], grads[2][1500] = torch.inf, -torch.inf, torch.nan
-    mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
-    assert not mean.isfinite().all()
-    assert torch.equal(mean.view(torch.int32), expected(grads, wire, rotate).view(torch.int32))
-
-
 def test_the_cut_into_pieces_does_not_show(monkeypatch):
     grads = gradients(3, (20011,))
     mask = torch.arange(20011) % 7 == 0
@@ -100,14 +78,6 @@ def test_the_cut_into_pieces_does_not_show(monkeypatch):
     monkeypatch.setattr(simulation, "_PIECES_NBYTES", 4 * 3 * 1024)
     for (config, exempt), mean in zip(ways, whole, strict=True):
         assert torch.equal(fusedcomm.simulate(grads, config, exempt_mask=exempt), mean), config
-
-
-@pytest.mark.full
-def test_thousands_of_ranks():
-    grads = list(torch.randn(3000, 40, generator=torch.Generator().manual_seed(0)))
-    for wire, rotate in WAYS:
-        mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
-        assert torch.equal(mean, expected(grads, wire, rotate)), wire
 
 
 def test_shapes_and_strides_are_kept_and_gradients_unchanged():
@@ -150,52 +120,41 @@ def test_auto_decides_as_the_engine():
 
 # ---- the bits of real ranks
 
-
-def real_means(rank, world_size, shape, wire, kwargs):
-    ddp = DistributedDataParallel(Gradients(shape))
-    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
-    return synchronize(ddp, [gradients(world_size, shape)[rank]])[0]
-
-
+SMALL, MATRIX, MATRIX_AND_VECTOR = ((10, 100),), ((71, 83),), ((90, 70), (999,))
 REAL = [
-    *(
-        (p, (71, 83), wire, {"sum": "two-shot", "blocks": Blocks(rotate=rotate)})
-        for wire, rotate in WAYS
-        for p in (2, 3)
-    ),
-    *((2, shape, wire, {}) for wire in ("fp32", "bf16", "fp16", "int8") for shape in ((1000,), (71, 83))),
-    (2, (71, 83), "fp32", {"sum": "exact"}),
-    (2, (71, 83), "bf16", {"sum": "direct"}),
-    (2, (71, 83), "fp16", {"sum": "direct", "predivide": 4.0}),
+    *((MATRIX, Config(wire, "two-shot", blocks=Blocks(rotate=rotate))) for wire, rotate in WAYS),
+    *((MATRIX_AND_VECTOR, Config(w, blocks=Blocks(rotate=r), wires={"1d": "fp32"})) for w, r in WAYS[1:]),
+]
+REAL_OF_TWO = [  # of more ranks the transport chooses the order of addition
+    *((shapes, Config(wire)) for wire in ("fp32", "bf16", "fp16", "int8") for shapes in (SMALL, MATRIX)),
+    (MATRIX, Config("fp32", "exact")),
+    (MATRIX, Config("bf16", "direct")),
+    (MATRIX, Config("fp16", "direct", predivide=4.0)),
 ]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("world_size", "shape", "wire", "kwargs"), REAL, ids=str)
-def test_it_gives_the_bits_of_real_ranks(ranks, world_size, shape, wire, kwargs):
-    mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, **kwargs))
-    for of_rank in ranks.run(real_means, shape, wire, kwargs, world_size=world_size):
-        assert torch.equal(of_rank, mean)
+def real_means(rank, world_size, rows):
+    found = []
+    for shapes, config in rows:
+        numels = [torch.Size(shape).numel() for shape in shapes]
+        mine = gradients(world_size, (sum(numels),))[rank].split(numels)
+        ddp = DistributedDataParallel(Gradients(*shapes))
+        fusedcomm.attach(ddp, config, quiet=True)
+        means = synchronize(ddp, [part.view(shape) for part, shape in zip(mine, shapes, strict=True)])
+        found.append(torch.cat([mean.flatten() for mean in means]))
+    return found
 
 
-def real_means_with_exempt(rank, world_size, wire, rotate):
-    ddp = DistributedDataParallel(Gradients((90, 70), (999,)))
-    fusedcomm.attach(ddp, Config(wire, wires={"1d": "fp32"}, blocks=Blocks(rotate=rotate)), quiet=True)
-    both = gradients(world_size, (90 * 70 + 999,))[rank]
-    seen = synchronize(ddp, [both[:6300].view(90, 70), both[6300:]])
-    return torch.cat([seen[0].view(-1), seen[1]])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("wire", "rotate"), [("bf16", False), ("int8", False), ("int4", True), ("fp8", False)])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_exempt_elements_travel_as_on_real_ranks(ranks, world_size, wire, rotate):
-    mask = torch.arange(90 * 70 + 999) >= 6300
-    mean = fusedcomm.simulate(
-        gradients(world_size, (7299,)), Config(wire, blocks=Blocks(rotate=rotate)), exempt_mask=mask
-    )
-    for of_rank in ranks.run(real_means_with_exempt, wire, rotate, world_size=world_size):
-        assert torch.equal(of_rank, mean)
+def test_it_gives_the_bits_of_real_ranks(ranks, world_size, subtests):
+    rows = REAL + REAL_OF_TWO if world_size == 2 else REAL
+    for row, *of_ranks in zip(rows, *ranks.run(real_means, rows, world_size=world_size), strict=True):
+        shapes, config = row
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        exempt = torch.arange(numel) >= torch.Size(shapes[0]).numel() if len(shapes) > 1 else None
+        mean = fusedcomm.simulate(gradients(world_size, (numel,)), config, exempt_mask=exempt)
+        with subtests.test(row=str(row)):
+            assert all(torch.equal(of_rank, mean) for of_rank in of_ranks)
 
 
 # ---- what it refuses

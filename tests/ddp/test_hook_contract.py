@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, Mlp, Sparse, error_of, synchronize, synchronized
+from models import Gradients, Mlp, Sparse, error_of, integers, mean_of_integers, synchronize, synchronized
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -179,28 +179,6 @@ def test_sparse_gradients_stay_sparse_with_one_warning():
         assert is_sparse and len(messages) == 1 and "summed exactly" in messages[0]
 
 
-def frozen_and_back(rank, world_size, frozen):
-    """Gradual unfreezing: a parameter is frozen before attaching and trained afterwards."""
-    ddp = DistributedDataParallel(Gradients((600, 70), (64,)), find_unused_parameters=True)
-    ddp.module.weights[frozen].requires_grad_(False)
-    comm = fusedcomm.attach(ddp, Config("int4", wires={"weights.0": "bf16"} if frozen else {}, feedback=Feedback()))
-    ddp.module.weights[frozen].requires_grad_(True)
-    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((600, 70), (64,))]
-    synchronize(ddp, gradients, steps=2)
-    names = [bucket.parameters for bucket in comm.plan().buckets]
-    state = comm.state_dict()
-    comm.load_state_dict(state)
-    return names, sorted(state["residuals"]), comm.plan().exempt
-
-
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_parameter_frozen_before_attaching_keeps_its_name_and_its_wire(ranks, frozen):
-    for names, residuals, exempt in ranks.run(frozen_and_back, frozen, world_size=2):
-        assert sorted(name for bucket in names for name in bucket) == ["weights.0", "weights.1"]
-        assert residuals == ["weights.0"]  # weights.1 is "1d", and so exact
-        assert exempt == ("weights.1",)
-
-
 def rebuilt_twice(rank, world_size):
     """torch keeps the parameter lists of buckets that it has built before."""
     shapes = ((2000,), (3000,))
@@ -246,3 +224,58 @@ def with_ignored_parameters(rank, world_size, front_end):
 def test_parameters_that_ddp_ignores_are_left_alone(ranks, front_end):
     for seen in ranks.run(with_ignored_parameters, front_end, world_size=2):
         assert seen == pytest.approx([0.5], abs=0.01)
+
+
+# --- frozen modules -------------------------------------------------------------------------------------------------
+
+
+def frozen_and_back(rank, world_size, frozen):
+    """Gradual unfreezing: a parameter is frozen before attaching and trained afterwards."""
+    ddp = DistributedDataParallel(Gradients((600, 70), (64,)), find_unused_parameters=True)
+    ddp.module.weights[frozen].requires_grad_(False)
+    comm = fusedcomm.attach(ddp, Config("int4", wires={"weights.0": "bf16"} if frozen else {}, feedback=Feedback()))
+    ddp.module.weights[frozen].requires_grad_(True)
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((600, 70), (64,))]
+    synchronize(ddp, gradients, steps=2)
+    names = [bucket.parameters for bucket in comm.plan().buckets]
+    state = comm.state_dict()
+    comm.load_state_dict(state)
+    return names, sorted(state["residuals"]), comm.plan().exempt
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_parameter_frozen_before_attaching_keeps_its_name_and_its_wire(ranks, frozen):
+    for names, residuals, exempt in ranks.run(frozen_and_back, frozen, world_size=2):
+        assert sorted(name for bucket in names for name in bucket) == ["weights.0", "weights.1"]
+        assert residuals == ["weights.0"]  # weights.1 is "1d", and so exact
+        assert exempt == ("weights.1",)
+
+
+def all_frozen(rank, world_size, kwargs):
+    gradients = [integers(rank, shape) for shape in ((80, 64), (7,))]
+    ddp = DistributedDataParallel(Gradients((80, 64), (7,)))
+    ddp.requires_grad_(False)
+    comm = fusedcomm.attach(ddp, **kwargs, quiet=True)
+    without = comm.plan()
+    ddp(gradients)
+    ddp.requires_grad_(True)
+    thawed = comm.plan()
+    means = synchronize(ddp, gradients, steps=2)
+    ddp.requires_grad_(False)
+    return without, thawed, means, comm.plan()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"config": "fp32"}, {"config": Config("int8", wires={"weights.*": "fp32"})}, {"config": "auto"}],
+    ids=str,
+)
+def test_of_a_frozen_module_there_is_a_plan_without_buckets_and_training_begins_when_it_is_thawed(ranks, kwargs):
+    says = "no parameter requires gradients: nothing is sent until one does"
+    for without, thawed, means, after in ranks.run(all_frozen, kwargs, world_size=2):
+        assert without.buckets == () and without.sent_nbytes == 0 and without.frozen
+        assert says in str(without) and "each rank sends" not in str(without)
+        assert [row.parameters for row in thawed.buckets] == [("weights.1", "weights.0")] and not thawed.frozen
+        assert says not in str(thawed) and "weights.1 … weights.0 (2)" in str(thawed)
+        assert all(torch.equal(mean, mean_of_integers(2, mean.shape)) for mean in means)
+        assert says in str(after)

@@ -1,4 +1,5 @@
-"""FSDP2 on a GPU, over NCCL: gradients, counts and residuals are those of a CPU over gloo, and none is read early.
+"""FSDP2 and GradReducer on a GPU, over NCCL: gradients, counts and residuals are those of a CPU over gloo, and none is
+read early.
 
 Several ranks share one GPU. This shows whether results are right, and nothing about speed.
 """
@@ -8,15 +9,15 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from models import integers, mean_of_integers
+from models import Mlp, integers, mean_of_integers, reducer_of, whole
 from test_fsdp_cuda_path import CONFIGS, three_steps
-from test_fsdp_feedback import made
+from test_fsdp_feedback import Layers, made
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config
+from fusedcomm.config import Blocks, Chunks, Config, Feedback
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,23 +31,35 @@ def on_both_devices(rank, world_size, kind, config):
     """This rank's gradients, counts and residuals after three steps, on a CPU and on a GPU."""
     found = []
     for device in ("cpu", "cuda"):
-        model = made(kind, world_size, device)
-        comm = fusedcomm.attach(model, config, quiet=True)
+        if kind == "GradReducer":
+            model = Layers().to(device)
+            comm = reducer_of(model, config, bucket_mib=0.02)
+        else:
+            model = made(kind, world_size, device)
+            comm = fusedcomm.attach(model, config, quiet=True)
         bits = three_steps(model, rank, device)
-        residuals = {name: each.full_tensor().cpu() for name, each in comm.state_dict()["residuals"].items()}
+        residuals = {name: whole(each).cpu() for name, each in comm.state_dict()["residuals"].items()}
         found.append((bits, comm.stats().nonfinite_by_parameter, residuals, comm.plan().codec))
         comm.detach()
     return found
 
 
-CASES = [("sharded", name, 2) for name in CONFIGS]
+CONFIGS_OF_REDUCER = {
+    "fp32": Config("fp32"),
+    "bf16": Config("bf16"),
+    "int8 feedback": Config("int8", feedback=Feedback()),
+    "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
+    "fp8 counted": Config("fp8", measure_every=2),
+}
+CASES = [("GradReducer", name, 2) for name in CONFIGS_OF_REDUCER] + [("sharded", name, 2) for name in CONFIGS]
 CASES += [(kind, name, 2) for kind in ("gradients in bfloat16", "replicate") for name in ("fp32", "bf16", "int8")]
 CASES += [("hsdp", "int8", 4), ("sharded", "int4 rotated", 4), ("sharded", "bf16", 3)]
 
 
 @pytest.mark.parametrize(("kind", "name", "world_size"), CASES)
 def test_results_are_those_of_the_cpu(ranks, kind, name, world_size):
-    config = dataclasses.replace(CONFIGS[name], chunks=Chunks(CONFIGS[name].chunks.nbytes or 1 << 20))
+    config = (CONFIGS_OF_REDUCER if kind == "GradReducer" else CONFIGS)[name]
+    config = dataclasses.replace(config, chunks=Chunks(config.chunks.nbytes or 1 << 20))
     for cpu, gpu in ranks.run(on_both_devices, kind, config, world_size=world_size, backend=BACKEND):
         # With replicate(), wire fp32 is summed by the transport: NCCL and gloo add two numbers alike.
         assert torch.equal(cpu[0], gpu[0])
@@ -112,6 +125,32 @@ def late(rank, world_size, config, reshard):
 )
 def test_late_gradients_are_reduced_when_they_are_there(ranks, config, reshard):
     assert ranks.run(late, config, reshard, world_size=2, backend=BACKEND) == [0, 0]
+
+
+def trained_by_a_reducer(rank, world_size, wire):
+    """Parameters after five steps with gradients computed late: the optimizer must wait for the mean."""
+    torch.manual_seed(0)
+    model = Mlp().cuda()
+    reducer = reducer_of(model, wire)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 10, generator=generator).cuda()).square().mean()
+        torch.cuda._sleep(20_000_000)
+        loss.backward()
+        optimizer.step()
+    steps = reducer.stats().steps
+    reducer.detach()
+    return [parameter.detach().cpu() for parameter in model.parameters()], steps
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_ranks_with_a_reducer_stay_identical(ranks, wire):
+    (first, steps), (second, _) = ranks.run(trained_by_a_reducer, wire, world_size=2, backend=BACKEND)
+    assert steps == 5
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
 
 
 def trained(rank, world_size, config):

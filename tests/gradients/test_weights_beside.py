@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -220,9 +221,12 @@ def late_in_a_pass_that_adds_up(rank, world_size):
             if rank == 1 and step == 1:
                 module[0].weight.register_hook(lambda _: setattr(comm, "weight", 2))
             try:
-                loss.backward()
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    loss.backward()
             except RuntimeError as error:
                 texts.append((step, str(error)))
+            assert bool(said) == (rank == 1 and step > 0), [str(each.message) for each in said]
     return texts
 
 

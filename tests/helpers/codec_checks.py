@@ -5,198 +5,52 @@ Implementations are the C++ codec (Cpp, here) and the kernels (Kernels in kernel
 their PTX, or on a GPU.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import reference
 import torch
-from hypothesis import strategies as st
+from codec_cases import Case, Slices, bucket_layout, real
 from reference.stages import store_residual
-from values import (
-    DTYPES,
-    WIRE_FORMATS,
-    around_codes,
-    blocks_of_32,
-    every_16_bits,
-    signed,
-    special_fp32,
-)
+from values import DTYPES, every_16_bits, signed
 
 from fusedcomm.native import _C
 
 POISON = 0xA5
 GUARD_NBYTES = 64
-GAP = 7.0  # the value of the elements between slices
-CHUNK_NBYTES = 1 << 40  # more than any bucket here
 STAGES = ("pack", "reduce", "unpack")
-
-Slices = list[tuple[int, int]]
-"""(offset from the gradients' first element, numel) of each slice, holes included."""
-
-
-# ---- cases
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A bucket, and what is done with it."""
-
-    numels: Sequence[Sequence[int]] = ()
-    """Elements of each slice: of the lossy elements of each of `wires`, then of the exact elements."""
-    values: "Callable[[Case], list[torch.Tensor]] | None" = None
-    """The elements, in place of random ones. Without `numels` each list is one slice."""
-    wires: Sequence[str] = ("bf16",)
-    """The message's layouts, for example "int8-rotated"."""
-    dtype: torch.dtype = torch.float32
-    gaps: Sequence[int] = (0,)
-    """Other elements before each slice, in turn."""
-    shift: int = 0
-    """Elements by which the gradients lie after the place that the slice lists were made for."""
-    block: int = 32
-    num_parts: int = 2
-    num_chunks: int = 1
-    """At least so many, if the elements suffice."""
-    num_messages: int = 1
-    """Messages whose sum is unpacked."""
-    feedback: str | None = None
-    scale: float = 0.3
-    unpack_scale: float = 3.0
-    seed: int = 0
-
-    def flats(self) -> list[torch.Tensor]:
-        """The real elements of each list."""
-        if self.values:
-            return self.values(self)
-        return [signed(sum(n), self.dtype, self.seed + i, specials=True) for i, n in enumerate(self.numels)]
-
-    def lists(self, with_holes: bool) -> list[Slices]:
-        end, lists = 0, []
-        for numels in self.numels or [[len(flat)] for flat in self.flats()]:
-            gaps, slices = itertools.cycle(self.gaps), []
-            for numel in numels:
-                end += next(gaps)
-                slices.append((end, numel))
-                end += numel
-            slices = _C.with_holes(slices, self.dtype.itemsize) if with_holes else slices
-            lists.append([(at if at == _C.HOLE else at + self.shift, numel) for at, numel in slices])
-        return lists
-
-    def layouts(self, lists: list[Slices]) -> list["_C.BucketLayout"]:
-        *lossy, exact = (sum(numel for _, numel in slices) for slices in lists)
-        formats = [(*split(wire), numel) for wire, numel in zip(self.wires, lossy, strict=True)]
-        formats = [(wire, self.block, rotated, numel) for wire, rotated, numel in formats]
-        whole = _C.bucket_layouts(formats, self.num_parts, exact, CHUNK_NBYTES)
-        return _C.bucket_layouts(formats, self.num_parts, exact, max(1, whole[0].chunk_nbytes // self.num_chunks))
-
-    def gradients(self, lists: list[Slices]) -> torch.Tensor:
-        end = max((at + numel for slices in lists for at, numel in slices if at != _C.HOLE), default=0)
-        memory = torch.full((end + 23 - end % 8,), GAP, dtype=self.dtype)  # a multiple of 16 bytes
-        for slices, flat in zip(lists, self.flats(), strict=True):
-            taken = 0
-            for _, at, numel in real(slices):
-                memory[at : at + numel] = flat[taken : taken + numel]
-                taken += numel
-        return memory
-
-
-def split(wire_format: str) -> tuple[str, bool]:
-    wire, _, rotated = wire_format.partition("-")
-    return wire, bool(rotated)
-
-
-def bucket_layout(wire_format: str, block: int, num_parts: int, exact_numel: int, lossy_numel: int, *chunk_nbytes: int):
-    """As _C.bucket_layout, of one chunk unless `chunk_nbytes` says otherwise."""
-    wire, rotated = split(wire_format)
-    return _C.bucket_layout(wire, block, num_parts, exact_numel, lossy_numel, *chunk_nbytes or [CHUNK_NBYTES], rotated)
-
-
-def special_values(case: Case) -> list[torch.Tensor]:
-    return [torch.cat([blocks_of_32().flatten(), special_fp32()]).to(case.dtype), special_fp32().to(case.dtype)]
-
-
-def values_around_codes(case: Case) -> list[torch.Tensor]:
-    return [around_codes(split(case.wires[0])[0]).to(case.dtype), torch.empty(0, dtype=case.dtype)]
-
-
-def every_gradient(case: Case) -> list[torch.Tensor]:
-    """Every 16-bit pattern. Of fp32 the high half has it."""
-    patterns = every_16_bits(torch.int16)
-    every = (patterns.int() << 16).view(torch.float32) if case.dtype == torch.float32 else patterns.view(case.dtype)
-    return [every, every[:0]]
-
-
-RAGGED = (  # tiny slices, empty ones at both ends and side by side, and one that crosses tiles, parts and chunks
-    [0, 1, 31, 129, 0, 0, 300, 64, 7, 900, 33, 2, 2, 2, 256, 0],
-    [5, 0, 1, 301, 0],
-)
-GAPS = (0, 1, 0, 0, 3, 0, 8)
-SMALL = ([30, 100], [3])
-
-CASES = {
-    "one run": Case(numels=([1000, 1, 2001], []), num_chunks=2),
-    "ragged": Case(numels=RAGGED, gaps=GAPS, num_chunks=2),
-    "views": Case(numels=RAGGED, gaps=GAPS, shift=1),
-    "slices of one element": Case(numels=([1] * 333, [1] * 7), gaps=[1]),
-    "a full last tile": Case(numels=([100, 300, 112], [60, 68, 128]), gaps=[4], num_parts=1),
-    "nothing": Case(numels=([], [])),
-    "one element": Case(numels=([1], []), num_parts=3),
-    "one exact element": Case(numels=([], [1]), gaps=[2], num_parts=3),
-    "only exact elements": Case(numels=([0], [3, 774]), gaps=[2], num_parts=3, num_chunks=3),
-    "one slice": Case(numels=([777], []), num_parts=3, num_chunks=3),
-    "more parts than blocks": Case(numels=([100], [1]), num_parts=7),
-    "one part": Case(numels=([700, 333], [50]), num_parts=1, scale=-3.0),
-    "nine parts": Case(numels=([1700, 2333], [50]), num_parts=9, scale=1 / 9),
-    "blocks of 128": Case(numels=([1124, 3, 1541], [70]), gaps=[0, 4], block=128),
-    "blocks of 4096": Case(numels=([2 * 4096 + 100, 3, 3 * 4096 + 5], []), gaps=[0, 4], block=4096),
-    **{
-        f"scale {scale}": Case(numels=SMALL, gaps=[1], num_parts=4, scale=scale, unpack_scale=unpack_scale)
-        for scale, unpack_scale in ((1.0, 0.0), (0.0, math.inf), (math.inf, 1.0), (math.nan, -1.0), (1e30, 1e-30))
-    },
-    "two messages": Case(numels=([524, 9, 600], [100]), num_parts=1, num_messages=2, num_chunks=2),
-    "three messages": Case(numels=([1, 40, 500, 396], [33, 300]), gaps=[3], num_parts=1, num_messages=3),
-    "residuals in fp32": Case(numels=([700, 1, 301], []), feedback="fp32", num_chunks=2),
-    "residuals in bf16": Case(numels=RAGGED, gaps=GAPS, feedback="bf16", num_chunks=2),
-    "special values": Case(values=special_values, num_parts=1, scale=1.0, unpack_scale=-0.5),
-    "special values with residuals": Case(values=special_values, num_parts=1, scale=0.5, feedback="fp32"),
-    "values around codes": Case(values=values_around_codes, num_parts=1, scale=1.0, unpack_scale=1.0),
-    "every gradient of 16 bits": Case(values=every_gradient, num_parts=1, scale=1.0, unpack_scale=1.0),
-}
-"""By name. Every wire and every dtype of gradients takes the place of those here."""
-
-SEVERAL_WIRES = Case(
-    numels=([1, 300, 0, 77], [500], [9, 9, 200], [50, 5]),
-    wires=("int8", "int4-rotated", "bf16"),
-    gaps=GAPS,
-    num_chunks=3,
-)
-"""Layouts that share a message."""
-
-
-def case_of(name: str, wire_format: str, dtype: torch.dtype) -> Case:
-    return replace(CASES[name], wires=(wire_format,), dtype=dtype)
-
-
-@st.composite
-def any_case(draw: st.DrawFn) -> Case:
-    numels = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 500)), max_size=12)
-    return Case(
-        numels=(draw(numels), draw(numels)),
-        wires=(draw(st.sampled_from(WIRE_FORMATS)),),
-        dtype=draw(st.sampled_from(DTYPES)),
-        gaps=draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)),
-        shift=draw(st.sampled_from([0, 0, 1])),
-        block=draw(st.sampled_from([32, 64])),
-        num_parts=draw(st.integers(1, 4)),
-        num_chunks=draw(st.sampled_from([1, 2, 5])),
-        feedback=draw(st.sampled_from([None, None, "fp32", "bf16"])),
-        scale=draw(st.sampled_from([1.0, 0.25, 1 / 3, -3.0])),
-        seed=draw(st.integers(0, 1000)),
-    )
 
 
 # ---- implementations
+
+
+class Bucket(Protocol):
+    def counts(self) -> list[int]:
+        """How many elements were not finite after scaling: of each slice, or in all."""
+
+
+class Implementation(Protocol):
+    """Launches each stage, with the arguments that the oracle has."""
+
+    device: str
+    has_holes: bool
+    """Whether slice lists have holes."""
+
+    def bucket(self, layout: "_C.BucketLayout", gradients: torch.Tensor, lossy: Slices, exact: Slices) -> Bucket: ...
+    def pack(self, bucket: Bucket, chunk: int, scale: float, message: torch.Tensor, residual: "Residual") -> None: ...
+    def reduce(
+        self,
+        layout: "_C.BucketLayout",
+        parts: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        residual: "Residual",
+        chunk: int,
+        to: "_C.BucketLayout | None" = None,
+        num_parts: int = 1,
+    ) -> None: ...
+    def unpack(self, bucket: Bucket, chunk: int, messages: torch.Tensor, scale: float, num_messages: int) -> None: ...
 
 
 @dataclass
@@ -291,12 +145,6 @@ def assert_same_bits(result: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-def real(slices: Slices) -> list[tuple[int, int, int]]:
-    """(begin in the list, offset, numel) of each slice that is no hole."""
-    begins = itertools.accumulate((numel for _, numel in slices), initial=0)
-    return [(begin, *of_slice) for begin, of_slice in zip(begins, slices, strict=False) if of_slice[0] != _C.HOLE]
-
-
 def products(gradients: torch.Tensor, slices: Slices, scale: float) -> torch.Tensor:
     """fp32: a list's elements times `scale`; +0 in holes, whatever the scale."""
     result = torch.zeros(sum(numel for _, numel in slices))
@@ -317,85 +165,119 @@ def place(values: torch.Tensor, begin: int, slices: Slices, gradients: torch.Ten
             gradients[at + low - first : at + high - first] = values[low - begin : high - begin]
 
 
-def piece(layout: "_C.BucketLayout", parts: torch.Tensor) -> torch.Tensor:
-    """The layout's piece of each part: uint8 [number of parts, layout.part.nbytes], a view."""
-    return parts.view(-1, layout.part_stride)[:, layout.part_offset :][:, : layout.part.nbytes]
-
-
 # ---- checks
 
 
-def check(run, case: Case, stages: Sequence[str] = STAGES) -> list["_C.BucketLayout"]:
+@dataclass
+class Piece:
+    """What a message has of one layout."""
+
+    layout: "_C.BucketLayout"
+    bucket: "Bucket"
+    lists: tuple[Slices, Slices]  # lossy, exact
+    inputs: tuple[torch.Tensor, torch.Tensor]  # of both lists: the elements times the scale
+    residual: Residual
+    of_sum: Residual
+
+    def of(self, parts: torch.Tensor) -> torch.Tensor:
+        """This piece of each part: uint8 [number of parts, layout.part.nbytes], a view."""
+        layout = self.layout
+        return parts.view(-1, layout.part_stride)[:, layout.part_offset :][:, : layout.part.nbytes]
+
+
+def pieces_of(run: Implementation, case: Case, original: torch.Tensor, gradients: torch.Tensor) -> list[Piece]:
+    *lossy_lists, exact_list = case.lists(run.has_holes)
+    pieces = []
+    for layout, slices in zip(case.layouts([*lossy_lists, exact_list]), lossy_lists, strict=True):
+        lists = slices, exact_list if not pieces else []  # the first layout has the exact elements
+        residual_numels = layout.padded_numel, layout.num_chunks * layout.part.lossy_numel
+        pieces.append(
+            Piece(
+                layout,
+                run.bucket(layout, gradients, *lists),
+                lists,
+                tuple(products(original, of_list, case.scale) for of_list in lists),
+                *(Residual(case.feedback, numel, run.device) for numel in residual_numels),
+            )
+        )
+    return pieces
+
+
+def check(run: Implementation, case: Case, stages: Sequence[str] = STAGES) -> list["_C.BucketLayout"]:
     """Packs every chunk of a bucket, sums the parts of each message as if they were one part of several ranks, and
     unpacks. Compares all memory with the oracle's, written or not. Returns the layouts.
 
-    `run` is the implementation. Stages that are not in `stages` are left out. Each stage gets what the oracle gives.
+    Stages that are not in `stages` are left out. Each stage gets what the oracle gives.
     """
-    *lossy_lists, exact_list = lists = case.lists(run.has_holes)
-    layouts, original = case.layouts(lists), case.gradients(lists)
+    original = case.gradients(case.lists(run.has_holes))
     gradients = original.to(run.device)
-    buckets = [
-        run.bucket(layout, gradients, slices, exact_list if i == 0 else [])
-        for i, (layout, slices) in enumerate(zip(layouts, lossy_lists, strict=True))
-    ]
-    *lossy, exact = (products(original, slices, case.scale) for slices in lists)
-    inputs = [(y, exact if i == 0 else exact[:0]) for i, y in enumerate(lossy)]
-    num_chunks = layouts[0].num_chunks
-    residuals = [Residual(case.feedback, layout.padded_numel, run.device) for layout in layouts]
-    of_sums = [Residual(case.feedback, num_chunks * layout.part.lossy_numel, run.device) for layout in layouts]
-
+    pieces = pieces_of(run, case, original, gradients)
+    whole = pieces[0].layout
     messages = []
-    for chunk in range(num_chunks):
-        memory, message = guarded(layouts[0].chunk_nbytes, run.device)
-        expected = torch.full((layouts[0].chunk_nbytes,), POISON, dtype=torch.uint8)
-        for layout, bucket, of_bucket, residual in zip(layouts, buckets, inputs, residuals, strict=True):
-            packed = reference.pack(layout, chunk, *of_bucket, 1.0, residual.of_reference())
-            piece(layout, expected).copy_(packed.view(layout.num_parts, -1))
+    for chunk in range(whole.num_chunks):
+        memory, message = guarded(whole.chunk_nbytes, run.device)
+        expected = torch.full((whole.chunk_nbytes,), POISON, dtype=torch.uint8)
+        for piece in pieces:
+            packed = reference.pack(piece.layout, chunk, *piece.inputs, 1.0, piece.residual.of_reference())
+            piece.of(expected).copy_(packed.view(whole.num_parts, -1))
             if "pack" in stages:
-                run.pack(bucket, chunk, case.scale, message, residual)
+                run.pack(piece.bucket, chunk, case.scale, message, piece.residual)
+                piece.residual.check()
         if "pack" in stages:
             assert_bytes(memory, expected)
-        messages.append(expected)
         if "reduce" in stages:
-            check_reduce(run, layouts, chunk, expected, case.scale, of_sums)
+            check_reduce(run, pieces, chunk, expected, case.scale)
+        messages.append(expected)
     if "pack" in stages:
-        for residual in residuals:
-            residual.check()
-        check_counts(buckets, inputs, lossy_lists, exact_list)
+        for piece in pieces:
+            check_counts(piece)
     assert_same_bits(gradients, original)
-
-    for chunk, message in enumerate(messages if "unpack" in stages else []):
-        others = [reference.pack(layouts[0], chunk, *(y.roll(8 * i) * (-1) ** i for y in inputs[0]), 1.0)
-                  for i in range(1, case.num_messages)]  # fmt: skip
-        message = torch.cat([message, *others])
-        for i, (layout, bucket) in enumerate(zip(layouts, buckets, strict=True)):
-            run.unpack(bucket, chunk, message.to(run.device), case.unpack_scale, case.num_messages)
-            parts = piece(layout, message).reshape(-1)
-            values = reference.unpack(layout, chunk, parts, case.unpack_scale, case.dtype, case.num_messages)
-            place(values[0], layout.lossy_range(chunk, 0)[0], lossy_lists[i], original)
-            place(values[1], layout.exact_range(chunk, 0)[0], exact_list if i == 0 else [], original)
-    assert_same_bits(gradients, original)
-    return layouts
+    if "unpack" in stages:
+        for chunk, message in enumerate(messages):
+            check_unpack(run, case, pieces, chunk, message, original)
+        assert_same_bits(gradients, original)
+    return [piece.layout for piece in pieces]
 
 
-def check_reduce(run, layouts, chunk: int, parts: torch.Tensor, scale: float, residuals: list[Residual]) -> None:
-    memory, sums = guarded(layouts[0].part_stride, run.device)
-    expected = torch.full((layouts[0].part_stride,), POISON, dtype=torch.uint8)
-    for layout, residual in zip(layouts, residuals, strict=True):
-        run.reduce(layout, parts.to(run.device), scale, sums, residual, chunk)
-        of_layout = piece(layout, parts).reshape(-1)
-        piece(layout, expected).copy_(reference.reduce(layout, of_layout, scale, residual.of_reference(), chunk))
-        residual.check()
+def check_reduce(run: Implementation, pieces: list[Piece], chunk: int, parts: torch.Tensor, scale: float) -> None:
+    part_stride = pieces[0].layout.part_stride
+    memory, sums = guarded(part_stride, run.device)
+    expected = torch.full((part_stride,), POISON, dtype=torch.uint8)
+    for piece in pieces:
+        run.reduce(piece.layout, parts.to(run.device), scale, sums, piece.of_sum, chunk)
+        of_piece = piece.of(parts).reshape(-1)
+        summed = reference.reduce(piece.layout, of_piece, scale, piece.of_sum.of_reference(), chunk)
+        piece.of(expected).copy_(summed)
+        piece.of_sum.check()
     assert_bytes(memory, expected)
 
 
-def check_counts(buckets, inputs, lossy_lists: list[Slices], exact_list: Slices) -> None:
+def check_counts(piece: Piece) -> None:
     """How many products are not finite: by slice, or if the implementation does not tell them apart, in all."""
-    for i, (bucket, of_bucket, slices) in enumerate(zip(buckets, inputs, lossy_lists, strict=True)):
-        lists = (slices, exact_list if i == 0 else [])
-        expected = [n for y, of_list in zip(of_bucket, lists, strict=True) for n in nonfinite_by_slice(y, of_list)]
-        found = bucket.counts()
-        assert found == expected or (len(found) == 1 and found[0] == sum(expected)), (found, expected)
+    expected = []
+    for y, slices in zip(piece.inputs, piece.lists, strict=True):
+        expected += nonfinite_by_slice(y, slices)
+    found = piece.bucket.counts()
+    assert found == expected or (len(found) == 1 and found[0] == sum(expected)), (found, expected)
+
+
+def check_unpack(
+    run: Implementation, case: Case, pieces: list[Piece], chunk: int, message: torch.Tensor, expected: torch.Tensor
+) -> None:
+    """Unpacks a chunk, and writes what the gradients should then be to `expected`. With several messages the others
+    have the first one's elements at other places, some with the other sign."""
+    messages = [message]
+    for i in range(1, case.num_messages):
+        moved = (y.roll(8 * i) * (-1) ** i for y in pieces[0].inputs)
+        messages.append(reference.pack(pieces[0].layout, chunk, *moved, 1.0))
+    received = torch.cat(messages)
+    for piece in pieces:
+        layout = piece.layout
+        run.unpack(piece.bucket, chunk, received.to(run.device), case.unpack_scale, case.num_messages)
+        parts = piece.of(received).reshape(-1)
+        values = reference.unpack(layout, chunk, parts, case.unpack_scale, case.dtype, case.num_messages)
+        for value, range_of, slices in zip(values, (layout.lossy_range, layout.exact_range), piece.lists, strict=True):
+            place(value, range_of(chunk, 0)[0], slices, expected)
 
 
 def check_hosts(
@@ -419,7 +301,7 @@ def check_hosts(
         residual.check()
 
 
-def check_every_code(run, wire: str) -> None:
+def check_every_code(run: Implementation, wire: str) -> None:
     """Sums and unpacks codes and scales that pack never writes, too, but no NaN of fp8."""
     if wire in reference.GREATEST_CODE:
         bits = [0x3F80, 0x3E9A, 0x0000, 0x8000, 0x0001, 0x00A1, 0x7F80, 0x7FC1, 0xFF81, 0x7F7F, 0x0D80, 0xC123]

@@ -65,11 +65,8 @@ def read(name: str) -> list[Mutation]:
     return mutations
 
 
-def write_sources(mutations: list[Mutation], folder: Path) -> dict[str, Path]:
-    """Writes the mutated sources to folder / "csrc", and the header that they need to be compiled with.
-
-    Returns the path of each by its name relative to the repository's root.
-    """
+def write_sources(mutations: list[Mutation], folder: Path) -> None:
+    """Writes the mutated sources to folder / "csrc", and the header that they need to be compiled with."""
     edits: dict[str, list[tuple[int, int, str]]] = {}
     for index, mutation in enumerate(mutations):
         before, _, rest = mutation.text.partition("«")
@@ -86,7 +83,6 @@ def write_sources(mutations: list[Mutation], folder: Path) -> dict[str, Path]:
             new = f"({chosen} ? ({mutation.replacement}) : ({part}))"
         begin = source.index(before + part + after) + len(before)
         edits.setdefault(mutation.file, []).append((begin, begin + len(part), new))
-    written = {}
     for file, of_file in edits.items():
         source = (ROOT / "csrc" / file).read_text()
         for begin, end, new in sorted(of_file, reverse=True):
@@ -94,9 +90,7 @@ def write_sources(mutations: list[Mutation], folder: Path) -> dict[str, Path]:
         path = folder / "csrc" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
-        written[f"csrc/{file}"] = path
     (folder / "event_mutations.h").write_text(HEADER)
-    return written
 
 
 def compile_flags(folder: Path) -> list[str]:

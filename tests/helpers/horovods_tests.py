@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import os
 import sys
-import traceback
 import types
 import unittest
 import urllib.request
@@ -193,14 +192,3 @@ def _outcome(case: unittest.TestCase, name: str) -> str:
     for _, text in [*result.errors, *result.failures]:
         raise AssertionError(text)
     return f"skipped: {result.skipped[0][1]}" if result.skipped else "passed"
-
-
-def main(rank: int, world_size: int, wanted: list[str]) -> dict[str, str]:
-    """Runs several tests and returns each one's outcome: for a look at all of them at once."""
-    outcomes = {}
-    for name in wanted:
-        try:
-            outcomes[name] = run(rank, world_size, name)
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-    return outcomes

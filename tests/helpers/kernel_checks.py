@@ -6,17 +6,8 @@ import dataclasses
 import launchers
 import reference
 import torch
-from codec_checks import (
-    GAP,
-    Case,
-    Residual,
-    Slices,
-    assert_same_bits,
-    bucket_layout,
-    check,
-    check_hosts,
-    nonfinite_by_slice,
-)
+from codec_cases import GAP, Case, Slices, bucket_layout
+from codec_checks import Residual, assert_same_bits, check, check_hosts, nonfinite_by_slice
 from values import signed
 
 from fusedcomm.kernels.variants import TILE, tile_of

@@ -151,6 +151,12 @@ def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple
     return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of it, on every rank."""
+    full = getattr(tensor, "full_tensor", lambda: tensor)()
+    return full.detach().to_dense().clone()
+
+
 def worst(errors: Iterable[float]) -> float:
     """The largest error; NaN if any is NaN. max() ignores a NaN that does not come first."""
     return torch.tensor(list(errors)).max().item()

@@ -5,20 +5,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import native_objects
-from cuda_stress import LINK, UNIT, product_objects
-from native_objects import OF_BINDINGS, TORCH
-from scripts import built, cxx
-from stream_stress import run
+import cuda_stress
+from native_objects import OF_BINDINGS
 
 NAME = "test_bindings"
 
 
 def build(folder: Path) -> None:
     """Makes folder / NAME + ".so". Skips the test if there is no compiler, or no build that is newer than csrc/."""
-    product, compiler = [*product_objects(), built(UNIT)], cxx()
-    objects = [*native_objects.compiled("bindings", OF_BINDINGS, compiler), *product]
-    run(compiler, "-shared", *objects, "-o", folder / f"{NAME}.so", *LINK, f"-Wl,-rpath,{TORCH / 'lib'}")
+    cuda_stress.link(folder / f"{NAME}.so", OF_BINDINGS, cuda_stress.product_objects(folder))
 
 
 def load(folder: Path) -> ModuleType:

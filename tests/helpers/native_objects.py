@@ -1,9 +1,7 @@
 """Compiles the sources of tests/native that need torch's headers, with ninja, to objects in build/native: once, and
-again only what has changed. Run as a program, as `make check` does, it compiles those of the program stream_stress."""
+again only what has changed."""
 
-import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,43 +12,35 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/native"
 TORCH = Path(torch.__file__).parent
-FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+FLAGS = ["-std=c++20", "-O0", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 INCLUDE = [f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include", "-isystem", TORCH / "include/torch/csrc/api/include"]
 INCLUDE += ["-isystem", sysconfig.get_path("include")]
 
-OF_STREAMS = ["tests/native/stream_stress.cpp", "tests/native/sim_accelerator.cpp"]
-OF_STREAMS += ["csrc/devices/stream_lane.cpp", "csrc/devices/stream_device.cpp"]
-"""Linked into the program stream_stress."""
-
 OF_CUDA = [f"tests/native/sim_{name}.cpp" for name in ("accelerator", "backend", "kernels", "python", "torch")]
-OF_CUDA += [f"tests/native/{name}.cpp" for name in ("cuda_stress", "members_scenes", "fake_cuda")]
-"""Linked into the library cuda_stress."""
+OF_CUDA += [
+    f"tests/native/{name}.cpp" for name in ("scenes", "cuda_stress", "lane_scenes", "members_scenes", "fake_cuda")
+]
+"""Linked into the library of cuda_stress.py."""
 
 OF_BINDINGS = ["tests/native/bindings.cpp"]
 """Linked into the module of native_bindings.py."""
 
 
 def _built_file(compiler: str) -> str:
-    """What ninja is told. Objects of libraries are position-independent, and not optimized: that would take longer
-    than it saves."""
+    """What ninja is told. Objects are position-independent, and not optimized: that would take longer than it saves."""
     lines = ["rule compile", f"  command = {compiler} -MMD -MF $out.d $flags -c $in -o $out", "  depfile = $out.d"]
     lines += ["  deps = gcc"]
-    of_library = [*FLAGS, "-O0", "-fPIC"]
-    kinds = (("streams", OF_STREAMS, FLAGS), ("cuda", OF_CUDA, of_library), ("bindings", OF_BINDINGS, of_library))
-    for kind, sources, flags in kinds:
-        for source in sources:
-            lines += [f"build {kind}/{Path(source).stem}.o: compile {ROOT / source}"]
-            lines += [f"  flags = {' '.join(map(str, [*flags, *INCLUDE]))}"]
+    for source in (*OF_CUDA, *OF_BINDINGS):
+        lines += [f"build {Path(source).stem}.o: compile {ROOT / source}"]
+        lines += [f"  flags = {' '.join(map(str, [*FLAGS, *INCLUDE]))}"]
     return "\n".join(lines) + "\n"
 
 
-def compiled(kind: str, sources: Sequence[str], compiler: str) -> list[Path]:
-    """The objects of these sources, compiled if they are out of date.
-
-    kind: "streams", "cuda" or "bindings". Raises AssertionError with the compiler's output if it refuses one.
-    """
+def compiled(sources: Sequence[str], compiler: str) -> list[Path]:
+    """The objects of these sources, compiled if they are out of date. Raises AssertionError with the compiler's output
+    if it refuses one."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    objects = [f"{kind}/{Path(source).stem}.o" for source in sources]
+    objects = [f"{Path(source).stem}.o" for source in sources]
     with FileLock(FOLDER / "lock"):
         file = FOLDER / "build.ninja"
         if not file.exists() or file.read_text() != _built_file(compiler):
@@ -58,13 +48,3 @@ def compiled(kind: str, sources: Sequence[str], compiler: str) -> list[Path]:
         done = subprocess.run(["ninja", "-C", FOLDER, "-j2", *objects], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return [FOLDER / name for name in objects]
-
-
-if __name__ == "__main__":
-    from scripts import compiler_name
-
-    if (name := compiler_name()) and shutil.which("ninja"):
-        try:
-            compiled("streams", OF_STREAMS, name)  # those of the library are for `make test-all`, which takes longer
-        except AssertionError as error:
-            sys.exit(f"tests/native does not compile:\n{error}")

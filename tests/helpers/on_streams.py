@@ -78,7 +78,7 @@ def waits() -> int:
 
 
 class RanksOnStreams(Ranks):
-    """Ranks whose run() takes backend=BACKEND. folder: of the library; see cuda_stress.link()."""
+    """Ranks whose run() takes backend=BACKEND. folder: of the library; see cuda_stress.build()."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._library = str(folder / LIBRARY)

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HANG_S = 600
@@ -39,6 +40,15 @@ def slowness() -> float:
 def patient(seconds: float) -> int:
     """For tests of time limits: `seconds` times slowness(), rounded up to whole seconds."""
     return math.ceil(seconds * slowness())
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Waits until condition() holds. Raises TimeoutError, which says `what`, if it does not within HANG_S."""
+    until = time.monotonic() + HANG_S
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"did not come to pass within {HANG_S} s: {what}")
+        time.sleep(0.005)
 
 
 def wait_for_words(words: str, log: Path) -> None:

@@ -31,10 +31,13 @@ def sum_of_losses(module, x, y):
 
 def wrapped(front, module, config):
     """(what is called, the handle, the context of a pass that only adds up). Fronts are those of synchronized(), some
-    with an option, and "HSDP"."""
+    with an option, and FSDP2 of each layer, or "HSDP"."""
     name, _, option = front.partition(", ")
-    if name == "HSDP":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
+    if name in ("FSDP2", "HSDP"):
+        size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (size,))
+        if name == "HSDP":
+            mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "shard"))
         for layer in (module[0], module[2], module):
             fully_shard(layer, mesh=mesh)
         return module, fusedcomm.attach(module, config, quiet=True), None
@@ -44,7 +47,7 @@ def wrapped(front, module, config):
     if option == "every":
         return module, reducer_of(module, config, bucket_mib=BUCKETS, every=2), contextlib.nullcontext
     forward, comm = synchronized(name, module, config, BUCKETS, find_unused=option == "unused")
-    no_sync = None if name == "FSDP2" else no_sync_of(forward, comm)
+    no_sync = no_sync_of(forward, comm)
     if option != "other groups":
         return forward, comm, no_sync
 

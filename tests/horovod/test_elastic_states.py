@@ -23,12 +23,15 @@ def as_rank(monkeypatch):
     return set_place
 
 
-def indices_of_all(as_rank, size, processed, numel, pad, shuffle=True):
+def shares(as_rank, size, numel, pad=False, processed=0, epoch=2, shuffle=True):
+    """Each rank's samples of an epoch."""
     found = []
     for rank in range(size):
         as_rank(rank, size)
         sampler = hvd.elastic.ElasticSampler(range(numel), shuffle=shuffle, seed=3, pad=pad)
-        sampler.load_state_dict({"epoch": 2, "processed_num": processed})
+        sampler.set_epoch(epoch)
+        if processed:
+            sampler.load_state_dict({"epoch": epoch, "processed_num": processed})
         found.append(list(sampler))
         assert len(found[-1]) == len(sampler)
     return found
@@ -37,36 +40,20 @@ def indices_of_all(as_rank, size, processed, numel, pad, shuffle=True):
 @pytest.mark.parametrize("numel", [1, 2, 7, 24, 25])
 def test_a_change_of_ranks_neither_repeats_nor_loses_a_sample(as_rank, numel):
     for first, second, num_batches in itertools.product((1, 2, 3, 4), (1, 2, 3, 5), (0, 1, 2)):
-        batch = 2
-        before = indices_of_all(as_rank, first, 0, numel, pad=False)
-        done = [index for each in before for index in each[: num_batches * batch]]
-        processed = min(num_batches * batch * first, numel)
-        after = [index for each in indices_of_all(as_rank, second, processed, numel, pad=False) for index in each]
-        assert sorted(done + after) == list(range(numel))
+        done = [index for each in shares(as_rank, first, numel) for index in each[: num_batches * 2]]
+        processed = min(num_batches * 2 * first, numel)
+        after = itertools.chain(*shares(as_rank, second, numel, processed=processed))
+        assert sorted([*done, *after]) == list(range(numel))
 
 
-def test_padding_gives_every_rank_as_many_and_repeats_as_few_as_possible(as_rank):
+def test_padding_gives_every_rank_as_many_and_every_epoch_has_an_order_of_its_own(as_rank):
     for numel, size in itertools.product((1, 2, 7, 10, 12), (1, 2, 3, 5)):
-        shares = indices_of_all(as_rank, size, 0, numel, pad=True)
-        assert {len(each) for each in shares} == {-(-numel // size)}
-        assert set(itertools.chain(*shares)) == set(range(numel))
-
-
-def test_epochs_have_different_orders_and_every_rank_the_same_one(as_rank):
-    as_rank(0, 1)
-    sampler = hvd.elastic.ElasticSampler(range(50), seed=7)
-    orders = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        orders.append(list(sampler))
-    assert orders[0] != orders[1] != orders[2]
-    other = hvd.elastic.ElasticSampler(range(50), seed=7)
-    other.set_epoch(2)
-    assert list(other) == orders[2]
-
-
-def test_without_shuffling_the_order_is_the_datasets(as_rank):
-    assert indices_of_all(as_rank, 2, 3, 8, pad=False, shuffle=False) == [[3, 5, 7], [4, 6]]
+        padded = shares(as_rank, size, numel, pad=True)
+        assert {len(each) for each in padded} == {-(-numel // size)}
+        assert set(itertools.chain(*padded)) == set(range(numel))
+    orders = [shares(as_rank, 1, 50, epoch=epoch)[0] for epoch in (0, 1, 2, 2)]
+    assert orders[0] != orders[1] != orders[2] == orders[3]
+    assert shares(as_rank, 2, 8, processed=3, shuffle=False) == [[3, 5, 7], [4, 6]]
 
 
 def check_object_state(rank, size):
@@ -96,31 +83,35 @@ def check_torch_state(rank, size):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.5 + rank)
         sampler = hvd.elastic.ElasticSampler(range(40))
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=rank)
+
+        def weights() -> list[float]:
+            return state.model.weight.flatten().tolist()
+
+        def train() -> None:
+            before = weights()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            sampler.record_batch(0, 3)
+            assert weights() != before
+
         state.sync()
         assert optimizer.param_groups[0]["lr"] == 0.5
-        synced = model.weight.detach().clone()
-        assert len({tuple(each) for each in hvd.allgather_object(synced.flatten().tolist())}) == 1
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        sampler.record_batch(0, 3)
-        assert not torch.equal(model.weight, synced)
+        synced = weights()
+        assert hvd.allgather_object(synced) == [synced] * size
+        train()
         state.restore()
-        assert torch.equal(model.weight, synced) and sampler.processed_num == 0
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        sampler.record_batch(0, 3)
+        assert weights() == synced and sampler.processed_num == 0
+        train()
         state.commit()
-        committed = model.weight.detach().clone()
-        optimizer.step()
+        committed = weights()
+        train()
         state.restore()
-        assert torch.equal(model.weight, committed) and sampler.processed_num == 3 * size
-        other = torch.nn.Linear(2, 2)
-        state.model = other  # is saved
-        kept = other.weight.detach().clone()
-        with torch.no_grad():
-            other.weight.zero_()
+        assert weights() == committed and sampler.processed_num == 3 * size
+        state.model = torch.nn.Linear(2, 2)  # is saved
+        kept = weights()
+        torch.nn.init.zeros_(state.model.weight)
         state.restore()
-        assert torch.equal(other.weight, kept)
+        assert weights() == kept
         return "ended"
 
 
@@ -129,8 +120,7 @@ def test_models_optimizers_and_samplers_are_saved_restored_and_synced(ranks):
 
 
 class Counter:
-    def __init__(self, number):
-        self.number = number
+    number = 5
 
 
 class CounterHandler(hvd.elastic.StateHandler):
@@ -150,7 +140,8 @@ def check_registry(rank, size):
     hvd.elastic.set_handler_registry([(Counter, CounterHandler), *before])
     try:
         with job():
-            state = hvd.elastic.TorchState(counter=Counter(rank + 5))
+            state = hvd.elastic.TorchState(counter=Counter())
+            state.counter.number += rank
             state.sync()
             state.counter.number += 1
             state.restore()

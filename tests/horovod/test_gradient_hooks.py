@@ -1,7 +1,10 @@
 """The hooks of DistributedOptimizer: which gradients travel when, and where their results go."""
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
+import pytest
 import torch
 from jobs import job
 from models import Gradients, integers
@@ -14,17 +17,25 @@ SHAPES = ((4, 5), (3,), (2, 3, 4))
 
 
 class Sent:
-    """Notes what the optimizer submits: the name of each sum, which is its first gradient's, and its tensors."""
+    """What the optimizer has submitted: the name of each sum, which is its first gradient's, and its tensors."""
 
     def __init__(self) -> None:
-        self.names, self.tensors, self._real = [], [], reduced_optimizer.begin
-        reduced_optimizer.begin = self._note
+        self.names, self.tensors = [], []
 
-    def _note(self, found, signature, tensors, *rest):
+
+@contextlib.contextmanager
+def noted_job() -> Iterator[Sent]:
+    sent, begin = Sent(), reduced_optimizer.begin
+
+    def note(found, signature, tensors, *rest):
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self.names.append(signature.key.removeprefix("allreduce."))
-        self.tensors.append(tensors)
-        return self._real(found, signature, tensors, *rest)
+        sent.names.append(signature.key.removeprefix("allreduce."))
+        sent.tensors.append(tensors)
+        return begin(found, signature, tensors, *rest)
+
+    with job(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduced_optimizer, "begin", note)
+        yield sent
 
 
 def wrapped(model: nn.Module, **options):
@@ -36,20 +47,17 @@ def gradients(rank: int) -> list[torch.Tensor]:
     return [integers(10 * rank + i, shape) for i, shape in enumerate(SHAPES)]
 
 
-def sums(size: int, factor: int = 1) -> list[torch.Tensor]:
-    return [factor * torch.stack(each).sum(0) for each in zip(*map(gradients, range(size)), strict=True)]
-
-
-def assert_sums(model: Gradients, size: int, factor: int = 1) -> None:
-    for weight, wanted in zip(model.weights, sums(size, factor), strict=True):
-        assert torch.equal(weight.grad, wanted)
+def assert_sums(model: Gradients, size: int) -> None:
+    for weight, *given in zip(model.weights, *map(gradients, range(size)), strict=True):
+        assert torch.equal(weight.grad, sum(given))
 
 
 def check_when(rank, size):
-    with job():
-        sent = Sent()
+    with noted_job() as sent:
         model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
-        optimizer = wrapped(model)
+        wrapped(model)
+        gc.collect()
+        replaced, optimizer = wrapped(model), wrapped(model)
         before = []
         hidden = model[0](torch.ones(2, 5))
         hidden.register_hook(lambda grad: before.append(sent.names.copy()))
@@ -67,15 +75,16 @@ def check_when(rank, size):
         assert [[tuple(each.shape) for each in tensors] for tensors in sent.tensors] == [[(3,)], [(2, 3, 4), (4, 5)]]
         optimizer.synchronize()
         assert_sums(model, size)
+        assert replaced.is_replaced
 
 
-def test_a_gradient_travels_when_it_is_ready_and_a_group_when_its_last_one_is(ranks):
+def test_a_gradient_travels_once_when_it_is_ready_and_a_group_when_its_last_one_is(ranks):
     ranks.run(check_when, world_size=2)
 
 
 def check_passes(rank, size):
-    with job():
-        sent, model = Sent(), Gradients(*SHAPES)
+    with noted_job() as sent:
+        model = Gradients(*SHAPES)
         optimizer = wrapped(model)
         output = model(gradients(rank))
         model.weights[0].requires_grad_(False)  # after the forward pass: autograd gives it no gradient
@@ -96,8 +105,7 @@ def test_frozen_parameters_send_nothing_and_another_number_of_passes_holds_at_on
 
 
 def check_memory(rank, size):
-    with job():
-        sent = Sent()
+    with noted_job() as sent:
         # Dimensions in another order are not copied.
         model = nn.Conv2d(3, 5, 2, bias=False).to(memory_format=torch.channels_last)
         optimizer = wrapped(model)
@@ -127,20 +135,3 @@ def check_memory(rank, size):
 
 def test_gradients_are_summed_where_they_lie_unless_the_pass_still_reads_there(ranks):
     ranks.run(check_memory, world_size=2)
-
-
-def check_successor(rank, size):
-    with job():
-        model = Gradients(*SHAPES)
-        wrapped(model)
-        gc.collect()
-        optimizer = wrapped(model)
-        sent = Sent()
-        model(gradients(rank)).backward()
-        optimizer.synchronize()
-        assert len(sent.names) == 3
-        assert_sums(model, size)
-
-
-def test_hooks_end_with_their_optimizer(ranks):
-    ranks.run(check_successor, world_size=2)

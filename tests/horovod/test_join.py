@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from jobs import job, raised, values
+from jobs import REDUCED, job, raised, reduced, values
 
 import fusedcomm.horovod as hvd
-
-NEUTRAL = [("Sum", hvd.Sum), ("Min", hvd.Min), ("Max", hvd.Max), ("Product", hvd.Product)]
 
 
 def check_uneven(rank, size):
@@ -17,7 +15,7 @@ def check_uneven(rank, size):
                 members = [other for other in range(size) if batch < other + 2]
                 for i in range(3):
                     own = values(rank, (4 + i,), salt=batch)
-                    result = hvd.allreduce(own, name=f"w{i}", op=hvd.Sum)
+                    result = hvd.allreduce(own, name=f"w{i}" if i else None, op=hvd.Sum)
                     assert torch.equal(result, sum(values(other, (4 + i,), salt=batch) for other in members))
             assert hvd.join() == size - 1
             # Unnamed operations work again, although the ranks have submitted different numbers of them.
@@ -29,58 +27,34 @@ def test_ranks_may_have_different_numbers_of_batches(ranks, size):
     ranks.run(check_uneven, world_size=size)
 
 
-def check_identities(rank, size):
-    with job():
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.float64):
-            for name, op in NEUTRAL:
-                if rank != 0:
-                    numbers = [values(other, (5,), dtype, salt=1) for other in range(1, size)]
-                    result = hvd.allreduce(numbers[rank - 1], name="x", op=op)
-                    stacked = torch.stack(numbers)
-                    expected = {
-                        "Sum": lambda all: all.sum(0),
-                        "Min": lambda all: all.amin(0),
-                        "Max": lambda all: all.amax(0),
-                        "Product": lambda all: all.prod(0),
-                    }[name](stacked).to(dtype)
-                    assert torch.equal(result, expected), f"{dtype} {name}: {result} instead of {expected}"
-                    average = hvd.allreduce(torch.full((2,), float(size)), name="average")
-                    assert torch.equal(average, torch.full((2,), float(size - 1))), "all ranks count in an average"
-                hvd.join()
+MOVING = [
+    lambda: hvd.allgather(torch.ones(2), name="x"),
+    lambda: hvd.broadcast(torch.ones(2), hvd.size() - 1, name="x"),
+    lambda: hvd.alltoall(torch.ones(hvd.size()), name="x"),
+    lambda: hvd.reducescatter(torch.ones(hvd.size()), name="x"),
+]
 
 
-def test_a_rank_that_has_joined_changes_no_sum_minimum_maximum_or_product(ranks):
-    ranks.run(check_identities, world_size=3)
-
-
-def check_refused(rank, size):
-    with job():
-        for call in (
-            lambda: hvd.allgather(torch.ones(2), name="x"),
-            lambda: hvd.broadcast(torch.ones(2), size - 1, name="x"),
-            lambda: hvd.alltoall(torch.ones(size), name="x"),
-            lambda: hvd.reducescatter(torch.ones(size), name="x"),
-        ):
-            if rank != 0:
-                kind, said = raised(call)
-                assert kind == "HorovodInternalError" and "join" in said.lower(), said
-                assert torch.equal(hvd.allreduce(torch.ones(1), name="y", op=hvd.Sum), torch.tensor([size - 1.0]))
-            hvd.join()
-            hvd.barrier()
-
-
-def test_only_an_allreduce_is_possible_once_a_rank_has_joined(ranks):
-    ranks.run(check_refused, world_size=3)
-
-
-def check_grouped(rank, size):
+def check_joined(rank, size):
+    """The others' operations when rank 1 has joined: reductions of their values, and nothing else."""
+    others = [other for other in range(size) if other != 1]
     with job():
         if rank != 1:
-            results = hvd.grouped_allreduce([values(rank, (3,)), values(rank, (2, 2))], name="g", op=hvd.Sum)
-            others = [other for other in range(size) if other != 1]
-            assert torch.equal(results[1], sum(values(other, (2, 2)) for other in others))
+            for dtype in REDUCED:
+                numbers = [values(other, (5,), dtype, salt=1) for other in others]
+                for op in (hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
+                    found = hvd.allreduce(numbers[others.index(rank)], name="x", op=op)
+                    assert torch.equal(found, reduced(numbers, op)), f"{dtype} {op}: {found}"
+            average = hvd.allreduce(torch.full((2,), float(size)), name="average")
+            assert average.tolist() == [size - 1.0] * 2, "all ranks count in an average"
+            group = hvd.grouped_allreduce([values(rank, (3,)), values(rank, (2, 2))], name="group", op=hvd.Sum)
+            assert torch.equal(group[1], sum(values(other, (2, 2)) for other in others))
+            for call in MOVING:
+                kind, said = raised(call)
+                assert kind == "HorovodInternalError" and "join" in said.lower(), said
+                assert hvd.allreduce(torch.ones(1), name="y", op=hvd.Sum).tolist() == [size - 1.0]
         hvd.join()
 
 
-def test_a_group_is_reduced_without_a_rank_that_has_joined(ranks):
-    ranks.run(check_grouped, world_size=3)
+def test_a_rank_that_has_joined_changes_no_reduction_and_others_are_refused(ranks):
+    ranks.run(check_joined, world_size=3)

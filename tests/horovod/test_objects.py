@@ -7,7 +7,9 @@ import torch
 from jobs import job, values
 
 import fusedcomm.horovod as hvd
+from fusedcomm.horovod import signatures
 
+KEYS = {"without a key": {}, "with a key": {signatures.KEY: "0123456789abcdef" * 4}}
 OPTIMIZERS = {
     "SGD": lambda p, rank: torch.optim.SGD(p, lr=0.1 * (rank + 1)),
     "momentum": lambda p, rank: torch.optim.SGD(p, lr=0.1 * (rank + 1), momentum=0.5 + 0.1 * rank, nesterov=rank == 0),
@@ -18,24 +20,30 @@ OPTIMIZERS = {
 }
 
 
-def check_objects(rank, size):
-    with job():
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def check_objects(rank, size, key):
+    with job(**KEYS[key]):
         for root in range(size):
-            mine = {"rank": rank, "list": [1, "two", None], "tensor": values(rank, (3,))}
-            got = hvd.broadcast_object(mine if rank == root else None, root, name="object")
-            assert got["rank"] == root and got["list"] == [1, "two", None]
-            assert torch.equal(got["tensor"], values(root, (3,)))
-        # The types differ between the ranks, and so do the sizes.
-        mine = [rank, "text" * 1000 * rank, {"a": rank}][rank % 3]
-        assert hvd.allgather_object(mine) == [
-            [other, "text" * 1000 * other, {"a": other}][other % 3] for other in range(size)
-        ]
+            roots = {"rank": root, "list": [1, "two", None], "tensor": values(root, (3,))}
+            assert same(hvd.broadcast_object(roots if rank == root else None, root, name="object"), roots)
+        every = [0, "text" * 1000, {"a": 2}][:size]  # neither types nor sizes are the same
+        assert hvd.allgather_object(every[rank]) == every
         assert hvd.broadcast_object(b"" if rank == 0 else "x", 0) == b""
 
 
+@pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_objects_of_any_type_are_broadcast_and_gathered(ranks, size):
-    ranks.run(check_objects, world_size=size)
+def test_objects_of_any_type_are_broadcast_and_gathered(ranks, size, key):
+    ranks.run(check_objects, key, world_size=size)
 
 
 def model_of(rank: int) -> torch.nn.Module:
@@ -54,12 +62,9 @@ def check_parameters(rank, size):
             lambda model: list(model.parameters()),
         ):
             model = model_of(rank)
-            hvd.broadcast_parameters(given(model), root_rank=1)
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter, wanted[name])
-        model = model_of(rank)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
-        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+            hvd.broadcast_parameters(params := given(model), root_rank=1)
+            found = model.state_dict() if isinstance(params, dict) else dict(model.named_parameters())
+            assert all(torch.equal(value, wanted[name]) for name, value in found.items())
         strided = values(rank, (3, 4)).t()
         hvd.broadcast_parameters({"strided": strided}, root_rank=0)
         assert torch.equal(strided, values(0, (3, 4)).t())
@@ -80,63 +85,24 @@ def trained(name: str, rank: int, steps: int):
     return model, optimizer
 
 
-def same(one, other) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other) and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
-
-
-def check_states(rank, size, name, is_wrapped):
+def check_states(rank, size):
     with job():
-        expected = trained(name, 0, steps=3)[1].state_dict()
-        # Rank 0 has trained, rank 1 less, rank 2 has no state yet.
-        model, optimizer = trained(name, rank, steps=3 - rank if rank < 2 else 0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        if is_wrapped:
-            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        got = optimizer.state_dict()
-        for group in got["param_groups"]:
-            group.pop("initial_lr")  # of the scheduler
-        assert same(got["state"], expected["state"])
-        assert same(got["param_groups"], expected["param_groups"])
-        assert scheduler.optimizer.param_groups is optimizer.param_groups, "the scheduler must go on to apply"
+        for name, is_wrapped in [*((each, False) for each in OPTIMIZERS), ("momentum", True), ("Adam", True)]:
+            # Rank 0 has trained, rank 1 less, rank 2 has no state yet.
+            model, optimizer = trained(name, rank, steps=3 - rank if rank < 2 else 0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            before = copy.deepcopy(model.state_dict())
+            if is_wrapped:
+                optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            got, expected = optimizer.state_dict(), trained(name, 0, steps=3)[1].state_dict()
+            for group in got["param_groups"]:
+                group.pop("initial_lr")  # of the scheduler
+            assert same(got["state"], expected["state"]), name
+            assert same(got["param_groups"], expected["param_groups"]), name
+            assert same(model.state_dict(), before), "a state that was empty does not change the parameters"
+            assert scheduler.optimizer.param_groups is optimizer.param_groups, "the scheduler must go on to apply"
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("is_wrapped", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizers_state_and_options_are_broadcast(ranks, name, is_wrapped):
-    ranks.run(check_states, name, is_wrapped, world_size=3)
-
-
-def check_lbfgs(rank, size):
-    with job():
-        optimizer = torch.optim.LBFGS(model_of(rank).parameters())
-        try:
-            hvd.broadcast_optimizer_state(optimizer, 0)
-        except ValueError as error:
-            assert "LBFGS" in str(error)
-            return
-        raise AssertionError
-
-
-def test_the_state_of_lbfgs_cannot_be_broadcast(ranks):
-    ranks.run(check_lbfgs, world_size=1)
-
-
-def check_unchanged(rank, size):
-    with job():
-        model = model_of(0)
-        before = copy.deepcopy(model.state_dict())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.5)
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_broadcast_of_an_empty_state_does_not_change_the_parameters(ranks):
-    ranks.run(check_unchanged, world_size=2)
+def test_an_optimizers_state_and_options_are_broadcast(ranks):
+    ranks.run(check_states, world_size=3)

@@ -1,403 +1,282 @@
-"""DistributedOptimizer steps exactly as one optimizer would with the reduced gradients of all ranks."""
+"""DistributedOptimizer trains, bit for bit, as one process does that has the gradients of all ranks."""
 
-import copy
+import contextlib
+import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from jobs import job, raised, values
+from sampling import few
+from torch import nn
 
 import fusedcomm.horovod as hvd
 
-NUM_STEPS = 4
-OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.125),
-}
+NUM_STEPS = 6
+NEW_FROM = 3
+"""The step from which there are new parameters."""
 
 
-def model_of(seed: int = 0) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter * 8).round() / 8)
-    return model
+class Net(nn.Module):
+    """Gradients are multiples of 12, which differ by rank and step. A rank uses one of the branches; in each step some
+    rank does not use the tables. `new` is thawed or added, if at all."""
 
-
-def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(values(rank, (4, 3), torch.float64, salt=step)).square().mean()
-
-
-def reference(make, size: int, num_steps: int = NUM_STEPS, factor=lambda size: 1 / size, passes: int = 1):
-    """The model after steps with the ranks' gradients summed and multiplied by the factor."""
-    model = model_of()
-    optimizer = make(model.parameters())
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            for i in range(passes):
-                (loss_of(model, rank, step * passes + i) * factor(size)).backward()
-        optimizer.step()
-    return model
-
-
-def assert_close(model: torch.nn.Module, wanted: torch.nn.Module) -> None:
-    for (name, parameter), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def train(model, optimizer, rank, num_steps=NUM_STEPS, passes=1) -> None:
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for i in range(passes):
-            loss_of(model, rank, step * passes + i).backward()
-        optimizer.step()
-
-
-HOW = {
-    "plain": ({}, lambda size: 1 / size),
-    "sums": (dict(op=hvd.Sum), lambda size: 1.0),
-    "predivided": (dict(gradient_predivide_factor=4.0), lambda size: 1 / size),
-    "in 2 groups": (dict(groups=2), lambda size: 1 / size),
-    "in 9 groups": (dict(groups=9), lambda size: 1 / size),
-    "in groups, predivided": (dict(groups=2, gradient_predivide_factor=2.0), lambda size: 1 / size),
-    "as fp16": (dict(compression=hvd.Compression.fp16), None),
-    "as bf16": (dict(compression=hvd.Compression.bf16), None),
-}
-
-
-def check_steps(rank, size, how, name):
-    options, factor = HOW[how]
-    with job():
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS[name](model.parameters()), named_parameters=model.named_parameters(), **options
-        )
-        assert isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__name__ == name
-        train(model, optimizer, rank)
-        if factor is None:  # some digits fewer
-            for mine, wanted in zip(model.parameters(), reference(OPTIMIZERS[name], size).parameters(), strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=0.05, atol=0.05)
-        else:
-            assert_close(model, reference(OPTIMIZERS[name], size, factor=factor))
-        everyone = hvd.allgather(model[0].weight.detach().reshape(1, -1))
-        assert torch.equal(everyone, everyone[:1].expand_as(everyone)), "the ranks differ"
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [2, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("how", HOW)
-def test_it_steps_with_the_reduced_gradients(ranks, how, name, size):
-    ranks.run(check_steps, how, name, world_size=size)
-
-
-def check_lists(rank, size):
-    with job():
-        model = model_of()
-        parameters = list(model.parameters())
-        groups = [[parameters[3], parameters[0]], [parameters[1]]]
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](parameters), named_parameters=model.named_parameters(), groups=groups
-        )
-        train(model, optimizer, rank)
-        assert_close(model, reference(OPTIMIZERS["SGD"], size))
-
-
-def test_groups_can_be_lists_of_parameters(ranks):
-    ranks.run(check_lists, world_size=2)
-
-
-def check_passes(rank, size):
-    with job():
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()),
-            named_parameters=model.named_parameters(),
-            backward_passes_per_step=3,
-        )
-        train(model, optimizer, rank, passes=3)
-        assert_close(model, reference(OPTIMIZERS["SGD"], size, passes=3))
-        optimizer.zero_grad()
-        for i in range(3):
-            loss_of(model, rank, i).backward()
-        if size > 1:
-            kind, said = raised(lambda: loss_of(model, rank, 3).backward())
-            assert "backward_passes_per_step" in said, f"{kind}: {said}"
-        optimizer.synchronize()
-        # Fewer passes than announced are reduced by step().
-        optimizer.set_backward_passes_per_step(2)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_of_several_passes_are_added_up(ranks, size):
-    ranks.run(check_passes, world_size=size)
-
-
-class Branches(torch.nn.Module):
-    """Each rank uses another branch."""
-
-    def __init__(self) -> None:
+    def __init__(self, is_sparse: bool = False) -> None:
         super().__init__()
-        self.shared = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-        self.branches = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor([3.0 + i, 1.0])) for i in range(3)])
-        self.never = torch.nn.Parameter(torch.ones(2))
+        self.shared = nn.Parameter(torch.zeros(3))
+        self.branches = nn.ParameterList([torch.zeros(2, 3) for _ in range(3)])
+        self.never = nn.Parameter(torch.zeros(2))
+        self.table = nn.Embedding(8, 3, sparse=is_sparse)
+        self.new = nn.ModuleList([nn.Embedding(4, 3, sparse=is_sparse), nn.Linear(3, 1)])
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
-    def forward(self, which: int) -> torch.Tensor:
-        return (self.shared * self.branches[which]).sum()
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        def times_numbers(tensor: torch.Tensor) -> torch.Tensor:
+            return (tensor * values(rank, tuple(tensor.shape), salt=step) * 12).sum()
 
-
-def check_branches(rank, size, groups):
-    with job():
-        model, wanted = Branches(), Branches()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5), named_parameters=model.named_parameters(), groups=groups
-        )
-        plain = torch.optim.SGD(wanted.parameters(), lr=0.5)
-        for step in range(4):
-            optimizer.zero_grad()
-            model((rank + step) % 3).backward()
-            optimizer.step()
-            plain.zero_grad()
-            for other in range(size):
-                (wanted((other + step) % 3) / size).backward()
-            plain.step()
-            assert_close(model, wanted)
-        assert torch.equal(model.never.grad, torch.zeros(2))
+        loss = times_numbers(self.shared) + times_numbers(self.branches[(rank + step) % 3])
+        loss = loss + times_numbers(self.new[1](values(rank, (2, 3), salt=step)))
+        if (rank + step) % 3:
+            indices = torch.tensor([1, rank, rank, step % 4])
+            loss = loss + times_numbers(self.table(2 * indices)) + times_numbers(self.new[0](indices))
+        return loss
 
 
-@pytest.mark.parametrize("groups", [None, 2])
-def test_ranks_may_use_different_parameters(ranks, groups):
-    ranks.run(check_branches, groups, world_size=3)
+def plain_step(optimizer: torch.optim.Optimizer, backward: Callable) -> None:
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
 
 
-def check_sparse(rank, size, as_dense, is_missing):
-    with job():
-        torch.manual_seed(0)
-        table, wanted = (torch.nn.Embedding(10, 3, sparse=True) for _ in range(2))
-        wanted.load_state_dict(table.state_dict())
-        second = torch.nn.Parameter(torch.ones(3))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([*table.parameters(), second], lr=0.5),
-            named_parameters=[("table", table.weight), ("second", second)],
-            sparse_as_dense=as_dense,
-        )
-        plain = torch.optim.SGD(wanted.parameters(), lr=0.5)
-        for step in range(4):
-            users = [other for other in range(size) if not is_missing or (other + step) % size]
-            optimizer.zero_grad()
-            plain.zero_grad()
-            if rank in users:
-                (table(torch.tensor([1, 3, rank, rank + step])).sum(0) * second.detach()).sum().backward()
-            for other in users:
-                (wanted(torch.tensor([1, 3, other, other + step])).sum() / size).backward()
-            optimizer.step()
-            plain.step()
-            torch.testing.assert_close(table.weight, wanted.weight)
-            assert table.weight.grad.is_sparse
+def with_closure(optimizer: torch.optim.Optimizer, backward: Callable) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward()
+
+    assert torch.is_tensor(optimizer.step(closure))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("is_missing", [False, True])
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients_are_reduced_also_where_a_rank_has_none(ranks, as_dense, is_missing):
-    ranks.run(check_sparse, as_dense, is_missing, world_size=3)
-
-
-def check_clipping(rank, size):
-    with job():
-        model, wanted = model_of(), model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()), named_parameters=model.named_parameters()
-        )
-        plain = OPTIMIZERS["SGD"](wanted.parameters())
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            plain.zero_grad()
-            for other in range(size):
-                (loss_of(wanted, other, step) / size).backward()
-            torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
-            plain.step()
-            assert_close(model, wanted)
-        loss_of(model, rank, 0).backward()
+def clipped(optimizer: torch.optim.Optimizer, backward: Callable) -> None:
+    is_ours = hasattr(optimizer, "skip_synchronize")
+    optimizer.zero_grad()
+    backward()
+    if is_ours:
         optimizer.synchronize()
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.125)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with optimizer.skip_synchronize() if is_ours else contextlib.nullcontext():
             optimizer.step()
-        assert [each for each in seen if "skip_synchronize" in str(each.message)]
 
 
-def test_gradients_can_be_clipped_between_synchronize_and_step(ranks):
-    ranks.run(check_clipping, world_size=2)
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.25)
 
 
-def check_closure(rank, size):
-    with job():
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()), named_parameters=model.named_parameters()
-        )
-        for step in range(NUM_STEPS):
-
-            def closure(step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() >= 0
-        assert_close(model, reference(OPTIMIZERS["SGD"], size))
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
 
 
-def test_a_closures_gradients_are_reduced(ranks):
-    ranks.run(check_closure, world_size=2)
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.125)
+
+
+class OfTheScript(hvd.Compression.none):
+    """A compressor of a script's own."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        return tensor.double(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
+
+
+@dataclasses.dataclass
+class Training:
+    """`options`: of DistributedOptimizer. `ways`: how there are new parameters; also without any. `in_lists`,
+    `in_set`: whether it has groups, or a process set, that the model's parameters and the job decide."""
+
+    options: dict
+    ways: tuple[str, ...] = ("thawed", "added")
+    make: Callable = momentum
+    step: Callable = plain_step
+    is_sparse: bool = False
+    in_lists: bool = False
+    in_set: bool = False
+    sizes: tuple[int, ...] = (1, 2, 3, 4)
+
+
+TRAININGS = {
+    "plain": Training({}, ("thawed", "added", "from nothing")),
+    "Adam": Training({}, make=adam),
+    "sums": Training(dict(op=hvd.Sum)),
+    "predivided": Training(dict(gradient_predivide_factor=4.0), ()),
+    "in 1 group": Training(dict(groups=1)),
+    "in 9 groups": Training(dict(groups=9), ()),
+    "in groups, predivided": Training(dict(groups=2, gradient_predivide_factor=2.0), ()),
+    "in lists": Training({}, in_lists=True),
+    "three passes": Training(dict(backward_passes_per_step=3)),
+    "a compressor of the script's own": Training(dict(compression=OfTheScript)),
+    "fp16": Training(dict(compression=hvd.Compression.fp16)),
+    "bf16, in groups": Training(dict(compression=hvd.Compression.bf16, groups=2), ()),
+    "a closure": Training({}, (), step=with_closure),
+    "clipped": Training({}, (), step=clipped),
+    "a process set": Training({}, ("thawed",), in_set=True, sizes=(3, 4)),
+    "sparse": Training({}, make=sgd, is_sparse=True),
+    "sparse as dense": Training(dict(sparse_as_dense=True), (), make=sgd, is_sparse=True),
+    "sparse in 1 group": Training(dict(groups=1), make=sgd, is_sparse=True),
+    "sparse, two passes": Training(dict(backward_passes_per_step=2), make=sgd, is_sparse=True),
+    "Adasum": Training(dict(op=hvd.Adasum), sizes=(1, 2, 4)),
+}
+
+
+def trained(training: Training, way: str, ranks: list[int], share: float, fills: bool, wrap: Callable) -> Net:
+    """A model trained with the gradients of `ranks`, times `share`. fills: parameters without a gradient get zeros."""
+    net = Net(training.is_sparse)
+    if way == "from nothing":
+        net.requires_grad_(False)
+    elif way == "thawed":
+        net.new.requires_grad_(False)
+    kept = list(net.new.parameters()) if way == "added" else []
+    optimizer = wrap(training.make([each for each in net.parameters() if all(each is not one for one in kept)]), net)
+    passes = training.options.get("backward_passes_per_step", 1)
+    for step in range(NUM_STEPS):
+        if step == NEW_FROM and way == "added":
+            optimizer.add_param_group({"params": kept})
+        elif step == NEW_FROM and way != "never":
+            net.requires_grad_(True)
+
+        def backward(step: int = step) -> torch.Tensor | None:
+            if not net.shared.requires_grad:
+                return None
+            for each in range(passes * step, passes * (step + 1)):
+                losses = [net(rank, each) * share for rank in ranks]
+                for loss in losses:
+                    loss.backward()
+            if step < NEW_FROM and way == "added":  # the optimizer does not know them yet
+                net.new.zero_grad()
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if fills and parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return losses[0]
+
+        training.step(optimizer, backward)
+    return net
+
+
+def differing(ours: Net, alone: Net, of_gradients: bool) -> list[str]:
+    found = []
+    for (name, mine), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        is_same = torch.equal(mine, other)
+        if of_gradients and (mine.grad is not None or other.grad is not None):
+            is_same &= mine.grad.layout == other.grad.layout
+            is_same &= torch.equal(mine.grad.to_dense(), other.grad.to_dense())
+        found += [] if is_same else [name]
+    return found
+
+
+def wrapped(training: Training, some: hvd.ProcessSet, optimizer: torch.optim.Optimizer, net: Net):
+    options = dict(training.options)
+    if training.in_lists:
+        options["groups"] = [[net.branches[0], *net.new[1].parameters()], [net.never]]
+    if training.in_set:
+        options["process_set"] = some
+    named = net.named_parameters() if training.make is not adam else None
+    found = hvd.DistributedOptimizer(optimizer, named, **options)
+    assert isinstance(found, type(optimizer)) and type(found).__name__ == type(optimizer).__name__
+    return found
+
+
+def check_trainings(rank: int, size: int) -> dict[tuple[str, str], list[str]]:
+    """The parameters that differ, by training and way."""
+    some, wrong = hvd.ProcessSet({0, size - 1}), {}
+    with job(process_sets=[some] if size > 2 else []):
+        for name, training in TRAININGS.items():
+            if size not in training.sizes:
+                continue
+            is_adasum = training.options.get("op") == hvd.Adasum
+            own, ranks = rank, list(range(size))
+            if is_adasum:
+                own, ranks = 0, [0]  # equal steps are averaged, so all ranks step as one would
+            elif training.in_set:
+                ranks = some.ranks if some.included() else [rank]
+            share = 1.0 if training.options.get("op") == hvd.Sum else 1 / len(ranks)
+            for way in ("never", *training.ways):
+                ours = trained(training, way, [own], 1.0, False, functools.partial(wrapped, training, some))
+                alone = trained(training, way, ranks, share, len(ranks) > 1, lambda optimizer, net: optimizer)
+                if names := differing(ours, alone, of_gradients=not is_adasum):
+                    wrong[name, way] = names
+    return wrong
+
+
+@pytest.mark.parametrize("size", few([1, 2, 3, 4], 1, 2, 3))
+def test_it_trains_as_one_process_with_all_gradients(ranks, size):
+    assert ranks.run(check_trainings, world_size=size) == [{}] * size
 
 
 def check_kept_state(rank, size):
     with job():
-        model = model_of()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        wanted = copy.deepcopy(model)
-        plain = OPTIMIZERS["SGD"](wanted.parameters())
-        calls = []
-        for each, own in ((model, optimizer), (wanted, plain)):
-            loss_of(each, 0, 0).backward()
-            own.step()
-            own.zero_grad()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        optimizer.register_step_post_hook(lambda *_: calls.append(1))
-        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-        assert wrapped.state[model[0].weight]["momentum_buffer"] is optimizer.state[model[0].weight]["momentum_buffer"]
+        models, steps = [nn.Linear(3, 4), nn.Linear(3, 4)], []
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers = [adam(model.parameters()) for model in models]
+
+        def train(step: int) -> None:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(values(0, (2, 3), salt=step)).square().sum().backward()
+                optimizer.step()
+
+        train(0)
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+        optimizers[0].register_step_post_hook(lambda *_: steps.append(1))
+        optimizers[0] = hvd.DistributedOptimizer(optimizers[0], models[0].named_parameters())
         for step in range(3):
-            loss_of(model, 0, step).backward()
-            wrapped.step()
-            scheduler.step()
-            wrapped.zero_grad(set_to_none=step == 0)
-            loss_of(wanted, 0, step).backward()
-            plain.step()
-            plain.param_groups[0]["lr"] *= 0.5
-            plain.zero_grad()
-        assert_close(model, wanted)
-        assert len(calls) == 3, "a hook runs once in each step"
-        assert wrapped.param_groups[0]["lr"] == 0.25 / 8
-        other = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()), named_parameters=model.named_parameters()
-        )
-        other.load_state_dict(wrapped.state_dict())
-        assert other.param_groups[0]["lr"] == 0.25 / 8
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=step == 0)
+            train(step)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert torch.equal(models[0].weight, models[1].weight) and torch.equal(models[0].bias, models[1].bias)
+        assert len(steps) == 3, "a hook runs once in each step"
+        other = hvd.DistributedOptimizer(adam(models[0].parameters()), models[0].named_parameters())
+        other.load_state_dict(optimizers[0].state_dict())
+        assert other.param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"] == 0.125 / 8
 
 
 def test_the_optimizers_state_hooks_and_scheduler_go_on(ranks):
     ranks.run(check_kept_state, world_size=2)
 
 
-def check_early_zero_grad(rank, size):
+def check_misused(rank, size):
     with job():
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()), named_parameters=model.named_parameters()
-        )
-        loss_of(model, rank, 0).backward()
-        kind, said = raised(optimizer.zero_grad)
-        assert kind == "AssertionError" and "zero_grad()" in said
-        optimizer.step()
-        optimizer.zero_grad()
-        assert model[0].weight.grad is None
-
-
-def test_zero_grad_between_backward_and_step_is_an_error(ranks):
-    ranks.run(check_early_zero_grad, world_size=2)
-
-
-def check_set(rank, size):
-    even = hvd.ProcessSet([0, 2])
-    with job(process_sets=[even]):
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()), named_parameters=model.named_parameters(), process_set=even
-        )
-        train(model, optimizer, rank)
-        wanted = model_of()
-        plain = OPTIMIZERS["SGD"](wanted.parameters())
-        for step in range(NUM_STEPS):
-            plain.zero_grad()
-            for other in [0, 2] if rank in (0, 2) else [rank]:
-                (loss_of(wanted, other, step) / (2 if rank in (0, 2) else 1)).backward()
-            plain.step()
-        assert_close(model, wanted)
-
-
-def test_gradients_can_be_reduced_over_a_process_set(ranks):
-    ranks.run(check_set, world_size=3)
-
-
-def check_adasum(rank, size):
-    with job():
-        model, single = model_of(), model_of()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["SGD"](model.parameters()), named_parameters=model.named_parameters(), op=hvd.Adasum
-        )
-        plain = OPTIMIZERS["SGD"](single.parameters())
-        # Equal steps are averaged, so all ranks step as one would.
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, 0, step).backward()
-            optimizer.step()
-            plain.zero_grad()
-            loss_of(single, 0, step).backward()
-            plain.step()
-            assert_close(model, single)
-        assert raised(lambda: optimizer.skip_synchronize().__enter__())[0] == "AssertionError"
+        net = Net()
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters(), backward_passes_per_step=2)
+        for number in range(2):
+            net(rank, number).backward()
+        told = [raised(optimizer.zero_grad), raised(net(rank, 2).backward)]
         optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told.append(("warning", str(seen[0].message)))
         optimizer.zero_grad()
-        loss_of(model, rank, 9).backward()
-        assert raised(optimizer.zero_grad)[0] == "AssertionError"
-        optimizer.step()
-        everyone = hvd.allgather(model[0].weight.detach().reshape(1, -1))
-        torch.testing.assert_close(everyone, everyone[:1].expand_as(everyone))
+        net(rank, 0).backward()
+        optimizer.step()  # a pass is missing, and the gradients are reduced
+        everyone = hvd.allgather(net.shared.detach().reshape(1, -1))
+        assert torch.equal(everyone[0], everyone[1]) and everyone[0].any()
+        adasum = hvd.DistributedOptimizer(sgd(Net().parameters()), op=hvd.Adasum)
+        told += [raised(adasum.skip_synchronize().__enter__)]
+        adasum.synchronize()
+        return told
 
 
-def test_adasum_joins_the_ranks_steps(ranks):
-    ranks.run(check_adasum, world_size=4)
-
-
-def check_wrong(rank, size):
-    with job():
-        model = model_of()
-        named = list(model.named_parameters())
-        make = lambda: OPTIMIZERS["SGD"](model.parameters())  # noqa: E731
-        wrong = [
-            (dict(named_parameters=list(model.parameters())), "pairs"),
-            (dict(named_parameters=[("a", parameter) for _, parameter in named]), "twice"),
-            (dict(named_parameters=named[:1]), "lack 3"),
-            (dict(named_parameters=named, backward_passes_per_step=0), "at least 1"),
-            (dict(named_parameters=named, op=hvd.Sum, gradient_predivide_factor=2.0), "op=hvd.Average"),
-            (dict(named_parameters=named, groups=0), "groups=0"),
-            (dict(named_parameters=named, groups=[["x"]]), "expected parameters"),
-            (dict(named_parameters=named, groups=[[named[0][1]], [named[0][1]]]), "two groups"),
-        ]
-        for arguments, text in wrong:
-            kind, said = raised(hvd.DistributedOptimizer, make(), **arguments)
-            assert kind == "ValueError" and text in said, f"{arguments.keys()}: {said}"
-        wrapped = hvd.DistributedOptimizer(make(), named_parameters=[*named, ("more", torch.zeros(1))])
-        assert raised(hvd.DistributedOptimizer, wrapped)[0] == "ValueError"
-        if size == 3:
-            assert raised(hvd.DistributedOptimizer, make(), named, op=hvd.Adasum)[0] == "NotImplementedError"
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_wrong_arguments_are_value_errors(ranks, size):
-    ranks.run(check_wrong, world_size=size)
+def test_calls_in_a_wrong_order_are_told(ranks):
+    for told in ranks.run(check_misused, world_size=2):
+        kinds = ["AssertionError", "AssertionError", "warning", "AssertionError"]
+        words = ["zero_grad()", "backward_passes_per_step", "skip_synchronize", "op=hvd.Adasum"]
+        assert [kind for kind, _ in told] == kinds
+        assert [word for word, (_, said) in zip(words, told, strict=True) if word not in said] == []

@@ -1,5 +1,5 @@
-"""Each rank submits 200 named tensors in a random order of its own, with joins and process sets among them. The results
-are bit-equal to torch's own all-reduce, and nothing hangs."""
+"""Each rank submits 200 named tensors in a random order of its own, with joins, process sets and wires among them. The
+results are bit-equal to torch's own all-reduce, and nothing hangs."""
 
 import random
 
@@ -17,21 +17,22 @@ NUMELS = [0, 1, 3, 17, 100, 1000, 4097, 30_000, 200_000, 1_000_000]
 # Small tensors are as common as in models: together they have about 3 million elements.
 WEIGHTS = [2, 10, 20, 30, 40, 40, 30, 10, 3, 0.4]
 SETS = [[0, 1, 2, 3], [0, 2], [1, 2, 3]]
+DTYPES = [torch.float32, torch.float32, torch.int64, torch.float64]
 JOINS_EVERY = 5
 
 
-def tensors_of(number: int) -> list[tuple[str, int, int, int, torch.dtype]]:
-    """(name, process set, numel, seed, dtype) of each tensor of a round, the same on every rank. Names stay, and now
-    and then numels change."""
+def tensors_of(number: int) -> list[tuple[str, int, int, int, torch.dtype, str]]:
+    """(name, process set, numel, seed, dtype, wire) of each tensor of a round, the same on every rank. Names stay, and
+    now and then numels change."""
     shapes = random.Random(number // 4)
-    dtypes = [torch.float32, torch.float32, torch.int64, torch.float64]
     return [
         (
             f"tensor.{i}",
             shapes.choices(range(len(SETS)), [10, 1, 1])[0],
             shapes.choices(NUMELS, WEIGHTS)[0],
             number * NUM_TENSORS + i,
-            dtypes[shapes.randrange(4)],
+            shapes.choice(DTYPES),
+            shapes.choice(["", "", "bf16", "fp16"]),
         )
         for i in range(NUM_TENSORS)
     ]
@@ -62,10 +63,10 @@ def fuzz(rank: int, size: int, rounds: range) -> None:
 
 def run_round(rank, work, sets, mine) -> dict[str, torch.Tensor]:
     handles, results = [], {}
-    for name, which, numel, seed, dtype in mine.sample(work, len(work)):
+    for name, which, numel, seed, dtype, wire in mine.sample(work, len(work)):
         tensor = numbers(seed, rank, numel, dtype)
         start = hvd.allreduce_async_ if mine.random() < 0.5 else hvd.allreduce_async
-        handles.append((name, start(tensor, name=name, op=hvd.Sum, process_set=sets[which])))
+        handles.append((name, start(tensor, name=name, op=hvd.Sum, process_set=sets[which], wire=wire)))
         if mine.random() < 0.1:
             for done in [each for each in handles if hvd.poll(each[1])]:
                 handles.remove(done)
@@ -76,7 +77,7 @@ def run_round(rank, work, sets, mine) -> dict[str, torch.Tensor]:
 
 
 def check_round(rank, number, results, groups, joiner) -> None:
-    for name, which, numel, seed, dtype in tensors_of(number):
+    for name, which, numel, seed, dtype, wire in tensors_of(number):
         if rank not in SETS[which]:
             continue
         expected = numbers(seed, rank, numel, dtype)
@@ -85,7 +86,8 @@ def check_round(rank, number, results, groups, joiner) -> None:
         if numel:
             dist.all_reduce(expected, group=groups[which])
         if name in results:
-            assert torch.equal(results[name], expected), f"round {number}, {name}: numel {numel}, {dtype}, set {which}"
+            about = f"round {number}, {name}: numel {numel}, {dtype}, set {which}, wire {wire}"
+            assert torch.equal(results[name], expected), about
 
 
 @pytest.mark.parametrize(

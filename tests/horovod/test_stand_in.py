@@ -3,10 +3,22 @@
 import subprocess
 import sys
 
+import pytest
+from jobs import clean_environment
+
+import fusedcomm.horovod as hvd
+
 SCRIPT = """
-import sys
+import os, sys, types
 import fusedcomm.horovod as ours
 assert not any(name.startswith("horovod") for name in sys.modules)
+sys.modules["horovod"] = types.ModuleType("horovod")
+try:
+    ours.install()
+    raise AssertionError("Horovod itself was replaced")
+except RuntimeError as error:
+    assert "import horovod" in str(error)
+del sys.modules["horovod"]
 ours.install()
 ours.install()
 import horovod
@@ -27,7 +39,6 @@ assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
 assert extension_available("torch") and not extension_available("tensorflow")
 assert gloo_built() and not mpi_built()
 with env(SOME_VARIABLE="x"):
-    import os
     assert os.environ["SOME_VARIABLE"] == "x"
 assert "SOME_VARIABLE" not in os.environ
 done = []
@@ -36,36 +47,19 @@ in_thread(lambda: 1 / 0, silent=True).join()
 assert done == [1]
 hvd.init()
 assert is_homogeneous() and hvd.elastic is not None
+assert (hvd.rank(), hvd.size()) == (0, 1), "no launcher has started it"
 print("good")
 """
 
-THERE_ALREADY = """
-import sys, types
-sys.modules["horovod"] = types.ModuleType("horovod")
-import fusedcomm.horovod as hvd
-try:
-    hvd.install()
-except RuntimeError as error:
-    assert "import horovod" in str(error)
-    print("good")
-"""
 
-
-def check(script: str) -> None:
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+@pytest.mark.check
+def test_a_script_of_horovods_finds_ours_where_it_looks_and_horovod_itself_is_not_replaced():
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=clean_environment(), capture_output=True, text=True, check=False
+    )
     assert run.stdout == "good\n", run.stderr
 
 
-def test_a_script_of_horovods_finds_ours_where_it_looks():
-    check(SCRIPT)
-
-
-def test_horovod_itself_is_not_replaced():
-    check(THERE_ALREADY)
-
-
 def test_every_name_of_horovods_is_there():
-    import fusedcomm.horovod as hvd
-
     assert all(hasattr(hvd, name) for name in hvd.__all__)
     assert sorted(hvd.__all__) == hvd.__all__

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import ptx_kernels
 import pytest
-import torch
 from kernel_checks import check_variant
-from sampling import covering
 from values import BLOCK_WIRES, DTYPES, WIRES
 
 from fusedcomm.kernels.variants import TILE, engine_variants
@@ -58,15 +56,11 @@ def fields(variant: "_C.KernelKey") -> dict:
     return {**named, "stage and wire": (variant.kernel, variant.wire)}
 
 
-ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(x).items()} for x in VARIANTS], 1)]
-"""The others compile too long for a GPU that is there for minutes."""
-
-
 @functools.cache
 def checks_hash() -> str:
     """Of everything besides the PTX on which a result depends."""
     reference = TESTS / "helpers" / "reference"
-    names = ("codec_checks.py", "kernel_checks.py", "ptx_kernels.py", "values.py")
+    names = ("codec_cases.py", "codec_checks.py", "kernel_checks.py", "ptx_kernels.py", "values.py")
     files = [*(TESTS / "helpers" / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
     files += [*(TESTS.parent / "kernels").glob("*.py"), Path(_C.__file__)]
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
@@ -109,12 +103,3 @@ def test_variant(compilers, monkeypatch, compiler, capability, variant):
         check_variant(variant)
         PASSED.mkdir(parents=True, exist_ok=True)
         result.touch()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", ON_GPU, ids=str)
-def test_variant_on_a_gpu(variant):
-    """The same checks as in test_variant, on what Triton launches here: executed code and a GPU give the same bits."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here")
-    check_variant(variant, "cuda")

@@ -1,17 +1,88 @@
-"""LocalSteps: weights, master copies, hosts, statistics and plan."""
+"""LocalSteps: gradients that GradScaler finds too large, master copies, statistics, plan and trace."""
 
+import dataclasses
 import json
+import uuid
 
 import pytest
 import torch
-import torch.distributed as dist
-from plain_simulation import Net, Run
-from test_local_state import begun
-from test_local_steps import flat, local_steps
+from local_jobs import Job, flat
+from plain_simulation import Run, simulated
+from test_local_steps import check
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+
+# ---- GradScaler
+
+SKIPPED = 4
+"""The step at which the second host's gradients overflow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Run):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.8, fused=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipping(Run):
+    """What a rank does with GradScaler: a step that overflows is no step, so its next one comes in its place."""
+
+    def loss(self, model, rank, step):
+        return super().loss(model, rank, step + (rank == 1 and step >= SKIPPED))
+
+
+@dataclasses.dataclass(frozen=True)
+class SkippingFused(Fused):
+    """A fused optimizer skips by itself: it makes a step that changes nothing."""
+
+    def step(self, model, optimizer, rank, step):
+        if rank != 1 or step != SKIPPED:
+            super().step(model, optimizer, rank, step)
+
+
+def scaled(rank, world_size, run, shards):
+    """(parameters after each step that the optimizer made; steps counted; scale; parameters after finish()). shards: a
+    name for the mesh's dimension, of FSDP2 inside hosts; empty: each rank is a host."""
+    job = Job(run, rank, inside="fsdp" if shards else "", shards=shards)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    overflows = 2 if shards else 1  # of one shard of the second host
+    seen = []
+    for step in range(1, run.steps + 1):
+        job.optimizer.zero_grad()
+        scaler.scale(run.loss(job.model, rank, step)).backward()
+        if (rank, step) == (overflows, SKIPPED):
+            gradient = next(job.model.parameters()).grad
+            (gradient.to_local() if shards else gradient)[0, 0] = torch.inf
+        before = job.comm.steps
+        scaler.step(job.optimizer)
+        scaler.update()
+        seen += [flat(job.model)] if job.comm.steps > before else []
+    return seen, job.comm.steps, scaler.get_scale(), job.finish()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_skips_on_one_rank_sets_no_rank_apart(ranks, fused):
+    kind, plain = (Fused, SkippingFused) if fused else (Run, Skipping)
+    options = {"merge": "corrected", "every": 3, "delay": 1, "fragments": 2, "steps": 12}
+    outcomes = ranks.run(scaled, kind(**options), "", world_size=2)
+    expected = simulated(plain(**options), 2)
+    for rank, (seen, steps, scale, _) in enumerate(outcomes):
+        assert steps == len(seen) == 12 - (rank == 1 and not fused) and scale == (8.0 if rank else 16.0)
+        check(seen, expected[rank])
+    assert torch.equal(outcomes[0][3], outcomes[1][3])
+
+
+def test_a_host_whose_grad_scaler_skips_a_step_is_not_set_apart(ranks):
+    # torch keeps what it has found for a mesh, its groups included, for equal meshes of later tests: this one is new.
+    run = Run("corrected", every=3, delay=1, steps=9)
+    outcomes = ranks.run(scaled, run, f"shards {uuid.uuid4().hex}")
+    assert [steps for _, steps, _, _ in outcomes] == [9, 9, 8, 8]
+    assert all(torch.equal(outcomes[rank][3], outcomes[rank + 2][3]) for rank in (0, 1))
+
+
+# ---- the optimizer's own copies
 
 
 class Given(torch.optim.Optimizer):
@@ -25,47 +96,15 @@ class Given(torch.optim.Optimizer):
             parameter.data.add_(parameter.grad.to(parameter.dtype))
 
 
-def moved(parameters, optimizer, amount):
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, amount)
-    optimizer.step()
-
-
-def linear(numel=4):
-    """A parameter of zeros, whose sums of small whole numbers are exact."""
-    model = nn.Linear(numel, numel, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
-
-
-# ---- weights
-
-
-def weighted_by_steps(rank, world_size):
-    model = linear()
-    optimizer = Given(model.parameters())
-    comm = fusedcomm.LocalSteps(model, optimizer, 8, config="fp32", weights="steps", quiet=True)
-    for _ in range(2 + rank):
-        moved(model.parameters(), optimizer, 6.0)
-    comm.finish()
-    comm.detach()
-    return model.weight.unique().tolist()
-
-
-def test_a_rank_with_more_steps_weighs_more(ranks):
-    assert ranks.run(weighted_by_steps, world_size=2) == [[pytest.approx((2 * 12 + 3 * 18) / 5)]] * 2
-
-
-# ---- the optimizer's own copies
-
-
 def master_copies(rank, world_size):
-    model = linear().to(torch.bfloat16)
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    nn.init.zeros_(model.weight)
     master = nn.Parameter(model.weight.detach().float())
     optimizer = Given([master])
     comm = fusedcomm.LocalSteps(model, optimizer, 2, delay=0, config="fp32", masters={"weight": master}, quiet=True)
     for _ in range(2):
-        moved([master], optimizer, 1.0 + rank / 512)
+        master.grad = torch.full_like(master, 1.0 + rank / 512)
+        optimizer.step()
         model.weight.data.copy_(master)
     comm.detach()
     return master[0, 0].item(), model.weight[0, 0].item()
@@ -76,45 +115,16 @@ def test_an_optimizers_own_copies_are_merged_and_the_model_refreshed(ranks):
     assert ranks.run(master_copies, world_size=2) == [(mean, torch.tensor(mean).bfloat16().item())] * 2
 
 
-# ---- hosts
-
-
-def over_hosts(rank, world_size):
-    """Two hosts of two ranks: DDP inside a host, merges between them."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    run = Run("corrected", every=3, delay=1, fragments=2)
-    ddp = DistributedDataParallel(Net(), process_group=groups[rank // 2])
-    optimizer = run.optimizer(ddp)
-    config = fusedcomm.Config("int8", hosts=fusedcomm.TwoLevels(2, local_wire="fp32"), feedback=fusedcomm.Feedback())
-    comm = local_steps(run, ddp, optimizer, config)
-    for step in range(1, 14):
-        run.step(ddp, optimizer, rank, step)
-    local = flat(ddp).clone()
-    comm.finish()
-    comm.detach()
-    return local, flat(ddp)
-
-
-def test_hosts_train_with_ddp_inside_and_merge_between(ranks):
-    outcomes = ranks.run(over_hosts)
-    locals_ = [local for local, _ in outcomes]
-    assert torch.equal(locals_[0], locals_[1]) and torch.equal(locals_[2], locals_[3])
-    assert not torch.equal(locals_[0], locals_[2])
-    assert all(torch.equal(merged, outcomes[0][1]) for _, merged in outcomes)
-
-
 # ---- what is told
 
 
 def told(rank, world_size, path):
-    run = Run("nesterov", every=4, delay=2, fragments=2, width=100)
-    model, optimizer, comm = begun(run, "int4")
-    with comm.trace(path):
-        for step in range(1, 13):
-            run.step(model, optimizer, rank, step)
-    stats, plan = comm.stats(), comm.plan(bits_s=1e6, step_s=1e-3)
-    comm.detach()
-    blocking = begun(Run("average", every=4, delay=0))[2]
+    job = Job(Run("nesterov", every=4, delay=2, fragments=2, width=100), rank, "int4")
+    with job.comm.trace(path):
+        job.train(range(1, 13))
+    stats, plan = job.comm.stats(), job.comm.plan(bits_s=1e6, step_s=1e-3)
+    job.comm.detach()
+    blocking = Job(Run("average", every=4, delay=0), rank).comm
     waits = blocking.plan(bits_s=1e6, step_s=1e-3)
     blocking.detach()
     assert waits.least_every is waits.least_delay is None

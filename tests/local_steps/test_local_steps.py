@@ -1,97 +1,94 @@
-"""LocalSteps: each merge rule against a plain simulation, and ranks that stay bit-identical."""
+"""LocalSteps: each merge rule against a plain simulation, on the CPU and where all is work of an accelerator's streams
+(tests/helpers/on_streams.py); ranks that stay equal to the bit."""
+
+import dataclasses
+import os
+import signal
 
 import fake_cuda
+import on_streams
 import pytest
 import torch
-from plain_simulation import OUTER, Run, simulated
+from local_jobs import Job, flat
+from models import error_of
+from plain_simulation import Run, simulated
 
-import fusedcomm
-from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
 
-
-def local_steps(run, model, optimizer, config="fp32", **kwargs):
-    if run.merge == "nesterov":
-        kwargs["outer"] = lambda parameters: torch.optim.SGD(parameters, **OUTER)
-    return fusedcomm.LocalSteps(
-        model,
-        optimizer,
-        run.every,
-        delay=run.delay,
-        merge=run.merge,
-        fragments=run.fragments,
-        config=config,
-        quiet=True,
-        **kwargs,
-    )
+RULES = [(merge, delay) for merge in ("corrected", "nesterov") for delay in (0, 1, 5)] + [("average", 0)]
 
 
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def trained(rank, world_size, runs, config="fp32"):
-    """For each run: (the parameters after each step, the fragments' merged states at the end)."""
+def trained(rank, world_size, runs, config, device="cpu"):
+    """For each run: (the parameters after each step, the merged state at the end)."""
     found = []
     for run in runs:
-        model = run.model()
-        optimizer = run.optimizer(model)
-        comm = local_steps(run, model, optimizer, config)
-        seen = []
-        for step in range(1, run.steps + 1):
-            run.step(model, optimizer, rank, step)
-            seen.append(flat(model).clone())
-        found.append((seen, [fragment.anchor.clone() for fragment in comm.fragments]))
-        comm.detach()
+        job = Job(run, rank, config, device=device)
+        seen = job.train(range(1, run.steps + 1))
+        found.append(([each.cpu() for each in seen], job.merged()))
+        job.comm.detach()
     return found
 
 
-def simulated_too(rank, world_size, run):
-    """trained() of one run, and on rank 0 simulated()."""
-    (found,) = trained(rank, world_size, [run])
-    return (*found, simulated(run, world_size) if rank == 0 else None)
+def check(seen, expected, tolerance=2e-6):
+    """Against one rank of a simulation."""
+    for step, ours in enumerate(seen, start=1):
+        plain = expected.seen[step][0]
+        assert (ours - plain).abs().max() <= tolerance * plain.abs().max(), step
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("fragments", [1, 4])
-@pytest.mark.parametrize(
-    ("merge", "delay"),
-    [(merge, delay) for merge in ("corrected", "nesterov") for delay in (0, 1, 5)] + [("average", 0)],
-)
-def test_each_rule_does_what_a_plain_simulation_does(ranks, merge, delay, fragments, world_size):
-    run = Run(merge, every=7, delay=delay, fragments=fragments, steps=20)
-    outcomes = ranks.run(simulated_too, run, world_size=world_size)
-    expected, merged = outcomes[0][2]
-    for rank, (seen, anchors, _) in enumerate(outcomes):
-        for step, (ours, plain) in enumerate(zip(seen, expected[rank], strict=True)):
-            assert (ours - plain).abs().max() <= 2e-6 * plain.abs().max(), (rank, step)
-        assert [a.tolist() for a in anchors] == [a.tolist() for a in outcomes[0][1]]
-    total = sum(anchor.double().sum().item() for anchor in outcomes[0][1])
-    assert total == pytest.approx(sum(anchor.sum().item() for anchor in merged), rel=1e-5)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_rule_does_what_a_plain_simulation_does(ranks, world_size, subtests):
+    """A rank alone sends nothing, whatever the wire."""
+    runs = [Run(merge, 7, delay, fragments, steps=20) for merge, delay in RULES for fragments in (1, 4)]
+    outcomes = ranks.run(trained, runs, "int4" if world_size == 1 else "fp32", world_size=world_size)
+    for run, *of_ranks in zip(runs, *outcomes, strict=True):
+        with subtests.test(run=str(run)):
+            expected = simulated(run, world_size)
+            for (seen, merged), plain in zip(of_ranks, expected, strict=True):
+                check(seen, plain)
+                assert torch.equal(merged, of_ranks[0][1])
+            of_plain = expected[0].seen[run.steps][1].sum().item()
+            assert of_ranks[0][1].double().sum().item() == pytest.approx(of_plain, rel=1e-5)
 
 
-LOSSY = [
-    Run("corrected", every=5, delay=2, fragments=2, width=100),
-    Run("nesterov", every=4, delay=1, width=100),
-    Run("average", every=3, delay=0, width=100),
-]
+@dataclasses.dataclass(frozen=True)
+class Waiting(Run):
+    """Checks that the host waits for the device where a merge ends, to compare checksums, and never where it begins."""
+
+    def step(self, model, optimizer, rank, step):
+        optimizer.zero_grad()
+        self.loss(model, rank, step).backward()
+        before = on_streams.waits()
+        optimizer.step()
+        ended = sum(self.steps_before(rank, message) + self.delay == step for message in range(step * self.fragments))
+        assert on_streams.waits() - before == ended, step
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("wire", ["int4", "bf16"])
-def test_the_merged_state_has_the_same_bits_on_every_rank(ranks, world_size, wire):
-    outcomes = ranks.run(trained, LOSSY, wire, world_size=world_size)
-    for index in range(len(LOSSY)):
-        for _, anchors in (outcome[index] for outcome in outcomes):
-            for ours, first in zip(anchors, outcomes[0][index][1], strict=True):
-                assert torch.equal(ours, first)
-    for step in range(2, LOSSY[2].steps, 3):  # after an average the parameters are the merged state
-        for outcome in outcomes:
-            assert torch.equal(outcome[2][0][step], outcomes[0][2][0][step])
+def on_device(rank, world_size, runs, wire):
+    config = Config(wire, sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2))
+    return trained(rank, world_size, runs, config, on_streams.DEVICE)
+
+
+def test_on_streams_each_rule_does_the_same_and_the_host_waits_only_where_merges_end(ranks_on_streams, subtests):
+    runs = [Waiting(merge, 7, delay, fragments=4, steps=15, width=100) for merge, delay in RULES]
+    outcomes = ranks_on_streams.run(on_device, runs, "fp32", world_size=2)
+    for run, *of_ranks in zip(runs, *outcomes, strict=True):
+        with subtests.test(run=str(run)):
+            for (seen, merged), plain in zip(of_ranks, simulated(Run(**vars(run)), 2), strict=True):
+                check(seen, plain)
+                assert torch.equal(merged, of_ranks[0][1])
+
+
+def test_merges_in_bf16_on_streams_give_all_ranks_the_same_bits(ranks_on_streams):
+    run = Run("corrected", 4, delay=2, fragments=2, steps=10, width=100)
+    found = ranks_on_streams.run(on_device, [run], "bf16", world_size=2)
+    for ((seen, merged),), plain in zip(found, simulated(run, 2), strict=True):
+        assert torch.equal(merged, found[0][0][1])
+        check(seen, plain, tolerance=0.02)
 
 
 def on_the_kernels(rank, world_size, library, wire):
-    """trained() of two merges on the CPU path, or with a `library` on the CUDA path, in one chunk."""
+    """trained() of a run on the CPU path, or with a `library` on the CUDA path, in one chunk."""
     config = Config(wire, sum="two-shot", feedback=Feedback(decay=0.95), chunks=Chunks(1 << 20))
     with fake_cuda.path(library, config) as driver:
         found = trained(rank, world_size, [Run("corrected", every=3, delay=1, steps=7, width=100)], config)
@@ -99,9 +96,86 @@ def on_the_kernels(rank, world_size, library, wire):
         return found
 
 
-@pytest.mark.parametrize("wire", ["int4"])
-def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library, wire):
-    cpu, cuda = (ranks.run(on_the_kernels, driver, wire, world_size=2) for driver in (None, kernels_library))
-    for own, other in zip(cpu, cuda, strict=True):
-        for (seen, anchors), (their_seen, their_anchors) in zip(own, other, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(seen + anchors, their_seen + their_anchors, strict=True))
+def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library):
+    cpu, cuda = (ranks.run(on_the_kernels, driver, "int4", world_size=2) for driver in (None, kernels_library))
+    for ((seen, merged),), ((their_seen, their_merged),) in zip(cpu, cuda, strict=True):
+        assert all(map(torch.equal, [*seen, merged], [*their_seen, their_merged]))
+
+
+# ---- ranks that stay equal
+
+INT4 = {"config": "int4"}
+TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"), feedback=Feedback())
+WIDE = Run("corrected", every=5, delay=2, fragments=2, steps=12, width=100)
+EQUAL = [
+    (2, WIDE, INT4),
+    (3, WIDE, {"config": "bf16", "weights": "steps"}),
+    (3, dataclasses.replace(WIDE, merge="nesterov", delay=1, fragments=1), INT4),
+    (3, dataclasses.replace(WIDE, merge="average", delay=0), {**INT4, "weights": "steps"}),
+    (4, dataclasses.replace(WIDE, delay=1), {"config": TWO_LEVELS, "inside": "ddp", "process_group": None}),
+    (4, WIDE, {"config": "bf16", "inside": "ddp"}),
+    (4, WIDE, {**INT4, "inside": "fsdp", "gradients": "int8"}),
+]
+"""(ranks, run, options of Job)"""
+
+
+def ended(rank, world_size, cases):
+    """For each case: (parameters, merged state, parameters after finish(), the same after another one)."""
+    found = []
+    for run, options in cases:
+        job = Job(run, rank, **options)
+        job.train(range(run.steps))
+        before, merged = flat(job.model), job.merged()
+        # Plans and statistics are of this rank's shards alone.
+        assert sum(row.numel for row in job.comm.plan().fragments) == len(before) and job.comm.stats().drift > 0
+        host = rank // 2 if "inside" in options else rank
+        job.train(range(3 * host))  # finish() ends the merges of ranks that have made more steps
+        job.comm.finish()
+        first = flat(job.model)
+        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == sum(job.comm.merges)
+        job.train(range(9))
+        found.append((before, merged, first, job.finish()))
+    return found
+
+
+def test_all_ranks_merge_and_end_with_equal_bits_also_after_unequal_steps(ranks, subtests):
+    for world_size in (2, 3, 4):
+        cases = [case for case in EQUAL if case[0] == world_size]
+        outcomes = ranks.run(ended, [case[1:] for case in cases], world_size=world_size)
+        for (_, _, options), *of_ranks in zip(cases, *outcomes, strict=True):
+            with subtests.test(world_size=world_size, options=str(options)):
+                num_shards = 2 if options.get("inside") == "fsdp" else 1
+                for rank, (before, *equal) in enumerate(of_ranks):
+                    of_first, *expected = of_ranks[rank % num_shards]
+                    assert all(map(torch.equal, equal, expected))
+                    is_apart = rank >= num_shards and (rank >= 2 or options.get("inside") != "ddp")
+                    assert torch.equal(before, of_first) != is_apart, rank
+                assert of_ranks[0][2].isfinite().all() and not torch.equal(*of_ranks[0][2:])
+
+
+def finished(rank, world_size):
+    """(parameters before finish(), and after it) where outer momentum has grown."""
+    job = Job(Run("nesterov", every=3, delay=0, fragments=2), rank)
+    return job.train(range(1, 12))[-1], job.finish()
+
+
+def test_finish_averages_and_no_outer_momentum_moves_the_last_parameters(ranks):
+    (first, after), (second, same) = ranks.run(finished, world_size=2)
+    assert not torch.equal(first, second) and torch.equal(after, same)
+    torch.testing.assert_close(after, (first + second) / 2, rtol=1e-5, atol=1e-6)
+
+
+def killed(rank, world_size):
+    """Rank 1 is killed after its snapshot was sent once; rank 0 ends with an error at the merge that it misses."""
+    job = Job(Run("corrected", every=3, delay=1), rank)
+    job.train(range(1, 6))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text = error_of(RuntimeError, job.train, range(6, 9))
+    job.comm.detach()
+    return text
+
+
+def test_a_lost_rank_is_named_at_the_next_merge(ranks):
+    (kind, text), _ = ranks.outcomes(killed, world_size=2, lost=1)
+    assert kind == "value" and "rank 1" in text and "bucket 0" in text, text

@@ -1,36 +1,37 @@
-"""Processes are killed, stopped and started at random moments."""
+"""Ranks that train are killed, stopped and started at random moments, and all have the same bits after every step."""
 
 import random
 import signal
 import time
 
 import pytest
-from crew import Crew
+from trainees import Endless
+
+import fusedcomm
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(4))
-def test_random_losses_and_joins(tmp_path, seed):
+@pytest.mark.parametrize("wire", ["int8", "fp32"])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_losses_and_joins(team, seed, wire):
     chosen = random.Random(seed)
-    with Crew(tmp_path, 4, silence_s=3.0) as crew:
-        alive = [f"m{rank}" for rank in range(4)]
-        crew.wait_steps(alive, 4)
-        for turn in range(25):
-            time.sleep(chosen.random() * 0.2)
-            lost = chosen.sample(alive, chosen.choice([1, 1, 2]))
-            joins = chosen.random() < 0.5
-            if joins:  # while the others notice the loss
-                crew.join(f"j{turn}", by=chosen.choice([name for name in alive if name not in lost]))
-            if chosen.random() < 0.2:
-                crew.signal(lost[0], signal.SIGSTOP)
-                crew.kill(*lost[1:])
-            else:
-                crew.kill(*lost)
-            alive = [name for name in alive if name not in lost]
-            if joins:
-                alive.append(f"j{turn}")
-            for index in range(4 - len(alive)):
-                crew.join(f"k{turn}{index}", by=chosen.choice(alive))
-                alive.append(f"k{turn}{index}")
-            crew.wait_steps(alive, 4)
-            crew.kill(*[name for name in lost if crew.processes[name].is_alive()])
+    chunks = fusedcomm.Chunks(nbytes=4096, in_flight=2)
+    run = team(Endless, config={"wire": wire, "chunks": chunks}, num_founders=4, silence=3.0)
+    alive = ["0", "1", "2", "3"]
+    run.wait_steps(*alive)
+    for turn in range(25):
+        time.sleep(chosen.random() * 0.2)
+        lost = chosen.sample(alive, chosen.choice([1, 1, 2]))
+        left = [name for name in alive if name not in lost]
+        early = [f"{turn}.early"] * (chosen.random() < 0.5)  # while the others notice the loss
+        later = [f"{turn}.{index}" for index in range(len(lost) - len(early))]
+        for name in early:
+            run.join(name, of=chosen.choice(left))
+        run.signal(signal.SIGSTOP if chosen.random() < 0.2 else signal.SIGKILL, lost[0])
+        run.signal(signal.SIGKILL, *lost[1:])
+        for name in later:
+            run.join(name, of=chosen.choice(left))
+        alive = left + early + later
+        run.wait_steps(*alive)
+        run.signal(signal.SIGKILL, lost[0])
+    run.check_steps()

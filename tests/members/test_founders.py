@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from trainees import Rank, Script, Team, wait_for
+from trainees import Rank, Script, wait_for
 
 import fusedcomm
 from fusedcomm.members.views import Views
@@ -56,23 +56,9 @@ class Founder(Rank):
             self.optimizer.step()
 
 
-@pytest.fixture
-def team(tmp_path):
-    """team(makes, **script): three founders."""
-    teams = []
-
-    def make(makes: str, **script) -> Team:
-        teams.append(Team(Script(str(tmp_path), config={"makes": makes}, **script), Founder))
-        return teams[-1]
-
-    yield make
-    for made in teams:
-        made.close()
-
-
 @pytest.mark.parametrize(("victim", "moment"), [("0", "founding"), ("1", "founding"), ("0", "broadcast")])
 def test_a_founder_that_dies_before_the_first_state_is_named(team, victim, moment):
-    run = team("DataParallel without members", die={victim: (0, moment)})
+    run = team(Founder, config={"makes": "DataParallel without members"}, die={victim: (0, moment)})
     for name in {"0", "1", "2"} - {victim}:
         error = run.failure(name)
         assert error.startswith(f"PeerLostError: fusedcomm: rank {name} of 3: rank {victim} "), error
@@ -84,11 +70,11 @@ def test_a_founder_that_dies_before_the_first_state_is_named(team, victim, momen
     ("makes", "number"), [("DataParallel", 1), ("DataParallel", 4), ("LocalSteps", 1), ("LocalSteps", 3)]
 )
 def test_founders_begin_equal_though_the_first_is_lost(team, makes, number):
-    run = team(makes, die={"0": (number, "asked")})
+    run = team(Founder, config={"makes": makes}, die={"0": (number, "asked")})
     first = run.read("1", "first")
     assert torch.equal(first, run.read("2", "first")) and first.unique().tolist() in ([0.0], [1.0])
 
 
 def test_founders_have_the_first_ranks_state(team):
-    run = team("DataParallel")
+    run = team(Founder, config={"makes": "DataParallel"})
     assert [run.read(name, "first").unique().tolist() for name in "012"] == [[0.0]] * 3

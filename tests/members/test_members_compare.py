@@ -1,7 +1,7 @@
 """Members compare their parameters: a rank that most others outvote leaves, and the others go on."""
 
 import torch
-from trainees import Script, Team, Trainee
+from trainees import Trainee
 
 FLIPPED, EVERY = 3, 2
 
@@ -15,27 +15,20 @@ class Flipping(Trainee):
         super().step(step)
 
 
-def test_a_rank_that_most_others_outvote_leaves_and_they_go_on(tmp_path):
-    team = Team(Script(str(tmp_path), config={"wire": "int8", "compare_every": EVERY}), Flipping)
-    try:
-        failure = team.failure("2")
-        assert failure.startswith("DamagedError") and "ahead of step 4 the parameters of rank 2" in failure, failure
-        for name in "01":
-            ended = team.read(name, "end")["changes"]
-            assert [(change["step"], change["size"]) for change in ended] == [(4, 2)]
-        for step in range(8):
-            first, second = (team.read(name, f"step.{step}")["parameters"] for name in "01")
-            assert all(map(torch.equal, first, second))
-    finally:
-        team.close()
+def test_a_rank_that_most_others_outvote_leaves_and_they_go_on(team):
+    run = team(Flipping, config={"wire": "int8", "compare_every": EVERY})
+    failure = run.failure("2")
+    assert failure.startswith("DamagedError") and "ahead of step 4 the parameters of rank 2" in failure, failure
+    for name in "01":
+        ended = run.read(name, "end")["changes"]
+        assert [(change["step"], change["size"]) for change in ended] == [(4, 2)]
+    for step in range(8):
+        first, second = (run.read(name, f"step.{step}")["parameters"] for name in "01")
+        assert all(map(torch.equal, first, second))
 
 
-def test_two_members_that_differ_are_both_told(tmp_path):
-    config = {"wire": "int8", "compare_every": EVERY, "compare": "raise"}
-    team = Team(Script(str(tmp_path), config=config, num_founders=2), Flipping)
-    try:
-        for name in "01":
-            failure = team.failure(name)
-            assert failure.startswith("DamagedError") and "the parameters of the 2 ranks differ" in failure, failure
-    finally:
-        team.close()
+def test_two_members_that_differ_are_both_told(team):
+    run = team(Flipping, config={"wire": "int8", "compare_every": EVERY, "compare": "raise"}, num_founders=2)
+    for name in "01":
+        failure = run.failure(name)
+        assert failure.startswith("DamagedError") and "the parameters of the 2 ranks differ" in failure, failure

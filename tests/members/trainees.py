@@ -1,10 +1,12 @@
-"""Ranks that train with members, follow a script, and write what each step gave them.
+"""Ranks that train with members, each a process that follows a script, and the team of them that a test commands.
 
 A rank's gradients are whole numbers that depend on its name and the step, so a test knows what their mean must be.
 """
 
 import contextlib
-import datetime
+import ctypes
+import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -12,18 +14,20 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from patience import HANG_S
+from patience import HANG_S, wait_until
 from ranks import forkserver
 
 import fusedcomm
 from fusedcomm.members import state
+from fusedcomm.members.agreement import Agreement
 from fusedcomm.members.training import Training
 from fusedcomm.ranks import groups
 
@@ -37,7 +41,7 @@ class Script:
     the view whose connections it is about to make: 1 for the first that it connects."""
 
     folder: str
-    config: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=lambda: {"wire": "int8"})
     num_founders: int = 3
     num_steps: int = 8
     min_ranks: int = 1
@@ -46,17 +50,8 @@ class Script:
     late: tuple[str, int] | None = None  # a rank whose step never counts before the others have finished it
     meets: int = -1  # the step before which the founders wait until a process is about to join
     hold: dict[str, int] = field(default_factory=dict)  # by name: a step before which it waits for the file "go"
-    shapes: tuple[tuple[int, ...], ...] = SHAPES
     silence: float = 10.0
-    timeout_s: float = 1800.0
-
-    def text(self) -> str:
-        """For of(); `config` must be JSON."""
-        return json.dumps(vars(self))
-
-    @staticmethod
-    def of(text: str) -> "Script":
-        return Script(**json.loads(text))
+    hosts: dict[str, tuple[str, str]] = field(default_factory=dict)  # by name: (network namespace, address)
 
 
 def gradient(name: str, step: int, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -65,7 +60,7 @@ def gradient(name: str, step: int, parameter: int, shape: tuple[int, ...]) -> to
     return torch.randint(-100, 101, shape, generator=generator).float()
 
 
-def means_of(names, step: int, config: dict) -> list[torch.Tensor]:
+def means_of(names: Iterable[str], step: int, config: dict) -> list[torch.Tensor]:
     """The means of the named ranks' gradients, as fusedcomm.simulate has them."""
     exact = fusedcomm.Config(**{**config, "sum": "two-shot"})
     of_ranks = [[gradient(name, step, i, shape) for name in names] for i, shape in enumerate(SHAPES)]
@@ -75,14 +70,18 @@ def means_of(names, step: int, config: dict) -> list[torch.Tensor]:
 class Rank:
     """A rank that follows a script."""
 
+    script_kind = Script
+
     def __init__(self, script: Script, name: str, address: str | None) -> None:
         self.script, self.name, self.folder = script, name, Path(script.folder)
         self.joins = address is not None
         torch.set_num_threads(1)
+        namespace, host = script.hosts.get(name, (None, None))
+        if namespace is not None:
+            enter(namespace)
         if address is None:
-            timeout = datetime.timedelta(seconds=script.timeout_s)
             place = {"rank": int(name), "world_size": script.num_founders}
-            dist.init_process_group("gloo", store=self.store(), timeout=timeout, **place)
+            dist.init_process_group("gloo", store=self.store(), **place)
         if script.die.get(name, (0, ""))[1] == "connecting":
             self.die_connecting(script.die[name][0])
         self.write("founding", None)
@@ -90,9 +89,8 @@ class Rank:
             for each in range(script.num_founders):  # a rank that is lost earlier ends torch's own call
                 wait_for(self.folder / f"{each}.founding")
             self.die()
-        self.members = fusedcomm.Members(
-            join=address, min_ranks=script.min_ranks, microbatches=script.microbatches, silence=script.silence
-        )
+        options = {"min_ranks": script.min_ranks, "microbatches": script.microbatches, "silence": script.silence}
+        self.members = fusedcomm.Members(join=address, host=host, **options)
 
     def store(self) -> dist.Store:
         return dist.FileStore(str(self.folder / "store"), self.script.num_founders)
@@ -107,10 +105,18 @@ class Rank:
         connect, numbers = groups.gloo_backend_over, itertools.count(1)
         groups.gloo_backend_over = lambda *of_view: self.die() if next(numbers) == view else connect(*of_view)
 
-    def meet(self, step: int) -> None:
+    def wait_before(self, step: int) -> None:
+        """For what the script says; it may be the end."""
         plane = self.members.plane
-        while step == self.script.meets and plane._gate._hold is None and plane.view.number == 0:
-            threading.Event().wait(0.005)
+        if step == self.script.meets and not self.joins:
+            wait_until(lambda: plane._gate._hold is not None or plane.view.number > 0, "a process is about to join")
+        if step == self.script.hold.get(self.name):
+            wait_for(self.folder / "go")
+        if self.dies(step, "before"):
+            self.die()
+        if self.dies(step, "leaving"):
+            self.members.leave("it has other plans")
+            raise SystemExit
 
     def dies(self, step: int, moment: str) -> bool:
         return self.script.die.get(self.name) == (step, moment)
@@ -120,19 +126,19 @@ class Rank:
 
 
 class Trainee(Rank):
-    """One rank. Moments to die: "before" the backward pass, "between" two buckets, "handed" over but without means,
-    "finished" with all means but before it counts, and in step 0: "made" before it has a reducer, "receiving",
-    for a rank that joins, before it has the model."""
+    """One rank. Moments to die: "before" the backward pass, or "leaving" in its place, "between" two buckets, "handed"
+    over but without means, and in step 0: "made" before it has a reducer; of a rank that joins, "proposed" by a member,
+    before it is one, and "receiving", before it has the model."""
 
     def __init__(self, script: Script, name: str, address: str | None) -> None:
         super().__init__(script, name, address)
-        self.parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in script.shapes]
-        if self.joins:  # whatever it begins with, it gets the others'
-            for parameter in self.parameters:
-                parameter.data.fill_(7)
+        # Whatever a joiner begins with, it gets the others'.
+        self.parameters = [torch.nn.Parameter(torch.full(shape, 7.0 if self.joins else 0.0)) for shape in SHAPES]
         if self.dies(0, "made"):
             self.die()
-        if self.joins and self.dies(0, "receiving"):
+        if self.dies(0, "proposed"):
+            Agreement._on_propose = lambda *_: self.die()
+        if self.dies(0, "receiving"):
             state.Transfer.content = lambda *_: self.die()
         self.comm = fusedcomm.GradReducer(
             [(f"p{i}", parameter) for i, parameter in enumerate(self.parameters)],
@@ -158,13 +164,17 @@ class Trainee(Rank):
             return finish()
 
         def fetch_all(ahead: list) -> bool:
+            session = training.session
             if training.step == step:
                 for parameter in self.parameters:
                     parameter.grad.zero_()
-                buckets = range(len(self.parameters))
-                training.session = Untrusting(training.session, list(buckets))
+                complete = session.synchronizer.complete_bucket
+                untrusting = types.SimpleNamespace(
+                    missing_means=lambda: range(len(SHAPES)), complete_bucket=lambda *bucket: complete(*bucket)
+                )
+                training.session = types.SimpleNamespace(synchronizer=untrusting, weights=session.weights)
             done = fetch(ahead)
-            training.session = getattr(training.session, "real", training.session)
+            training.session = session
             return done
 
         training.finish, training._fetch = late_finish, fetch_all
@@ -187,17 +197,16 @@ class Trainee(Rank):
             hook.remove()
 
     def step(self, step: int) -> None:
-        if step == self.script.hold.get(self.name):
-            wait_for(self.folder / "go")
-        self.meet(step)
-        if self.dies(step, "before"):
-            self.die()
+        self.wait_before(step)
         self.optimizer.zero_grad()
         for left in range(self.members.portion[1], 0, -1):
             with self.comm.no_sync() if left > 1 else contextlib.nullcontext():
                 self.backward(step)
         means = [parameter.grad.clone() for parameter in self.parameters]
         self.optimizer.step()
+        self.tell(step, means)
+
+    def tell(self, step: int, means: list[torch.Tensor]) -> None:
         told = {"means": means, "parameters": [parameter.detach().clone() for parameter in self.parameters]}
         told |= {"view": self.members.view, "size": self.members.size, "portion": self.members.portion}
         self.write(f"step.{step}", told)
@@ -209,81 +218,136 @@ class Trainee(Rank):
         self.write("end", {"changes": changes, "residuals": self.comm.session.synchronizer.residuals()})
 
 
-class Untrusting:
-    """A session whose synchronizer says that it misses all means."""
+class Endless(Trainee):
+    """Trains until it is killed, and writes a line for each step; see Team.steps()."""
 
-    def __init__(self, real: Any, missing: list[int]) -> None:
-        self.real, self._missing = real, missing
-        self.synchronizer, self.weights, self.rank = self, real.weights, real.rank
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.lines = open(self.folder / f"{self.name}.steps", "a", buffering=1)
 
-    def missing_means(self) -> list[int]:
-        return self._missing
+    def tell(self, step: int, means: list[torch.Tensor]) -> None:
+        value = hashlib.sha1(b"".join(parameter.detach().numpy().tobytes() for parameter in self.parameters))
+        told = {"step": step, "view": self.members.view, "ranks": self.members.ranks, "value": value.hexdigest()}
+        self.lines.write(json.dumps(told) + "\n")
 
-    def complete_bucket(self, bucket: int, means: torch.Tensor) -> None:
-        self.real.synchronizer.complete_bucket(bucket, means)
+    def run(self) -> None:
+        while True:
+            self.step(self.members.step)
 
 
-def main(kind: Callable[..., Any], script: Script, name: str, address: str | None) -> None:
+def enter(namespace: str) -> None:
+    """Moves this thread to the network of a host."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
+            raise OSError(ctypes.get_errno(), f"setns({namespace})")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def main(kind: type[Rank], script: Script, name: str, address: str | None) -> None:
     """The process of a rank."""
+    folder = Path(script.folder)
+    with open(folder / f"{name}.printed", "w", buffering=1) as printed:
+        os.dup2(printed.fileno(), 1)
     try:
-        trainee = kind(script, name, address)
-        trainee.run()
-        wait_for(Path(script.folder) / "leave")
-        trainee.members.leave()
+        kind(script, name, address).run()
     except BaseException as error:
-        kinds = [type(error).__name__]
-        Path(script.folder, f"{name}.new").write_text(f"{kinds[0]}: {error}\n{traceback.format_exc()}")
-        os.rename(Path(script.folder, f"{name}.new"), Path(script.folder, f"{name}.failed"))
-        wait_for(Path(script.folder) / "leave")
-    os._exit(0)
+        (folder / f"{name}.new").write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        os.rename(folder / f"{name}.new", folder / f"{name}.failed")
+    threading.Event().wait(HANG_S)  # to the others its end would be a loss
 
 
 def wait_for(path: Path) -> None:
     """Waits until the file exists."""
-    waited = threading.Event()
-    until = time.monotonic() + HANG_S
-    while not path.exists():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{path} did not appear within {HANG_S:g} s")
-        waited.wait(0.005)
+    wait_until(path.exists, f"{path} appears")
 
 
 class Team:
-    """The processes of a test. kind: of the ranks; what `Trainee` has."""
+    """The processes of a test. Use it as a context; at its end all are killed."""
 
-    def __init__(self, script: Script, kind: Callable[..., Any] = Trainee) -> None:
+    def __init__(self, kind: type[Rank], script: Script) -> None:
         self.script, self.folder, self._kind = script, Path(script.folder), kind
-        self.processes = {str(rank): self._start(str(rank), None) for rank in range(script.num_founders)}
+        self.processes = {str(rank): self._start(str(rank), None, {}) for rank in range(script.num_founders)}
 
-    def _start(self, name: str, address: str | None) -> Any:
-        process = forkserver().Process(target=main, args=(self._kind, self.script, name, address), daemon=True)
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.join()
+
+    def _start(self, name: str, address: str | None, changes: dict) -> Any:
+        script = dataclasses.replace(self.script, **changes)
+        process = forkserver().Process(target=main, args=(self._kind, script, name, address), daemon=True)
         process.start()
         return process
 
-    def join(self, name: str, of: str) -> None:
-        """Starts a rank that joins by the address of another one."""
-        self.processes[name] = self._start(name, self.read(of, "ready")["address"])
+    def join(self, name: str, of: str, **changes: Any) -> None:
+        """Starts a rank that joins by the address of another one. `changes`: of the script, for this rank."""
+        self.processes[name] = self._start(name, self.read(of, "ready")["address"], changes)
+
+    def go(self) -> None:
+        """Lets those go on that the script holds."""
+        (self.folder / "go").touch()
+
+    def signal(self, number: int, *names: str) -> None:
+        for name in names:
+            os.kill(self.processes[name].pid, number)
 
     def read(self, name: str, what: str) -> Any:
-        """Waits until the rank has written it. Raises RuntimeError if the rank has failed."""
-        path, failed = self.folder / f"{name}.{what}", self.folder / f"{name}.failed"
-        until = time.monotonic() + HANG_S
-        while not path.exists():
-            if failed.exists():
-                raise RuntimeError(failed.read_text())
-            if time.monotonic() > until:
-                raise TimeoutError(f"rank {name} has not written {what} within {HANG_S:g} s")
-            time.sleep(0.005)
+        """Waits until the rank has written it. Raises AssertionError if the rank has failed."""
+        path = self.folder / f"{name}.{what}"
+        wait_until(lambda: path.exists() or self.check_lives(name), f"rank {name} has written {what}")
         return torch.load(path, weights_only=False)
+
+    def check_lives(self, name: str) -> None:
+        failed = self.folder / f"{name}.failed"
+        assert not failed.exists(), failed.read_text()
 
     def failure(self, name: str) -> str:
         """Waits until the rank has failed; its error."""
         wait_for(self.folder / f"{name}.failed")
         return (self.folder / f"{name}.failed").read_text()
 
-    def close(self) -> None:
-        (self.folder / "leave").touch()
-        for process in self.processes.values():
-            process.join(HANG_S)
-            if process.is_alive():
-                process.kill()
+    def check_means(self, steps: range, of: Sequence[str], names: Sequence[str] | None = None) -> None:
+        """Each of `names`, which are those of `of` if None, has in every step the means of the ranks `of`, and all have
+        the same parameters."""
+        names = names or of
+        for step in steps:
+            wanted = means_of(of, step, self.script.config)
+            told = {name: self.read(name, f"step.{step}") for name in names}
+            for name in names:
+                for mean, want in zip(told[name]["means"], wanted, strict=True):
+                    assert torch.equal(mean, want), f"rank {name}, step {step}, view {told[name]['view']}"
+                for mine, first in zip(told[name]["parameters"], told[names[0]]["parameters"], strict=True):
+                    assert torch.equal(mine, first), f"rank {name} and rank {names[0]} differ after step {step}"
+
+    # ---- of an Endless
+
+    def steps(self, name: str) -> list[dict]:
+        """What an Endless has told of its steps."""
+        path = self.folder / f"{name}.steps"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def wait_steps(self, *names: str, more: int = 5) -> None:
+        """Waits until each of `names` has made `more` further steps with the others of `names` and with nobody else."""
+        begun = {name: len(self.steps(name)) for name in names}
+
+        def trains(name: str) -> bool:
+            self.check_lives(name)
+            return sum(len(told["ranks"]) == len(names) for told in self.steps(name)[begun[name] :]) >= more
+
+        for name in names:
+            wait_until(lambda name=name: trains(name), f"{name} trains in a view of {len(names)}")
+
+    def check_steps(self) -> None:
+        """One view has one list of ranks, and one step has one value, whoever says so. The last step of a rank does not
+        count: it may have finished it alone and been lost, and then the others added it up without it."""
+        views: dict[int, list] = {}
+        values: dict[int, str] = {}
+        for name in self.processes:
+            for told, following in itertools.pairwise(self.steps(name)):
+                assert following["step"] == told["step"] + 1, f"{name} went from {told} to {following}"
+                assert views.setdefault(told["view"], told["ranks"]) == told["ranks"], (name, told)
+                assert values.setdefault(told["step"], told["value"]) == told["value"], f"two groups: {name}, {told}"

@@ -1,18 +1,147 @@
 // Runs the engine under a sanitizer: several ranks in one process, over a transport between threads that has random
 // delays. There are three scenes: steady training, a failing transfer, and an engine that is stopped while it works on
 // buckets.
+#include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstring>
 #include <future>
 #include <map>
+#include <memory>
 #include <random>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "devices/cpu_device.h"
-#include "training.h"
+#include "engine/engine.h"
+#include "require.h"
 
-using namespace training;
+using namespace fusedcomm;
 
 namespace {
+
+// ---- buckets whose mean is known: gradients are small signed integers times a power of two, different on every rank
+
+// By bucket: the number of elements, and how many of them are exact. The exact elements come first.
+using Shapes = std::vector<std::pair<int64_t, int64_t>>;
+
+struct Bucket {
+  Bucket(int64_t numel, int64_t num_exempt) : gradients(static_cast<size_t>(numel)), exact_numel(num_exempt) {}
+  std::vector<float> gradients;
+  int64_t exact_numel;
+};
+
+float gradient(int rank, int step, size_t bucket, size_t i) {
+  const int value = static_cast<int>((i * 7 + bucket * 5 + static_cast<size_t>(step) * 3) % 15) - 7;
+  return static_cast<float>(value * (rank + 1)) * 0.25F;
+}
+
+void fill(Bucket* bucket, int rank, int step, size_t index) {
+  for (size_t i = 0; i < bucket->gradients.size(); ++i) bucket->gradients[i] = gradient(rank, step, index, i);
+}
+
+// Returns a text on the first wrong element; empty if all elements are right.
+std::string find_wrong(const Bucket& bucket, const WireConfig& config, int world_size, int step, size_t index) {
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    double mean = 0, largest = 0;
+    for (int rank = 0; rank < world_size; ++rank) {
+      mean += gradient(rank, step, index, i) / world_size;
+      largest = std::max(largest, 7 * 0.25 * (rank + 1));
+    }
+    const bool lossy = config.wire == Wire::kInt8 && static_cast<int64_t>(i) >= bucket.exact_numel;
+    const double tolerance = lossy ? 2 * largest / 127 : 1e-6;
+    if (!(std::fabs(bucket.gradients[i] - mean) <= tolerance)) {
+      return "step " + std::to_string(step) + " bucket " + std::to_string(index) + " element " + std::to_string(i) +
+             ": " + std::to_string(bucket.gradients[i]) + ", not " + std::to_string(mean);
+    }
+  }
+  return "";
+}
+
+// Makes a bucket's job. The caller must still set on_done.
+std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shared_ptr<Bucket>& bucket, size_t index,
+                                    bool is_last) {
+  const auto numel = static_cast<int64_t>(bucket->gradients.size());
+  auto job = std::make_shared<BucketJob>();
+  job->owner = bucket;
+  const ListNumels numels{bucket->exact_numel, {numel - bucket->exact_numel}, numel};
+  job->plan = std::make_shared<const BucketPlan>(
+      plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32, numels));
+  Payload payload;
+  BucketSlices& slices = payload.slices;
+  slices.origin = bucket->gradients.data();
+  SliceList& head = job->plan->exact_numel() != 0 ? slices.exact : slices.lossy;
+  head.append(bucket->gradients.data(), bucket->exact_numel, GradDtype::kFloat32);
+  slices.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel, GradDtype::kFloat32);
+  job->payloads.push_back(std::move(payload));
+  const std::string name = "bucket " + std::to_string(index);
+  job->label = std::make_shared<const BucketLabel>(name, name + " (" + std::to_string(numel) + " elements)");
+  job->is_last = is_last;
+  job->grad_nbytes = numel * 4;
+  return job;
+}
+
+// A rank's place if ranks are assigned to hosts in order: the first `ranks_per_host` ranks are on the first host.
+Place place_of(int rank, int world_size, int64_t ranks_per_host) {
+  return {rank % ranks_per_host, ranks_per_host, rank / ranks_per_host, world_size / ranks_per_host};
+}
+
+// The group of ranks that a channel connects this rank with: the group's number, this rank's index in it, its size.
+struct Group {
+  int64_t id, index, size;
+};
+
+Group group_of(Channel channel, const Place& place, int rank, int world_size) {
+  switch (channel) {
+    case Channel::kLocalScatter:
+    case Channel::kLocalGather:
+      return {place.host, place.local_rank, place.ranks_per_host};
+    case Channel::kCrossScatter:
+    case Channel::kCrossGather:
+      return {place.local_rank, place.host, place.num_hosts};
+    default:
+      return {0, rank, world_size};
+  }
+}
+
+// One rank's share of a collective.
+struct Part {
+  std::byte* send;
+  std::byte* receive;  // unused in an all-reduce, whose sum replaces the sent bytes
+  int64_t nbytes;      // of `send`
+};
+
+void move_all_to_all(const std::vector<Part>& parts) {
+  const size_t p = parts.size(), nbytes = static_cast<size_t>(parts[0].nbytes) / p;
+  for (size_t from = 0; from < p; ++from) {
+    for (size_t to = 0; to < p; ++to) {
+      std::memcpy(parts[to].receive + from * nbytes, parts[from].send + to * nbytes, nbytes);
+    }
+  }
+}
+
+void move_all_gather(const std::vector<Part>& parts) {
+  const auto nbytes = static_cast<size_t>(parts[0].nbytes);
+  for (size_t from = 0; from < parts.size(); ++from) {
+    for (const Part& to : parts) {
+      std::byte* const place = to.receive + from * nbytes;
+      if (place != parts[from].send) std::memcpy(place, parts[from].send, nbytes);  // equal if it is in place
+    }
+  }
+}
+
+void add_all_reduce(const std::vector<Part>& parts) {
+  const size_t numel = static_cast<size_t>(parts[0].nbytes) / 4;
+  for (size_t i = 0; i < numel; ++i) {
+    float sum = 0;
+    for (const Part& part : parts) sum += reinterpret_cast<float*>(part.send)[i];
+    for (const Part& part : parts) reinterpret_cast<float*>(part.send)[i] = sum;
+  }
+}
+
+// ---- the network
 
 // Collectives between threads. The last rank to arrive hands the collective to a new thread, which waits for a random
 // time, moves the bytes and completes every rank's part.
@@ -150,10 +279,12 @@ int train(Engine& engine, const Shapes& shapes, int num_steps) {
   return num_steps;
 }
 
-// Reads the board as a watch does, but more often.
-void watch(Board& board, const std::atomic<bool>& trained) {
+// Reads the board as a watch does, but more often, and the stats as a training script may.
+void watch(Engine& engine, const std::atomic<bool>& trained) {
+  Board& board = *engine.board();
   Board::View before = board.view(Board::Clock::now());
   while (!trained) {
+    engine.stats();
     const Board::View view = board.view(Board::Clock::now());
     REQUIRE(view.num_ended <= view.num_handed && (view.num_ended < view.num_handed) == bool(view.label),
             "%ld of %ld buckets ended", (long)view.num_ended, (long)view.num_handed);
@@ -190,7 +321,7 @@ void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads, int6
         return "explained";
       });
       std::atomic<bool> trained{false};
-      std::thread watcher([&] { watch(*engine.board(), trained); });
+      std::thread watcher([&] { watch(engine, trained); });
       std::thread stopper;
       if (scene == Scene::kStopped) {
         stopper = std::thread([&engine] {

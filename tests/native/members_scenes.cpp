@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -24,10 +25,11 @@
 #include "gradients/collective_calls.h"
 #include "gradients/synchronizer.h"
 #include "require.h"
-#include "run_scene.h"
+#include "scenes.h"
 #include "sim_accelerator.h"
 #include "sim_backend.h"
 #include "sim_kernels.h"
+#include "sim_training.h"
 #include "transport/c10d_transport.h"
 
 using namespace fusedcomm;
@@ -35,9 +37,9 @@ using namespace fusedcomm;
 namespace {
 
 constexpr std::chrono::seconds kIdle{20};
-// By bucket and parameter: (number of elements, number of the wire). Buckets of several chunks, of one, and small ones.
-const std::vector<std::vector<std::pair<int64_t, int>>> kBuckets = {
-    {{5700, 0}, {40, kExactWire}}, {{2500, 0}}, {{700, 0}}, {{64, kExactWire}, {3000, 0}, {9, 0}}};
+// Of several chunks, of two, small, and of two again.
+const std::vector<std::vector<sim::Shape>> kBuckets = {
+    {{5700}, {40, kExactWire}}, {{2500}}, {{700}}, {{64, kExactWire}, {3000}, {9}}};
 
 using Bits = std::vector<uint32_t>;
 using Results = std::map<int, std::map<size_t, Bits>>;  // by step and bucket
@@ -143,14 +145,8 @@ class Member {
         control_(control),
         member_(member),
         on_device_(sim::device(member)),
+        model_(sim::device(member), kBuckets),
         random_(setup.seed * 31 + static_cast<uint32_t>(member)) {
-    size_t number = 0;
-    for (const auto& bucket : kBuckets) {
-      for (const auto& [numel, wire] : bucket) {
-        known_.push_back({at::empty({numel}, at::TensorOptions().dtype(at::kFloat).device(device())),
-                          "parameter " + std::to_string(number++), wire});
-      }
-    }
     session_ = make_session(setup.members);
     control.use(member, session_);
   }
@@ -169,13 +165,13 @@ class Member {
     sim::synchronize(sim::current_stream(member_), /*counts=*/false);
   }
 
+  bool is_lost() const {
+    return setup_.loss.rank >= 0 && setup_.members[static_cast<size_t>(setup_.loss.rank)] == member_;
+  }
   const Results& results() const { return results_; }
 
  private:
   c10::Device device() const { return sim::device(member_); }
-  bool is_lost() const {
-    return setup_.loss.rank >= 0 && setup_.members[static_cast<size_t>(setup_.loss.rank)] == member_;
-  }
   std::vector<int> survivors() const {
     std::vector<int> left = setup_.members;
     left.erase(left.begin() + setup_.loss.rank);
@@ -203,7 +199,7 @@ class Member {
     config.feedback = setup_.feedback;
     const auto engine = std::make_shared<Engine>(config, cuda, transport);
     for (int stream = 0; stream < 8; ++stream) sim::set_pause(member_, stream, random_() % 3 == 0 ? 400 : 40);
-    return std::make_shared<Synchronizer>(engine, transport, known_, device(), Synchronizer::Options());
+    return std::make_shared<Synchronizer>(engine, transport, model_.known, device(), Synchronizer::Options());
   }
 
   // Enqueues a backward pass.
@@ -211,24 +207,18 @@ class Member {
     gradients_.clear();
     futures_.clear();
     flags_ = gather(*session_, at::full({2}, step, at::kLong), "the flags of this scene");
-    size_t parameter = 0;
     for (size_t b = 0; b < kBuckets.size(); ++b) {
-      std::vector<at::Tensor> parameters, gradients;
+      gradients_.emplace_back();
       size_t first = 0;
-      for (size_t i = 0; i < kBuckets[b].size(); ++i) {
-        parameters.push_back(known_[parameter++].tensor);
-        gradients.push_back(at::empty_like(parameters.back()));
-        const auto numel = static_cast<size_t>(gradients.back().numel());
-        sim::launch(sim::current_stream(member_), "backward", {access(gradients.back(), true)},
-                    [=, member = member_, data = static_cast<float*>(gradients.back().data_ptr())] {
-                      for (size_t j = 0; j < numel; ++j) data[j] = gradient(member, step, b, first + j);
-                    });
-        first += numel;
+      for (const at::Tensor& parameter : model_.parameters[b]) {
+        const auto element = [=, member = member_](size_t i) { return gradient(member, step, b, first + i); };
+        gradients_.back().push_back(at::empty_like(parameter));
+        sim::backward(gradients_.back().back(), element);
+        first += static_cast<size_t>(parameter.numel());
       }
-      gradients_.push_back(gradients);
       if (random_() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 1500));
-      futures_.push_back(session_->run(
-          Bucket(b, b + 1 == kBuckets.size(), std::move(parameters), std::make_shared<const Gradients>(gradients))));
+      futures_.push_back(session_->run(Bucket(b, b + 1 == kBuckets.size(), model_.parameters[b],
+                                              std::make_shared<const Gradients>(gradients_.back()))));
     }
   }
 
@@ -280,19 +270,15 @@ class Member {
 
   // The optimizer.
   void take_results(int step) {
+    if (is_lost()) return;  // it ends while the streams still work
     for (size_t b = 0; b < gradients_.size(); ++b) {
       Bits& bits = results_[step][b];
       for (const at::Tensor& tensor : gradients_[b]) {
-        sim::launch(sim::current_stream(member_), "optimizer", {access(tensor, false)},
-                    [&bits, numel = tensor.numel(), data = static_cast<uint32_t*>(tensor.data_ptr())] {
-                      bits.insert(bits.end(), data, data + numel);
-                    });
+        sim::optimizer(tensor, [&bits](size_t, double value) {
+          bits.push_back(std::bit_cast<uint32_t>(static_cast<float>(value)));
+        });
       }
     }
-  }
-
-  static sim::Access access(const at::Tensor& tensor, bool writes) {
-    return {tensor.data_ptr(), 0, 0, static_cast<int64_t>(tensor.nbytes()), writes};
   }
 
   const Setup setup_;
@@ -300,9 +286,9 @@ class Member {
   Control& control_;
   const int member_;
   const c10::DeviceGuard on_device_;
+  const sim::Model model_;
   std::mt19937 random_;
   int view_ = 0;
-  std::vector<Parameters::Known> known_;
   std::shared_ptr<Synchronizer> session_;
   bool changes_before_pass_ = false;
   std::vector<std::vector<at::Tensor>> gradients_;  // of this pass, by bucket
@@ -324,23 +310,18 @@ Run train(const Setup& setup, bool loses_in_last_transfer = false) {
   control.expect_last(loses_in_last_transfer);
   std::mutex mutex;
   std::map<int, Results> of_members;
-  std::vector<std::thread> threads;
-  for (const int index : setup.members) {
-    threads.emplace_back([&, index] {
-      try {
-        Member member(setup, groups, control, index);
-        member.train();
-        if (index == setup.members[static_cast<size_t>(std::max(setup.loss.rank, 0))] && setup.loss.rank >= 0) return;
-        c10::impl::getDeviceGuardImpl(c10::DeviceType::PrivateUse1)->synchronizeDevice(sim::device(index).index());
-        std::lock_guard<std::mutex> lock(mutex);
-        of_members[index] = member.results();
-      } catch (const std::exception& e) {
-        REQUIRE(false, "member %d: %s", index, e.what());
-      }
-    });
-  }
-  if (setup.loss.rank >= 0) control.abort_all(*group);
-  for (auto& thread : threads) thread.join();
+  std::thread aborting([&] {
+    if (setup.loss.rank >= 0) control.abort_all(*group);
+  });
+  sim::on_threads(setup.members, [&](int index) {
+    Member member(setup, groups, control, index);
+    member.train();
+    if (member.is_lost()) return;
+    sim::finish(index);
+    std::lock_guard<std::mutex> lock(mutex);
+    of_members[index] = member.results();
+  });
+  aborting.join();
   REQUIRE(control.num_ahead == static_cast<int>(loses_in_last_transfer), "no survivor has finished the step");
   Run run{of_members.begin()->second, sim::num_ended(*group) / setup.num_steps};
   for (const auto& [member, results] : of_members) {
@@ -388,10 +369,5 @@ void reaching_one() { lose_in_each(std::nullopt, 1, true); }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void run_members(const char* wanted, uint64_t seed) {
-  const std::map<std::string, void (*)()> scenes = {
-      {"lost", lost}, {"lost_with_feedback", lost_with_feedback}, {"reaching_one", reaching_one}};
-  REQUIRE(scenes.count(wanted) != 0, "there is no scene %s", wanted);
-  sim::set_seed(seed);
-  run_scene("members_scenes", wanted, seed, scenes.at(wanted));
-}
+const Scenes kMembersScenes = {
+    {"lost", lost}, {"lost_with_feedback", lost_with_feedback}, {"reaching_one", reaching_one}};

@@ -1,20 +1,18 @@
 #!/usr/bin/env bash
-# Builds the engine, the codec and the exchange with each sanitizer and runs the stress tests:
+# Builds the engine, the codec and the exchange with each sanitizer and runs the stress programs:
 #   engine_stress    lanes are threads; needs no torch
-#   stream_stress    lanes are simulated streams; needs torch
 #   exchange_stress  messages between ranks; needs torch
-# The tests that need torch are skipped if PYTHON has none. torch itself is not instrumented, and need not be: the
-# simulated device and backend, and the code that orders their streams, events and messages, are built here and are
-# instrumented.
+# The test that needs torch is skipped if PYTHON has none. torch itself is not instrumented, and need not be: the
+# backend, and the code that orders messages, are built here and are instrumented.
 #
 # Arguments: the tests to run; all of them without arguments.
 # Environment variables: CXX, PYTHON, and SANITIZERS, a list of -fsanitize values separated by spaces.
 set -euo pipefail
-tests=" ${*:-engine_stress stream_stress exchange_stress} "
+tests=" ${*:-engine_stress exchange_stress} "
 for test in $tests; do
   case "$test" in
-    engine_stress | stream_stress | exchange_stress) ;;
-    *) echo "$test: no such test; there are engine_stress, stream_stress and exchange_stress" >&2; exit 2 ;;
+    engine_stress | exchange_stress) ;;
+    *) echo "$test: no such test; there are engine_stress and exchange_stress" >&2; exit 2 ;;
   esac
 done
 cd "$(dirname "$0")/../.."
@@ -46,9 +44,6 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   echo "== $sanitizer"
   run engine_stress -std=c++17 "${engine[@]}" csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp \
     csrc/devices/cpu_device.cpp
-  run stream_stress -std=c++20 -isystem "$torch/include" tests/native/sim_accelerator.cpp \
-    csrc/devices/stream_lane.cpp csrc/devices/stream_device.cpp csrc/lanes/inline_lane.cpp csrc/lanes/cpu_lane.cpp \
-    csrc/devices/cpu_device.cpp "${engine[@]}" -L"$torch/lib" -lc10 -Wl,-rpath,"$torch/lib"
   run exchange_stress -std=c++20 -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
     csrc/transport/exchange.cpp csrc/transport/peer_sentinels.cpp \
     -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"

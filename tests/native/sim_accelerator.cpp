@@ -17,16 +17,18 @@
 #include <stdexcept>
 #include <utility>
 
+#include "require.h"
 #include "sim_stream.h"
-#include "training.h"
 
 namespace sim {
 namespace {
 
 constexpr int64_t kMaxStreams = 100'000;  // of a device
 
+// An access to bytes [begin, end) of a block.
 struct PastAccess {
-  Access access;
+  int64_t begin, end;
+  bool writes;
   c10::StreamId stream;
   int64_t index;
   std::string what;
@@ -44,20 +46,21 @@ struct Block {
   c10::StreamId home;
   std::set<c10::StreamId> users;  // streams of record_use()
   bool is_given_back = false;
+  std::vector<PastAccess> past;
 };
 
 struct DeviceState {
-  std::mutex mutex;  // protects threads, clocks, past and blocks
+  std::mutex mutex;  // protects threads, clocks and blocks
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads;
   std::map<c10::StreamId, Clock> clocks;
-  std::map<std::pair<const void*, int>, std::vector<PastAccess>> past;
   std::map<const std::byte*, Block> blocks;  // by address
   std::atomic<bool> faulted{false};
   std::mutex fault_mutex;
-  std::string fault;  // the exception's text
-  std::atomic<int64_t> num_launches{0}, num_calls{0}, failing_call{0};
-  std::mutex calls_mutex;
+  std::string fault;       // the exception's text
+  std::mutex calls_mutex;  // protects what follows
   Calls calls;
+  Failures failures;
+  std::string failed_launch;
 };
 
 DeviceState& state(int index) {
@@ -104,11 +107,28 @@ void count(DeviceState& device, int64_t Calls::* kind) {
   ++(device.calls.*kind);
 }
 
-void check_call(DeviceState& device) {
+// Counts a call that records an event or makes a stream wait.
+void count_ordering(DeviceState& device, int64_t Calls::* kind) {
   check_fault(device);
-  if (t_count_calls && ++device.num_calls == device.failing_call) {
+  count(device, kind);
+  std::lock_guard<std::mutex> lock(device.calls_mutex);
+  if (t_count_calls && device.calls.ordering() == device.failures.ordering) {
     throw std::runtime_error("simulated failure of a call");
   }
+}
+
+// Counts a launch. Returns whether the work is a fault.
+bool count_launch(DeviceState& device, const std::string& what) {
+  check_fault(device);
+  count(device, &Calls::launched);
+  std::lock_guard<std::mutex> lock(device.calls_mutex);
+  if (!t_count_calls) return false;
+  const bool on_device = device.failures.on_device;
+  REQUIRE(device.failed_launch.empty() || on_device, "\"%s\" is launched after the failure", what.c_str());
+  if (device.calls.launched != device.failures.launch) return false;
+  device.failed_launch = what;
+  if (!on_device) throw std::runtime_error("simulated failure of a launch");
+  return true;
 }
 
 void merge(Clock* clock, const Clock& other) {
@@ -163,33 +183,28 @@ void check_order(DeviceState& device, c10::StreamId id, const std::string& what,
   Clock& clock = device.clocks[id];
   merge(&clock, host_clock(device));
   const int64_t index = ++clock[id];
-  for (Access access : accesses) {
-    if (access.begin >= access.end) continue;
-    if (const Block* const block = block_of(device, access.memory)) {
-      REQUIRE(!block->is_given_back, "memory was given back before \"%s\" on stream %d was enqueued", what.c_str(),
-              static_cast<int>(id));
-      const int64_t offset = static_cast<const std::byte*>(access.memory) - block->memory.get();
-      access = {block->memory.get(), 0, access.begin + offset, access.end + offset, access.writes};
-      REQUIRE(access.end <= block->nbytes, "\"%s\" accesses byte %ld of %ld", what.c_str(),
-              static_cast<long>(access.end - 1), static_cast<long>(block->nbytes));
-    }
-    auto& past = device.past[{access.memory, access.section}];
-    for (const PastAccess& earlier : past) {
-      const bool overlap = earlier.access.begin < access.end && access.begin < earlier.access.end;
-      if (!overlap || (!earlier.access.writes && !access.writes)) continue;
+  for (const Access& access : accesses) {
+    if (access.nbytes == 0) continue;
+    Block* const block = block_of(device, access.memory);
+    REQUIRE(block, "\"%s\" accesses what is not memory of its device", what.c_str());
+    REQUIRE(!block->is_given_back, "memory was given back before \"%s\" on stream %d was enqueued", what.c_str(),
+            static_cast<int>(id));
+    const int64_t begin = static_cast<const std::byte*>(access.memory) - block->memory.get();
+    const PastAccess now{begin, begin + access.nbytes, access.writes, id, index, what};
+    REQUIRE(now.end <= block->nbytes, "\"%s\" accesses byte %ld of %ld", what.c_str(), static_cast<long>(now.end - 1),
+            static_cast<long>(block->nbytes));
+    for (const PastAccess& earlier : block->past) {
+      const bool overlap = earlier.begin < now.end && now.begin < earlier.end;
+      if (!overlap || (!earlier.writes && !now.writes)) continue;
       REQUIRE(earlier.index <= clock[earlier.stream],
               "a race: \"%s\" on stream %d is not ordered after \"%s\" on stream %d", what.c_str(),
               static_cast<int>(id), earlier.what.c_str(), static_cast<int>(earlier.stream));
     }
-    past.erase(std::remove_if(past.begin(), past.end(),
-                              [&](const PastAccess& earlier) {
-                                const bool covered =
-                                    access.begin <= earlier.access.begin && earlier.access.end <= access.end;
-                                const bool same_read = earlier.stream == id && !earlier.access.writes;
-                                return covered && (access.writes || same_read);
-                              }),
-               past.end());
-    past.push_back({access, id, index, what});
+    std::erase_if(block->past, [&](const PastAccess& earlier) {
+      const bool covered = now.begin <= earlier.begin && earlier.end <= now.end;
+      return covered && (now.writes || (earlier.stream == id && !earlier.writes));
+    });
+    block->past.push_back(now);
   }
 }
 
@@ -254,8 +269,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     REQUIRE(index == -1 || index == stream.device_index(), "an event of device %d recorded on device %d", index,
             stream.device_index());
     DeviceState& sim = state(stream.device_index());
-    check_call(sim);
-    count(sim, &Calls::recorded);
+    count_ordering(sim, &Calls::recorded);
     if (*event == nullptr) {
       count(sim, &Calls::created);
       *event = new SimEvent(sim, flag == c10::EventFlag::BACKEND_DEFAULT);
@@ -268,8 +282,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     DeviceState& sim = state(stream.device_index());
-    check_call(sim);
-    count(sim, &Calls::waited);
+    count_ordering(sim, &Calls::waited);
     auto recording = static_cast<SimEvent*>(event)->get();
     std::lock_guard<std::mutex> lock(sim.mutex);
     merge(&sim.clocks[stream.id()], recording->clock);
@@ -331,9 +344,7 @@ c10::Stream current_stream(int index) {
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work) {
   DeviceState& sim = state(stream.device_index());
-  check_fault(sim);
-  ++sim.num_launches;
-  count(sim, &Calls::launched);
+  if (count_launch(sim, what)) work = [] { throw std::runtime_error("illegal address"); };
   std::lock_guard<std::mutex> lock(sim.mutex);
   check_order(sim, stream.id(), what, accesses);
   thread_of(sim, stream.id()).push([&sim, work = std::move(work)] {
@@ -349,8 +360,6 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
 }
 
 void set_seed(uint64_t number) { seed = number; }
-
-int64_t num_launches(int index) { return state(index).num_launches; }
 
 std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
   auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
@@ -378,7 +387,7 @@ void give_back(const void* data) {
     Clock ended = sim.clocks[block->home];
     merge(&ended, host_clock(sim));
     for (const c10::StreamId user : block->users) merge(&ended, sim.clocks[user]);
-    for (const PastAccess& access : sim.past[{block->memory.get(), 0}]) {
+    for (const PastAccess& access : block->past) {
       REQUIRE(access.index <= ended[access.stream],
               "memory of stream %d was given back, and \"%s\" on stream %d may still use it",
               static_cast<int>(block->home), access.what.c_str(), static_cast<int>(access.stream));
@@ -392,14 +401,7 @@ void free_memory(int index) {
   for (const c10::Stream& stream : streams_of(index)) synchronize(stream, /*counts=*/false);
   DeviceState& sim = state(index);
   std::lock_guard<std::mutex> lock(sim.mutex);
-  for (auto block = sim.blocks.begin(); block != sim.blocks.end();) {
-    if (!block->second.is_given_back) {
-      ++block;
-      continue;
-    }
-    sim.past.erase({block->first, 0});
-    block = sim.blocks.erase(block);
-  }
+  std::erase_if(sim.blocks, [](const auto& block) { return block.second.is_given_back; });
 }
 
 void count_queries(bool count) { t_count_queries = count; }
@@ -412,12 +414,21 @@ void set_pause(int index, int stream, int microseconds) {
 
 CountCalls::CountCalls(bool count) : before_(std::exchange(t_count_calls, count)) {}
 CountCalls::~CountCalls() { t_count_calls = before_; }
-void fail_call(int index, int64_t number) { state(index).failing_call = number; }
-int64_t num_calls(int index) { return state(index).num_calls; }
 Calls calls(int index) {
   DeviceState& sim = state(index);
   std::lock_guard<std::mutex> lock(sim.calls_mutex);
   return sim.calls;
+}
+void fail(int index, const Failures& failures) {
+  DeviceState& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.calls_mutex);
+  sim.failures = failures;
+  sim.calls = {};
+}
+std::string failed_launch(int index) {
+  DeviceState& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.calls_mutex);
+  return sim.failed_launch;
 }
 
 void reset() {
@@ -427,13 +438,11 @@ void reset() {
     std::lock_guard<std::mutex> lock(sim.mutex);
     sim.threads.clear();
     sim.clocks.clear();
-    sim.past.clear();
     sim.blocks.clear();
     sim.faulted = false;
-    sim.num_launches = 0;
-    sim.num_calls = 0;
-    sim.failing_call = 0;
     sim.calls = {};
+    sim.failures = {};
+    sim.failed_launch.clear();
   }
 }
 

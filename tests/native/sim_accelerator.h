@@ -28,12 +28,10 @@ inline constexpr int kNumDevices = 6;
 // The pauses of all streams derive from this number. Call it before any stream is made.
 void set_seed(uint64_t seed);
 
-// An access to elements [begin, end) of a section of `memory`. Elements may be of any unit, but all work on that memory
-// must use the same one. In memory of allocate() they are bytes from `memory` on, which may be anywhere in a block.
+// An access to bytes of allocate(), which may begin anywhere in a block; of none, `memory` may be null.
 struct Access {
   const void* memory;
-  int section;
-  int64_t begin, end;
+  int64_t nbytes;
   bool writes;
 };
 
@@ -48,7 +46,6 @@ void synchronize(const c10::Stream& stream, bool counts);
 // work, and every later call that uses its streams or events throws.
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work);
-int64_t num_launches(int index);
 
 // Returns zeroed memory, aligned to 64 bytes, that belongs to a stream.
 std::byte* allocate(const c10::Stream& stream, int64_t nbytes);
@@ -75,11 +72,11 @@ struct Calls {
   // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one, or
   // for a stream.
   int64_t asked = 0, timed = 0, waited_on_host = 0;
-  int64_t total() const { return launched + recorded + waited + created + destroyed + asked + timed + waited_on_host; }
+  int64_t ordering() const { return recorded + waited; }
+  int64_t total() const { return launched + ordering() + created + destroyed + asked + timed + waited_on_host; }
 };
 
-// While an object of this class exists with `count` true, this thread's calls count. Calls that record an event or make
-// a stream wait are numbered from 1, and the one whose number was given to fail_call throws.
+// While an object of this class exists with `count` true, this thread's calls count.
 class CountCalls {
  public:
   explicit CountCalls(bool count);
@@ -90,9 +87,18 @@ class CountCalls {
  private:
   const bool before_;
 };
-void fail_call(int index, int64_t number);
-int64_t num_calls(int index);  // counted calls that record an event or make a stream wait
 Calls calls(int index);
+
+// What fails once on a device. Both number the calls that count, from 1 after fail(); 0: none of them.
+struct Failures {
+  int64_t ordering = 0;  // of the calls that record an event or make a stream wait: the one that throws
+  int64_t launch = 0;    // of the launches: the one that fails
+  // Whether the launch is a fault of the device. Otherwise it throws, and every later launch that counts ends the test.
+  bool on_device = false;
+};
+void fail(int index, const Failures& failures);  // begins calls(index) with 0
+// What was to be launched when a launch failed; empty before.
+std::string failed_launch(int index);
 
 // Lets all streams of a device finish their work, and frees the memory that has been given back: an access to that is
 // no longer found.

@@ -295,7 +295,7 @@ class Backend : public c10d::Backend {
     }
     ++*num_under_way_;
     const auto access = [](const at::Tensor& tensor, bool writes) {
-      return Access{tensor.data_ptr(), 0, 0, static_cast<int64_t>(tensor.nbytes()), writes};
+      return Access{tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()), writes};
     };
     const bool in_place = send.data_ptr() == receive.data_ptr() && send.numel() == receive.numel();
     launch(stream, what, {access(send, in_place), access(receive, true)},

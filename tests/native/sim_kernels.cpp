@@ -2,10 +2,8 @@
 
 #include <dlfcn.h>
 
-#include <atomic>
 #include <cstring>
 #include <functional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,8 +20,6 @@ namespace sim {
 namespace {
 
 constexpr int64_t kTileNumel = 64;
-
-std::atomic<bool> kernels_fail{false};
 
 // ---- elements
 
@@ -92,7 +88,7 @@ void visit_runs(void* grads, const SliceArgs& slices, int64_t begin, int64_t end
 
 // ---- accesses
 
-Access bytes(const void* at, int64_t nbytes, bool writes) { return {at, 0, 0, at ? nbytes : 0, writes}; }
+Access bytes(const void* at, int64_t nbytes, bool writes) { return {at, at ? nbytes : 0, writes}; }
 
 // The accesses of pack (writes_message) or unpack to one section of parts [first, first + num_parts).
 void add(const Section& section, void* grads, int64_t first, int64_t num_parts, int64_t stride, bool writes_message,
@@ -254,7 +250,6 @@ int on_launch(int64_t function, unsigned, unsigned, unsigned, void* handle, void
   if (key.kernel == kReduceKernel) work = reduce(key, launched<ReduceLaunch>(params));
   if (key.kernel == kUnpackKernel) work = unpack(key, launched<UnpackLaunch>(params));
   if (key.kernel == kScaleKernel) work = scale(launched<ScaleLaunch>(params));
-  if (kernels_fail) work.run = [] { throw std::runtime_error("illegal address"); };
   launch(stream_of(handle), key.kernel, work.accesses, std::move(work.run));
   return 0;
 }
@@ -299,13 +294,18 @@ CudaKernels kernels(const std::vector<Wire>& wires) {
   return kernels;
 }
 
+class SimCudaDevice : public CudaDevice {
+ public:
+  using CudaDevice::CudaDevice;
+  int64_t max_nbytes_on_wire() const override { return 4096; }
+};
+
 }  // namespace
 
-void fail_kernels(bool fail) { kernels_fail = fail; }
-
-std::shared_ptr<CudaDevice> cuda_device(c10::Device device) {
-  return std::make_shared<CudaDevice>(std::make_shared<CudaDriver>(driver_path()), kernels({Wire::kFp32, Wire::kBf16}),
-                                      device, "simulated", /*num_pack_programs=*/8, /*forced_sync=*/false);
+std::shared_ptr<CudaDevice> cuda_device(c10::Device device, bool forced_sync) {
+  return std::make_shared<SimCudaDevice>(std::make_shared<CudaDriver>(driver_path()),
+                                         kernels({Wire::kFp32, Wire::kBf16}), device, "simulated",
+                                         /*num_pack_programs=*/8, forced_sync);
 }
 
 }  // namespace sim

@@ -10,10 +10,8 @@
 
 namespace sim {
 
-// The product's device over this driver, with all kernels that sums of fp32 gradients over fp32 and bf16 need.
-std::shared_ptr<fusedcomm::CudaDevice> cuda_device(c10::Device device);
-
-// Whether kernels that are launched from now on fail on the device.
-void fail_kernels(bool fail);
+// The product's device over this driver, with all kernels that sums of fp32 gradients over fp32 and bf16 need. Small
+// buckets are those of at most 4096 bytes.
+std::shared_ptr<fusedcomm::CudaDevice> cuda_device(c10::Device device, bool forced_sync = false);
 
 }  // namespace sim

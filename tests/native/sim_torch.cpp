@@ -49,7 +49,7 @@ int64_t extent(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? 0 : (last + 1) * static_cast<int64_t>(tensor.element_size());
 }
 
-sim::Access access(const at::Tensor& tensor, bool writes) { return {tensor.data_ptr(), 0, 0, extent(tensor), writes}; }
+sim::Access access(const at::Tensor& tensor, bool writes) { return {tensor.data_ptr(), extent(tensor), writes}; }
 
 // The same memory as a tensor on the CPU, which does not own it.
 at::Tensor on_cpu(const at::Tensor& tensor) {

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.optimizer.parts import ELEMENTWISE, Target, Unit, in_memory_order, is_whole, refuse, shaped, units
+from fusedcomm.optimizer.parts import ELEMENTWISE, Target, Unit, is_whole, refuse, units
 
 CAP = 1 << 20
 
@@ -123,14 +123,6 @@ def test_of_as_many_elements_the_costliest_do_not_meet_on_one_rank():
     assert owner[1] != owner[3] and owner[0] != owner[2]
 
 
-def test_whole_and_cut_parameters_of_one_bucket_are_in_units_of_their_own():
-    targets = targets_of([(8, 8), (8,), (8, 8), (3,)], whole={0, 2})
-    found = units([[0, 1], [2, 3]], targets, 2, CAP)
-    check(found, targets, 2)
-    assert sorted(tuple(sorted(unit.targets)) for unit in found) == [(0, 2), (1,), (3,)]
-    assert next(unit for unit in found if 0 in unit.targets).last == 1
-
-
 # ---- which optimizers own what
 
 
@@ -192,14 +184,3 @@ def test_dense_parameters_in_any_order_are_taken():
         torch.zeros(1, 6)[:, 2:4],
     ]
     refuse([Target(str(i), tensor, 0, 0, False) for i, tensor in enumerate(tensors)], lambda _: False)
-
-
-def test_a_view_in_memory_order_and_back():
-    tensor = torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    flat = in_memory_order(tensor)
-    assert flat.shape == (120,) and flat.data_ptr() == tensor.data_ptr()
-    assert torch.equal(flat, tensor.permute(0, 2, 3, 1).flatten())
-    row = torch.cat([torch.full((3,), -1.0), flat])[3:]
-    assert torch.equal(shaped(row, tensor), tensor)
-    part = torch.arange(20.0)[5:17].view(4, 3).t()
-    assert torch.equal(shaped(in_memory_order(part).clone(), part), part)

@@ -96,8 +96,8 @@ def constant(kernel: Kernel, text: str, kind: str) -> np.ndarray:
         value = SHARED_BASE + kernel.symbols[text]
     elif re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
         value = int(text[2:], 16)
-    elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", text):
-        value = int(text, 0)
+    elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
+        value = int(text.rstrip("U"), 0)
     else:
         raise Unsupported(f"unknown operand {text}")
     nbits = 8 * dtype.itemsize

@@ -7,40 +7,42 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def taken(module: nn.Linear) -> float:
+    """The gradient, which is then gone."""
+    value, module.weight.grad = module.weight.grad.item(), None
+    return value
+
+
 def synchronized_passes(rank, world_size, ours):
     """Whether the gradient is the mean after backward(), and what it is, in several orders of calls."""
     module = nn.Linear(1, 1, bias=False)
     model, x = wrapped(ours, module), torch.tensor([[float(rank + 1)]])
 
-    def gradient() -> float:
-        value, module.weight.grad = module.weight.grad.item(), None
-        return value
-
     seen = {}
     model(x).sum().backward()
-    seen["forward and backward"] = gradient()
+    seen["forward and backward"] = taken(module)
     with model.no_sync():
         model(x).sum().backward()
-    seen["both in no_sync"] = gradient()
+    seen["both in no_sync"] = taken(module)
     with model.no_sync():
         output = model(x)
     output.sum().backward()
-    seen["only the forward pass in no_sync"] = gradient()
+    seen["only the forward pass in no_sync"] = taken(module)
     output = model(x)
     with model.no_sync():
         output.sum().backward()
-    seen["only backward() in no_sync"] = gradient()
+    seen["only backward() in no_sync"] = taken(module)
     with model.no_sync():
         module(x).sum().backward()
-    seen["without the wrapper in no_sync"] = gradient()
+    seen["without the wrapper in no_sync"] = taken(module)
     with model.no_sync():
         model(x)
     module(x).sum().backward()
-    seen["without the wrapper, after a forward pass in no_sync"] = gradient()
+    seen["without the wrapper, after a forward pass in no_sync"] = taken(module)
     model.require_backward_grad_sync = False  # as some trainers do
     model(x).sum().backward()
     model.require_backward_grad_sync = True
-    seen["require_backward_grad_sync"] = gradient()
+    seen["require_backward_grad_sync"] = taken(module)
     return seen
 
 
@@ -59,25 +61,21 @@ def several_passes(rank, world_size):
     model = wrapped(True, module)
     x, found = torch.tensor([[float(rank + 1)]]), {}
 
-    def gradient() -> float:
-        value, module.weight.grad = module.weight.grad.item(), None
-        return value
-
     outputs = [model(factor * x) for factor in (1, 2, 4)]
     for output in outputs:
         output.sum().backward()
-    found["three forward passes first"] = gradient()
+    found["three forward passes first"] = taken(module)
     outputs = [model(x), model(x)]
     (outputs[0] * outputs[1]).sum().backward()
-    found["two in one backward pass"] = gradient() / module.weight.item()
+    found["two in one backward pass"] = taken(module) / module.weight.item()
     output = model(x).sum()
     output.backward(retain_graph=True)
     output.backward()
-    found["one graph twice"] = gradient()
+    found["one graph twice"] = taken(module)
     kept = model(x)
     torch.autograd.grad(model(x).sum(), module.weight)
     kept.sum().backward()
-    found["after autograd.grad"] = gradient()
+    found["after autograd.grad"] = taken(module)
     return found
 
 

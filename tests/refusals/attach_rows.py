@@ -129,6 +129,13 @@ MODULES = [
     (moved(lambda model: model.layers[0]), "RuntimeError ... several devices"),
     (with_python_reducer, "RuntimeError ... python_reducer"),
     (
+        lambda _: fusedcomm.attach(
+            DistributedDataParallel(Gradients((2, 2), (3,))).requires_grad_(False),
+            Config(wires={"weigths.*": "fp32"}),
+        ),
+        "ValueError: ... 'weigths.*' matches none of the 2 parameters",
+    ),
+    (
         lambda _: fusedcomm.comm_hook(fusedcomm.CommState(), (torch.ones(3), PARAMETER)),
         "RuntimeError ... python_reducer ... tuple",
     ),

@@ -1,9 +1,13 @@
 """What LocalSteps refuses, and what changes under way."""
 
 import torch
+import torch.distributed as dist
+from local_jobs import Job, Narrow
 from plain_simulation import Net, Run
 from refusals import differ, rows
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -125,26 +129,23 @@ CHANGES = [
 
 def begun(run, rank, steps):
     """After these steps."""
-    model = run.model()
-    optimizer = run.optimizer(model)
-    comm = fusedcomm.LocalSteps(model, optimizer, run.every, delay=run.delay, config="fp32", quiet=True)
-    for step in range(1, steps + 1):
-        run.step(model, optimizer, rank, step)
-    return model, optimizer, comm
+    job = Job(run, rank)
+    job.train(range(1, steps + 1))
+    return job
 
 
 def changed(change):
     """Every rank changes its model between a snapshot and its merge."""
 
     def wrong(rank):
-        model, optimizer, comm = begun(Run("corrected", every=4, delay=2), rank, steps=5)
-        before = comm.fragments[0].anchor.clone()
-        change(model, optimizer)
+        job = begun(Run("corrected", every=4, delay=2), rank, steps=5)
+        before = job.merged()
+        change(job.model, job.optimizer)
         try:
-            optimizer.step()
+            job.optimizer.step()
         finally:
-            assert torch.equal(comm.fragments[0].anchor, before)
-            comm.detach()
+            assert torch.equal(job.merged(), before)
+            job.comm.detach()
 
     return wrong
 
@@ -153,18 +154,111 @@ def one_bit(of_rank):
     """One rank's merged state is changed in one bit."""
 
     def wrong(rank):
-        run = Run("corrected", every=2, delay=0)
-        model, optimizer, comm = begun(run, rank, steps=3)
+        job = begun(Run("corrected", every=2, delay=0), rank, steps=3)
         if rank == of_rank:
-            comm.fragments[0].anchor.view(torch.int32)[17] ^= 1
+            job.comm.fragments[0].anchor.view(torch.int32)[17] ^= 1
         try:
-            run.step(model, optimizer, rank, 4)
+            job.train([4])
         finally:
-            comm.detach()
+            job.comm.detach()
 
     return wrong
 
 
+# ---- states
+
+
+def loading(change):
+    """A state of this job is loaded as an earlier version would have saved it, and then with `change`, a function."""
+
+    def wrong(rank):
+        job = begun(Run("corrected", every=4, delay=1), rank, steps=5)
+        saved = job.comm.state_dict()
+        earlier = {"groups": 1, "warmup": 0, "seed": 3, "alpha": 0.0}
+        job.comm.load_state_dict({**saved, "schedule": {**saved["schedule"], **earlier}})
+        try:
+            job.comm.load_state_dict(change(saved))
+        finally:
+            job.comm.detach()
+
+    return wrong
+
+
+def finishes_detached(rank):
+    job = begun(Run("corrected", every=4, delay=1), rank, steps=5)
+    for _ in range(2):
+        job.comm.detach()
+    job.comm.finish()
+
+
+STATES = [
+    (lambda saved: {}, "no state of LocalSteps: missing"),
+    (lambda saved: {**saved, "version": 7}, "version 7"),
+    (
+        lambda saved: {**saved, "schedule": {**saved["schedule"], "every": 9}},
+        "every=9, and here it is 4 ... finish()",
+    ),
+    (lambda saved: {**saved, "schedule": {**saved["schedule"], "groups": 4}}, "groups=4, and here it is 1"),
+    (lambda saved: {**saved, "wire": "int8"}, "wire='int8', and here it is 'fp32'"),
+    (
+        lambda saved: {**saved, "merged": {**saved["merged"], "layers.0.bias": torch.zeros(3)}},
+        "layers.0.bias has shape (3,) in the state and (8,) in the model",
+    ),
+    (lambda saved: {**saved, "parameters": [1]}, "not those that were saved ... make LocalSteps first"),
+    (lambda saved: {**saved, "outer": {}}, "only one of the state and this LocalSteps has an outer optimizer"),
+]
+
+
+# ---- inside hosts
+
+
+def steps_together(rank):
+    """Ranks of a host make their steps together, so they cannot have windows of time."""
+    ddp = DistributedDataParallel(Net(), process_group=dist.new_subgroups(1)[0])
+    fusedcomm.LocalSteps(ddp, SGD(ddp.parameters(), lr=0.1), "20s", quiet=True)
+
+
+def inside(make, group="hosts", masters=None):
+    """LocalSteps of make(mesh of two hosts of two ranks), merged by the group of ranks with the same shard, by all, or
+    by "crossed" ones."""
+
+    def wrong(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "shards"))
+        crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank % 3 != 0]
+        groups = {"all": None, "crossed": crossed, "hosts": mesh.get_group("hosts")}
+        model = make(mesh)
+        optimizer = SGD(masters.values() if masters else model.parameters(), lr=0.1)
+        fusedcomm.LocalSteps(model, optimizer, 5, quiet=True, masters=masters, process_group=groups[group])
+
+    return wrong
+
+
+BOTH = "'0 of 2 along Shard(dim=0)' on ... '1 of 2 along Shard(dim=0)' on ... rank {rank} of the job"
+SHARDS = [
+    (
+        inside(lambda mesh: fully_shard(Narrow(), mesh=mesh["shards"]), "all"),
+        "ValueError ... layers.0.weight is sharded over the ranks [ ... the same shard, one of each",
+    ),
+    (
+        inside(lambda mesh: fully_shard(Narrow(), mesh=mesh)),  # HSDP over hosts
+        "ValueError ... replicated over the ranks [ ... nothing to merge",
+    ),
+    (
+        inside(lambda mesh: fully_shard(Net(), mesh=mesh["shards"]), "crossed"),
+        f"DisagreementError ... shards.layers.0.weight is ... {BOTH}",
+    ),
+    (
+        inside(lambda mesh: fully_shard(nn.Linear(4, 4), mesh=mesh["shards"]), "crossed"),  # shards of equal shape
+        f"DisagreementError ... shards.weight is ... {BOTH}",
+    ),
+    (
+        inside(
+            lambda mesh: fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh["shards"]),
+            masters={"weight": nn.Parameter(torch.zeros(4, 4))},
+        ),
+        "ValueError ... masters['weight'] is no DTensor, and the parameter is a DTensor",
+    ),
+]
 ONE_BIT = "RuntimeError ... on rank {rank}, before merge 1 ... not the same on every rank"
 ROWS = [
     *rows(
@@ -190,4 +284,8 @@ ROWS = [
     ),
     *rows("LocalSteps", 2, [(one_bit(of_rank=1), ONE_BIT)]),
     *rows("LocalSteps", 4, [(one_bit(of_rank=3), ONE_BIT)]),
+    *rows("LocalSteps", 2, [(loading(change), f"ValueError ... {text}") for change, text in STATES]),
+    *rows("LocalSteps", 2, [(finishes_detached, "RuntimeError ... is detached")]),
+    *rows("LocalSteps", 2, [(steps_together, "ValueError: ... every='20s' ... after the same step")]),
+    *rows("LocalSteps", 4, SHARDS),
 ]

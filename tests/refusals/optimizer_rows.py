@@ -192,22 +192,23 @@ DIFFERENT = [
 ]
 
 
-def overlapped_scaler(rank):
-    model, reducer, optimizer = made(overlap=True)
+def with_owners(do, *args, **kwargs):
+    """What calls `do` with a new model, its owners, and the rank."""
+
+    def run(rank):
+        model, reducer, optimizer = made(*args, **kwargs)
+        try:
+            do(model, optimizer, rank)
+        finally:
+            reducer.detach()
+
+    return run
+
+
+def scaled(model, optimizer, rank):
     scaler = optimizer.grad_scaler("cpu")
     scaler.scale(loss_of(model, rank, 0)).backward()
-    try:
-        scaler.step(optimizer)
-    finally:
-        reducer.detach()
-
-
-def unused(rank):
-    model, reducer, optimizer = made(model=Branches)
-    try:
-        one_step(model, optimizer, rank, 0)
-    finally:
-        reducer.detach()
+    scaler.step(optimizer)
 
 
 # ---- mistakes under way
@@ -270,19 +271,18 @@ def write(model, optimizer):
 
 
 def rank_1_sets(**values):
-    def other_values(model, optimizer, rank):
+    def mistake(model, optimizer, rank):
         if rank == 1:
             optimizer.param_groups[0].update(values)
         one_step(model, optimizer, rank, 9)
 
-    return other_values
+    return mistake
 
 
-def mistaken(mistake, overlap, wrong_ranks):
+def mistaken(mistake, overlap, wrong_ranks, changes_parameters=True):
     """What makes a mistake on these ranks after two steps, while the others go on."""
 
-    def run(rank):
-        model, reducer, optimizer = made(overlap=overlap, update="bf16")
+    def do(model, optimizer, rank):
         for step in range(2):
             one_step(model, optimizer, rank, step)
         before, began = flat(model), time.monotonic()
@@ -291,14 +291,14 @@ def mistaken(mistake, overlap, wrong_ranks):
                 mistake(model, optimizer, rank)
             for step in range(9, 13):  # wrong ranks without an error so far go on, too
                 one_step(model, optimizer, rank, step)
-        finally:
+        except RuntimeError:
             assert time.monotonic() - began < patient(30)
-            assert mistake.__name__ != "other_values" or torch.equal(flat(model), before)
+            assert changes_parameters or torch.equal(flat(model), before)
             # It does not go on by itself.
             assert refusal(lambda: [one_step(model, optimizer, rank, step) for step in (20, 21)])
-            reducer.detach()
+            raise
 
-    return run
+    return with_owners(do, overlap=overlap, update="bf16")
 
 
 CHANGED = "was changed or removed between backward() and step() ... optimizer.clip_grad_norm_() ... .grad_scaler()"
@@ -348,7 +348,7 @@ for number, (mistake, only, text) in enumerate(MISTAKES):
         WRONG.append((mistaken(mistake, not overlap if only is None else only, (number % 3,)), told))
 DIFFER = [
     (
-        mistaken(rank_1_sets(**values), overlap, (0, 1, 2)),
+        mistaken(rank_1_sets(**values), overlap, (0, 1, 2), changes_parameters=False),
         f"RuntimeError ... hyperparameters differ: param_groups[0].{text}.",
     )
     for values, overlap, text in HYPERPARAMETERS
@@ -362,8 +362,7 @@ def counts_later(rank):
 def loads(change):
     """What loads a state that is changed so, which changes nothing."""
 
-    def run(rank):
-        model, reducer, optimizer = made("two groups")
+    def do(model, optimizer, rank):
         one_step(model, optimizer, rank, 0)
         saved = whole(optimizer.state_dict())
         state = copy.deepcopy(saved)
@@ -373,9 +372,8 @@ def loads(change):
         finally:
             assert unequal(whole(optimizer.state_dict()), saved) == []
             one_step(model, optimizer, rank, 1)
-            reducer.detach()
 
-    return run
+    return with_owners(do, "two groups")
 
 
 GROUPS_OF = "ValueError: fusedcomm: ... groups of"
@@ -388,8 +386,13 @@ LOADS = [
     ),
 ]
 LATER = [(counts_later, "RuntimeError ... Later.step() has changed calls ... overlap=False")]
-UNUSED = [(unused, "RuntimeError ... never. ... find_unused_parameters")]
-UNDER_WAY = [*UNUSED, (overlapped_scaler, "RuntimeError ... unscale_() ... overlap=False")]
+UNUSED = [
+    (
+        with_owners(lambda model, optimizer, rank: one_step(model, optimizer, rank, 0), model=Branches),
+        "RuntimeError ... never. ... find_unused_parameters",
+    )
+]
+UNDER_WAY = [*UNUSED, (with_owners(scaled, overlap=True), "RuntimeError ... unscale_() ... overlap=False")]
 ROWS = [
     *rows("ShardedOptimizer", 2, [(lambda _, do=do: do(Net()), text) for do, text in ARGUMENTS]),
     *rows("ShardedOptimizer", 2, UNDER_WAY + LATER + LOADS),

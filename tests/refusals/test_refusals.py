@@ -6,13 +6,18 @@ import attach_rows
 import config_rows
 import data_parallel_rows
 import fsdp_rows
+import horovod_rows
 import local_rows
+import members_rows
 import optimizer_rows
 import pytest
 import reducer_rows
 from refusals import Row, run_rows, said
 
-TABLES = [config_rows, attach_rows, reducer_rows, data_parallel_rows, fsdp_rows, optimizer_rows, local_rows]
+TABLES = [
+    *(config_rows, attach_rows, reducer_rows, data_parallel_rows, fsdp_rows),
+    *(optimizer_rows, local_rows, horovod_rows, members_rows),
+]
 ROWS: list[Row] = [row for table in TABLES for row in table.ROWS]
 
 

@@ -52,17 +52,16 @@ def test_there_is_one_list_of_wires_and_their_ids_stay():
     assert all(_C.scale_nbytes(wire) == nbytes for wire, nbytes in SCALE_NBYTES.items())
 
 
-def test_an_int8_part_byte_by_byte():
-    part = the_part("int8", 128, 5, 384)
-    # 5 fp32, padded to 8 = 32 bytes; 3 scales = 12 bytes, padded to 48; 384 codes.
-    assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 384)
-    assert (part.exact_numel, part.lossy_numel) == (8, 384)
-
-
-def test_an_int4_part_byte_by_byte():
-    part = the_part("int4", 32, 5, 96)
-    # 5 fp32, padded to 8 = 32 bytes; 3 scales = 6 bytes, padded to 48; 96 codes, two in a byte.
-    assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 48)
+def test_parts_byte_by_byte():
+    # 5 fp32, padded to 8 = 32 bytes; 3 scales = 12 or 6 bytes, padded to 48; 384 codes of a byte, or 96 of half a byte.
+    for wire, block, code_nbytes in (("int8", 128, 384), ("int4", 32, 48)):
+        part = the_part(wire, block, 5, 3 * block)
+        assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + code_nbytes)
+        assert (part.exact_numel, part.lossy_numel) == (8, 3 * block)
+    # 100 elements are padded to 104, with scales to a block of 128.
+    for wire, nbytes in (("fp32", 416), ("bf16", 208), ("fp16", 208), ("int8", 16 + 128)):
+        part = the_part(wire, 128, 0, 100)
+        assert (part.scale_offset, part.code_offset, part.nbytes) == (0, 16 * (wire == "int8"), nbytes)
 
 
 @pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145)])
@@ -74,49 +73,30 @@ def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
     assert layout.num_chunks * layout.chunk_nbytes <= most * nbytes
 
 
-def test_wires_without_scales_are_not_rotated():
-    for wire in WIRES:
-        if wire in BLOCK_WIRES:
-            assert _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20, rotated=True).rotated
-            assert not _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20).rotated
-        else:
-            with pytest.raises(ValueError, match="rotate=True is for wires with scales"):
-                _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20, rotated=True)
-
-
-@pytest.mark.parametrize(("wire", "nbytes"), [("fp32", 416), ("bf16", 208), ("fp16", 208), ("int8", 16 + 128)])
-def test_a_part_without_exact_elements(wire, nbytes):
-    part = the_part(wire, 128, 0, 100)  # padded to 104, with scales to a block of 128
-    assert part.scale_offset == 0
-    assert part.code_offset == (16 if wire == "int8" else 0)
-    assert part.nbytes == nbytes
-
-
 @settings(deadline=None)
 @given(layouts())
-def test_every_element_has_one_place(case):
-    layout, _ = case
-    for ranges_of, numel in ((layout.lossy_range, layout.lossy_numel), (layout.exact_range, layout.exact_numel)):
+def test_every_element_has_one_place_and_cuts_fall_on_the_grain(case):
+    layout, max_chunk_nbytes = case
+    kinds = (
+        (layout.lossy_range, layout.lossy_numel, grain_numel(layout)),
+        (layout.exact_range, layout.exact_numel, 4),
+    )
+    chunks_with_elements = set()
+    for ranges_of, numel, grain in kinds:
         position = 0
         for chunk in range(layout.num_chunks):
             for part in range(layout.num_parts):
                 begin, end = ranges_of(chunk, part)
-                assert begin == position
-                assert begin <= end
+                assert begin == position <= end
+                assert begin % grain == 0 or begin == numel
                 position = end
+                chunks_with_elements |= {chunk} if begin < end else set()
         assert position == numel
-
-
-@settings(deadline=None)
-@given(layouts())
-def test_cuts_fall_on_the_grain_and_blocks_are_counted_from_the_start(case):
-    layout, _ = case
-    for chunk in {0, layout.num_chunks // 2, max(layout.num_chunks - 1, 0)}:
-        for part in range(layout.num_parts):
-            begin, _ = layout.lossy_range(chunk, part)
-            assert begin % grain_numel(layout) == 0 or begin == layout.lossy_numel
-            begin, _ = layout.exact_range(chunk, part)
-            assert begin % 4 == 0 or begin == layout.exact_numel
+    assert len(chunks_with_elements) == layout.num_chunks
+    # A part may exceed its share by a grain of lossy elements, by eight exact elements, and by the padding of its three
+    # sections.
+    slack = grain_numel(layout) * CODE_NBYTES[layout.wire] + 4 + 32 + 3 * 16
+    assert layout.chunk_nbytes <= max_chunk_nbytes + layout.num_parts * slack
 
 
 @settings(deadline=None)
@@ -132,25 +112,6 @@ def test_sections_are_aligned_disjoint_and_long_enough(case):
     assert layout.chunk_nbytes == part.nbytes * layout.num_parts
 
 
-@settings(deadline=None)
-@given(layouts())
-def test_no_chunk_is_empty(case):
-    layout, _ = case
-    for chunk in range(layout.num_chunks):
-        ranges = [layout.lossy_range(chunk, 0), layout.exact_range(chunk, 0)]
-        assert any(begin < end for begin, end in ranges)
-
-
-@settings(deadline=None)
-@given(layouts())
-def test_chunks_are_bounded(case):
-    """A part may exceed its share by a grain of lossy elements, by eight exact elements, and by the padding of its
-    three sections."""
-    layout, max_chunk_nbytes = case
-    slack = grain_numel(layout) * CODE_NBYTES[layout.wire] + 4 + 32 + 3 * 16
-    assert layout.chunk_nbytes <= max_chunk_nbytes + layout.num_parts * slack
-
-
 def test_an_empty_bucket_has_no_chunks():
     layout = _C.bucket_layout("bf16", 128, 4, 0, 0, 1 << 20)
     assert (layout.num_chunks, layout.chunk_nbytes) == (0, 0)
@@ -164,22 +125,20 @@ def test_offsets_beyond_32_bits():
     assert _C.bucket_layout("fp32", 128, 1, 0, numel, 2**50).chunk_nbytes == 4 * numel + (-4 * numel) % 32
 
 
-@pytest.mark.parametrize("block", [-128, 0, 1, 16, 100, 129, 8192])
-def test_a_block_must_be_a_power_of_two_within_limits(block):
-    with pytest.raises(ValueError, match=f"block={block} .*32 to 4096"):
-        _C.bucket_layout("int8", block, 1, 0, 1000, 1 << 20)
-
-
-@pytest.mark.parametrize("wire", ["int3", "", "BF16"])
-def test_an_unknown_wire_is_named_with_the_choices(wire):
-    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, int4"):
-        _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
-
-
-@pytest.mark.parametrize("numbers", [(0, 0, 1, 1), (1, -1, 1, 1), (1, 0, -1, 1), (1, 0, 1, 0)])
-def test_impossible_numbers(numbers):
-    with pytest.raises(ValueError, match="must be positive"):
-        _C.bucket_layout("bf16", 128, *numbers)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *((("int8", block, 1, 0, 9, 9), f"block={block} .*32 to 4096") for block in (-128, 0, 1, 16, 100, 129, 8192)),
+        *((("bf16", 128, *numbers), "must be positive") for numbers in ((0, 0, 1, 1), (1, -1, 1, 1), (1, 0, 1, 0))),
+        (("int3", 128, 1, 0, 1000, 1 << 20), "wire='int3' .*fp32, bf16, fp16, int8, fp8, int4"),
+        (("BF16", 128, 1, 0, 1000, 1 << 20), "wire='BF16' .*fp32, bf16, fp16, int8, fp8, int4"),
+        *(((wire, 128, 1, 0, 9, 9, True), "rotate=True is for wires with scales") for wire in ("fp32", "bf16", "fp16")),
+    ],
+    ids=str,
+)
+def test_impossible_layouts_are_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        _C.bucket_layout(*arguments)
 
 
 def test_layouts_are_read_only():

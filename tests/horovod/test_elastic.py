@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,16 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from jobs import clean_environment
 from patience import HANG_S
 from processes import command_lines
 
-import fusedcomm
 from fusedcomm.horovod import rendezvous, signatures
 
 pytestmark = pytest.mark.check
 
-ROOT = Path(fusedcomm.__file__).absolute().parents[1]
-SCRIPT = str(Path(__file__).with_name("training.py"))
+TRAINING = str(Path(__file__).with_name("elastic_training.py"))
 DISAGREES = """
 import torch
 import fusedcomm.horovod as hvd
@@ -80,30 +78,25 @@ def train(state):
 
 train(state)
 """
-LAUNCHERS = ("HOROVOD_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "FUSEDCOMM_HOROVOD")
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Starts a command with nothing of another launcher around it, and returns what it printed."""
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def start(*command: str, status: int = 0, **variables: str) -> str:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=4 * HANG_S)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    return start
+def ended(*command: str, status: int = 0, **variables: str) -> str:
+    """What a command has printed."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=4 * HANG_S,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
-def launched(num_ranks: int, *options: str) -> list[str]:
-    return ["-m", "fusedcomm", "run", "-np", str(num_ranks), "--elastic", *options, sys.executable, SCRIPT]
+def launched(num_ranks: int, *options: str, script: str = "") -> list[str]:
+    """A command; the script's own arguments follow. "": the script is elastic_training.py."""
+    run = ["-m", "fusedcomm", "run", "-np", str(num_ranks), "--elastic", *options, sys.executable]
+    return [*run, "-c", script] if script else [*run, TRAINING]
 
 
 def check(folder: Path) -> dict:
@@ -119,8 +112,8 @@ def check(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("lost", [0, *(pytest.param(rank, marks=pytest.mark.full) for rank in (1, 2))])
-def test_two_of_three_go_on_when_one_is_killed_in_mid_epoch(start, tmp_path, lost):
-    said = start(*launched(3), str(tmp_path), str(lost), "4")
+def test_two_of_three_go_on_when_one_is_killed_in_mid_epoch(tmp_path, lost):
+    said = ended(*launched(3), str(tmp_path), str(lost), "4")
     result = check(tmp_path)
     assert result["sizes"][:4] == [3] * 4
     assert set(result["sizes"][4:]) == {2}
@@ -131,50 +124,49 @@ def test_two_of_three_go_on_when_one_is_killed_in_mid_epoch(start, tmp_path, los
 
 
 @pytest.mark.full
-def test_a_worker_that_is_started_again_joins_the_others(start, tmp_path):
-    said = start(*launched(3, "--max-restarts", "1"), str(tmp_path), "1", "2", "3")
+def test_a_worker_that_is_started_again_joins_the_others(tmp_path):
+    said = ended(*launched(3, "--max-restarts", "1"), str(tmp_path), "1", "2", "3")
     result = check(tmp_path)
     assert result["size"] == 3 and result["sizes"][-1] == 3
     assert "rank 2 of 3 at step" in said
 
 
 @pytest.mark.full
-def test_a_job_ends_when_fewer_than_min_np_are_left(start, tmp_path):
-    said = start(*launched(2, "--min-np", "2"), str(tmp_path), "1", "2", status=137)
+def test_a_job_ends_when_fewer_than_min_np_are_left(tmp_path):
+    said = ended(*launched(2, "--min-np", "2"), str(tmp_path), "1", "2", status=137)
     assert "1 workers are left, fewer than 2" in said
     assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.full
-def test_a_worker_that_comes_too_late_does_not_train_anew(start, tmp_path):
-    run = ["-m", "fusedcomm", "run", "-np", "2", "--elastic", "--max-restarts", "1"]
-    said = start(*run, sys.executable, "-c", LATE, str(tmp_path))
+def test_a_worker_that_comes_too_late_does_not_train_anew(tmp_path):
+    said = ended(*launched(2, "--max-restarts", "1", script=LATE), str(tmp_path))
     assert said.count("trains in") == 1 and "worker 0 trains in 1" in said
 
 
 @pytest.mark.full
-def test_a_script_that_fails_each_time_ends_at_the_reset_limit(start):
-    run = ["-m", "fusedcomm", "run", "-np", "2", "--elastic", "--reset-limit", "1"]
-    said = start(*run, sys.executable, "-c", DISAGREES, status=1)
+def test_a_script_that_fails_each_time_ends_at_the_reset_limit():
+    said = ended(*launched(2, "--reset-limit", "1", script=DISAGREES), status=1)
     assert "ranks are to meet again after --reset-limit 1 times: the job ends" in said
     assert said.count("Going on from the last commit") == 4  # two ranks, twice
 
 
 @pytest.mark.full
-def test_workers_that_torchrun_restarts_go_on_from_the_file(start, tmp_path):
+def test_workers_that_torchrun_restarts_go_on_from_the_file(tmp_path):
     folder = tmp_path / "states"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
-    said = start(*torchrun, SCRIPT, str(tmp_path), "1", "5", FUSEDCOMM_HOROVOD_STATE=str(folder))
+    said = ended(*torchrun, TRAINING, str(tmp_path), "1", "5", FUSEDCOMM_HOROVOD_STATE=str(folder))
     check(tmp_path)
     assert "rank 0 of 2 at step 5" in said and "rank 1 of 2 at step 5" in said
     assert list(folder.iterdir()) == []  # the next job begins anew
 
 
 @pytest.fixture
-def attacked(start, tmp_path):
+def attacked(tmp_path):
     """A running elastic job of two workers that trains until the file "done" exists, as (process, port, key)."""
-    command = [sys.executable, "-m", "fusedcomm", "run", "-np", "2", "--elastic", sys.executable, "-c", ATTACKED]
-    job = subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, *launched(2, script=ATTACKED), str(tmp_path)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(command, env=clean_environment(), **pipes)
     try:
         wait_for(lambda: (tmp_path / "begun").exists() or job.poll() is not None)
         port, key = json.loads((tmp_path / "begun").read_text())

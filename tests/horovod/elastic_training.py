@@ -1,6 +1,6 @@
 """A script that trains elastically and loses workers on purpose. test_elastic.py starts it.
 
-    training.py FOLDER LOST_RANK AFTER_COMMITS [WAIT_FOR_SIZE]
+    elastic_training.py FOLDER LOST_RANK AFTER_COMMITS [WAIT_FOR_SIZE]
 
 The first process of rank LOST_RANK kills itself after AFTER_COMMITS commits, in the middle of a step. With
 WAIT_FOR_SIZE training does not end before there are as many ranks again.

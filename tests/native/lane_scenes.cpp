@@ -1,0 +1,113 @@
+// Lanes on simulated streams, without an engine.
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+
+#include "devices/stream_device.h"
+#include "require.h"
+#include "scenes.h"
+#include "sim_accelerator.h"
+#include "sim_kernels.h"
+
+using namespace fusedcomm;
+
+namespace {
+
+// An event that is recorded only when it is needed marks the stream's work at the time of end(), not later work.
+void lane_streams() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+  const auto events = std::make_shared<StreamEvents>();
+  LaneStream first(guard.getNewStream(sim::device(0), 0), events),
+      second(guard.getNewStream(sim::device(0), 0), events);
+  const sim::CountCalls counted(true);
+  const auto recorded = [] { return sim::calls(0).recorded; };
+  first.wait_for(static_cast<StreamEvent&>(*first.end()));
+  REQUIRE(recorded() == 0 && sim::calls(0).waited == 0, "a stream waits for itself");
+  first.go_on();
+  REQUIRE(recorded() == 0, "an event that nothing holds was recorded");
+
+  const EventPtr end = first.end();
+  const StampPtr stamp = first.stamp();
+  REQUIRE(recorded() == 1 && dynamic_cast<StreamEvent*>(end.get()) == dynamic_cast<const StreamEvent*>(stamp.get()),
+          "the end of a stream and its moment are two events");
+
+  const EventPtr before = first.end();
+  std::promise<void> gate;
+  first.go_on();
+  REQUIRE(recorded() == 2, "go_on() did not record the event, which is still held");
+  sim::launch(first.stream(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
+  second.wait_for(static_cast<StreamEvent&>(*before));
+  second.stream().synchronize();  // does not return if the stream waits for the gate
+  const EventPtr behind = second.end();
+  first.wait_for(static_cast<StreamEvent&>(*behind));
+  REQUIRE(recorded() == 3 && sim::calls(0).waited == 2, "%ld recordings", static_cast<long>(recorded()));
+
+  // A wait is work, too: an end() from before the wait must not include the wait.
+  const EventPtr ready = second.end(), blocked = first.end();
+  second.wait_for(static_cast<StreamEvent&>(*blocked));
+  REQUIRE(recorded() == 5, "an end() from before a wait is to be recorded before it");
+  first.go_on();
+  LaneStream third(guard.getNewStream(sim::device(0), 0), events);
+  third.wait_for(static_cast<StreamEvent&>(*ready));
+  third.stream().synchronize();
+  gate.set_value();
+  second.stream().synchronize();
+  sim::reset();
+}
+
+// A thread that only asks about events has the device as its current one.
+void watching_thread() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+  const auto device = sim::cuda_device(sim::device(1));
+  std::thread watching([&] {
+    device->enter_watching_thread();
+    REQUIRE(guard.getDevice() == sim::device(1), "the watching thread's current device is %d",
+            static_cast<int>(guard.getDevice().index()));
+  });
+  watching.join();
+  sim::reset();
+}
+
+// A lane's later task does not delay those that wait for an earlier one. Times are known when both ends are reached.
+void lane_tasks() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+  const auto events = std::make_shared<StreamEvents>();
+  const auto stream = [&] { return std::make_shared<LaneStream>(guard.getNewStream(sim::device(0), 0), events); };
+  const auto of_first = stream(), of_second = stream();
+  StreamLane first(of_first), second(of_second);
+  const sim::CountCalls counted(true);
+  const EventPtr end = first.run(nullptr, [] {});
+  std::promise<void> gate;
+  first.run(nullptr, [opened = gate.get_future().share()] {
+    sim::launch(sim::current_stream(0), "gate", {}, [opened] { opened.wait(); });
+  });
+  REQUIRE(sim::calls(0).recorded == 1, "the next task did not record the end of the task before, which is still held");
+  second.run(end, [] {});
+  of_second->stream().synchronize();  // does not return if the lane waits for the gate
+
+  const StreamEventPtr early = events->now(of_second->stream()), late = events->now(of_first->stream());
+  REQUIRE(early->is_recorded() && late->is_recorded(), "now() did not record its event");
+  std::thread opener([&gate] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    gate.set_value();
+  });
+  const double ms = early->ms_since(*late);
+  opener.join();
+  REQUIRE(ms < 0, "%g ms from a later moment to an earlier one", ms);
+  sim::launch(of_first->stream(), "work", {}, [] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
+  const StreamEventPtr last = events->now(of_first->stream());
+  REQUIRE(last->ms_since(*early) > 0, "no time has passed");
+
+  const EventPtr forgotten = first.start(nullptr, [](const Lane::Completion&) {});
+  REQUIRE(static_cast<StreamEvent&>(*forgotten).error(), "a transfer that enqueues nothing and says nothing is taken");
+  sim::reset();
+}
+
+}  // namespace
+
+const Scenes kLaneScenes = {
+    {"lane_streams", lane_streams}, {"lane_tasks", lane_tasks}, {"watching_thread", watching_thread}};
