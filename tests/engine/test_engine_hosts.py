@@ -71,9 +71,9 @@ def by_level(rank, world_size, rows):
     return found
 
 
-@pytest.mark.parametrize("quarter", range(4))
-def test_sums_have_two_levels_where_they_can_and_the_plan_says_why_not(ranks, subtests, quarter):
-    rows = LEVELS[quarter::4]
+@pytest.mark.parametrize("sixth", range(6))
+def test_sums_have_two_levels_where_they_can_and_the_plan_says_why_not(ranks, subtests, sixth):
+    rows = LEVELS[sixth::6]
     of_ranks = ranks.run(by_level, rows)
     for (names, options, levels, sum_, share), *on_ranks in zip(rows, *of_ranks, strict=True):
         with subtests.test(names=names, options=str(options)):

@@ -7,6 +7,7 @@ import pytest
 from scripts import compiled
 
 
+@pytest.mark.check
 @pytest.mark.skipif(sys.platform != "linux", reason="sets glibc's default size of stacks")
 def test_the_error_says_which_thread_and_how_much_was_asked_for(tmp_path):
     binary = compiled(tmp_path, "tests/native/threads_scene.cpp")

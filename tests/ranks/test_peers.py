@@ -6,10 +6,10 @@ import dataclasses
 import datetime
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,16 +59,16 @@ def attach_a_state(ddp: DistributedDataParallel, config: Config) -> fusedcomm.Co
     return state
 
 
-def save(comm: Handle, ddp: DistributedDataParallel) -> None:
+def save(comm: Handle, ddp: DistributedDataParallel, folder: Path) -> None:
     comm.state_dict(consolidated=True)
 
 
-def report(comm: Handle, ddp: DistributedDataParallel) -> None:
+def report(comm: Handle, ddp: DistributedDataParallel, folder: Path) -> None:
     comm.nonfinite_report()
 
 
-def trace(comm: Handle, ddp: DistributedDataParallel) -> None:
-    with tempfile.TemporaryDirectory() as folder, comm.trace(os.path.join(folder, "trace.json"), all_ranks=True):
+def trace(comm: Handle, ddp: DistributedDataParallel, folder: Path) -> None:
+    with comm.trace(folder / "trace.json", all_ranks=True):
         step(ddp)
 
 
@@ -99,7 +99,7 @@ DEATHS = {
 }
 
 
-def survive(rank, world_size, name, store_kind):
+def survive(rank, world_size, name, store_kind, folder):
     """Returns the type and text of the error, None and "" if there is none, and the seconds until then."""
     death, num_calls = DEATHS[name], 0
     own_timeout, own = datetime.timedelta(seconds=TIMEOUT_S), getattr(death.place, death.name)
@@ -118,7 +118,7 @@ def survive(rank, world_size, name, store_kind):
             comm = death.attach(ddp, death.config)
             step(ddp)
             if death.then is not None:
-                death.then(comm, ddp)
+                death.then(comm, ddp, folder)
         except RuntimeError as error:
             return type(error).__name__, str(error), time.monotonic() - started
         return None, "", time.monotonic() - started
@@ -126,8 +126,8 @@ def survive(rank, world_size, name, store_kind):
 
 @pytest.mark.sampled(by=lambda name, store_kind: {"seen": DEATHS[name].seen, "store": store_kind})
 @pytest.mark.parametrize(("name", "store_kind"), [*((name, "tcp") for name in DEATHS), ("before attaching", "file")])
-def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, name, store_kind):
-    outcome = ranks.outcomes(survive, name, store_kind, world_size=3, lost=VICTIM)
+def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, tmp_path, name, store_kind):
+    outcome = ranks.outcomes(survive, name, store_kind, tmp_path, world_size=3, lost=VICTIM)
     for rank in (0, 2):
         kind, value = outcome[rank]
         assert kind == "value", value
