@@ -16,7 +16,13 @@ from fusedcomm.native import _C
 NOTHING = torch.empty(0)
 
 
-@pytest.mark.sampled(strength=2)
+def sample(wire_format, dtype, name):
+    """Every pair, and special values with every wire and dtype."""
+    pairs = {"dtype and wire": (dtype, wire_format), "wire": (wire_format, name), "dtype": (dtype, name)}
+    return pairs | ({"values": (wire_format, dtype, name)} if name == "special values" else {})
+
+
+@pytest.mark.sampled(by=sample)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire_format", WIRE_FORMATS)

@@ -210,7 +210,7 @@ def check(run: Implementation, case: Case, stages: Sequence[str] = STAGES) -> li
     Stages that are not in `stages` are left out. Each stage gets what the oracle gives.
     """
     original = case.gradients(case.lists(run.has_holes))
-    gradients = original.to(run.device)
+    gradients = original.to(run.device, copy=True)
     pieces = pieces_of(run, case, original, gradients)
     whole = pieces[0].layout
     messages = []

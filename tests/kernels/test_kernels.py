@@ -44,7 +44,7 @@ def run(device):
 
 
 MANY_VALUES = ("values around codes", "every gradient of 16 bits")
-WITH_EACH_WIRE = ("one run", "ragged", "residuals in bf16", "values around codes")
+WITH_EACH_WIRE = ("one run", "ragged", "residuals in bf16", "special values", "values around codes")
 
 
 def sample(wire_format, dtype, name, device):

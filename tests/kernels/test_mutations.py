@@ -31,9 +31,19 @@ FLAT = Case(numels=([TILE + 4, 2 * TILE + 480], []), block=128, num_parts=3, see
 
 
 def ties(case: Case) -> list[torch.Tensor]:
-    """Values halfway between two codes of fp8: the block's greatest value is 448, so the scale is 1."""
-    values = torch.tensor([448.0, 1.0625, 1.1875, -1.0625, -1.1875, 17.0, 19.0, 0.0009765625])
-    return [values.repeat(3 * TILE // 8), torch.empty(0)]
+    """Values halfway between two codes. In fp8 a block's greatest value is 448, so the scale is 1."""
+    values = {
+        "bf16": 1 + (2 * torch.arange(128) + 1) / 256,
+        "fp8": torch.tensor([448.0, 1.0625, 1.1875, -1.0625, -1.1875, 17.0, 19.0, 0.0009765625]),
+    }[case.wires[0]]
+    return [values.repeat(3 * TILE // len(values)), torch.empty(0)]
+
+
+def quotients(case: Case) -> list[torch.Tensor]:
+    """Blocks whose greatest value, divided by 127, is not its product with the reciprocal."""
+    greatest = 1 + torch.arange(4096) / 4096
+    greatest = greatest[greatest / torch.tensor(127.0) != greatest * torch.tensor(1 / 127)][: 3 * TILE // 128]
+    return [greatest.repeat_interleave(128), torch.empty(0)]
 
 
 def infinities(case: Case) -> list[torch.Tensor]:
@@ -46,7 +56,8 @@ BUCKETS = {
     "bf16 flat": FLAT,
     **{wire: replace(FLAT, wires=(wire,)) for wire in ("fp8", "int8", "int4")},
     "int8 rotated": replace(FLAT, wires=("int8-rotated",)),
-    "fp8 ties": replace(FLAT, wires=("fp8",), values=ties, scale=1.0),
+    **{f"{wire} ties": replace(FLAT, numels=(), wires=(wire,), values=ties, scale=1.0) for wire in ("bf16", "fp8")},
+    "int8 quotients": replace(FLAT, numels=(), wires=("int8",), values=quotients, scale=1.0),
     "counts": replace(RAGGED, values=infinities),
     "views": replace(RAGGED, shift=1),
     "int4 steps": replace(FLAT, wires=("int4-rotated",), feedback="bf16"),
