@@ -13,8 +13,10 @@ import pytest
 from processes import listening_ports, with_variable
 
 RUN = "FUSEDCOMM_TEST_RUN"
-END_S = 10.0
+END_S = 60.0
 """How long processes that end with the tests may take for that."""
+KEPT_BY_TORCH = ("torchinductor_", "torchelastic_")
+"""How names of files begin that torch's compiler and torchrun leave."""
 NEEDED_MB = 500
 
 
@@ -45,7 +47,7 @@ class Leftovers:
     def pytest_runtest_protocol(self, item: pytest.Item):
         num_open = len(os.listdir("/proc/self/fd"))
         result = yield
-        new: set[str | int] = set(os.listdir(self._folder))
+        new: set[str | int] = {name for name in os.listdir(self._folder) if not name.startswith(KEPT_BY_TORCH)}
         if len(os.listdir("/proc/self/fd")) > num_open:
             new |= listening_ports()
         self._left.update((each, item.nodeid) for each in new - self._left.keys())
