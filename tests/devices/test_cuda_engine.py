@@ -1,10 +1,8 @@
 """The engine's CUDA path without a GPU: the launcher against a driver that records and runs each launch.
 
-This includes neither streams (tests/engine/test_streams.py simulates them) nor the compiler
-(tests/kernels/test_kernel_code.py).
+Its kernels are interpreted; test_engine_on_ptx.py has compiled ones, and test_cuda_streams.py has streams.
 """
 
-import dataclasses
 import itertools
 import pickle
 import threading
@@ -17,7 +15,7 @@ from models import Gradients, Mlp, Sparse, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback
+from fusedcomm.config import Blocks, Config
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
@@ -35,98 +33,7 @@ def fake(library):
     fake.fail("", 0)
 
 
-# --- the same bits as on the CPU ------------------------------------------------------------------------------------
-
-
-SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
-
-
-def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes=SHAPES, any_nan=False):
-    """Trains on the CPU path and on the CUDA path, for several steps each, because DDP rebuilds its buckets.
-
-    Returns ([gradients' bits and counts, of each path], [(kernel, programs) of each launch], the number of buckets).
-
-    takes_over: FakeCuda.takes_over, with other options than its defaults. any_nan: all NaNs count as the same bits.
-    """
-    if config.chunks.nbytes is None:  # the CPU path would choose by how fast the link is now
-        config = dataclasses.replace(config, chunks=dataclasses.replace(config.chunks, nbytes=1 << 20))
-    num_steps = 4 if config.feedback else 2  # a residual shows in the next step
-    generator = torch.Generator().manual_seed(rank)
-    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    gradients[0].view(-1)[3] = -torch.inf
-    gradients[3][17 * rank : 17 * rank + 2] = torch.nan
-    results, fake = [], fake_cuda.gpu(library)
-    for path in ("cpu", "cuda"):
-        ddp = DistributedDataParallel(Gradients(*shapes, dtype=dtype), bucket_cap_mb=0.016)
-        if path == "cpu":
-            comm = fusedcomm.attach(ddp, config)
-            seen = synchronize(ddp, gradients, steps=num_steps)
-        else:
-            with (takes_over or fake.takes_over)(config):
-                comm = fusedcomm.attach(ddp, config)
-                seen = synchronize(ddp, gradients, steps=num_steps)
-        stats = comm.stats()
-        num_buckets = len(comm.plan().buckets)
-        comm.detach()
-        flat = torch.cat([gradient.flatten() for gradient in seen])
-        bits = (torch.where(flat.isnan(), torch.nan, flat) if any_nan else flat).view(torch.uint8)
-        # As text, because some errors are NaN, which equals nothing.
-        told = str(stats.quantization_error)
-        results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
-    return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
-
-
-CHUNKED = Chunks(4096)
-KEPT_IN_BF16 = {"feedback": Feedback("bf16")}
-ROTATED_INT4 = {"wires": {"1d": "int4"}, "blocks": Blocks(rotate=True), "chunks": CHUNKED}
-EXEMPT = {"weights.[24]": "fp32"}
-
-CONFIGS = {
-    "fp32": Config("fp32"),
-    "fp32 two-shot": Config("fp32", "two-shot"),
-    "bf16": Config("bf16"),
-    "bf16 two-shot chunked": Config("bf16", "two-shot", chunks=CHUNKED),
-    "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}),
-    "fp16 direct": Config("fp16", "direct"),
-    "int8": Config("int8", "two-shot"),
-    "int8 rotated": Config("int8", "two-shot", blocks=Blocks(rotate=True)),
-    "fp8": Config("fp8", "two-shot"),
-    "fp8 all lossy": Config("fp8", "two-shot", wires={"1d": "fp8"}),
-    "int4": Config("int4", "two-shot"),
-    "int4 rotated": Config("int4", "two-shot", **ROTATED_INT4),
-    "bf16 feedback": Config("bf16", "two-shot", feedback=Feedback()),
-    "fp16 chunked": Config("fp16", "two-shot", chunks=CHUNKED),
-    "fp8 feedback": Config("fp8", "two-shot", **KEPT_IN_BF16),
-    "int4 rotated feedback": Config("int4", "two-shot", **ROTATED_INT4, **KEPT_IN_BF16),
-    "several wires": Config(
-        "int8",
-        "two-shot",
-        wires={**EXEMPT, "weights.0": "int4", "weights.3": "bf16", "1d": "int8"},
-        blocks=Blocks(rotate=True),
-        chunks=CHUNKED,
-        **KEPT_IN_BF16,
-    ),
-    "two levels": Config(
-        "int4", "two-shot", blocks=Blocks(rotate=True), chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16
-    ),
-    "two levels measured": Config(
-        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, measure_every=1, hosts=[[0, 3], [1, 2]]
-    ),
-    "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
-    "int4 one-shot rotated": Config("int4", "one-shot", **ROTATED_INT4, **KEPT_IN_BF16),
-    "several wires one-shot": Config(
-        "fp8",
-        "one-shot",
-        wires={**EXEMPT, "weights.0": "int4", "weights.3": "fp16", "1d": "fp8"},
-        feedback=Feedback("bf16"),
-        measure_every=1,
-    ),
-    "fp32 one-shot": Config("fp32", "one-shot"),
-    "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
-    "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
-    "measured": Config("int8", "two-shot", measure_every=1),
-    "int8 chunked": Config("int8", "two-shot", blocks=Blocks(32), chunks=Chunks(4096, in_flight=1)),
-}
+# --- what is launched -----------------------------------------------------------------------------------------------
 
 
 def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
@@ -135,76 +42,6 @@ def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
         for hosts, two_levels in (("auto", None), ("auto", True), (2, None))
     )
     assert one < two == asked_for
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CASES = [
-    (name, 4 if config.needs_two_levels else 2 + index % 2, DTYPES[index % 3])
-    for index, (name, config) in enumerate(CONFIGS.items())
-]
-CASES += [(name, 1, torch.float32) for name in ("fp32", "int8", "int8 one-shot")]
-
-
-def features(name, world_size=None, dtype=None):
-    """A case's properties, by which `make test` samples."""
-    config = CONFIGS[name]
-    return {"sum": config.sum, "wire": config.wire, "needs_two_levels": config.needs_two_levels}
-
-
-@pytest.mark.sampled(by=features)
-@pytest.mark.parametrize(("name", "world_size", "dtype"), CASES)
-def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
-    check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size))
-
-
-def check_both_paths(of_ranks):
-    for results, launches, _ in of_ranks:
-        (cpu, *cpu_counts), (gpu, *gpu_counts) = results
-        assert torch.equal(cpu, gpu)
-        assert cpu_counts == gpu_counts
-        assert cpu_counts[0] > 0
-        assert launches
-
-
-@pytest.mark.sampled(by=lambda name: {"in place": name == "fp32"})
-@pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
-def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
-    for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
-        # There are two steps. The first has other buckets, but at most one for each parameter.
-        assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
-        # Pack has as many programs as fit on the multiprocessors, or fewer tiles.
-        packs = [num_programs for kernel, num_programs in launches if kernel == "pack"]
-        assert all(num_programs <= fake_cuda.NUM_PACK_PROGRAMS for num_programs in packs)
-
-
-def other_models(rank, world_size, library):
-    results = []
-    fake = fake_cuda.gpu(library)
-    for model, inputs in (
-        (Sparse(), torch.tensor([[1, 2, 3 + rank]])),
-        (Mlp(torch.float64), torch.randn(4, 10, dtype=torch.float64)),
-    ):
-        seen = []
-        state = model.state_dict()
-        for path in ("ddp", "cuda"):
-            model.load_state_dict(state)
-            model.zero_grad(set_to_none=True)
-            ddp = DistributedDataParallel(model)
-            with fake.takes_over(Config("fp32")):
-                if path == "cuda":
-                    comm = fusedcomm.attach(ddp, "fp32")
-                ddp(inputs).square().mean().backward()
-            seen.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
-        comm.detach()
-        results.append(all(torch.equal(a, b) for a, b in zip(*seen, strict=True)))
-    return results
-
-
-def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
-    assert ranks.run(other_models, library, world_size=2) == [[True, True]] * 2
-
-
-# --- what is launched -----------------------------------------------------------------------------------------------
 
 
 def recorded(rank, world_size, library, sum):
@@ -242,19 +79,6 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
         assert unpack_args == {**of_bucket, **whole, "num_messages": 2, "scale": 0.5}
 
 
-def test_every_kernel_parameter_has_the_engines_type():
-    """Names are from the kernels' source, types from the engine's structs. compile.py compares both with the PTX."""
-    from fusedcomm.kernels import compile, variants
-
-    for variant in variants.engine_variants([("int8", 128, False)], (torch.float32,)):
-        signature, _ = compile._signature(variant)
-        parameters = compile.flattened(compile.KERNELS[variant.kernel], signature)
-        kinds = ["ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind) for _, _, kind in parameters]
-        assert kinds == _C.kernel_params(variant.kernel)
-    with pytest.raises(ValueError, match="no kernel is called 'sort'"):
-        _C.kernel_params("sort")
-
-
 def test_a_kernels_key_has_what_matters_to_it():
     key = _C.KernelKey("pack", "bf16", 64, torch.float16, in_wire="fp32", feedback="bf16")
     # bf16 has no blocks, and pack sums nothing.
@@ -271,6 +95,35 @@ def test_a_kernels_key_has_what_matters_to_it():
         _C.KernelKey("unpack", "bf16")
     with pytest.raises(ValueError, match="kernel pack needs a wire"):
         _C.KernelKey("pack", grad_dtype=torch.float32)
+    with pytest.raises(ValueError, match="no kernel is called 'sort'"):
+        _C.kernel_params("sort")
+
+
+def other_models(rank, world_size, library):
+    results = []
+    fake = fake_cuda.gpu(library)
+    for model, inputs in (
+        (Sparse(), torch.tensor([[1, 2, 3 + rank]])),
+        (Mlp(torch.float64), torch.randn(4, 10, dtype=torch.float64)),
+    ):
+        seen = []
+        state = model.state_dict()
+        for path in ("ddp", "cuda"):
+            model.load_state_dict(state)
+            model.zero_grad(set_to_none=True)
+            ddp = DistributedDataParallel(model)
+            with fake.takes_over(Config("fp32")):
+                if path == "cuda":
+                    comm = fusedcomm.attach(ddp, "fp32")
+                ddp(inputs).square().mean().backward()
+            seen.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
+        comm.detach()
+        results.append(all(torch.equal(a, b) for a, b in zip(*seen, strict=True)))
+    return results
+
+
+def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
+    assert ranks.run(other_models, library, world_size=2) == [[True, True]] * 2
 
 
 # --- what can go wrong ----------------------------------------------------------------------------------------------

@@ -368,12 +368,15 @@ void staged_passthrough() {
           transport->all_reduce_tensor(channel, values, std::move(done));
         };
       };
-      const FuturePtr future = make_future(rank.hook().grad_device());
+      const auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(),
+                                                                   std::vector<c10::Device>{rank.hook().grad_device()});
       auto job = std::make_shared<BucketJob>();
       job->owner = std::make_shared<at::Tensor>(values);
       job->label = std::make_shared<const BucketLabel>("bucket 0", "bucket 0 of this scene");
       job->is_last = true;
-      job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
+      job->on_done = [future, values](std::exception_ptr error) {
+        error ? future->setError(std::move(error)) : future->markCompleted(values);
+      };
       rank.hook().engine().device().will_use(values);
       rank.engine().submit_passthrough(
           std::move(job), {times(0.5), sum(Channel::kScatter), times(3), sum(Channel::kGather), times(0.25)});
@@ -403,7 +406,7 @@ void check_times(const EngineStats& stats, size_t num_steps) {
 void host_never_waits() {
   std::vector<Setup> all = sums();
   all.push_back(all[0]);
-  all.back().buckets = {{{2000}}, {{0}}};
+  all.back().buckets = {{{0}}, {{2000}}};
   for (const Setup& setup : all) {
     with_ranks(setup, [&](Rank& rank, int) {
       rank.train(0);  // makes the buckets' tables
@@ -531,6 +534,7 @@ void driver_calls() {
       setup.buckets.assign(kNumBuckets, {{numel}});
       const sim::Calls pass = calls_of_a_pass(setup);
       const double found = static_cast<double>(pass.total()) / kNumBuckets;
+      REQUIRE(pass.on_default == 0, "%ld launches on the caller's stream", static_cast<long>(pass.on_default));
       REQUIRE(found == expected, "%g calls a bucket of %d elements, not %g", found, numel, expected);
     }
   }

@@ -118,9 +118,10 @@ void count_ordering(DeviceState& device, int64_t Calls::* kind) {
 }
 
 // Counts a launch. Returns whether the work is a fault.
-bool count_launch(DeviceState& device, const std::string& what) {
+bool count_launch(DeviceState& device, const c10::Stream& stream, const std::string& what) {
   check_fault(device);
   count(device, &Calls::launched);
+  if (stream.id() == 0) count(device, &Calls::on_default);
   std::lock_guard<std::mutex> lock(device.calls_mutex);
   if (!t_count_calls) return false;
   const bool on_device = device.failures.on_device;
@@ -344,7 +345,7 @@ c10::Stream current_stream(int index) {
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work) {
   DeviceState& sim = state(stream.device_index());
-  if (count_launch(sim, what)) work = [] { throw std::runtime_error("illegal address"); };
+  if (count_launch(sim, stream, what)) work = [] { throw std::runtime_error("illegal address"); };
   std::lock_guard<std::mutex> lock(sim.mutex);
   check_order(sim, stream.id(), what, accesses);
   thread_of(sim, stream.id()).push([&sim, work = std::move(work)] {

@@ -68,6 +68,7 @@ void set_pause(int index, int stream, int microseconds);
 // stream do not count: CUDA's runtime answers those itself.
 struct Calls {
   int64_t launched = 0, recorded = 0, waited = 0;
+  int64_t on_default = 0;              // of the launches, those on the default stream
   int64_t created = 0, destroyed = 0;  // events
   // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one, or
   // for a stream.
