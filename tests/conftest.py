@@ -14,7 +14,7 @@ from case_times import CaseTimes
 from filelock import FileLock
 from leftovers import Leftovers, is_worker
 from patience import measure_slowness
-from ranks import Ranks
+from ranks import Ranks, nothing
 from sampling import sampled
 
 if not torch.cuda.is_available():
@@ -137,8 +137,9 @@ def bench_modules(monkeypatch):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Four long-lived ranks; pass world_size= to use the first few."""
+    """Four long-lived ranks; pass world_size= to use the first few. The fourth is started where it is needed."""
     pool = Ranks(4)
+    pool.run(nothing, world_size=3)  # a test then does not wait for what they import
     yield pool
     pool.close()
 

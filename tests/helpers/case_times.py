@@ -19,8 +19,9 @@ class CaseTimes:
     """Fails a run with a case over CASE_S, or with cases that add up to more than ALL_S.
 
     Times are divided by the slowness meanwhile: how many times as long as they ran the main threads of the case's
-    processes took to run, with their waits for a core. So other programs, and the other workers, do not count. A case
-    that seems too slow runs once more, since a machine may pause.
+    processes took to run, with their waits for a core. So other programs, and the other workers, do not count. Without
+    these counts, which come from Linux, nothing is too slow. A case that seems so runs once more, since a machine may
+    pause.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,8 @@ class CaseTimes:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports, taken_s, call_s = self._run(item, nextitem)
         self._total_s += taken_s
-        if call_s > CASE_S and all(report.passed for report in reports):
+        # After a worker's last case its ranks have ended, and would have to start again.
+        if call_s > CASE_S and nextitem is not None and all(report.passed for report in reports):
             reports, _, call_s = self._run(item, nextitem)
             if call_s > CASE_S:
                 self._too_slow[item.nodeid] = call_s
@@ -49,7 +51,7 @@ class CaseTimes:
         for pid, (ran, waited) in scheduled().items():
             ran_before, waited_before = before.get(pid, (0.0, 0.0))
             ran_s, waited_s = ran_s + ran - ran_before, waited_s + waited - waited_before
-        slowness = 1 + waited_s / ran_s if ran_s > COUNTED_S else 1.0
+        slowness = 1 + waited_s / ran_s if ran_s > COUNTED_S else 1.0 if before else float("inf")
         call_s = sum(report.duration for report in reports if report.when == "call")
         return reports, taken_s / slowness, call_s / slowness
 

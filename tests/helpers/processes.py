@@ -31,14 +31,24 @@ def command_lines() -> list[bytes]:
 
 
 def with_variable(name: str, value: str) -> dict[int, tuple[str, dict[str, str]]]:
-    """By process id: the command and the environment of each other process that was started with that variable."""
+    """By process id: the command and the environment of each process that was started with that variable, but this one
+    and the two that multiprocessing keeps for it."""
     found = {}
     for pid, content in files_of_all("environ").items():
         variables = dict(each.split("=", 1) for each in content.decode(errors="replace").split("\0") if "=" in each)
         if variables.get(name) == value and pid != os.getpid() and is_running(pid):
             command = files_of_all("cmdline").get(pid, b"").decode(errors="replace").replace("\0", " ").strip()
-            found[pid] = command, variables
+            if not (parent_of(pid) == os.getpid() and "from multiprocessing." in command):
+                found[pid] = command, variables
     return found
+
+
+def parent_of(pid: int) -> int | None:
+    """None if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except ENDED:
+        return None
 
 
 def scheduled() -> dict[int, tuple[float, float]]:
@@ -64,11 +74,10 @@ def listening_ports() -> set[int]:
             sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         except FileNotFoundError:  # the descriptor with which they were listed
             continue
-    lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/self/net/{file}").readlines()[1:]]
+    tables = [Path("/proc/self/net", name) for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
     listens = "0A"
-    return {
-        int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == listens and f"socket:[{line[9]}]" in sockets
-    }
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == listens and f"socket:[{row[9]}]" in sockets}
 
 
 def members(group: int) -> list[int]:

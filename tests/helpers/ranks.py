@@ -82,6 +82,10 @@ def _run(function, rank, world_size, store_path, backend, args):
             dist.destroy_process_group()
 
 
+def nothing(rank: int, world_size: int) -> None:
+    """What a call does that only starts ranks."""
+
+
 class Ranks:
     """A pool of up to `num_ranks` processes, each started for the first call that needs it. ``run(function, *args)``
     calls ``function(rank, world_size, *args)`` on the first `world_size` of them and returns their results in rank

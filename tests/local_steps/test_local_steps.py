@@ -176,6 +176,7 @@ def killed(rank, world_size):
     return text
 
 
+@pytest.mark.check
 def test_a_lost_rank_is_named_at_the_next_merge(ranks):
     (kind, text), _ = ranks.outcomes(killed, world_size=2, lost=1)
     assert kind == "value" and "rank 1" in text and "bucket 0" in text, text

@@ -214,6 +214,7 @@ def peak_of_memory(rank, world_size, kind):
     return peak_mib() - before
 
 
+@pytest.mark.check
 def test_no_copy_of_the_gradients_is_kept():
     grown = {}
     for kind in ("ddp", "bf16"):

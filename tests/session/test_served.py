@@ -66,6 +66,7 @@ def pairs(rank, world_size):
     return found
 
 
+@pytest.mark.check
 def test_a_second_front_end_of_a_parameter_is_refused_or_takes_over(ranks):
     for found in ranks.run(pairs, world_size=2):
         for (first, second), text in found.items():
