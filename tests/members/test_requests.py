@@ -66,6 +66,18 @@ def test_a_request_ends_when_the_member_is_lost(planes):
         planes[0].request(planes[1].member, "hang", {})
 
 
+def test_a_step_does_not_count_once_a_member_has_said_goodbye(planes):
+    stops = [threading.Event() for _ in planes]
+    for each, stop in zip(planes, stops, strict=True):
+        each.on_freeze = stop.set
+        assert each.boundary(5) is None
+    assert planes[0].finish_step(5)
+    planes[2].leave("it is done")
+    for each, stop in zip(planes[:2], stops, strict=False):
+        assert stop.wait(HANG_S) and not each.finish_step(6)
+        assert each.recover().finished == {"u0": 5, "u1": 4}
+
+
 def test_a_forked_child_is_no_member(planes):
     """A data loader's process inherits the sockets; it must not keep a dead member's port open."""
     reader, writer = os.pipe()
