@@ -7,6 +7,8 @@ from models import Gradients, integers, mean_of_integers, reducer_of, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.check  # they wait until the watches have asked all ranks
+
 SHAPES = ((4000,), (30, 40), (9,))
 
 
