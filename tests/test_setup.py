@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import setuptools
@@ -17,6 +18,12 @@ from fusedcomm import memory
 pytestmark = pytest.mark.check
 
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def folder_of_a_build(monkeypatch, tmp_path):
+    """setup.py makes one that it removes when its process ends; some tests run it in their own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 PIP = r"(?s:.*)pip install --no-build-isolation \."
