@@ -39,9 +39,14 @@ class Narrow(Net):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
+def locals_of(model: nn.Module) -> list[torch.Tensor]:
+    """What this rank has of the parameters."""
+    return [getattr(parameter, "to_local", lambda p=parameter: p)().detach() for parameter in model.parameters()]
+
+
 def flat(model: nn.Module) -> torch.Tensor:
     """A copy of what this rank has of the parameters."""
-    return flat_of(getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in model.parameters())
+    return flat_of(locals_of(model))
 
 
 class Job:
@@ -108,13 +113,11 @@ class Job:
 
     def save(self) -> bytes:
         """A checkpoint."""
-        parameters = [getattr(p, "to_local", lambda p=p: p)().detach() for p in self.model.parameters()]
-        return file_of([parameters, self.optimizer.state_dict(), self.comm.state_dict()])
+        return file_of([locals_of(self.model), self.optimizer.state_dict(), self.comm.state_dict()])
 
     def load(self, file: bytes) -> None:
         parameters, optimizer, comm = read(file)
-        ours = [getattr(p, "to_local", lambda p=p: p)().detach() for p in self.model.parameters()]
-        torch._foreach_copy_(ours, parameters)
+        torch._foreach_copy_(locals_of(self.model), parameters)
         self.optimizer.load_state_dict(optimizer)
         self.comm.load_state_dict(comm)
 

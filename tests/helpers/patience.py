@@ -48,7 +48,5 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 
 def wait_for_words(words: str, log: Path) -> None:
-    """Waits until the file `log` contains `words`, for at most HANG_S."""
-    until = time.monotonic() + HANG_S
-    while not (log.exists() and words in log.read_text()) and time.monotonic() < until:
-        time.sleep(0.05)
+    """Waits until the file `log` contains `words`."""
+    wait_until(lambda: log.exists() and words in log.read_text(), f"{log} has {words!r}")

@@ -7,12 +7,17 @@ from pathlib import Path
 ENDED = (FileNotFoundError, ProcessLookupError)
 
 
+def stat_of(pid: int) -> list[str]:
+    """The process's state, parent, process group and what follows in /proc; ["Z", "0", "0"] if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except ENDED:
+        return ["Z", "0", "0"]
+
+
 def is_running(pid: int) -> bool:
     """Whether the process runs. A zombie has ended, even if its parent has not asked for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ENDED:
-        return False
+    return stat_of(pid)[0] != "Z"
 
 
 def files_of_all(name: str) -> dict[int, bytes]:
@@ -33,22 +38,14 @@ def command_lines() -> list[bytes]:
 def with_variable(name: str, value: str) -> dict[int, tuple[str, dict[str, str]]]:
     """By process id: the command and the environment of each process that was started with that variable, but this one
     and the two that multiprocessing keeps for it."""
-    found = {}
+    found, commands = {}, files_of_all("cmdline")
     for pid, content in files_of_all("environ").items():
         variables = dict(each.split("=", 1) for each in content.decode(errors="replace").split("\0") if "=" in each)
         if variables.get(name) == value and pid != os.getpid() and is_running(pid):
-            command = files_of_all("cmdline").get(pid, b"").decode(errors="replace").replace("\0", " ").strip()
-            if not (parent_of(pid) == os.getpid() and "from multiprocessing." in command):
+            command = commands.get(pid, b"").decode(errors="replace").replace("\0", " ").strip()
+            if not (int(stat_of(pid)[1]) == os.getpid() and "from multiprocessing." in command):
                 found[pid] = command, variables
     return found
-
-
-def parent_of(pid: int) -> int | None:
-    """None if the process has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except ENDED:
-        return None
 
 
 def scheduled() -> dict[int, tuple[float, float]]:
@@ -82,5 +79,5 @@ def listening_ports() -> set[int]:
 
 def members(group: int) -> list[int]:
     """The processes of a process group that run."""
-    fields = {pid: text.rpartition(b")")[2].split() for pid, text in files_of_all("stat").items()}
-    return [pid for pid, (state, _, of, *_) in fields.items() if int(of) == group and state != b"Z"]
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if int(stat_of(pid)[2]) == group and is_running(pid)]
