@@ -23,7 +23,7 @@ Slow, for debugging; the gradients must have the same bits."""
 
 
 MEMBERS = "FUSEDCOMM_MEMBERS"
-"""Where the members of running training are: "host:port", or several with commas between; or the path, with a / in it,
+"""The addresses of members of running training: "host:port", or several with commas between; or the path, with a / in it,
 of a file to which every member adds its address. See members/addresses.py."""
 
 JOIN = "FUSEDCOMM_JOIN"
@@ -62,7 +62,7 @@ def members() -> str | None:
 
 
 def joins() -> bool | None:
-    """What JOIN says; without it True if torchrun has started this process again, else None. Raises ValueError if JOIN
+    """The value of JOIN; without it True if torchrun has started this process again, else None. Raises ValueError if JOIN
     is neither 0 nor 1."""
     text = os.environ.get(JOIN)
     if text not in (None, "", "0", "1"):
