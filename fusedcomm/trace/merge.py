@@ -83,7 +83,7 @@ def _bounds(documents: Sequence[dict]) -> torch.Tensor:
 
 
 def _collectives(documents: Sequence[dict]) -> dict[tuple, list[tuple[int, float, float]]]:
-    """(rank, begin, end) of each rank that recorded a collective, in microseconds of the rank's clock, by collective."""
+    """By collective: (rank, begin, end) of each rank that recorded it, in microseconds of the rank's clock."""
     collectives = {}
     for rank, document in enumerate(documents):
         about = document["otherData"][trace.ABOUT]
