@@ -40,9 +40,9 @@ struct KeptMessages {
   // The encoded means of all parts. Those of the next pass overwrite them: they come from ranks that had the codes of
   // all ranks in that pass, so every rank has finished this one.
   std::shared_ptr<std::byte> means;
-  // The means of the pass before, on lanes that enqueue; null on others. A transfer that is aborted on a device lets all
-  // that was enqueued behind it run, which may write the means of a pass that other ranks have not begun. Therefore the
-  // next pass writes here, and not over `means`.
+  // The means of the pass before, on lanes that enqueue; null on others. A transfer that is aborted on a device lets
+  // all that was enqueued behind it run, which may write the means of a pass that other ranks have not begun. Therefore
+  // the next pass writes here, and not over `means`.
   std::shared_ptr<std::byte> means_before;
   int64_t nbytes = 0;  // of each
 };

@@ -202,8 +202,8 @@ struct Avx2 {
     second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
   }
   // The factor that turns a code into its value. The scale, which has 8 bits, is a factor of the level's coefficients,
-  // so this and the product are exact. Encoders make a scale from the greatest bf16 at most, so the product is finite in
-  // fp32 and may be fused with an addition.
+  // so this and the product are exact. Encoders make a scale from the greatest bf16 at most, so the product is finite
+  // in fp32 and may be fused with an addition.
   static F factor_of(F code, F scale) {
     return _mm256_fmadd_ps(mul(code, code), mul(scale, broadcast(Int4::kCubic)), mul(scale, broadcast(Int4::kLinear)));
   }
