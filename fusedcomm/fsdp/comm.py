@@ -16,7 +16,7 @@ from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16)
-"""What the wires carry."""
+"""The dtypes that wires carry."""
 
 WireOf = Callable[[str, torch.Tensor], int]
 
@@ -195,7 +195,7 @@ class FusedReduceScatter:
 
     @property
     def residual_nbytes(self) -> int:
-        """Of the reduce-scatter."""
+        """Bytes of the residuals of the reduce-scatter."""
         return self.native().residual_nbytes if self.keeps_row_residuals else 0
 
     def with_residuals(self) -> list[ShardedParameter]:
@@ -238,7 +238,7 @@ class FusedReduceScatter:
 
     @property
     def _unit_of_sums(self) -> float:
-        """What the reduce-scatter has made of a gradient that is the same on every rank."""
+        """The factor by which the reduce-scatter multiplies a gradient that is the same on every rank."""
         return self._factor * (1 if self._session is None else self._session.world_size)
 
     def _say_exact(self, dtype: torch.dtype, session: Session) -> None:
@@ -265,7 +265,7 @@ class FusedReduceScatter:
 
 
 def factor_of(op: dist.ReduceOp, world_size: int) -> float:
-    """What multiplies the sum over ranks. Raises NotImplementedError for an op that is no sum."""
+    """The factor of the sum over ranks. Raises NotImplementedError for an op that is no sum."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.SUM:
         return 1.0

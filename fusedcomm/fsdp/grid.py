@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh are, and what their hosts send to each other."""
+"""The hosts of a mesh's ranks, and the bytes that these send to each other."""
 
 import dataclasses
 from collections import Counter
@@ -22,7 +22,8 @@ class Grid:
 
     @classmethod
     def of(cls, rows: Session | None, replicas: Session | None) -> "Grid":
-        """Of the sessions of the reduce-scatter and of the all-reduce; not both are None. A collective call."""
+        """The grid of two sessions, of the reduce-scatter and of the all-reduce; not both are None. A collective
+        call."""
         made = rows or replicas
         assert made is not None
         own = [dist.get_process_group_ranks(made.process_group), made.host_names]
@@ -48,7 +49,7 @@ class Grid:
         return Grid(self.ranks, tuple(map(tuple, rows)))
 
     def traffic(self, scattered_nbytes: int, gathered_nbytes: int, sums: Sequence["_C.BucketPlan"]) -> "Traffic":
-        """What the host that sends most sends to other hosts.
+        """Traffic of the host that sends most to other hosts.
 
         Args:
             scattered_nbytes: that a rank sends in reduce-scatters.

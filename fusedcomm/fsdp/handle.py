@@ -60,7 +60,7 @@ class FsdpHandle(CommHandle):
         return f"{how}, {ranks}, {len(self.runs.comms)} modules{steps}"
 
     def state_dict(self, consolidated: bool = False) -> dict:
-        """What error feedback has left out so far, and the number of steps. A collective call, between steps.
+        """The residuals of error feedback, and the number of steps. A collective call, between steps.
 
         The residuals are DTensors with the placements of their parameters: the means over ranks. Save the state with
         ``torch.distributed.checkpoint``, which also calls this and :meth:`load_state_dict` of a handle that it is

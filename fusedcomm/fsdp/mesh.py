@@ -243,7 +243,7 @@ class MeshSums:
         )
 
     def _traffic(self, grid: Grid) -> Traffic:
-        """What the hosts of these ranks send."""
+        """The bytes that the hosts of these ranks send."""
         sums = []
         if self.between is not None:
             native = self.between.session.native_config
@@ -276,7 +276,7 @@ class MeshSums:
         fp32_nbytes = 4 * numel * (self.num_shards - 1)
         wires = []
         if not self.is_off:
-            # With two sums, those of the reduce-scatter.
+            # With two sums, the row has the wires of the reduce-scatter.
             config, wire_of = self._sums.rows or self.config, self._sums.wire_of
             numbers = [wire_of(p.name, p.tensor) for p in trained]
             wires = ["fp32" if number == _C.EXACT_WIRE else config.numbered_wires[number] for number in numbers]
@@ -297,7 +297,7 @@ class MeshSums:
 
 
 class Meshes(Runs):
-    """What runs behind the handle of a model.
+    """The sums that run behind the handle of a model.
 
     Attributes:
         meshes: that of the first module which is not left to torch first: as a rule the model's own.

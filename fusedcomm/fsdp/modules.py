@@ -1,4 +1,4 @@
-"""What FSDP2 knows of a model: its modules with a parameter group, their parameters and process groups.
+"""A model as FSDP2 knows it: its modules with a parameter group, their parameters and process groups.
 
 torch keeps this in private attributes, which have been the same since torch 2.11 but for one: a module has a list of
 groups from 2.12 on. This file alone reads them.
@@ -88,7 +88,7 @@ class Sharded:
 
     @property
     def title(self) -> str:
-        """What people read: a name is never empty here."""
+        """The name as people read it. Never empty."""
         return self.name or "(model)"
 
     @property

@@ -1,4 +1,4 @@
-"""What an operation may be given. Every check is local: what depends on other ranks is checked by the coordinator."""
+"""Checks of operations' arguments. Every check is local: what depends on other ranks is checked by the coordinator."""
 
 import warnings
 from collections.abc import Sequence

@@ -89,7 +89,7 @@ class Int4Compressor(NoneCompressor):
 
 
 class Compression:
-    """What `compression=` takes. In "int8", "fp8" and "int4" tensors with at most one dimension are sent exactly."""
+    """The values of `compression=`. In "int8", "fp8" and "int4" tensors with at most one dimension are sent exactly."""
 
     none = NoneCompressor
     bf16 = BF16Compressor

@@ -89,7 +89,7 @@ def _accept_all(store: dist.Store, size: int, timeout: datetime.timedelta, about
 
 @dataclasses.dataclass(eq=False)
 class _Guest:
-    """Who has connected to rank 0. By `deadline` it must have sent `token`, then who it is: `about`, None before."""
+    """A connection to rank 0. By `deadline` it must have sent `token`, then who it is: `about`, None before."""
 
     connection: socket.socket
     address: tuple[str, int]

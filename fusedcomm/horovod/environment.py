@@ -45,7 +45,7 @@ DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What hvd.init() takes from the variables. A time of 0 means never, except for `timeout_s`."""
+    """The settings of hvd.init(). A time of 0 means never, except for `timeout_s`."""
 
     fusion_nbytes: int
     stall_warning_s: float
@@ -58,11 +58,11 @@ class Settings:
     check: bool
     interface: str | None
     problem: ValueError | None
-    """That of the first variable that is not possible, which counts as not set until all ranks have been told."""
+    """The error of the first impossible variable, which counts as not set until all ranks have been told."""
 
 
 def settings() -> Settings:
-    """As the variables have them."""
+    """The settings that the variables give."""
     problems: list[ValueError] = []
 
     def told(read: Callable[..., T], name: str) -> T:

@@ -1,4 +1,4 @@
-"""Where a process learns its rank, the number of ranks, and the store over which they meet.
+"""The sources from which a process learns its rank, the number of ranks, and the store over which they meet.
 
 The first of these that applies: what :func:`set_launch` has given, the store of `fusedcomm run --elastic`,
 torch.distributed if the script has initialised it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this

@@ -178,7 +178,7 @@ def _unpickled(data: torch.Tensor, purpose: list, rank: int) -> Any:
 
 
 def _purpose(call: str, process_set: ProcessSet) -> list:
-    """What a signature of the next object is for. Call _count() when its transfer has begun on this rank: every rank
+    """The purpose of the next object's signature. Call _count() when its transfer has begun on this rank: every rank
     has then begun as many of a name."""
     found = world()
     place = (call, process_set.process_set_id)

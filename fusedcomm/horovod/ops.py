@@ -47,7 +47,7 @@ def _is_differentiated(*tensors: torch.Tensor) -> bool:
 def _carried(
     is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict, of_autograd: Any, plain: Callable
 ) -> list[torch.Tensor]:
-    """What a reduction gives, compressed on its way: of_autograd, a Function, where autograd watches, else plain."""
+    """The result of a reduction, compressed on its way: of_autograd, a Function, where autograd watches, else plain."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [each for each, _ in pairs]
     if _is_differentiated(*sent):

@@ -443,7 +443,7 @@ class ReducedOptimizer(Served):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Begins a step anew: what is being reduced is forgotten."""
-        # Not waited for: the job may have failed.
+        # The sums under way are not waited for: the job may have failed.
         self._begin_step()
         self._is_synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)  # type: ignore[misc]

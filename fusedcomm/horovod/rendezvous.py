@@ -1,4 +1,4 @@
-"""Where the workers of an elastic job learn which of them are alive, in which order, and meet again.
+"""The meeting of an elastic job's workers: which of them are alive, and in which order.
 
 `fusedcomm run --elastic` hosts a store and publishes generations in it. A generation is a list of workers; a worker's
 rank is its place in it, so workers that stay keep their order and new ones come last. The keys:

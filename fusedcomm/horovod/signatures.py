@@ -16,7 +16,7 @@ import fusedcomm.horovod.environment as environment
 KEY = "FUSEDCOMM_HOROVOD_KEY"
 MIN_KEY_LENGTH = 32
 _MARK = b"\0signed\0"
-"""What is signed begins with this. Neither JSON nor a pickle does."""
+"""The beginning of signed content. Neither JSON nor a pickle begins so."""
 _DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
@@ -43,7 +43,7 @@ def signed(content: bytes, *purpose: object) -> bytes:
 
 
 def content_of(data: bytes, *purpose: object) -> bytes:
-    """What signed() was given. Raises RefusedError."""
+    """The content that signed() was given. Raises RefusedError."""
     found, begin = key(), len(_MARK) + _DIGEST_NBYTES
     is_signed = data.startswith(_MARK) and len(data) >= begin
     if found is None:

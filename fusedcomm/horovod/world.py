@@ -1,4 +1,4 @@
-"""What one hvd.init() has made, where every module of fusedcomm.horovod finds it."""
+"""The result of hvd.init(), where every module of fusedcomm.horovod finds it."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ from fusedcomm.horovod.errors import NOT_INITIALISED
 
 @dataclasses.dataclass
 class World:
-    """What one hvd.init() has made. `store` belongs to this init alone. `hosts`: the host name of each rank. `token`:
+    """The result of one hvd.init(). `store` belongs to this init alone. `hosts`: the host name of each rank. `token`:
     rank 0's random name for this init. `sockets`: the coordinator's, as file descriptors."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""What a ShardedOptimizer is given, checked."""
+"""Checks of the arguments of a ShardedOptimizer."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 def record(
     groups: list[dict[str, Any]], targets: list[Target], update: Wire, overlaps: bool, defaults: dict[str, Any]
 ) -> dict[str, object]:
-    """What must be equal on all ranks."""
+    """The values that must be equal on all ranks."""
     names = {id(target.tensor): target.name for target in targets}
     return {
         "update": update,

@@ -69,12 +69,12 @@ class Exchange:
         self.sum = torch.zeros(row, dtype=torch.float32, device=device)
         self._native_sums = self._native(sums, index, [wire for wire, _, _ in unit.classes])
         self._native_updates = self._native(updates, index, [wire for _, wire, _ in unit.classes])
-        # Of each piece, whether its new values travel, and not their differences.
+        # Whether the new values of a piece travel, and not their differences.
         self._is_value = {piece: _is_exact(update, targets[piece.target]) for piece in unit.pieces}
         all_values = all(self._is_value.values())
         # The gradients are summed when updates come, so these may take their place.
         self._results = self._rows if all_values or unit.dtype == torch.float32 else self._rows.float()
-        # What travels. Between two steps: this rank's elements of the parameters as they were last seen or written.
+        # The row that travels. Between two steps it has this rank's elements as they were last seen or written.
         self._sent = self.owned if all_values else torch.zeros_like(self.owned)
         self._own = [piece for piece in unit.pieces if piece.owner == rank]
         self.leaves = [(piece, self._view(self.owned, piece), self._view(self.sum, piece)) for piece in self._own]
@@ -122,7 +122,7 @@ class Exchange:
         return now
 
     def _view(self, row: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Of a piece in a row; of a whole parameter with its shape."""
+        """The elements of a piece in a row, those of a whole parameter in its shape."""
         target = self._targets[piece.target]
         return shaped(_in_row(row, piece), target.layout) if target.whole else _in_row(row, piece)
 
@@ -133,14 +133,14 @@ class Exchange:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Of rows of gradients and updates, and of this rank's."""
+        """Bytes of the rows of gradients and updates, and of this rank's row."""
         tensors = {id(each): each for each in (self._rows, self._results, self._sent, self.sum)}
         tensors.pop(id(self.owned), None)
         return sum(each.nbytes for each in tensors.values())
 
     @property
     def residual_nbytes(self) -> int:
-        """Of this rank's residuals of gradients."""
+        """Bytes of this rank's residuals of gradients."""
         return self._native_sums.residual_nbytes
 
     def keeps_master(self, piece: Piece) -> bool:
@@ -172,14 +172,14 @@ class Exchange:
 
         everything: all elements. Returns them as they are now."""
         now = self._now()
-        # Where values travel, what was written follows from the fp32 copy.
+        # If values travel, the fp32 copy gives the elements that this object wrote.
         written = self.owned.to(self.unit.dtype).float() if self._sent is self.owned else self._sent
         for piece in self._own if self._sent is not self.owned else ():
             loaded = self._loaded.get(piece.target)
             if loaded is not None and loaded == written_bits(self._targets[piece.target]).item():
                 _in_row(written, piece).copy_(_in_row(now, piece))
         self._loaded.clear()
-        # As bits, because NaN is not equal to itself.
+        # Bits are compared, because NaN is not equal to itself.
         is_other = now.view(torch.int32) != written.view(torch.int32)
         self.owned.copy_(now if everything else torch.where(is_other, now, self.owned))
         if self._sent is not self.owned:

@@ -23,7 +23,7 @@ _MOST_NAMED = 4
 
 
 Started = concurrent.futures.Future[torch.futures.Future]
-"""Of a unit's updates: the future of their all-gather, once the owner has stepped."""
+"""Gives the future of the all-gather of a unit's updates, once the owner has stepped."""
 
 
 def _wait(future: torch.futures.Future | Started, check: Callable[[], None]) -> None:
@@ -121,13 +121,13 @@ class Owner:
         return [{**group, "params": params} for _, group, params in self._made]
 
     def common_defaults(self) -> dict[str, Any]:
-        """Of the optimizers, what all have: torch adds these to every group, and to schedulers they say what groups
-        have."""
+        """The defaults that all optimizers have. torch adds them to every group, and schedulers read in them which
+        hyperparameters groups have."""
         first, *others = (each.defaults for each in self.optimizers)
         return {key: value for key, value in first.items() if all(key in each for each in others)}
 
     def groups_with_optimizers(self) -> Sequence[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
-        """Of each group its optimizer, the optimizer's group, and the model's parameters."""
+        """For each group: its optimizer, the optimizer's group, and the model's parameters."""
         return self._made
 
     def of_leaf(self, leaf: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
@@ -148,7 +148,7 @@ class Owner:
         if not self._overlaps:
             return
         if self._stream is not None:
-            # In the order of the hand-overs, which is the same on every rank: collectives of two communicators must be.
+            # Collectives of two communicators must have the same order on every rank, as the hand-overs have.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             with self._stream, torch.no_grad():
                 self._reduced[index].wait()

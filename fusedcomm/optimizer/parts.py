@@ -44,7 +44,7 @@ class Target:
 
     @property
     def cost(self) -> int:
-        """Of its step, in an unit of its own: of a matrix its numel × its smaller side, as Newton–Schulz has it."""
+        """Estimated cost of its step, in arbitrary units: numel, for a matrix × its smaller side (Newton–Schulz)."""
         sides = self.tensor.shape
         return self.tensor.numel() * (min(sides) if len(sides) == 2 else 1)
 
@@ -62,8 +62,8 @@ class Piece:
 
 @dataclasses.dataclass
 class Unit:
-    """What is exchanged together. `classes`: (wire, update's wire, elements in a row). `last`: the bucket of the
-    reducer with which it is complete. `padding`: elements of all rows that are no parameter's."""
+    """Pieces of parameters that are exchanged together. `classes`: (wire, update's wire, elements in a row). `last`:
+    the bucket of the reducer with which it is complete. `padding`: elements of all rows that are no parameter's."""
 
     dtype: torch.dtype
     last: int

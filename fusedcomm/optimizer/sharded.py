@@ -28,7 +28,7 @@ from fusedcomm.session.stats import Stats, together
 from fusedcomm.session.surface import Spelled
 
 _EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grads_with_norm_."""
+"""Added to a norm before the division by it, as in torch.nn.utils.clip_grads_with_norm_."""
 
 
 class ShardedOptimizer(Spelled, torch.optim.Optimizer):
@@ -208,7 +208,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     # ---- the pass
 
     def _rates(self) -> list[dict[str, Any]]:
-        """What must be equal on all ranks when a pass begins: the groups' arguments of their optimizers."""
+        """The groups' arguments of their optimizers, which must be equal on all ranks when a pass begins."""
         made = self._owner.groups_with_optimizers()
         return [
             arguments.plain({key: group[key] for key in optimizer.defaults if key in group})
@@ -303,7 +303,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self._gradients.forget()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Of each group. Where owners overlap, copies of tensors, which schedulers change in place."""
+        """The hyperparameters of each group. Where owners overlap, tensors are copied: schedulers change them in
+        place."""
         return [
             {
                 k: v.clone() if self._overlaps and isinstance(v, torch.Tensor) else v
@@ -433,5 +434,5 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         return together([self._sums.stats(), self._updates.stats()])
 
     def plan(self) -> ShardedPlan:
-        """Who owns what, bytes of state and on the wire; printable."""
+        """The parts that each rank owns, bytes of state and on the wire; printable."""
         return make_plan(self._owner, self.exchanges, self._targets, self._sums, self._update, self._overlaps)

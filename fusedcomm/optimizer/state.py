@@ -33,7 +33,8 @@ def state_dict(
     targets: Sequence[Target],
     session: Session,
 ) -> State:
-    """As torch's optimizers have it: {"state": {number: {key: value}}, "param_groups": […]}. A collective call."""
+    """Returns the state in torch's format: {"state": {number: {key: value}}, "param_groups": […]}. A collective
+    call."""
     mesh = DeviceMesh.from_group(session.process_group, session.device.type)
     own = _own_state(owner, exchanges, targets)
     known: dict[int, dict[str, Any]] = {}
@@ -62,14 +63,15 @@ class _Pieces(list):
 
 
 def _description(value: Any) -> Any:  # noqa: ANN401
-    """Of pieces their dtype; of anything else the value."""
+    """The dtype of pieces; any other value itself."""
     return value[0].dtype if isinstance(value, _Pieces) else value
 
 
 def _own_state(
     owner: Owner, exchanges: Sequence[Exchange], targets: Sequence[Target]
 ) -> dict[int, tuple[list, dict[str, Any]]]:
-    """By target: its pieces on this rank, and by key a list of their tensors [elements of the piece], or a value."""
+    """For each target: its pieces on this rank, and by key a list of their tensors [elements of the piece], or a
+    value."""
     found: dict[int, tuple[list, dict[str, Any]]] = {}
     for i, leaves in owner.leaves.items():
         optimizer, group = owner.of_leaf(leaves[0][2])
@@ -166,7 +168,7 @@ def _check(target: Target, state: Mapping[str, Any]) -> None:
 
 
 def _part(target: Target, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  # noqa: ANN401
-    """What a piece has of a value of the whole parameter's state."""
+    """A piece's part of a value of the whole parameter's state."""
     if not isinstance(value, torch.Tensor) or value.shape != target.tensor.shape or value.dim() == 0:
         return value.clone() if isinstance(value, torch.Tensor) else value
     flat = in_memory_order(laid_out(value.to(leaf.device), target.layout))[piece.begin : piece.end]

@@ -40,7 +40,7 @@ def changed_by_steps(
     main: type[torch.optim.Optimizer],
     defaults: dict[str, Any],
 ) -> str:
-    """What a call of step() changes beside parameters and their state, as a count in a group; empty if nothing.
+    """A value that step() changes beside parameters and their state, such as a count in a group; empty if there is none.
 
     Raises ValueError if an optimizer computes it from gradients, of which no rank has all.
     """
@@ -73,7 +73,7 @@ def _try(
     defaults: dict[str, Any],
     gradient: float,
 ) -> tuple[list[str], dict[str, str]]:
-    """What steps with such gradients have changed, and all that could have been, in words, by name."""
+    """Returns (the names of values that steps with such gradients changed, all values by name, in words)."""
     params = [small.clone() for _, small in own]
     optimizer = kind([{**group, "params": [p]} for (group, _), p in zip(own, params, strict=True)], **defaults)
     seen = []

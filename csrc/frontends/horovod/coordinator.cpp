@@ -1,4 +1,4 @@
-// What callers see, the thread, and how everything ends. What is issued, and how, is in issue.cpp.
+// The calls, the thread, and how everything ends. issue.cpp issues collectives.
 #include "frontends/horovod/coordinator.h"
 
 #include <algorithm>
@@ -120,7 +120,7 @@ void Coordinator::shutdown() {
   lock.unlock();
   thread_.join();
   lock.lock();
-  // What every member has issued ends by itself. Its backend cannot be freed before.
+  // Collectives that every member has issued end by themselves. Their backend cannot be freed before.
   if (changed_.wait_until(lock, failed_at_ + kGrace, [this] { return is_idle(); })) return;
   for (auto& [number, set] : sets_) {
     if (set.plain && set.num_under_way != 0) set.plain->abandon();

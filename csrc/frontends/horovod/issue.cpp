@@ -12,7 +12,7 @@ namespace {
 // How long a collective that has failed waits for rank 0's word about who is lost.
 constexpr std::chrono::seconds kExplanationTimeout{3};
 
-// Whether the engine carries it. One sum has one dtype.
+// Whether the engine carries the collective. One sum has one dtype.
 bool goes_in_wire(const Signature& as) {
   if (as.wire.empty() || (as.op != Op::kSum && as.op != Op::kAverage)) return false;
   return std::all_of(as.tensors.begin(), as.tensors.end(), [&as](const TensorMeta& tensor) {
@@ -222,7 +222,7 @@ void Coordinator::finish(const IssuedBucket& bucket, const std::string& error, s
     }
     if (keeps_events_) note(*request);
   }
-  // What became ready meanwhile may go now.
+  // Requests that became ready meanwhile may go now.
   if (negotiator_) links_.wake();
   changed_.notify_all();
 }

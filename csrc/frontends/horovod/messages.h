@@ -41,7 +41,7 @@ struct Response {
     Id id = kNoId;
     bool is_new = false;  // whether the signature follows, also with an id
     Signature signature;
-    // By member: allgather: rows of each tensor; alltoall: rows to each member. Else empty.
+    // For each member: rows of each tensor (allgather), or rows to each member (alltoall). Empty for other kinds.
     std::vector<std::vector<int64_t>> of_members;
   };
   std::string error;   // empty: the collective takes place. Else there is one entry

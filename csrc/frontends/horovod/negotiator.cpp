@@ -16,7 +16,7 @@ const std::string kNoName = "noname.";
 // Upper bound of the bytes of a request's elements; what is fused has one dtype.
 int64_t nbytes_of(const Signature& signature) { return signature.numel() * 4; }
 
-// What every member must know of the others' requests.
+// The facts of the others' requests that every member must know.
 std::vector<int64_t> rows_of(const Signature& signature) {
   if (signature.kind == Kind::kAlltoall) return signature.splits;
   std::vector<int64_t> rows;

@@ -1,4 +1,4 @@
-// What a rank has submitted, and what became of it.
+// A request that a rank has submitted, and what became of it.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// What a rank asks for: a collective by its name, with everything that the ranks must agree on. Uses no torch.
+// A rank's request: a collective by its name, with everything that the ranks must agree on. Uses no torch.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct Signature {
   std::vector<std::string> dtype_names;  // of the tensors, for people; not compared
   std::vector<int64_t> splits;           // alltoall: rows to each rank of the set
   std::string problem;  // why this rank cannot take part: every rank gets it as an error. Empty: it can
-  // What the wires of a configuration know the tensors by; empty: by `name`, and its number in a group.
+  // The names by which a configuration chooses wires for the tensors; empty: `name`, and its number in a group.
   std::vector<std::string> tensor_names;
 
   std::string tensor_name(size_t i) const;

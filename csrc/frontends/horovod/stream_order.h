@@ -15,7 +15,7 @@
 
 namespace fusedcomm::horovod {
 
-// What the calling thread has enqueued for the tensors so far. Null if they are on the CPU.
+// An event behind all that the calling thread has enqueued for the tensors. Null if they are on the CPU.
 inline std::shared_ptr<c10::Event> enqueued(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.is_cpu()) continue;
@@ -26,7 +26,7 @@ inline std::shared_ptr<c10::Event> enqueued(const std::vector<at::Tensor>& tenso
   return nullptr;
 }
 
-// What this thread enqueues from now on for these tensors waits for the event, unless that is null.
+// Makes all that this thread enqueues from now on for these tensors wait for the event, unless that is null.
 inline void wait_for(const std::shared_ptr<c10::Event>& event, const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (event && !tensor.is_cpu()) return event->block(current_stream_of(tensor.device()));

@@ -1,4 +1,4 @@
-"""What TorchState does with each kind of value: models, optimizers and samplers know how to be saved and synced."""
+"""Handlers of TorchState's values: models, optimizers and samplers know how to be saved and synced."""
 
 import copy
 from typing import Any

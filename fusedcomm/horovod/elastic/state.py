@@ -12,7 +12,7 @@ from fusedcomm.horovod.objects import allgather_object
 
 
 class State:
-    """What elastic.run() needs of a state. Subclasses give save(), restore(), sync() and reset()."""
+    """The state that elastic.run() works with. Subclasses give save(), restore(), sync() and reset()."""
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank
@@ -82,7 +82,7 @@ class State:
         """The ranks have changed."""
 
     def saved(self) -> Any:
-        """What the commit's file holds; None: no file."""
+        """The content of the commit's file; None: no file."""
         return None
 
     def load_saved(self, saved: Any) -> None:
