@@ -40,7 +40,7 @@ def changed_by_steps(
     main: type[torch.optim.Optimizer],
     defaults: dict[str, Any],
 ) -> str:
-    """A value that step() changes beside parameters and their state, such as a count in a group; empty if there is none.
+    """A value that step() changes beside parameters and state, such as a count in a group; empty if there is none.
 
     Raises ValueError if an optimizer computes it from gradients, of which no rank has all.
     """
