@@ -201,31 +201,23 @@ void bind_synchronizer(py::module_& m) {
           NoGil());
 }
 
-// Without the GIL, because a pass that begins holds its lock while it hands a message to the engine.
+// Without the GIL, because a pass that begins on an accelerator holds its lock while it waits for the pass before.
 void bind_weights(py::module_& m) {
   py::class_<PassWeights>(m, "PassWeights")
       .def("use", &PassWeights::use, py::arg("of_sums"), NoGil())
       .def("count_active", &PassWeights::count_active, py::arg("counts"), NoGil())
-      .def("set", &PassWeights::set, py::arg("weight"), py::arg("scale") = py::none(), NoGil())
-      .def("finish_last", &PassWeights::finish_last, py::arg("sum"), NoGil())
-      .def("set_unit", &PassWeights::set_unit, py::arg("unit"), NoGil())
-      // Without the unit, which ranks that are new do not know.
-      .def(
-          "take_over",
-          [](PassWeights& weights, const PassWeights& source) {
-            weights.take_over(source, false);
-            weights.set_unit(0);
-          },
-          py::arg("source"), NoGil())
-      .def("set_invalid", &PassWeights::set_invalid, py::arg("what"), NoGil())
+      .def("set", &PassWeights::set, py::arg("weight"), NoGil())
+      .def("set_invalid", &PassWeights::set_invalid, NoGil())
+      .def("fix_unit", &PassWeights::fix_unit, py::arg("unit"), NoGil())
+      .def("take_over", &PassWeights::take_over, py::arg("source"), NoGil())
       .def("note_pass", &PassWeights::note_pass, NoGil())
       .def("forget_passes", &PassWeights::forget_passes, NoGil())
       .def("defer", &PassWeights::defer, py::arg("rank"), NoGil())
       .def("spread", &PassWeights::spread, py::arg("num_ranks"), py::arg("rank"), NoGil())
       .def("follow", &PassWeights::follow, py::arg("of_rows"), NoGil())
+      .def_property_readonly("of_sums", py::cpp_function(&PassWeights::of_sums, NoGil()))
       .def_property_readonly("has_noted", py::cpp_function(&PassWeights::has_noted, NoGil()))
       .def_property_readonly("is_refused", py::cpp_function(&PassWeights::is_refused, NoGil()))
-      .def_property_readonly("last_sum", py::cpp_function(&PassWeights::last_sum, NoGil()))
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 

@@ -295,6 +295,10 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
     const Payload& payload = job.payloads[i];
     count += device_->pack({layouts[i], chunk, payload.slices, job.pack_scale(), out, payload.pack});
   }
+  if (job.head) {
+    const BucketLayout& layout = layouts.front();
+    device_->add_heads(job.head->own, 0, 1, out, layout.part_stride, layout.num_parts);
+  }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
   const bool is_first_encoder = !job.plan->on_two_levels();
@@ -316,6 +320,11 @@ void Engine::unpack_kept(BucketJob& job) {
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  if (job.head) {
+    const BucketLayout& from = job.plan->host_layouts.front();
+    device_->add_heads(parts, from.part_stride, from.num_parts, out, job.plan->layouts.front().part_stride,
+                       place_.num_hosts);
+  }
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     ReduceArgs args{job.plan->host_layouts[i], parts, 1, job.plan->layouts[i], out};
     args.num_parts = place_.num_hosts;
@@ -327,6 +336,11 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  if (job.head) {
+    const int64_t stride = job.plan->layouts.front().part_stride;
+    device_->add_heads(parts, stride, place_.num_hosts, out, stride, 1);
+    if (chunk == 0) device_->add_heads(out, 0, 1, job.head->reduced, 0, 1);
+  }
   if (chunk == 0 && job.before_reduce) job.before_reduce();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan->layouts[i];
@@ -340,6 +354,9 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
 }
 
 void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
+  if (job.head) {
+    device_->add_heads(parts, job.plan->layouts.front().chunk_nbytes(), num_messages, job.head->sum, 0, 1);
+  }
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;

@@ -47,6 +47,16 @@ struct KeptMessages {
   int64_t nbytes = 0;  // of each
 };
 
+// The head of a job's messages: what this rank puts in front of each part that it packs, and the sums of what all ranks
+// have put there. Each has kHeadNbytes, on the device of the gradients.
+struct MessageHead {
+  std::byte* own = nullptr;
+  std::byte* reduced = nullptr;  // the sum, written on the reduce lane before before_reduce
+  std::byte* sum = nullptr;      // the sum, written on the unpack lane before anything else is unpacked
+  // Host memory: what multiplies all that is decoded, read after `sum` has been written; empty: 1.
+  std::function<double()> factor;
+};
+
 // One bucket under way.
 struct BucketJob {
   // Not null. It is shared with the jobs of the bucket's later passes.
@@ -62,12 +72,12 @@ struct BucketJob {
   int64_t grad_nbytes = 0;
   // Multiplies gradients before they are encoded, beside the plan's pack_scale.
   double pack_factor = 1;
-  // Multiplies what unpack decodes, beside the plan's unpack_scale. Read on the unpack lane; null: 1.
-  std::shared_ptr<const double> unpack_factor;
+  // Has a value if the plan has heads.
+  std::optional<MessageHead> head;
 
   float pack_scale() const { return static_cast<float>(plan->pack_scale * pack_factor); }
   float unpack_scale() const {
-    return unpack_factor ? static_cast<float>(plan->unpack_scale * *unpack_factor) : plan->unpack_scale;
+    return head && head->factor ? static_cast<float>(plan->unpack_scale * head->factor()) : plan->unpack_scale;
   }
 
   // Null if no profiler watches. Released before on_done is called, except after a failure.

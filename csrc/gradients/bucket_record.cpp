@@ -30,8 +30,9 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   const int world_size = engine.world_size();
   record->plan = bucket.gathers() ? plan_all_gather(config, world_size, numels)
                  : record->has_rows
-                     ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
-                     : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
+                     ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1), record->has_heads)
+                     : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor,
+                                   record->has_heads);
   record->kept.resize(record->plan.layouts.size());
   for (BucketRecord::Member& member : record->members) {
     const std::vector<int>& wires = record->plan.wires;
@@ -230,8 +231,9 @@ Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
 }
 
 // Whether the record is still valid for this bucket, wherever its gradients lie.
-bool is_of(const BucketRecord& record, const Bucket& bucket) {
+bool is_of(const BucketRecord& record, const Bucket& bucket, bool has_heads) {
   const Gradients& gradients = *bucket.gradients;
+  if (record.has_heads != has_heads) return false;
   if (record.is_stale || record.factor != bucket.factor || record.dtype != gradients.dtype()) return false;
   if (record.passthrough == is_carried(gradients) || record.has_rows != bucket.own_row.has_value()) return false;
   if (record.plan.gathers != bucket.gathers()) return false;
@@ -270,13 +272,14 @@ std::shared_ptr<KeptMessages> make_messages(const BucketPlan& plan, Device* devi
 }
 
 BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Place& place, c10::Device device,
-                            double unit, Parameters* parameters) {
+                            const PassWeight* weight, Parameters* parameters) {
   const Gradients& gradients = *bucket.gradients;
   TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = gradients.dtype();
   record->factor = bucket.factor;
+  record->has_heads = weight != nullptr;
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
   record->has_rows = bucket.own_row.has_value();
@@ -304,7 +307,7 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
               " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
   plan(engine, bucket, record.get());
   prepare(&engine.device(), parameters, gradients, record.get());
-  move_residuals(engine, place, unit, record.get(), gradients);
+  move_residuals(engine, place, weight ? weight->of_residuals() : 1, record.get(), gradients);
   if (engine.config().keeps_messages) {
     record->messages = make_messages(record->plan, &engine.device(), /*enqueues=*/!device.is_cpu());
   }
@@ -343,15 +346,15 @@ std::vector<std::string> BucketRecord::parameter_names() const {
   return names;
 }
 
-BucketRecords::Found BucketRecords::of(const Bucket& bucket, double unit, Parameters* parameters) {
+BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   BucketRecordPtr& record = records_[index];
-  const bool is_new = !record || !is_of(*record, bucket) || !has_residuals(*record);
+  const bool is_new = !record || !is_of(*record, bucket, weight != nullptr) || !has_residuals(*record);
   if (is_new) {
     // The residual of a parameter that is no longer in the rows must not keep that of all others.
     if (bucket.own_row && record) take_out_residuals(*record);
-    record = make_record(bucket, engine_, place_, device_, unit, parameters);
+    record = make_record(bucket, engine_, place_, device_, weight, parameters);
     // Parameters may have come from records that are kept, whose residuals would only take memory.
     for (BucketRecordPtr& other : records_) {
       if (bucket.is_alone && other && !has_residuals(*other)) other = nullptr;

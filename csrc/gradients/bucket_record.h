@@ -10,6 +10,7 @@
 #include "engine/engine.h"
 #include "gradients/bucket.h"
 #include "gradients/parameters.h"
+#include "gradients/pass_weight.h"
 
 namespace fusedcomm {
 
@@ -52,6 +53,7 @@ struct BucketRecord {
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;             // of all rows
   std::optional<double> factor;  // see Bucket
+  bool has_heads = false;        // its messages carry the ranks' weights
   bool is_stale = false;         // its residuals have been replaced, so it must be made again
   bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
@@ -91,9 +93,9 @@ class BucketRecords {
   };
   // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
   // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
-  // If its gradients lie elsewhere than before, makes new tables. unit: of residuals, in that of gradients. Throws if
-  // the bucket is on another device, or if these are not the gradients of its parameters.
-  Found of(const Bucket& bucket, double unit, Parameters* parameters);
+  // If its gradients lie elsewhere than before, makes new tables. weight: null without weights. Throws if the bucket is
+  // on another device, or if these are not the gradients of its parameters.
+  Found of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters);
 
   // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.
   std::vector<BucketRecordPtr>& all() { return records_; }

@@ -27,15 +27,16 @@ std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport
 void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, const Engine& engine,
              const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor);
 
-// Weighs the bucket's gradients.
-void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
-           const PassWeightPtr& weight);
+// Weighs the bucket's gradients, whose messages have heads.
+void weigh(BucketJob* job, const Bucket& bucket, const BucketRecord& record, const PassWeightPtr& weight,
+           PassWeights* weights, Engine* engine);
 
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
-// replace the gradients by their mean, exactly; weight: null without weights. One run is summed in place; separate
-// tensors are summed in a copy, which is written back. The future receives the run, the first tensor, or the mean of a
-// sparse bucket, coalesced.
+// replace the gradients by their mean, exactly; weight: null without weights. One run is summed in place without
+// weights; else gradients are summed in a copy, which is written back. The future receives the run, the first tensor, or
+// the mean of a sparse bucket, coalesced.
 void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const PassWeightPtr& weight,
-                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport);
+                        PassWeights* weights, const FuturePtr& future, Engine* engine,
+                        const std::shared_ptr<TensorTransport>& transport);
 
 }  // namespace fusedcomm

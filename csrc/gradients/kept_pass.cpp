@@ -113,6 +113,10 @@ void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine
       }
     });
   }
+  if (plan.has_heads) {
+    engine.device().add_heads(from.messages->codes.get(), 0, 1, to->codes.get(), plan.layouts.front().part_stride,
+                              plan.num_chunks() * plan.layouts.front().num_parts);
+  }
   wait_for_caller(engine.device());
 }
 

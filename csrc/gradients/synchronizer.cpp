@@ -30,7 +30,7 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       parameters_(parameters, options.wire_1d, device),
       records_(*engine_, transport_->place(), device),
       monitor_(options.measure_every),
-      weights_(engine_.get(), transport_, device),
+      weights_(engine_.get(), device),
       kept_(device) {}
 
 Synchronizer::~Synchronizer() {
@@ -147,22 +147,21 @@ void Synchronizer::begin_pass() {
 FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const GradientsPtr& gradients = bucket.gradients;
-  const PassWeightPtr weight = weights_.of(bucket);
+  const PassWeightPtr weight = bucket.gathers() ? nullptr : weights_.of(bucket);
   if (weight && weight->pack == 0) gradients->zero();  // also what is not finite
-  const double unit = weight ? weight->of_residuals() : 1;
-  const auto [record, turn] = take_turn(bucket, unit);
+  const auto [record, turn] = take_turn(bucket, weight.get());
 
   auto future = make_future(device_);
   auto job = make_job(bucket, record, *engine_, future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, weight, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), gradients, weight, &weights_, future, engine_.get(), transport_);
     return future;
   }
-  if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && unit != 0) {
+  if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && (!weight || weight->pack != 0)) {
     measure(job.get(), record, gradients, *engine_, transport_->place(), weight, &monitor_);
   }
-  if (weight) weigh(job, bucket, *record, weight);
+  if (weight) weigh(job.get(), bucket, *record, weight, &weights_, engine_.get());
   if (record->messages) keep(bucket, record, job, future);
   engine_->submit(std::move(job));
   return future;
@@ -187,7 +186,7 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   std::map<std::string, at::Tensor> residuals = from.residuals();
   const auto nonfinite = from.nonfinite_by_parameter();
   engine_->begin_stats_with(from.engine_->stats());
-  weights_.take_over(from.weights_, again);
+  weights_.take_over(from.weights_);
   std::unique_lock<std::mutex> their_lock(from.mutex_);
   const int64_t step = from.order_.step() - (again ? 1 : 0);
   their_lock.unlock();
@@ -197,9 +196,9 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   if (!residuals.empty()) parameters_.restore_residuals(residuals, std::nullopt);
 }
 
-std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, double unit) {
+std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, const PassWeight* weight) {
   std::lock_guard<std::mutex> lock(mutex_);
-  BucketRecords::Found found = records_.of(bucket, unit, &parameters_);
+  BucketRecords::Found found = records_.of(bucket, weight, &parameters_);
   if (found.is_new) monitor_.forget(found.record->label->name);
   const PassOrder::Turn turn = order_.take(bucket, found.record.get());
   if (turn.ends_pass) {

@@ -138,7 +138,7 @@ class Synchronizer {
   void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
             const FuturePtr& future);
   // The bucket's record, and its turn in the backward pass.
-  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, double unit);
+  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, const PassWeight* weight);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<TensorTransport> transport_;

@@ -112,10 +112,12 @@ def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
             "rank would have a weight on each: scale the loss instead, or put all modules on one mesh"
         )
     (first, *_), *_ = those
-    if first.process_group is not None and first.replicas is not None and first.device.type != "cpu":
+    has_both = first.process_group is not None and first.replicas is not None
+    if has_both and config.feedback is not None and first.device.type != "cpu":
         raise ValueError(
-            f"fusedcomm: weighted={config.weighted!r} is not possible on {first.device.type} with both shards and "
-            "replicas (HSDP): use a mesh of one dimension, or scale the loss instead"
+            f"fusedcomm: weighted={config.weighted!r} with feedback={config.feedback!r} is not possible on "
+            f"{first.device.type} with both shards and replicas (HSDP), where the host does not know what the shards "
+            "weigh: use a mesh of one dimension, or leave one of the two out"
         )
 
 

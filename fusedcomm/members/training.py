@@ -74,7 +74,6 @@ class Training(Views, Runs):
         self._pending: Decision | None = None
         self._kept: _C.Synchronizer | None = None  # has the means of the last step
         self._synchronizer_step = 0  # its number of the step under way
-        self._weight_sum = 0.0  # of the ranks' weights in the last step
         self._num_shared = 0  # microbatches of this step when it began
         members.plane.handlers[_MEANS] = self._serve_means
         if members.joins is None:
@@ -112,7 +111,7 @@ class Training(Views, Runs):
     # ---- weights, of whichever session runs; see session/weights.py
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("set", "set_invalid", "note_pass", "has_noted", "forget_passes"):
+        if name in ("set", "set_invalid", "of_sums", "note_pass", "has_noted", "forget_passes"):
             return getattr(self.session.weights, name)
         raise AttributeError(name)
 
@@ -128,7 +127,7 @@ class Training(Views, Runs):
             kept = self._kept
         if kept is None or step != self.step - 1:
             raise LookupError(f"the means of step {step} are not kept, but those of step {self.step - 1}")
-        return {"weights": self._weight_sum}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
+        return {}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
 
     def _said(self) -> dict[str, object]:
         return {
@@ -149,8 +148,12 @@ class Training(Views, Runs):
         session: Any = KeepingSession(
             self._config, group, *self._arguments, also_agree=self._also_agree, problem=problem
         )
+        weights = session.synchronizer.weights
         # Fixed, because a rank that joins has not seen the first weights.
-        session.synchronizer.weights.set_unit(1.0)
+        weights.fix_unit(1.0)
+        # The means of microbatches, which weigh 1 each, add up as sums do.
+        if self.members.microbatches is not None:
+            weights.use(of_sums=True)
         return session
 
     def _is_needed(self, session: Any) -> bool:
@@ -247,8 +250,6 @@ class Training(Views, Runs):
             self._kept = self.session.synchronizer
             self._kept.end_kept_pass()
             self.step += 1
-        if self.session.weights is not None:
-            self._weight_sum = self.session.weights.last_sum
         # Unless their number is kept, the step has had a batch more for each rank that joined after it was shared out.
         more = len(self._admitted) if self.members.microbatches is None else 0
         self.members.num_microbatches += self._num_shared + more
@@ -262,9 +263,7 @@ class Training(Views, Runs):
         for bucket in synchronizer.missing_means():
             for member in ahead:
                 with contextlib.suppress(MemberLostError):
-                    said, content = self._ask(member, _MEANS, {"step": self.step, "bucket": bucket})
-                    if self.session.weights is not None:
-                        self.session.weights.finish_last(said["weights"])
+                    _, content = self._ask(member, _MEANS, {"step": self.step, "bucket": bucket})
                     means = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                     synchronizer.complete_bucket(bucket, means)
                     break

@@ -35,6 +35,7 @@ from fusedcomm.session.plan import Plan
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
+from fusedcomm.session.weights import ADDED_MEANS
 
 _FIRST_PAUSE_S, _PAUSE_S = 1e-4, 0.5
 """Seconds between two looks of :meth:`GradReducer.wait_for`, at first and later. Only the later ones ask the store."""
@@ -123,6 +124,8 @@ class GradReducer(CommHandle):
             local, quiet = local_options(local), quiet or env.quiet()
             check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
             check.flag("find_unused_parameters", find_unused_parameters)
+            if every > 1 and configs[0].weighted == "mean":
+                raise ValueError(ADDED_MEANS)
             named = named_tensors(module_or_named_parameters)
             sparse = ids_of_sparse(module_or_named_parameters)
             if members is not None:

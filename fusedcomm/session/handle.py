@@ -17,7 +17,7 @@ from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
 from fusedcomm.session.surface import Surface
-from fusedcomm.session.weights import AddedPasses, give
+from fusedcomm.session.weights import ADDED_MEANS, AddedPasses, give
 
 if TYPE_CHECKING:
     from fusedcomm.autotune.tuning import Tuning
@@ -83,8 +83,8 @@ class CommHandle(Surface):
         ``Config(weighted=…)``, and every rank must set it. None: not set yet.
 
         It is for the backward passes to come until it is set again. Set it before ``backward()``. Where passes add up
-        gradients (``no_sync()``, ``every=k``), their weights add up, too. A rank of weight 0 takes part and changes
-        nothing. If all ranks weigh 0, gradients become zero.
+        gradients (``no_sync()``, ``every=k``), which needs ``weighted="sum"``, their weights add up, too. A rank of
+        weight 0 takes part and changes nothing. If all ranks weigh 0, gradients become zero.
 
         Setting it raises TypeError for what is no number and no tensor, and RuntimeError without ``weighted``. A number
         that is no weight, and a rank that has set none, is an error of every rank in the next backward pass. A tensor
@@ -109,9 +109,12 @@ class CommHandle(Surface):
         return weights
 
     def note_passes(self) -> None:
-        """Call before a pass that only adds up gradients, and before each one from then on."""
+        """Call before a pass that only adds up gradients, and before each one from then on. Raises RuntimeError where the
+        mean of losses is weighted."""
         if self.runs.weights is None:
             return
+        if not self.runs.weights.of_sums:
+            raise RuntimeError(ADDED_MEANS)
         if self._added is None:
             this = weakref.ref(self)  # hooks keep no handle
             self._added = AddedPasses(lambda: this().runs.weights)

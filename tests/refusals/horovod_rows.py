@@ -258,6 +258,7 @@ OPTIMIZERS = [
     (lambda _: hvd.DistributedOptimizer(optimizer_of()), "DistributedOptimizer: this SGD is a distributed optimizer"),
     (lambda _: optimizer_of(weighted="mean", op=hvd.Sum), "weighted='mean' ... use 'mean' or 'sum'"),
     (lambda _: optimizer_of(weighted="median"), "weighted='median' ... use 'mean' or 'sum'"),
+    (lambda _: optimizer_of(weighted="mean", backward_passes_per_step=2), "weighted='mean' ... use weighted='sum'"),
 ]
 
 
@@ -287,8 +288,8 @@ def thaws(rank: int) -> None:
 
 
 WEIGHTS = [
-    (weighs(None, weighted="mean"), "rank 1 has not set optimizer.weight ... Give optimizer.weight"),
-    *((weighs(each, weighted="mean"), "rank 1 has set what is no weight") for each in (-1, math.inf, torch.ones(2))),
+    (weighs(None, weighted="mean"), "rank 1 has no weight in this step ... Give optimizer.weight"),
+    *((weighs(each, weighted="mean"), "rank 1 has no weight in this step") for each in (-1, math.inf, torch.ones(2))),
     (weighs(3), "ranks weigh equally"),
     (weighs(3, op=hvd.Adasum), "with op=hvd.Adasum"),
 ]
