@@ -28,11 +28,11 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   for (const BucketRecord::Member& member : record->members) slices.emplace_back(member.numel, member.state->wire);
   const ListNumels numels = list_numels(slices, hole_nbytes(*record), record->in_one_run);
   const int world_size = engine.world_size();
-  record->plan = bucket.gathers() ? plan_all_gather(config, world_size, numels)
-                 : record->has_rows
-                     ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1), record->has_heads)
-                     : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor,
-                                   record->has_heads);
+  record->plan =
+      bucket.gathers() ? plan_all_gather(config, world_size, numels)
+      : record->has_rows
+          ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1), record->has_heads)
+          : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor, record->has_heads);
   record->kept.resize(record->plan.layouts.size());
   for (BucketRecord::Member& member : record->members) {
     const std::vector<int>& wires = record->plan.wires;

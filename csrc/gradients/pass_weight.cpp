@@ -36,10 +36,7 @@ at::Tensor PassWeight::factor_of(const at::Tensor& sum) const {
 }
 
 PassWeights::PassWeights(Engine* engine, c10::Device device)
-    : engine_(engine),
-      device_(device),
-      num_ranks_(static_cast<double>(engine->world_size())),
-      rank_(engine->rank()) {}
+    : engine_(engine), device_(device), num_ranks_(static_cast<double>(engine->world_size())), rank_(engine->rank()) {}
 
 void PassWeights::use(bool of_sums) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -5,9 +5,9 @@
 //   reduce    adds up the heads
 //   unpack    multiplies by p / Σ (wᵣ / unit), which it finds in the head
 //
-// The unit is kFirstUnit in the first pass, in which no rank knows the others' weights, and that pass's mean weight from
-// then on: what is encoded has the magnitude of gradients as long as weights have that of the first pass. Residuals of
-// error feedback keep their size beside unweighted gradients; see ResidualBuffer.
+// The unit is kFirstUnit in the first pass, in which no rank knows the others' weights, and that pass's mean weight
+// from then on: what is encoded has the magnitude of gradients as long as weights have that of the first pass.
+// Residuals of error feedback keep their size beside unweighted gradients; see ResidualBuffer.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -168,8 +168,8 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   } else {
     for (const at::Tensor& tensor : gradients->tensors()) engine->device().will_use(tensor);
   }
-  PassthroughStages stages =
-      gradients->is_sparse() ? sparse_stages(transport, *result, result, head) : dense_stages(transport, gradients, head);
+  PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, head)
+                                                    : dense_stages(transport, gradients, head);
   // On streams, an intermediate tensor's memory goes back to the stream that made it. One stream must therefore make
   // and use all of them.
   if (!gradients->device().is_cpu()) stages = on_wire_lane(std::move(stages));

@@ -99,8 +99,8 @@ class OptimizerWeight:
             own = f" ({self._invalid})" if self._invalid else ""
             raise RuntimeError(
                 f"fusedcomm: rank {rank} has no weight in this step: it has set no optimizer.weight, or what is none"
-                f"{own}. Give optimizer.weight a finite number, 0 or more, on every rank, before the backward pass that "
-                "it is for"
+                f"{own}. Give optimizer.weight a finite number, 0 or more, on every rank, before the backward pass "
+                "that it is for"
             )
         if average == 0:
             return 0.0

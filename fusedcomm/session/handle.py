@@ -109,8 +109,8 @@ class CommHandle(Surface):
         return weights
 
     def note_passes(self) -> None:
-        """Call before a pass that only adds up gradients, and before each one from then on. Raises RuntimeError where the
-        mean of losses is weighted."""
+        """Call before a pass that only adds up gradients, and before each one from then on. Raises RuntimeError where
+        the mean of losses is weighted."""
         if self.runs.weights is None:
             return
         if not self.runs.weights.of_sums:

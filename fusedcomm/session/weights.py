@@ -13,7 +13,6 @@ from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 
-
 ADDED_MEANS = (
     "fusedcomm: weighted='mean' does not add up gradients of several passes (no_sync(), every=, "
     "backward_passes_per_step=), because each pass would have to be multiplied by its weight first: let losses be "
