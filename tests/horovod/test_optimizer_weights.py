@@ -21,7 +21,9 @@ def wrapped(module, **options):
 
 def check_trained(rank, size, weighted, compression):
     is_mean = weighted == "mean"
-    steps = [[counts] for step in TWO_PASSES for counts in step] if is_mean else [*TWO_PASSES, *DROPPED][: 2 * size]
+    steps = [*TWO_PASSES, *DROPPED][: 2 * size]
+    if is_mean:
+        steps = [[counts] for step in TWO_PASSES for counts in step if any(counts[:size])]
     counted = [[[max(count, 0) for count in counts[:size]] for counts in step] for step in steps]
     for step in () if is_mean else counted[len(TWO_PASSES) :]:
         step[0][size - 1] = 0

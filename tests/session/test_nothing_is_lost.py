@@ -110,7 +110,7 @@ CODES = {"1d": "int4"}
         ("hook", Config("int4", wires=CODES, feedback=Feedback())),
         ("CommState", Config("int4", wires=CODES, feedback=Feedback(), blocks=Blocks(rotate=True))),
         ("reducer", Config("int8", feedback=Feedback("bf16"))),
-        ("DataParallel", Config("int8", feedback=Feedback(), weighted="mean")),
+        ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
         ("owners", Config("int8", feedback=Feedback())),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
