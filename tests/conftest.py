@@ -21,9 +21,6 @@ if not torch.cuda.is_available():
     # Without a GPU, Triton interprets kernels on CPU tensors. It reads this variable when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # every core has a worker already; more threads would only wait for each other
-
 measure_slowness()
 
 NUM_NOT_SAMPLED = pytest.StashKey[int]()
@@ -43,6 +40,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if is_worker(config):
+        torch.set_num_threads(1)  # every core has a worker already; more threads would only wait for each other
     # Tests are collected, and ranks started, by what these say.
     if config.getoption("--horovods-tests"):
         os.environ[horovods_tests.VARIABLE] = os.path.abspath(config.getoption("--horovods-tests"))
@@ -110,11 +109,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
+def made_once(tmp_path_factory, pytestconfig):
     """A function made_once(name, make) that returns a folder of that name, which make(folder) has filled. One process
     calls `make`; the other processes of the test run wait for it and use the same folder."""
     root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if is_worker(pytestconfig):
         root = root.parent
 
     def made_once(name: str, make: Callable[[Path], None]) -> Path:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy
 import pytest
 from patience import HANG_S
 
@@ -195,29 +194,24 @@ def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path)
     assert states(document) == {"hooks": "ok", "kernels-ragged": "cut off", "kernels": "ok"}
 
 
-def test_goes_on_after_failures_and_hangs(bench_modules, monkeypatch, tmp_path):
-    hang = "import time; print('tests/test_x.py::test_hangs', flush=True); time.sleep(60)"
-    document = run_parts(
-        monkeypatch,
-        tmp_path,
-        ("tests", hang, 1),
-        ("kernels", "import sys; sys.exit('no')", 20),
-        ("hooks", "pass", 20),
-    )
-    states = {part["name"]: (part["state"], part["detail"]) for part in document["parts"]}
-    assert states == {
-        "tests": ("timed out", "at tests/test_x.py::test_hangs"),
-        "kernels": ("failed", "with exit status 1"),
-        "hooks": ("ok", ""),
-    }
+HANG = "import time; print('tests/test_x.py::test_hangs', flush=True); time.sleep(60)"
+ENDS = {
+    "after a failure and a hang the next parts run": {
+        ("tests", HANG, 1): ("timed out", "at tests/test_x.py::test_hangs"),
+        ("kernels", "import sys; sys.exit('no')", 20): ("failed", "with exit status 1"),
+        ("hooks", "pass", 20): ("ok", ""),
+    },
+    "after a failed build none does": {
+        ("build", "raise SystemExit(2)", 20): ("failed", "with exit status 2"),
+        ("kernels", "pass", 20): ("not run", "the build failed"),
+    },
+}
 
 
-def test_runs_nothing_after_a_failed_build(bench_modules, monkeypatch, tmp_path):
-    document = run_parts(monkeypatch, tmp_path, ("build", "raise SystemExit(2)", 20), ("kernels", "pass", 20))
-    assert [(part["state"], part["detail"]) for part in document["parts"]] == [
-        ("failed", "with exit status 2"),
-        ("not run", "the build failed"),
-    ]
+@pytest.mark.parametrize("parts", ENDS.values(), ids=ENDS)
+def test_how_a_part_has_ended_is_told(bench_modules, monkeypatch, tmp_path, parts):
+    document = run_parts(monkeypatch, tmp_path, *parts)
+    assert [(part["state"], part["detail"]) for part in document["parts"]] == list(parts.values())
 
 
 # ---- what has passed on a GPU
@@ -247,27 +241,3 @@ def test_the_kernels_are_those_that_have_last_passed_on_a_gpu(bench_modules):
     documents = [json.loads(path.read_text()) for path in BENCH.glob("results/*-torch*.json")]
     if doubt := doubt_of_kernels(documents, _gpu.digest_of(_gpu.KERNELS)):
         pytest.skip(doubt)
-
-
-# ---- dry runs
-
-
-def test_interpreted_values_are_numbers_with_every_numpy(monkeypatch):
-    """Triton 3.6 converts arrays of one element to int. numpy 2.4 and later refuse that."""
-    triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
-    import interpreter
-
-    class Scope:
-        def set_attr(self, owner, name, value):
-            setattr(owner, name, value)
-
-    class Value:
-        handle = argparse.Namespace(data=numpy.array([7], dtype=numpy.int32))
-
-    def as_triton_3_6_does(tensor, scope):
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
-
-    monkeypatch.setattr(triton_interpreter, "_patch_lang_tensor", as_triton_3_6_does)
-    interpreter.convert_one_element.__wrapped__()
-    triton_interpreter._patch_lang_tensor(Value, Scope())
-    assert list(range(Value())) == list(range(7))
