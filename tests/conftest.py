@@ -33,7 +33,6 @@ def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
     group.addoption("--part", choices=("test", "check"), help="run only what `make test` or `make check` runs")
     group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
-    group.addoption("--rest", action="store_true", help="run only the cases that need --all")
     group.addoption("--horovods-tests", metavar="FOLDER", help="checkout of Horovod, to run its own tests against ours")
     group.addoption("--fetch-horovods-tests", action="store_true", help="download Horovod's own tests to run them")
     group.addoption("--oldest-triton", metavar="FOLDER", help="folder with the oldest supported Triton")
@@ -80,10 +79,7 @@ def pytest_collection_modifyitems(config, items):
     if part := config.getoption("--part"):
         left_out += [item for item in items if part_of(item) != part]
         items[:] = [item for item in items if part_of(item) == part]
-    if config.getoption("--rest"):
-        chosen, items[:] = sampled(items)
-        left_out += chosen
-    elif not config.getoption("--all"):
+    if not config.getoption("--all"):
         items[:], not_sampled = sampled(items)
         left_out += not_sampled
         config.stash[NUM_NOT_SAMPLED] = len(not_sampled)
