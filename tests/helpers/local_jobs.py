@@ -90,6 +90,7 @@ class Job:
             merge=run.merge,
             fragments=run.fragments,
             config=config,
+            weights=run.weights,
             quiet=True,
             **options,
         )
