@@ -57,6 +57,27 @@ struct MessageHead {
   std::function<double()> factor;
 };
 
+// What happens around the stages of a job beside its sum. Each function is called on the lane that it names.
+class JobDecorator {
+ public:
+  JobDecorator() = default;
+  virtual ~JobDecorator() = default;
+  JobDecorator(const JobDecorator&) = delete;
+  JobDecorator& operator=(const JobDecorator&) = delete;
+
+  // Pack, before the first chunk.
+  virtual void before_pack() {}
+  // Reduce, before the first chunk's sums are encoded.
+  virtual void before_reduce() {}
+  // After the last chunk, the lane of the first encoder with error feedback: pack, or the local reduce on two levels.
+  virtual void after_first_encoder() {}
+  // Unpack, after the last chunk, if has_after_unpack().
+  virtual void after_unpack() {}
+  virtual bool has_after_unpack() const { return false; }
+  // Unpack, when the job has ended. Returns the job's error, which may be another than that given; null: none.
+  virtual std::exception_ptr ended(std::exception_ptr error) { return error; }
+};
+
 // One bucket under way.
 struct BucketJob {
   // Not null. It is shared with the jobs of the bucket's later passes.
@@ -88,19 +109,12 @@ struct BucketJob {
   bool is_packed = false;  // whether `kept` has its codes already, so that pack has nothing to do
   int64_t num_packed = 0;  // chunks that pack has written; of the pack lane
 
-  // Called on the pack lane before the first chunk is packed; may be empty.
-  std::function<void()> before_pack;
-  // Called on the reduce lane before the first chunk's sums are encoded; may be empty.
-  std::function<void()> before_reduce;
-  // Called after the last chunk, on the lane of the first encoder with error feedback: pack, or the local reduce on two
-  // levels. May be empty.
-  std::function<void()> after_first_encoder;
+  // In the order in which they are called.
+  std::vector<std::unique_ptr<JobDecorator>> decorators;
   // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
   // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
-  // Called on the unpack lane after the last chunk; may be empty.
-  std::function<void()> after_unpack;
-  // Called exactly once, with an error, or with null for success.
+  // Called exactly once, with an error, or with null for success, after the decorators.
   std::function<void(std::exception_ptr)> on_done;
 
   // At least 1, also for a bucket that is empty or not planned.

@@ -44,8 +44,9 @@ struct BucketRecord {
     std::shared_ptr<const BucketTables> tables;         // for pack
     std::shared_ptr<const BucketTables> unpack_tables;  // for unpack, if its layout is not pack's; else null
     std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
-    // Of rows: the segments of all rows, and those of the own row, counted from it. A reduce-scatter packs all rows and
-    // unpacks the own, an all-gather the reverse. Else empty, because the gradients may lie elsewhere in every pass.
+    // Rows only: the segments of all rows, and those of the own row, counted from it. A reduce-scatter packs all rows
+    // and unpacks the own, an all-gather the reverse. Else empty, because the gradients may lie elsewhere in every
+    // pass.
     SlicePlaces lossy, exact, own_lossy, own_exact;
   };
   std::vector<c10::TensorImpl*> parameters;
@@ -65,7 +66,7 @@ struct BucketRecord {
   std::shared_ptr<const BucketLabel> label;
 
   std::vector<std::string> parameter_names() const;
-  // Of rows: the layouts of all rows.
+  // Rows only: the layouts of all rows.
   const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.packed_rows; }
 };
 

@@ -128,14 +128,14 @@ PassWeightPtr PassWeights::of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!is_on_ && !counts_active_) return nullptr;
   const int task = torch::autograd::get_current_graph_task_id();
-  // All buckets of static_graph's first pass have the index 0. Of buckets that are alone, a pass that was interrupted
-  // has not ended.
+  // All buckets of static_graph's first pass have the index 0. Sums and rows have indices without an order, and a pass
+  // of theirs that was interrupted has not ended.
   const bool is_same_task = in_pass_ && task != -1 && task == task_;
   const bool begins =
-      bucket.is_alone ? !in_pass_ || (task != -1 && task_ != -1 && task != task_) : bucket.index == 0 && !is_same_task;
+      bucket.of_pass() ? bucket.index == 0 && !is_same_task : !in_pass_ || (task != -1 && task_ != -1 && task != task_);
   if (begins) {
     task_ = task;
-    last_ = begin(bucket.is_shadow);
+    last_ = begin(bucket.of_pass() && bucket.of_pass()->is_shadow);
   }
   in_pass_ = !bucket.is_last;
   return last_;

@@ -146,22 +146,18 @@ void Synchronizer::begin_pass() {
 
 FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
-  const GradientsPtr& gradients = bucket.gradients;
   const PassWeightPtr weight = bucket.gathers() ? nullptr : weights_.of(bucket);
-  if (weight && weight->pack == 0) gradients->zero();  // also what is not finite
+  if (weight && weight->pack == 0) bucket.gradients->zero();  // also what is not finite
   const auto [record, turn] = take_turn(bucket, weight.get());
 
-  auto future = make_future(device_);
-  auto job = make_job(bucket, record, *engine_, future);
-  job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
+  const FuturePtr future = make_future(device_);
+  std::shared_ptr<BucketJob> job = make_job(bucket, record, *engine_, future);
+  job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *bucket.gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, weight, &weights_, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), bucket.gradients, weight, &weights_, future, engine_.get(), transport_);
     return future;
   }
-  if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && (!weight || weight->pack != 0)) {
-    measure(job.get(), record, gradients, *engine_, transport_->place(), weight, &monitor_);
-  }
-  if (weight) weigh(job.get(), bucket, *record, weight, &weights_, engine_.get());
+  decorate(job.get(), bucket, record, weight, turn);
   if (record->messages) keep(bucket, record, job, future);
   engine_->submit(std::move(job));
   return future;
@@ -170,13 +166,28 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   rethrow_named(bucket, error);
 }
 
+void Synchronizer::decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record,
+                            const PassWeightPtr& weight, const PassOrder::Turn& turn) {
+  const double decay = engine_->config().feedback_decay;
+  const bool is_measured = monitor_.is_measured(turn.pass) && !bucket.rows() && record->plan.sum != Sum::kExact &&
+                           !(bucket.of_pass() && bucket.of_pass()->packed) && (!weight || weight->pack != 0);
+  // Residuals are remembered before anything changes them, and measured as the encoder adds them.
+  if (record->messages) job->decorators.push_back(remembered(record));
+  if (weight) job->decorators.push_back(weighted(job, bucket, *record, weight, &weights_, engine_.get()));
+  if (decay != 1) job->decorators.push_back(decayed(record, decay));
+  if (is_measured) {
+    job->decorators.push_back(
+        measured(job, record, bucket.gradients, *engine_, transport_->place(), weight, &monitor_));
+  }
+}
+
 void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
                         const FuturePtr& future) {
   KeptMessages& messages = *record->messages;
   if (messages.means_before) std::swap(messages.means, messages.means_before);
   job->kept = std::make_shared<KeptMessages>(messages);
-  if (bucket.packed) {
-    move_codes(*bucket.packed, record->plan, *engine_, device_, job->kept.get());
+  if (const BucketRecordPtr packed = bucket.of_pass() ? bucket.of_pass()->packed : nullptr) {
+    move_codes(*packed, record->plan, *engine_, device_, job->kept.get());
     job->is_packed = true;
   }
   kept_.note({bucket, record, job, future});

@@ -1,7 +1,7 @@
 // Hands a front end's buckets to the engine, and completes the front end's future when a bucket's job ends:
 //
-//   Bucket ──► its record (bucket_record.h) and its turn (pass_order.h) ──► its job (job_builder.h)
-//     ──► decorators (decorators.h) ──► engine
+//   Bucket ──► its record (bucket_record.h) and its turn (pass_order.h) ──► its job (job_builder.h), with decorators
+//     (decorators.h) ──► engine
 //
 // Collective calls that are not buckets are in collective_calls.h.
 #pragma once
@@ -134,6 +134,9 @@ class Synchronizer {
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   std::string text_of(const Bucket& bucket);
+  // Gives the job its decorators, in their order.
+  void decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record, const PassWeightPtr& weight,
+                const PassOrder::Turn& turn);
   // Keeps the bucket's messages for others, and gives the job codes that it has already.
   void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
             const FuturePtr& future);

@@ -66,7 +66,7 @@ COUNTS = [[40, 25], [5, 3], [7, 1]]
 
 
 def with_windows_dropped(rank, world_size, front):
-    """Gradients of steps whose first pass is dropped in each way, on one rank or on both, or in part; and of one in which
+    """Gradients of steps whose first pass is dropped in each way, on one rank, on both or in part, and of one in which
     a layer is frozen."""
     module, found = model(), []
     call, comm, no_sync = wrapped(front, module, Config("fp32", weighted="sum"))
