@@ -283,8 +283,11 @@ void CudaDevice::add_heads(const std::byte* heads, int64_t stride, int64_t num_h
   const at::NoGradGuard no_grad;
   const auto as_floats = [this](const std::byte* data, int64_t num, int64_t stride_nbytes) {
     constexpr int64_t kNbytes = sizeof(float);
-    return at::from_blob(const_cast<std::byte*>(data), {num, kHeadNbytes / kNbytes}, {stride_nbytes / kNbytes, 1},
-                         at::TensorOptions().dtype(at::kFloat).device(device_));
+    return at::for_blob(const_cast<std::byte*>(data), {num, kHeadNbytes / kNbytes})
+        .strides({stride_nbytes / kNbytes, 1})
+        .options(at::TensorOptions().dtype(at::kFloat).device(device_))
+        .target_device(device_)
+        .make_tensor();
   };
   as_floats(sums, num_sums, stride_of_sums).copy_(as_floats(heads, num_heads, stride).sum(0));
 }
