@@ -10,8 +10,7 @@ import numpy
 import pytest
 import torch
 
-from fusedcomm.members import state
-from fusedcomm.members.packed import pack, unpack
+from fusedcomm.ranks.objects import fill, pack, ranges, unpack
 
 Position = collections.namedtuple("Position", ["epoch", "index"])
 
@@ -60,8 +59,8 @@ VALUES = {
 def received(value):
     packed, tensors = pack(value, "it")
     made, into = unpack(packed)
-    content = b"".join(state.ranges(tensors, 0, 1 << 60)) + b" "
-    state.fill(into, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    content = b"".join(ranges(tensors, 0, 1 << 60)) + b" "
+    fill(into, torch.frombuffer(bytearray(content), dtype=torch.uint8))
     return made
 
 
@@ -97,7 +96,7 @@ def itself() -> list:
 
 
 REFUSED = {
-    "an object": (lambda: {"a": [Opaque()]}, r"it\['a'\]\[0\] is a test_packed.Opaque"),
+    "an object": (lambda: {"a": [Opaque()]}, r"it\['a'\]\[0\] is a test_objects.Opaque"),
     "a function": (lambda: {"fn": itself}, r"it\['fn'\] is a builtins.function"),
     "objects of numpy": (lambda: (numpy.array([None]),), r"it\[0\] is a numpy.ndarray of object"),
     "a sparse tensor": (lambda: torch.eye(2).to_sparse(), "it is a tensor of torch.sparse_coo"),
