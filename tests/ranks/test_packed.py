@@ -96,7 +96,7 @@ def itself() -> list:
 
 
 REFUSED = {
-    "an object": (lambda: {"a": [Opaque()]}, r"it\['a'\]\[0\] is a test_objects.Opaque"),
+    "an object": (lambda: {"a": [Opaque()]}, r"it\['a'\]\[0\] is a test_packed.Opaque"),
     "a function": (lambda: {"fn": itself}, r"it\['fn'\] is a builtins.function"),
     "objects of numpy": (lambda: (numpy.array([None]),), r"it\[0\] is a numpy.ndarray of object"),
     "a sparse tensor": (lambda: torch.eye(2).to_sparse(), "it is a tensor of torch.sparse_coo"),
