@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
+from fusedcomm.ranks.agreement import difference
 from fusedcomm.session.session import Session
 
 
@@ -72,13 +73,12 @@ def why_not(joiner: dict, own: dict[str, object], members: Members) -> str:
 
     joiner, own: what it and a member say of themselves, by field.
     """
-    for field, value in own.items():
-        theirs = joiner.get(field)
-        if theirs != value:
-            return (
-                f"it has {field} {theirs!r:.200}, and the members have {value!r:.200}: start it with the model, the "
-                "configuration and the versions of torch and fusedcomm that the members have"
-            )
+    found = difference({"the members' ranks": own, "this one": {field: joiner.get(field) for field in own}})
+    if found:
+        return (
+            f"{found}. Start it with the model, the configuration and the versions of torch and fusedcomm that the "
+            "members have"
+        )
     if members.microbatches is not None and members.size + 1 > members.microbatches:
         return (
             f"{members.microbatches} microbatches of a step are too few for {members.size + 1} ranks: start all with a "

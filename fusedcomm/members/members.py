@@ -20,7 +20,7 @@ from fusedcomm.members.door import numeric_host
 from fusedcomm.members.packed import pack
 from fusedcomm.members.place import check_state, share_of
 from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import agreement, groups, torch_groups
+from fusedcomm.ranks import agreement, groups, own_address, torch_groups
 from fusedcomm.ranks.own_group import OwnGroup, served_store
 from fusedcomm.ranks.peers import Peers, private_store
 from fusedcomm.session.surface import Sealed
@@ -124,7 +124,7 @@ class Members(Sealed):
         self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
-            "process": groups.describe_own_process(),
+            "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
         gather = None if join is not None else _gathering(timeout)

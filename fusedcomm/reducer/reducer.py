@@ -3,7 +3,7 @@
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,13 @@ from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import (
     ids_of_sparse,
+    ignored_names,
     named_tensors,
     refuse,
     refuse_with_members,
     strides_to_agree,
     tensors_of,
 )
-from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps, configs_of
 from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.off import told
@@ -79,6 +79,7 @@ class GradReducer(CommHandle):
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs. Takes the place of
             `process_group`.
+        also_agree: what else must be equal on all ranks, by name; values that can be JSON.
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
@@ -116,6 +117,7 @@ class GradReducer(CommHandle):
         local: LocalOptions | None = None,
         quiet: bool = False,
         members: Members | None = None,
+        also_agree: Mapping[str, object] | None = None,
     ) -> None:
         with told(None if members is not None else process_group or dist.group.WORLD):
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
@@ -136,20 +138,21 @@ class GradReducer(CommHandle):
         except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
             problem = error
         caps = self._bucket_caps = bucket_caps(bucket_mib)
-        also_agree = {
+        agreed = {
             "reducer": {
                 "bucket_mib": bucket_mib,
                 "every": every,
                 "find_unused_parameters": find_unused_parameters,
                 "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
                 "strides": strides_to_agree(named),
-            }
+            },
+            **(also_agree or {}),
         }
         arguments = (process_group or dist.group.WORLD, parameters, local, device_of(named))
-        options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
+        options = {"announce": not quiet, "also_agree": agreed, "problem": problem}
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
-            super().__init__(Training(members, configs[0], *arguments[1:], also_agree, model, problem))
+            super().__init__(Training(members, configs[0], *arguments[1:], agreed, model, problem))
         elif is_search:
             super().__init__(Tuner(configs, *arguments, has_off=False, caps=lambda: caps, **options))
         else:

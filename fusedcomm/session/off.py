@@ -30,7 +30,7 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     store = private_store(group, timeout)
     peers = Peers(group, store, timeout, choose_stall_after(local.stall_after, timeout.total_seconds()))
     peers.doing("attaching: comparing its configuration with the others'")
-    agreement.agree_to_attach(peers, store.under("plan"), record, problem)
+    agreement.agree(peers, store.under("plan"), record, problem)
     peers.doing("in training, with config='off'")
 
 

@@ -282,7 +282,7 @@ class Session(Runs):
             with contextlib.suppress(RuntimeError):  # the store has failed, too
                 why = f"{self.peers.title(self.rank)} cannot attach: {problem}"
                 self._store.set(_GIVEN_UP, why.replace("fusedcomm: ", ""))
-        agreement.agree_to_attach(self.peers, store.under(what), record, problem)
+        agreement.agree(self.peers, store.under(what), record, problem)
 
     def confirm(self, problem: Exception | None, stop: Callable[[str], object] | None = None) -> None:
         """Raises what a rank has found since its session was made, this rank's `problem` first, once `stop` was called.
