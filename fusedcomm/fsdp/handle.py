@@ -5,9 +5,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedcomm.fsdp.state as state
-from fusedcomm.fsdp.mesh import Meshes, MeshSums
+from fusedcomm.fsdp.mesh import FsdpPlan, Meshes, MeshSums
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.stats import NonFinite
+from fusedcomm.session.stats import NonFinite, Stats, together
 
 
 class FsdpHandle(CommHandle):
@@ -59,6 +60,22 @@ class FsdpHandle(CommHandle):
         steps = "" if first.is_off else f", {first.num_steps} steps"
         return f"{how}, {ranks}, {len(self.runs.comms)} modules{steps}"
 
+    def plan(self) -> FsdpPlan:
+        """How each module's gradients are sent; printable."""
+        first, *others = self.runs.meshes
+        return first.plan(tuple(mesh.plan() for mesh in others))
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank, of all meshes together."""
+        is_off = self.runs.mode == "off"
+        return together([mesh.stats() for mesh in self.runs.meshes if mesh.is_off == is_off])
+
+    def _compared(self) -> ParameterDifference | None:
+        """The first difference between replicas."""
+        self.runs.pending.finish()
+        found = [mesh.between.session.compare_parameters() for mesh in self.runs.meshes if mesh.between is not None]
+        return next((each for each in found if each is not None), None)
+
     def state_dict(self, consolidated: bool = False) -> dict:
         """What error feedback has left out so far, and the number of steps. A collective call, between steps.
 
@@ -87,7 +104,7 @@ class FsdpHandle(CommHandle):
     def nonfinite_report(self) -> list[NonFinite]:
         """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with
         the shards of this rank's copy. A bucket is a module. Empty with config="off". A collective call."""
-        if self.runs.is_off:
+        if self.runs.mode == "off":
             return []
         rank = dist.get_rank()
         module_of = {p.name: comm.sharded.name for comm in self.runs.comms for p in comm.sharded.parameters}

@@ -16,10 +16,8 @@ from fusedcomm.fsdp.levels import Sums, check_hosts
 from fusedcomm.fsdp.modules import Sharded
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.native import _C
-from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.runs import Runs
-from fusedcomm.session.session import Session
-from fusedcomm.session.stats import Stats, together
+from fusedcomm.session.session import Mode, Session
+from fusedcomm.session.stats import Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +170,7 @@ class MeshSums:
 
     @property
     def weights(self) -> "_C.PassWeights | None":
-        """See :class:`Runs`."""
+        """See :class:`fusedcomm.session.handle.Runs`."""
         return self.sessions[0].weights if self.sessions else None
 
     @property
@@ -296,7 +294,7 @@ class MeshSums:
         return self.sessions[0].stats()
 
 
-class Meshes(Runs):
+class Meshes:
     """What runs behind the handle of a model.
 
     Attributes:
@@ -317,34 +315,14 @@ class Meshes(Runs):
         return [comm for mesh in self.meshes for comm in mesh.comms]
 
     @property
-    def is_off(self) -> bool:
-        """Whether torch reduces all gradients."""
-        return self.meshes[0].is_off
-
-    @property
-    def uses_engine(self) -> bool:
-        """Whether gradients go through fusedcomm."""
-        return not self.is_off
+    def mode(self) -> Mode:
+        """Off if torch reduces all gradients."""
+        return "off" if self.meshes[0].is_off else "active"
 
     @property
     def session(self) -> Session:
         """The first session of the model's own mesh."""
         return self.meshes[0].sessions[0]
-
-    def plan(self, bucket_nbytes_caps: None) -> FsdpPlan:
-        """The plan; its buckets are the modules."""
-        first, *others = self.meshes
-        return first.plan(tuple(mesh.plan() for mesh in others))
-
-    def stats(self) -> Stats:
-        """The statistics of all meshes together."""
-        return together([mesh.stats() for mesh in self.meshes if mesh.is_off == self.is_off])
-
-    def compare_parameters(self) -> ParameterDifference | None:
-        """See :meth:`CommHandle.compare_parameters`; the first difference between replicas."""
-        self.pending.finish()
-        found = [mesh.between.session.compare_parameters() for mesh in self.meshes if mesh.between is not None]
-        return next((each for each in found if each is not None), None)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""

@@ -11,6 +11,7 @@ from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
 from fusedcomm.ranks.agreement import difference
+from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 
 
@@ -28,6 +29,15 @@ class KeepingSession(UnexplainedSession):
 
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
+
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> Plan:
+        found = super().plan(bucket_nbytes_caps, off)
+        # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
+        ranks = found.world_size
+        kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
+        if self.device.type != "cpu":  # the means of two passes; see KeptMessages in job.h
+            kept_nbytes = kept_nbytes * 3 // 2
+        return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     @property
     def native_config(self) -> "_C.WireConfig":

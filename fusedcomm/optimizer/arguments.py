@@ -34,7 +34,7 @@ def check_reducer(reducer: object) -> None:
             "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves: "
             "make the GradReducer without members"
         )
-    if reducer.runs is not reducer.session:
+    if reducer.tuning() is not None:
         raise ValueError(
             "fusedcomm: a ShardedOptimizer needs its wire from the start, and this GradReducer searches for it: name "
             "its config in place of 'auto'"

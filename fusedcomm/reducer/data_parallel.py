@@ -28,7 +28,6 @@ from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.parameters import ignored_names, replicas_to_agree
 from fusedcomm.reducer.reducer import GradReducer, release
 from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB
-from fusedcomm.session.off import told
 from fusedcomm.session.served import servers_of
 from fusedcomm.session.surface import Spelled
 
@@ -158,11 +157,7 @@ class DataParallel(Spelled, DistributedDataParallel):
             self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        with told(None if members is not None else self.process_group):
-            self.parameters_to_ignore = ignored_names(module)
-            self.device = check_module(module, self.parameters_to_ignore)
-            self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
-        self.module = module
+        self.module, self._devices_given = module, (device_ids, output_device)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         begins_with_buffers = broadcast_buffers or forward_sync_buffers is not None
@@ -172,15 +167,15 @@ class DataParallel(Spelled, DistributedDataParallel):
             "local": local,
             "quiet": quiet,
             "members": members,
-            "also_agree": {
-                "init_sync": init_sync,
-                "broadcast_buffers": [begins_with_buffers, self.forward_sync_buffers],
-                "static_graph": static_graph,
-                **replicas_to_agree(module, self.parameters_to_ignore),
-            },
+        }
+        self._to_agree = {
+            "init_sync": init_sync,
+            "broadcast_buffers": [begins_with_buffers, self.forward_sync_buffers],
+            "static_graph": static_graph,
         }
         self._set_what_ddp_has()
         self._make_comm()
+        self._assign_modules_buffers()
         # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
         self.bucket_bytes_cap = self.comm.bucket_nbytes
         try:
@@ -196,15 +191,14 @@ class DataParallel(Spelled, DistributedDataParallel):
         self.logger, self._use_python_reducer = None, False
         self.require_forward_param_sync = self._requires_sync = True
         self._last_was_local = False  # whether the last forward pass with gradients was in no_sync()
-        self._assign_modules_buffers()
 
     def _make_comm(self) -> None:
         """Makes the reducer. Every rank must call it at the same point."""
-        self._take_over()
         self.comm = GradReducer(
             self.module,
             process_group=None if self._options["members"] else self.process_group,
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
+            also_agree=self._checked,
             **self._options,
         )
         release(self.module)  # the hooks end with this object, as those of DDP do
@@ -212,6 +206,14 @@ class DataParallel(Spelled, DistributedDataParallel):
         self.comm.native.is_on = False  # until a forward pass
         self.comm.serves_as, self.comm.place = "a fusedcomm.DataParallel", "in hosts"
         self._tell_whether_local()
+
+    def _checked(self) -> dict[str, object]:
+        """Checks what is wrapped, and takes it over. Returns what all ranks must have equal."""
+        self.parameters_to_ignore = ignored_names(self.module)
+        self.device = check_module(self.module, self.parameters_to_ignore)
+        self.device_ids, self.output_device = check_devices(self.device, *self._devices_given)
+        self._take_over()
+        return {**self._to_agree, **replicas_to_agree(self.module, self.parameters_to_ignore)}
 
     def _take_over(self) -> None:
         """Detaches the older wrappers of the module's parameters."""

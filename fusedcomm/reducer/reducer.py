@@ -1,6 +1,7 @@
 """``fusedcomm.GradReducer``: averages gradients over the ranks, without DistributedDataParallel."""
 
 import contextlib
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,30 +12,31 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import LocalOptions, check, local_options
+from fusedcomm.autotune.tuner import Tuner, to_agree
+from fusedcomm.autotune.tuning import Tuning
+from fusedcomm.config import LocalOptions, check
 from fusedcomm.members.members import Members
 from fusedcomm.members.training import Training
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import (
-    ids_of_sparse,
+    Given,
     ignored_names,
-    named_tensors,
     refuse,
     refuse_with_members,
     strides_to_agree,
     tensors_of,
 )
-from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps, configs_of
+from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
+from fusedcomm.session.stats import Stats
 
 _FIRST_PAUSE_S, _PAUSE_S = 1e-4, 0.5
 """Seconds between two looks of :meth:`GradReducer.wait_for`, at first and later. Only the later ones ask the store."""
@@ -79,7 +81,8 @@ class GradReducer(CommHandle):
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs. Takes the place of
             `process_group`.
-        also_agree: what else must be equal on all ranks, by name; values that can be JSON.
+        also_agree: makes the checks of whoever makes this object, and returns what else must be equal on all ranks, by
+            name; values that can be JSON.
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
@@ -117,51 +120,70 @@ class GradReducer(CommHandle):
         local: LocalOptions | None = None,
         quiet: bool = False,
         members: Members | None = None,
-        also_agree: Mapping[str, object] | None = None,
+        also_agree: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        with told(None if members is not None else process_group or dist.group.WORLD):
-            check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
-            configs, is_search = configs_of(config)
-            local, quiet = local_options(local), quiet or env.quiet()
-            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
-            check.flag("find_unused_parameters", find_unused_parameters)
-            named = named_tensors(module_or_named_parameters)
-            sparse = ids_of_sparse(module_or_named_parameters)
-            if members is not None:
-                refuse_with_members(named, sparse, process_group, is_search, find_unused_parameters)
         if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
-        parameters, problem = [], None
+        given, parameters, problem = Given(), [], None
+        more: Mapping[str, object] = {}
         try:
-            refuse(named)
-            parameters = synchronized_parameters(named, configs)
-        except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
+            more = also_agree()
+            check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
+            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
+            check.flag("find_unused_parameters", find_unused_parameters)
+            given = Given.of(module_or_named_parameters, config, local)
+            if members is not None:
+                refuse_with_members(given, process_group, find_unused_parameters)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # perhaps on this rank alone: the session tells the others
+            if members is not None:
+                raise
             problem = error
-        caps = self._bucket_caps = bucket_caps(bucket_mib)
+        try:
+            refuse(given.named)
+            parameters = synchronized_parameters(given.named, given.configs)
+        except (RuntimeError, ValueError) as error:
+            problem = problem or error
+        quiet = quiet or env.quiet()
         agreed = {
             "reducer": {
                 "bucket_mib": bucket_mib,
                 "every": every,
                 "find_unused_parameters": find_unused_parameters,
-                "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
-                "strides": strides_to_agree(named),
+                "sparse": sorted(name for name, tensor in given.named if id(tensor) in given.sparse),
+                "strides": strides_to_agree(given.named),
             },
-            **(also_agree or {}),
+            **more,
         }
-        arguments = (process_group or dist.group.WORLD, parameters, local, device_of(named))
-        options = {"announce": not quiet, "also_agree": agreed, "problem": problem}
+        caps = self._bucket_caps = bucket_caps(bucket_mib)
+        first, device = given.configs[0], device_of(given.named)
+        runs: Session | Tuner | Training
         if members is not None:
-            model = tensors_of(module_or_named_parameters, named)
-            super().__init__(Training(members, configs[0], *arguments[1:], agreed, model, problem))
-        elif is_search:
-            super().__init__(Tuner(configs, *arguments, has_off=False, caps=lambda: caps, **options))
+            model = tensors_of(module_or_named_parameters, given.named)
+            runs = Training(members, first, parameters, given.local, device, agreed, model, problem)
         else:
-            super().__init__(Session(configs[0], *arguments, **options))
+            runs = session = Session(
+                first,
+                process_group or dist.group.WORLD,
+                parameters,
+                given.local,
+                device,
+                announce=not quiet,
+                also_agree={**(to_agree(given.configs) if given.is_search else {}), **agreed},
+                watched=not given.is_search,
+                problem=problem,
+            )
+            if given.is_search:
+                runs = Tuner(session, given.configs, has_off=False, announce=not quiet, caps=lambda: caps)
+        super().__init__(runs)
         self._store, self._num_meetings = self.session.store("reducer"), 0
         self.native = _C.GradReducer(
             synchronizer=self.session.synchronizer,
             # Gradients arrive from the model's end to its beginning.
-            parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
+            parameters=[(p.tensor, p.name, id(p.tensor) in given.sparse) for p in reversed(parameters)],
             first_bucket_nbytes=caps[0],
             bucket_nbytes=caps[1],
             find_unused=find_unused_parameters,
@@ -169,11 +191,11 @@ class GradReducer(CommHandle):
             store=self._store,
             say=_say,
         )
-        if isinstance(self.runs, Tuner):
-            self.runs.start(ReducerTarget(self.native))
-        elif isinstance(self.runs, Training):
-            self.runs.start(self.native)
-        self.finds_unused, self._sparse = find_unused_parameters, sparse
+        if isinstance(runs, Tuner):
+            runs.start(ReducerTarget(self.native))
+        elif isinstance(runs, Training):
+            runs.start(self.native)
+        self.finds_unused, self._sparse = find_unused_parameters, given.sparse
         self._end_owner: Callable[[], None] | None = None
         watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
@@ -210,6 +232,19 @@ class GradReducer(CommHandle):
         """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""
         self.refuse_detached("nothing is sent")
         return super().plan()
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank; see :meth:`fusedcomm.Handle.stats`."""
+        runs = self.runs
+        return dataclasses.replace(super().stats(), changes=runs.changes if isinstance(runs, Training) else ())
+
+    def tuning(self) -> Tuning | None:
+        """What config="auto" has found so far; printable. None if nothing is searched."""
+        return self.runs.tuning() if isinstance(self.runs, Tuner) else None
+
+    def _compared(self) -> ParameterDifference | None:
+        runs = self.runs
+        return runs.compare_parameters() if isinstance(runs, Training) else super()._compared()
 
     # ---- for a ShardedOptimizer
 

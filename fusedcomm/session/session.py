@@ -6,38 +6,40 @@ import dataclasses
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm import chunks, env
-from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts
-from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
-from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
+from fusedcomm.ranks.bounded_store import BoundedStore
+from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.compare import Comparison, ParameterDifference
+from fusedcomm.session.kept_state import KeptState
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
-from fusedcomm.session.record import record_of
-from fusedcomm.session.runs import Runs
+from fusedcomm.session.ranks import Ranks
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
 
 T = TypeVar("T")
+Mode: TypeAlias = Literal["active", "searching", "off", "ended"]
+"""What gradients go through: the engine, an engine or torch in turns, torch's own sums, or nothing of fusedcomm's."""
 
-_GIVEN_UP = "given up"
-"""Store key at which a rank says why it cannot attach. Ranks that are connecting then stop waiting for it."""
+NO_WIRE = Config("fp32", "exact", hosts=None)
+"""Describes torch's own sums, for a session that is off."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
-class Session(Runs):
-    """A running engine on one process group.
+class Session:
+    """A running engine on one process group; with `is_off` the ranks' agreement alone, and a state that is only kept.
 
     Args:
         process_group: the group that DDP uses, or one of fusedcomm's own; every rank of it makes a Session at the same
@@ -51,7 +53,13 @@ class Session(Runs):
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
+        is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
+
+    Attributes:
+        ranks: of the group; a session beside another one shares them.
+        levels: of its sums.
+        synchronizer: the engine; with `is_off` a :class:`KeptState`.
 
     Raises:
         RuntimeError: fusedcomm has no path for the device over the group's backend, torch.distributed does not know the
@@ -70,49 +78,101 @@ class Session(Runs):
         announce: bool = False,
         *,
         beside: "Session | None" = None,
-        also_agree: dict | None = None,
+        also_agree: Mapping[str, object] | None = None,
         watched: bool = True,
         reduces_rows: bool = False,
+        is_off: bool = False,
         problem: Exception | None = None,
     ) -> None:
-        groups.refuse_unknown(process_group)
-        self.config = cfg
-        self.keeps_residuals = cfg.feedback is not None
-        self._reduces_rows = reduces_rows
-        self.local = local
-        self.device = device
-        self.process_group = process_group
+        self.config, self.process_group, self.parameters = cfg, process_group, parameters
+        self.local, self.device = local, device
+        self.is_off, self.has_engine = is_off, not is_off
+        self.synchronizer: Any = KeptState()
+        self.weights: Any = None
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.parameters = parameters
-        self._num_gathered = self._num_beside = 0
+        self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
+        self._announces = announce and self.rank == 0
+        self._num_gathered, self._is_watched = 0, False
         self._gathered: BoundedStore | None = None
-        if beside is None:
-            path = self._agree_on_plan(announce, also_agree, problem)
-        else:
-            beside._num_beside += 1
-            self.peers = beside.peers
-            self._store = beside._store.under(f"beside/{beside._num_beside}")
-            self.host_names = beside.host_names
-            self.levels = levels.find(cfg, self.host_names, self.rank)
+        self.ranks = Ranks(process_group, device, local.stall_after) if beside is None else beside.ranks
+        self.peers = self.ranks.peers
+        self._store = self.ranks.store if beside is None else self.ranks.part()
+        path = self._agree(also_agree or {}, problem) if beside is None else None
+        self.levels = levels.find(cfg, self.host_names, self.rank)
+        if is_off:
+            self.codec, self.s_per_byte = "none", None
+            self.peers.doing("in training, with config='off'")
+            return
+        self.synchronizer = self._engine(path, beside)
+        self.weights = weights.used(self.synchronizer, cfg)
+        self.use_comparison([(p.name, p.tensor) for p in parameters or []])
+        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
+        self.recorder = Recorder(self.synchronizer, self._store, self.peers, place)
+        _made.add(self)
+        self.peers.doing("in training, attached")
+        if watched:
+            self.watch()
+
+    def _agree(self, also_agree: Mapping[str, object], problem: Exception | None) -> "CpuPath | CudaPath | None":
+        """Returns this rank's path, None with `is_off`, once the ranks have agreed."""
+        # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
+        record, path = {}, None
+        try:
+            if problem is not None:
+                raise problem
+            if self.has_engine:
+                self.config.refuse_on(self.device.type)
+                groups.check_backend(self.process_group, self.device)
+                path = self._path()
+            record = self._record(also_agree)
+        except Exception as error:
+            problem = error
+        self.ranks.agree(record, problem)
+        return path
+
+    def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
+        """What must be equal on all ranks. Causes stand before what follows from them.
+
+        LocalOptions may differ: the bytes do not depend on them.
+        """
+        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
+        record = {
+            **agreement.versions(),
+            "device": self.device.type,
+            "world size": self.world_size,
+            "wire": AUTO if searched else self.config.wire if self.has_engine else OFF,
+        }
+        if not self.has_engine:
+            return record
+        record |= {**searched, "config": self.config.record(), **also_agree}
+        if self.parameters is not None:
+            record["parameters"] = {
+                "count": len(self.parameters),
+                "list": [[p.name, list(p.tensor.shape), str(p.tensor.dtype), p.wire] for p in self.parameters],
+            }
+        return record
+
+    def _engine(self, path: "CpuPath | CudaPath | None", beside: "Session | None") -> "_C.Synchronizer":
+        """Connects the ranks and makes the engine. Raises if any rank cannot."""
+        synchronizer, problem = None, None
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        synchronizer, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
-            transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
-            fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
-            with fitting:
+            transport = self._connect(path) if path is not None else self._connect_beside(beside)
+            config, world_size = self.effective_config, self.world_size
+            with chunks.fitting_memory(config, world_size, self.device.type, self.ranks_per_host):
                 synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
                     transport=transport,
-                    parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
-                    wire_1d=cfg.wire_number_1d,
-                    grad_device=device,
-                    measure_every=cfg.measure_every,
+                    parameters=[(p.tensor, p.name, p.wire) for p in self.parameters or []],
+                    wire_1d=config.wire_number_1d,
+                    grad_device=self.device,
+                    measure_every=config.measure_every,
                 )
-            if self.world_size > 1:
-                self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
+            if world_size > 1:
+                self._store.set(f"watch/who/{self.rank}", groups.describe_process(self.process_group))
         except Exception as error:
             problem = error
         found = {
@@ -121,54 +181,17 @@ class Session(Runs):
         }
         try:
             self.peers.doing("attaching: its engine is ready")
-            self._agree(self._store, "ready", found, problem)  # raises if any rank could not make its engine
+            self.ranks.ready(self._store, found, problem)
         except Exception:
             if synchronizer is not None:  # freed now, because a caller may keep the error and with it the synchronizer
                 synchronizer.stop("another rank has no engine")
                 synchronizer.engine.free_workspaces()
             raise
-        self.synchronizer = synchronizer
-        self.weights = weights.used(synchronizer, cfg)
-        self.use_comparison([(p.name, p.tensor) for p in parameters or []])
-        self._is_watched = False
-        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        self.recorder = Recorder(synchronizer, self._store, self.peers, place)
-        _made.add(self)
-        self.peers.doing("in training, attached")
-        if watched:
-            self.watch()
+        return synchronizer
 
-    def _agree_on_plan(
-        self, announce: bool, also_agree: dict | None, problem: Exception | None
-    ) -> "CpuPath | CudaPath":
-        """Returns this rank's path once the ranks have agreed. Sets the session's stores, peers and hosts."""
-        # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
-        record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
-        with contextlib.suppress(Exception):  # no backend for the device: check_backend says so below
-            timeout = groups.group_timeout(self.process_group, self.device)
-        self._store = store = private_store(self.process_group, timeout)
-        try:
-            if problem is not None:
-                raise problem
-            self.config.refuse_on(self.device.type)
-            groups.check_backend(self.process_group, self.device)
-            stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
-            path = self._path(announce and self.rank == 0)
-            record = record_of(self, also_agree or {})
-        except Exception as error:
-            problem = error
-        self.peers = Peers(self.process_group, store, timeout, stall_after_s)
-        self.peers.doing("attaching: comparing its configuration with the others'")
-        hosts.publish_name(store, self.rank)
-        self._agree(store, "plan", record, problem)
-        # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        self.host_names = hosts.published_names(store, self.world_size)
-        self.levels = levels.find(self.config, self.host_names, self.rank)
-        return path
-
-    def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
+    def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
         if self.ranks_per_host > 1 and not path.has_two_levels:
-            path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
+            path = self._path(two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
         self.s_per_byte, self.codec = path.s_per_byte, path.codec
         return self._connect_hosts()
@@ -184,17 +207,13 @@ class Session(Runs):
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
                 return connect()
 
-        return self.peers.call(
-            on_device,
-            "connecting with the other ranks to attach",
-            given_up=lambda: self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else "",
-        )
+        return self.ranks.connect(self._store, on_device)
 
-    def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
+    def _connect_beside(self, beside: "Session") -> "_C.C10dTransport":
         if isinstance(beside.native_device, _C.CpuDevice) or self._kernels() == beside._kernels():
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
-            path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
+            path = self._path(two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
         self.s_per_byte = beside.s_per_byte
@@ -232,6 +251,20 @@ class Session(Runs):
         if self._is_watched:
             self._is_watched = False
             self.synchronizer.unwatch()
+
+    def follow(self, process_group: groups.Group) -> None:
+        """Goes on as the session of another group, without an engine."""
+        self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
+
+    @property
+    def host_names(self) -> list[str]:
+        """Each rank's host."""
+        return self.ranks.host_names
+
+    @property
+    def mode(self) -> Mode:
+        """Whether gradients go through the engine."""
+        return "off" if self.is_off else "active"
 
     @property
     def ranks_per_host(self) -> int:
@@ -276,26 +309,12 @@ class Session(Runs):
             cross_gather=channels.cross_gather,
         )
 
-    def _agree(self, store: BoundedStore, what: str, record: dict, problem: Exception | None) -> None:
-        """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
-        if problem is not None and what == "ready" and not isinstance(problem, GivenUpError):
-            with contextlib.suppress(RuntimeError):  # the store has failed, too
-                why = f"{self.peers.title(self.rank)} cannot attach: {problem}"
-                self._store.set(_GIVEN_UP, why.replace("fusedcomm: ", ""))
-        agreement.agree(self.peers, store.under(what), record, problem)
-
     def confirm(self, problem: Exception | None, stop: Callable[[str], object] | None = None) -> None:
         """Raises what a rank has found since its session was made, this rank's `problem` first, once `stop` was called.
         A collective call, at most one for each session."""
-        try:
-            self._agree(self._store, "confirmed", {}, problem)
-        except StoreError:
-            pass  # training needs no store; this rank has no problem, or that would have been raised
-        except Exception:
-            (stop or self.stop)("a rank could not attach")
-            raise
+        self.ranks.confirm(self._store, problem, stop or self.stop)
 
-    def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":
+    def _path(self, two_levels: bool | None = None) -> "CpuPath | CudaPath":
         """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
         them, because the hosts are not known yet."""
         if self.device.type == "cpu":
@@ -306,7 +325,7 @@ class Session(Runs):
             self.process_group,
             self.device,
             grad_dtypes(self.parameters, self._reduces_rows),
-            announce,
+            self._announces,
             self.config.needs_two_levels if two_levels is None else two_levels,
             self._reduces_rows,
         )
@@ -316,12 +335,13 @@ class Session(Runs):
         return self._store.under(name).native
 
     def stats(self) -> Stats:
-        """Counts and times of this rank."""
-        return collect(self.synchronizer, self.world_size)
+        """Counts and times of this rank. Without an engine nothing is counted."""
+        counted = collect(self.synchronizer, self.world_size) if self.has_engine else Stats()
+        return dataclasses.replace(counted, off=self.is_off)
 
     def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
-        return self.everybodys(nonfinite_rows(self.synchronizer, self.rank))
+        return self.everybodys(nonfinite_rows(self.synchronizer, self.rank)) if self.has_engine else []
 
     def everybodys(self, own: list[NonFinite]) -> list[NonFinite]:
         """The rows of all ranks, the greatest counts first. A collective call."""
@@ -387,15 +407,21 @@ class Session(Runs):
 
     def compare_parameters(self) -> ParameterDifference | None:
         """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
+        if not self.has_engine:
+            raise RuntimeError(
+                "fusedcomm: with config='off' no engine runs that could compare parameters: attach with "
+                "Config('fp32', compare_every=…)"
+            )
         return self._comparison.now()
 
-    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.Plan:
         """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
 
         Args:
             bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
-            off: whether the buckets go through DDP's own all-reduce and not through this session.
+            off: whether the buckets go through DDP's own all-reduce and not through this session. None: as `is_off`.
         """
+        off = self.is_off if off is None else off
         now = trainable(self.parameters)
         own_host = None if self.config.hosts is None else self.levels.own_host
         rows = () if off else plan.actual_rows(self.world_size, own_host, self.synchronizer)
@@ -408,7 +434,7 @@ class Session(Runs):
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
-            scratch_nbytes=self.synchronizer.engine.scratch_nbytes,
+            scratch_nbytes=self.synchronizer.engine.scratch_nbytes if self.has_engine else 0,
             exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,

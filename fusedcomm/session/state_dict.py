@@ -19,7 +19,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
     with torch.inference_mode(False), torch.no_grad():
         residuals = session.synchronizer.residuals()
         of_encoders = {} if consolidated else session.synchronizer.residuals_of_encoders()
-        if consolidated and session.uses_engine:
+        if consolidated and session.has_engine:
             residuals = _mean_over_ranks(session, residuals)
     return {
         "version": VERSION,
