@@ -60,7 +60,7 @@ class FsdpHandle(CommHandle):
         steps = "" if first.is_off else f", {first.num_steps} steps"
         return f"{how}, {ranks}, {len(self.runs.comms)} modules{steps}"
 
-    def plan(self) -> FsdpPlan:
+    def plan(self) -> FsdpPlan:  # type: ignore[override]
         """How each module's gradients are sent; printable."""
         first, *others = self.runs.meshes
         return first.plan(tuple(mesh.plan() for mesh in others))
