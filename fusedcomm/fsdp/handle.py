@@ -8,7 +8,7 @@ import fusedcomm.fsdp.state as state
 from fusedcomm.fsdp.mesh import FsdpPlan, Meshes, MeshSums
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.stats import NonFinite, Stats, together
+from fusedcomm.session.stats import NonFinite, Stats, nonfinite_of_all, together
 
 
 class FsdpHandle(CommHandle):
@@ -113,4 +113,4 @@ class FsdpHandle(CommHandle):
             for mesh in self.runs.meshes
             for name, count in mesh.stats().nonfinite_by_parameter.items()
         ]
-        return self.session.everybodys(own)
+        return nonfinite_of_all(self.session, own)

@@ -15,7 +15,7 @@ from fusedcomm.session.plan import Plan
 from fusedcomm.session.served import Place
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
-from fusedcomm.session.stats import NonFinite, Stats
+from fusedcomm.session.stats import NonFinite, Stats, nonfinite_of_all, nonfinite_rows
 from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import AddedPasses, give
 
@@ -210,7 +210,10 @@ class CommHandle(Surface):
 
         Counting does not make the host wait, but this call waits for the kernels under way.
         """
-        return self.session.nonfinite_report()
+        session = self.session
+        if not session.has_engine:
+            return []
+        return nonfinite_of_all(session, nonfinite_rows(session.synchronizer, session.rank))
 
     def compare_parameters(self) -> ParameterDifference | None:
         """Compares the parameters of all ranks now, bit for bit by checksums; None if they are equal. What is left out

@@ -2,15 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fusedcomm import env
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts, OwnHost, advice
-from fusedcomm.session.parameters import NamedParameter
+from fusedcomm.session.parameters import NamedParameter, trainable
+
+if TYPE_CHECKING:
+    from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
 
@@ -209,6 +213,37 @@ def _line_of_many(like: int, rows: Sequence[BucketRow]) -> str:
 def _in_brackets(reason: str) -> str:
     """With two spaces before it; empty if there is no reason."""
     return f"  [{reason}]" if reason else ""
+
+
+def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool) -> Plan:
+    """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
+
+    Args:
+        bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
+        off: whether the buckets go through DDP's own all-reduce and not through this session.
+    """
+    now = trainable(session.parameters)
+    own_host = None if session.config.hosts is None else session.levels.own_host
+    rows = () if off else actual_rows(session.world_size, own_host, session.synchronizer)
+    predicted = not rows
+    if predicted and session.parameters is not None and bucket_nbytes_caps is not None:
+        native = None if off else session.native_config
+        rows = predicted_rows(native, session.world_size, own_host, now, bucket_nbytes_caps)
+    return Plan(
+        config=session.effective_config,
+        world_size=session.world_size,
+        device_type=session.device.type,
+        codec=session.codec,
+        scratch_nbytes=session.synchronizer.engine.scratch_nbytes if session.has_engine else 0,
+        exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
+        buckets=rows,
+        predicted=predicted,
+        hosts=session.hosts,
+        one_level_reason=session.levels.one_level_reason,
+        off=off,
+        ranks_on_host=env.local_world_size(),
+        frozen=session.parameters is not None and not now,
+    )
 
 
 def predicted_rows(

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusedcomm import chunks, env
+from fusedcomm import chunks
 from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
@@ -23,9 +23,9 @@ from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.kept_state import KeptState
-from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
+from fusedcomm.session.parameters import NamedParameter, grad_dtypes
 from fusedcomm.session.ranks import Ranks
-from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
+from fusedcomm.session.stats import Stats, collect
 from fusedcomm.trace.recorder import Recorder
 
 T = TypeVar("T")
@@ -339,16 +339,6 @@ class Session:
         counted = collect(self.synchronizer, self.world_size) if self.has_engine else Stats()
         return dataclasses.replace(counted, off=self.is_off)
 
-    def nonfinite_report(self) -> list[NonFinite]:
-        """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
-        return self.everybodys(nonfinite_rows(self.synchronizer, self.rank)) if self.has_engine else []
-
-    def everybodys(self, own: list[NonFinite]) -> list[NonFinite]:
-        """The rows of all ranks, the greatest counts first. A collective call."""
-        rows = [dataclasses.astuple(row) for row in own]
-        everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows, "nonfinite_report()") for row in rows]
-        return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
-
     def gather(self, what: str, record: object, call: str) -> list:
         """Returns every rank's `record` (JSON-serializable), in rank order. A collective call.
 
@@ -415,35 +405,8 @@ class Session:
         return self._comparison.now()
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.Plan:
-        """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
-
-        Args:
-            bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
-            off: whether the buckets go through DDP's own all-reduce and not through this session. None: as `is_off`.
-        """
-        off = self.is_off if off is None else off
-        now = trainable(self.parameters)
-        own_host = None if self.config.hosts is None else self.levels.own_host
-        rows = () if off else plan.actual_rows(self.world_size, own_host, self.synchronizer)
-        predicted = not rows
-        if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
-            native = None if off else self.native_config
-            rows = plan.predicted_rows(native, self.world_size, own_host, now, bucket_nbytes_caps)
-        return plan.Plan(
-            config=self.effective_config,
-            world_size=self.world_size,
-            device_type=self.device.type,
-            codec=self.codec,
-            scratch_nbytes=self.synchronizer.engine.scratch_nbytes if self.has_engine else 0,
-            exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
-            buckets=rows,
-            predicted=predicted,
-            hosts=self.hosts,
-            one_level_reason=self.levels.one_level_reason,
-            off=off,
-            ranks_on_host=env.local_world_size(),
-            frozen=self.parameters is not None and not now,
-        )
+        """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""
+        return plan.plan_of(self, bucket_nbytes_caps, self.is_off if off is None else off)
 
     def max_over_ranks(self, value: float, what: str) -> float:
         """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
