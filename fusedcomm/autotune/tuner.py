@@ -18,7 +18,7 @@ from fusedcomm.config import AUTO, OFF, Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.session.parameters import numbered
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import take_over
 
@@ -308,7 +308,7 @@ class Tuner:
 
     # ---- for people
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> BucketsPlan:
         """The running candidate's plan, with what the search has found."""
         return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
 

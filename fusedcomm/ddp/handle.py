@@ -23,7 +23,7 @@ from fusedcomm.ddp.module import (
 from fusedcomm.native import _C
 from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.parameters import numbered
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
@@ -58,13 +58,13 @@ class Handle(CommHandle):
         serve(self)
         self._seal()
 
-    def plan(self) -> Plan:
+    def plan(self) -> BucketsPlan:
         """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass.
 
         After detach() it shows DDP's own all-reduce.
         """
         if self._attached:
-            return super().plan()
+            return self._plan()
         plan = self.session.plan(self._caps(), off=True)
         return dataclasses.replace(plan, detached=True)
 

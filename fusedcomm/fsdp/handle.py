@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedcomm.fsdp.state as state
-from fusedcomm.fsdp.mesh import FsdpPlan, Meshes, MeshSums
+from fusedcomm.fsdp.mesh import Meshes, MeshSums
+from fusedcomm.fsdp.plan import FsdpPlan
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.stats import NonFinite, Stats, nonfinite_of_all, together
@@ -16,7 +17,7 @@ class FsdpHandle(CommHandle):
 
     With "off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
 
-    ``plan()`` shows how each module's gradients are sent, as a :class:`fusedcomm.fsdp.mesh.FsdpPlan`. In ``stats()`` a
+    ``plan()`` shows how each module's gradients are sent, as a :class:`fusedcomm.fsdp.plan.FsdpPlan`. In ``stats()`` a
     bucket is the reduce-scatter of one module; with replicate(), which has none, its all-reduce. Of modules on several
     meshes the counts are added up, and the times and steps are those of the model's own mesh.
     """
@@ -60,7 +61,7 @@ class FsdpHandle(CommHandle):
         steps = "" if first.is_off else f", {first.num_steps} steps"
         return f"{how}, {ranks}, {len(self.runs.comms)} modules{steps}"
 
-    def plan(self) -> FsdpPlan:  # type: ignore[override]
+    def plan(self) -> FsdpPlan:
         """How each module's gradients are sent; printable."""
         first, *others = self.runs.meshes
         return first.plan(tuple(mesh.plan() for mesh in others))

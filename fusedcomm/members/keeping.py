@@ -11,7 +11,7 @@ from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
 from fusedcomm.ranks.agreement import difference
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.session import Session
 
 
@@ -30,7 +30,7 @@ class KeepingSession(UnexplainedSession):
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
 
-    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> Plan:
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> BucketsPlan:
         found = super().plan(bucket_nbytes_caps, off)
         # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
         ranks = found.world_size

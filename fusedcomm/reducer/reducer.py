@@ -32,7 +32,7 @@ from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_cap
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
@@ -228,10 +228,10 @@ class GradReducer(CommHandle):
         finally:
             self.native.is_on = before and self._attached
 
-    def plan(self) -> Plan:
+    def plan(self) -> BucketsPlan:
         """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""
         self.refuse_detached("nothing is sent")
-        return super().plan()
+        return self._plan()
 
     def stats(self) -> Stats:
         """Counts and times of this rank; see :meth:`fusedcomm.Handle.stats`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.plan import BucketsPlan, Plan
 from fusedcomm.session.served import Place
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
@@ -82,6 +82,10 @@ class CommHandle(Surface):
     def _module(self) -> nn.Module | None:
         """The module whose passes are traced."""
         return None
+
+    def _plan(self) -> BucketsPlan:
+        """The plan of the session that runs."""
+        return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
 
     def _compared(self) -> ParameterDifference | None:
         """See :meth:`compare_parameters`."""
@@ -199,7 +203,7 @@ class CommHandle(Surface):
 
     def plan(self) -> Plan:
         """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
-        return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
+        return self._plan()
 
     def tuning(self) -> "Tuning | None":
         """What config="auto" has found so far; printable. None if nothing is searched."""

@@ -404,7 +404,7 @@ class Session:
             )
         return self._comparison.now()
 
-    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.Plan:
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:
         """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""
         return plan.plan_of(self, bucket_nbytes_caps, self.is_off if off is None else off)
 
