@@ -1,6 +1,5 @@
 """What a reducer takes: the parameters of a module, or named parameters, and refusals of those that it cannot take."""
 
-import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -9,10 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.config import Config, LocalOptions, local_options
 from fusedcomm.native import _C
-from fusedcomm.reducer.tuning import configs_of
 from fusedcomm.session.parameters import has_sparse_gradient
 from fusedcomm.session.served import refuse_served
 
@@ -113,31 +109,9 @@ def refuse(named: Named) -> None:
     refuse_served(named, "a fusedcomm.GradReducer", hooks=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """What a reducer was given. `configs`: the candidates of a search, or the one configuration. `sparse`: the ids of
-    parameters with sparse gradients."""
-
-    named: Named = ()
-    sparse: Collection[int] = ()
-    configs: Sequence[Config] = (Config("fp32"),)
-    is_search: bool = False
-    local: LocalOptions = dataclasses.field(default_factory=LocalOptions)
-
-    @classmethod
-    def of(
-        cls,
-        module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]],
-        config: ConfigLike | None,
-        local: LocalOptions | None,
-    ) -> "Given":
-        """Raises TypeError and ValueError for what is not possible."""
-        configs, is_search = configs_of(config)
-        named = named_tensors(module_or_named_parameters)
-        return cls(named, ids_of_sparse(module_or_named_parameters), configs, is_search, local_options(local))
-
-
-def refuse_with_members(given: Given, process_group: object, find_unused: bool) -> None:
+def refuse_with_members(
+    named: Named, sparse: Collection[int], process_group: object, is_search: bool, find_unused: bool
+) -> None:
     """Raises ValueError for what a reducer whose ranks come and go cannot take."""
     if process_group is not None:
         raise ValueError(
@@ -148,16 +122,16 @@ def refuse_with_members(given: Given, process_group: object, find_unused: bool) 
             "fusedcomm: find_unused_parameters and static_graph need to know what each rank has used, and a lost rank "
             "cannot say it: with members every backward pass uses every parameter that requires gradients"
         )
-    if given.is_search:
+    if is_search:
         raise ValueError(
             "fusedcomm: a search (config='auto') times steps, and ranks that come and go would change what it "
             "measures: with members name a wire"
         )
-    for name, tensor in given.named:
+    for name, tensor in named:
         if isinstance(tensor, DTensor):
             raise ValueError(SHARDED)
-        if id(tensor) in given.sparse or tensor.dtype.to_real() not in _C.GRAD_DTYPES:
-            what = "sparse" if id(tensor) in given.sparse else str(tensor.dtype)
+        if id(tensor) in sparse or tensor.dtype.to_real() not in _C.GRAD_DTYPES:
+            what = "sparse" if id(tensor) in sparse else str(tensor.dtype)
             raise ValueError(
                 f"fusedcomm: gradients of {name} are {what}, which no wire carries, so none are kept to be summed "
                 "again when a rank is lost: with members every gradient is dense, of float32, bfloat16 or float16"

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,22 @@ from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.autotune.tuner import Tuner, to_agree
 from fusedcomm.autotune.tuning import Tuning
-from fusedcomm.config import LocalOptions, check
+from fusedcomm.config import Config, LocalOptions, check, local_options
 from fusedcomm.members.members import Members
 from fusedcomm.members.training import Training
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import (
-    Given,
+    ids_of_sparse,
     ignored_names,
+    named_tensors,
     refuse,
     refuse_with_members,
     strides_to_agree,
     tensors_of,
 )
-from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps
+from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps, configs_of
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
@@ -124,27 +125,25 @@ class GradReducer(CommHandle):
     ) -> None:
         if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
-        given, parameters, problem = Given(), [], None
-        more: Mapping[str, object] = {}
+        configs: Sequence[Config] = (Config("fp32"),)
+        options, more, problem = LocalOptions(), {}, None
+        is_search, named, sparse, parameters = False, [], set(), []
         try:
             more = also_agree()
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
             check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
             check.flag("find_unused_parameters", find_unused_parameters)
-            given = Given.of(module_or_named_parameters, config, local)
+            (configs, is_search), options = configs_of(config), local_options(local)
+            named, sparse = named_tensors(module_or_named_parameters), ids_of_sparse(module_or_named_parameters)
             if members is not None:
-                refuse_with_members(given, process_group, find_unused_parameters)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # perhaps on this rank alone: the session tells the others
+                refuse_with_members(named, sparse, process_group, is_search, find_unused_parameters)
+        except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells others
             if members is not None:
                 raise
             problem = error
         try:
-            refuse(given.named)
-            parameters = synchronized_parameters(given.named, given.configs)
+            refuse(named)
+            parameters = synchronized_parameters(named, configs)
         except (RuntimeError, ValueError) as error:
             problem = problem or error
         quiet = quiet or env.quiet()
@@ -153,37 +152,37 @@ class GradReducer(CommHandle):
                 "bucket_mib": bucket_mib,
                 "every": every,
                 "find_unused_parameters": find_unused_parameters,
-                "sparse": sorted(name for name, tensor in given.named if id(tensor) in given.sparse),
-                "strides": strides_to_agree(given.named),
+                "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
+                "strides": strides_to_agree(named),
             },
             **more,
         }
         caps = self._bucket_caps = bucket_caps(bucket_mib)
-        first, device = given.configs[0], device_of(given.named)
+        first, device = configs[0], device_of(named)
         runs: Session | Tuner | Training
         if members is not None:
-            model = tensors_of(module_or_named_parameters, given.named)
-            runs = Training(members, first, parameters, given.local, device, agreed, model, problem)
+            model = tensors_of(module_or_named_parameters, named)
+            runs = Training(members, first, parameters, options, device, agreed, model, problem)
         else:
             runs = session = Session(
                 first,
                 process_group or dist.group.WORLD,
                 parameters,
-                given.local,
+                options,
                 device,
                 announce=not quiet,
-                also_agree={**(to_agree(given.configs) if given.is_search else {}), **agreed},
-                watched=not given.is_search,
+                also_agree={**(to_agree(configs) if is_search else {}), **agreed},
+                watched=not is_search,
                 problem=problem,
             )
-            if given.is_search:
-                runs = Tuner(session, given.configs, has_off=False, announce=not quiet, caps=lambda: caps)
+            if is_search:
+                runs = Tuner(session, configs, has_off=False, announce=not quiet, caps=lambda: caps)
         super().__init__(runs)
         self._store, self._num_meetings = self.session.store("reducer"), 0
         self.native = _C.GradReducer(
             synchronizer=self.session.synchronizer,
             # Gradients arrive from the model's end to its beginning.
-            parameters=[(p.tensor, p.name, id(p.tensor) in given.sparse) for p in reversed(parameters)],
+            parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
             first_bucket_nbytes=caps[0],
             bucket_nbytes=caps[1],
             find_unused=find_unused_parameters,
@@ -195,7 +194,7 @@ class GradReducer(CommHandle):
             runs.start(ReducerTarget(self.native))
         elif isinstance(runs, Training):
             runs.start(self.native)
-        self.finds_unused, self._sparse = find_unused_parameters, given.sparse
+        self.finds_unused, self._sparse = find_unused_parameters, sparse
         self._end_owner: Callable[[], None] | None = None
         watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer

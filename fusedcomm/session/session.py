@@ -22,7 +22,6 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.compare import Comparison, ParameterDifference
-from fusedcomm.session.kept_state import KeptState
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
 from fusedcomm.session.ranks import Ranks
 from fusedcomm.session.stats import Stats, collect
@@ -59,7 +58,8 @@ class Session:
     Attributes:
         ranks: of the group; a session beside another one shares them.
         levels: of its sums.
-        synchronizer: the engine; with `is_off` a :class:`KeptState`.
+        synchronizer: the engine; None with `is_off`.
+        kept: without an engine, what was loaded of its state: the step, and counts of NaN and Inf by parameter.
 
     Raises:
         RuntimeError: fusedcomm has no path for the device over the group's backend, torch.distributed does not know the
@@ -87,8 +87,9 @@ class Session:
         self.config, self.process_group, self.parameters = cfg, process_group, parameters
         self.local, self.device = local, device
         self.is_off, self.has_engine = is_off, not is_off
-        self.synchronizer: Any = KeptState()
+        self.synchronizer: Any = None
         self.weights: Any = None
+        self.kept: tuple[int, dict[str, int]] = (0, {})
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
         self._announces = announce and self.rank == 0
@@ -427,7 +428,8 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""
-        self.synchronizer.stop(reason)
+        if self.has_engine:
+            self.synchronizer.stop(reason)
 
 
 @atexit.register
