@@ -176,8 +176,6 @@ class DataParallel(Spelled, DistributedDataParallel):
         self._set_what_ddp_has()
         self._make_comm()
         self._assign_modules_buffers()
-        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
-        self.bucket_bytes_cap = self.comm.bucket_nbytes
         try:
             if init_sync and not self._joins:  # a rank that joins has the members' parameters already
                 self._begin_equal(begins_with_buffers)
@@ -201,6 +199,8 @@ class DataParallel(Spelled, DistributedDataParallel):
             also_agree=self._checked,
             **self._options,
         )
+        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
+        self.bucket_bytes_cap = self.comm.bucket_nbytes
         release(self.module)  # the hooks end with this object, as those of DDP do
         self.reducer = DdpReducer(self.comm)
         self.comm.native.is_on = False  # until a forward pass

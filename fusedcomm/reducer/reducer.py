@@ -5,6 +5,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ class GradReducer(CommHandle):
         except (RuntimeError, ValueError) as error:
             problem = problem or error
         quiet = quiet or env.quiet()
-        agreed = {
+        agreed: dict[str, object] = {
             "reducer": {
                 "bucket_mib": bucket_mib,
                 "every": every,
@@ -158,59 +159,59 @@ class GradReducer(CommHandle):
             **more,
         }
         caps = self._bucket_caps = bucket_caps(bucket_mib)
-        first, device = configs[0], device_of(named)
+        first, device, announce = configs[0], device_of(named), not quiet
         runs: Session | Tuner | Training
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
             runs = Training(members, first, parameters, options, device, agreed, model, problem)
         else:
-            runs = session = Session(
-                first,
-                process_group or dist.group.WORLD,
-                parameters,
-                options,
-                device,
-                announce=not quiet,
-                also_agree={**(to_agree(configs) if is_search else {}), **agreed},
-                watched=not is_search,
-                problem=problem,
-            )
+            group = process_group or dist.group.WORLD
+            agreed |= to_agree(configs) if is_search else {}
+            how: Any = {"announce": announce, "also_agree": agreed, "watched": not is_search, "problem": problem}
+            runs = Session(first, group, parameters, options, device, **how)
             if is_search:
-                runs = Tuner(session, configs, has_off=False, announce=not quiet, caps=lambda: caps)
+                runs = Tuner(runs, configs, has_off=False, announce=announce, caps=lambda: caps)
         super().__init__(runs)
         self._store, self._num_meetings = self.session.store("reducer"), 0
-        self.native = _C.GradReducer(
-            synchronizer=self.session.synchronizer,
-            # Gradients arrive from the model's end to its beginning.
-            parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
-            first_bucket_nbytes=caps[0],
-            bucket_nbytes=caps[1],
-            find_unused=find_unused_parameters,
-            every=every,
-            store=self._store,
-            say=_say,
-        )
+        # Gradients arrive from the model's end to its beginning.
+        backwards = [(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)]
+        self.native = self._made_native(backwards, find_unused_parameters, every)
         if isinstance(runs, Tuner):
             runs.start(ReducerTarget(self.native))
         elif isinstance(runs, Training):
             runs.start(self.native)
         self.finds_unused, self._sparse = find_unused_parameters, sparse
         self._end_owner: Callable[[], None] | None = None
-        watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
-        self._module_of: Callable[[], nn.Module | None] = lambda: None
-        self._watch: ParameterWatch | None = None
-        if isinstance(module_or_named_parameters, nn.Module):
-            _of_modules[module_or_named_parameters] = self
-            self._module_of = weakref.ref(module_or_named_parameters)
-            self._watch = ParameterWatch(module_or_named_parameters)
-            self._ignored = ignored_names(module_or_named_parameters)
+        watch_steps(self)
+        self._keep_with(module_or_named_parameters)
         serve(self)
         self._seal()
         if every > 1:
             self.note_passes()
         if self.session.rank == 0:
             log.report(self.plan, quiet)
+
+    def _made_native(self, backwards: list[tuple], find_unused: bool, every: int) -> "_C.GradReducer":
+        return _C.GradReducer(
+            synchronizer=self.session.synchronizer,
+            parameters=backwards,
+            first_bucket_nbytes=self._bucket_caps[0],
+            bucket_nbytes=self._bucket_caps[1],
+            find_unused=find_unused,
+            every=every,
+            store=self._store,
+            say=_say,
+        )
+
+    def _keep_with(self, module: object) -> None:
+        """A module keeps this object alive, and is asked for its parameters."""
+        self._module_of: Callable[[], nn.Module | None] = lambda: None
+        self._watch: ParameterWatch | None = None
+        if isinstance(module, nn.Module):
+            _of_modules[module] = self
+            self._module_of = weakref.ref(module)
+            self._watch, self._ignored = ParameterWatch(module), ignored_names(module)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
