@@ -128,10 +128,11 @@ class GradReducer(CommHandle):
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
         configs: Sequence[Config] = (Config("fp32"),)
         options, more, problem = LocalOptions(), {}, None
-        is_search, named, sparse, parameters = False, [], set(), []
+        is_search, named, sparse, parameters, caps = False, [], set(), [], [0]
         try:
             more = also_agree()
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
+            caps = bucket_caps(bucket_mib)
             check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
             check.flag("find_unused_parameters", find_unused_parameters)
             (configs, is_search), options = configs_of(config), local_options(local)
@@ -158,7 +159,6 @@ class GradReducer(CommHandle):
             },
             **more,
         }
-        caps = self._bucket_caps = bucket_caps(bucket_mib)
         first, device, announce = configs[0], device_of(named), not quiet
         runs: Session | Tuner | Training
         if members is not None:
@@ -172,6 +172,7 @@ class GradReducer(CommHandle):
             if is_search:
                 runs = Tuner(runs, configs, has_off=False, announce=announce, caps=lambda: caps)
         super().__init__(runs)
+        self._bucket_caps = caps
         self._store, self._num_meetings = self.session.store("reducer"), 0
         # Gradients arrive from the model's end to its beginning.
         backwards = [(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)]
