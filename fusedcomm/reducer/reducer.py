@@ -17,7 +17,7 @@ from fusedcomm.autotune.tuner import Tuner, to_agree
 from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.config import Config, LocalOptions, check, local_options
 from fusedcomm.members.members import Members
-from fusedcomm.members.training import Training
+from fusedcomm.members.training.passes import Training
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
