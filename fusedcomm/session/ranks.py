@@ -38,7 +38,7 @@ class Ranks:
         groups.refuse_unknown(group)
         self.group, self.rank, self.size = group, group.rank(), group.size()
         timeout = dist.default_pg_timeout
-        with contextlib.suppress(RuntimeError):  # the group has no backend for the device: whoever needs it says so
+        with contextlib.suppress(Exception):  # the group has no backend for the device: whoever needs it says so
             timeout = groups.group_timeout(group, device)
         self.store = private_store(group, timeout)
         self.peers = Peers(group, self.store, timeout, choose_stall_after(stall_after, timeout.total_seconds()))

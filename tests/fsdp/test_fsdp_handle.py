@@ -56,7 +56,7 @@ def test_off_leaves_the_sums_to_torch_and_says_so(ranks):
         line, plan, stats = texts
         assert line == "<fusedcomm.FsdpHandle: off, torch's own sums, 2 ranks, 2 modules>"
         assert plan[0] == "fusedcomm: FSDP2: off, torch's own sums over 2 ranks"
-        assert plan[2].split() == ["0", "0.001", "rows", "0.000", "0.bias", "…", "0.weight", "(2)"]
+        assert plan[2].split() == ["0", "0.001", "rows", "0.000", "0.weight", "…", "0.bias", "(2)"]
         assert "off" in stats
         assert calls == dict.fromkeys(names, 0) and loaded == dict.fromkeys(names, 1)
 
