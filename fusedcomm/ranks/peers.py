@@ -1,6 +1,6 @@
 """Waits for other ranks outside of a step: while attaching, searching or saving.
 
-Within a step the transport notices that a rank is lost, and the watch says which one is slow (csrc/watch/watch.h).
+Within a step the transport notices that a rank is lost, and the watch says which one is slow (watch.py).
 Every other wait for ranks is made here. It ends when a rank that it needs is lost, and is reported when it takes long.
 Both texts say what that rank was last seen doing.
 """

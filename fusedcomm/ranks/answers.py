@@ -1,0 +1,83 @@
+"""Reads the answers to a roll call from the store, and what the store has of ranks that have not answered."""
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
+from fusedcomm.ranks.connections import MAX_LISTED
+from fusedcomm.ranks.roll_call import Began, RollCall, State, decode
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def read(store: BoundedStore, keys: Mapping[Key, str], found: dict[Key, bytes]) -> None:
+    """Adds the values of those keys that are set to `found`, also if the store fails on the way."""
+    names = list(keys)
+    if names and store.check(list(keys.values())):
+        found.update(zip(names, store.multi_get(list(keys.values())), strict=True))
+    elif len(names) > 1:
+        for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+            read(store, {name: keys[name] for name in half}, found)
+
+
+def collect(
+    store: BoundedStore,
+    call: RollCall,
+    late_s: float,
+    answer_s: float,
+    request_s: float,
+    pause: Callable[[], None],
+) -> StoreError | None:
+    """Fills in `call` with the answers, once all are known or the time for them has passed.
+
+    A rank is late if it had no answer yet when it was asked at `late_s` or later, and absent if it has none and was
+    asked at `answer_s` or later. If the store could not be asked then, within `request_s` more, the rank stays unread.
+    A slow store thus makes no rank look late or absent.
+
+    Returns: the error after which no more was read; None if there was none, or if a silent store has answered again.
+    """
+    began, asked_s, problem = time.monotonic(), 0.0, None
+    found: dict[int, bytes] = {}
+    missed_s = dict.fromkeys(range(call.world_size), -1.0)  # when each rank was last asked and had no answer
+    while True:
+        missing = {rank: f"answer/{call.number}/{rank}" for rank in missed_s if rank not in found}
+        try:
+            read(store, missing, found)
+            missed_s.update({rank: asked_s for rank in missing if rank not in found})
+            problem = None
+        except StoreError as error:
+            problem = error
+        call.waited_s = now_s = time.monotonic() - began
+        call.late_s.update({rank: now_s for rank in missing if rank in found and missed_s[rank] >= late_s})
+        has_asked_all = problem is None and asked_s >= answer_s
+        is_over = now_s > answer_s + request_s or (problem is not None and not problem.is_silence)
+        if len(found) == call.world_size or has_asked_all or is_over:
+            break
+        pause()
+        asked_s = time.monotonic() - began
+    for rank, missed in missed_s.items():
+        if rank in found:
+            try:
+                call.answers[rank] = decode(State, found[rank])
+            except ValueError as error:
+                call.unreadable[rank] = str(error)
+        elif missed >= answer_s:
+            call.absent[rank] = ""
+        else:
+            call.unread.append(rank)
+    return problem
+
+
+def name_absent(store: BoundedStore, call: RollCall) -> None:
+    """Asks for the processes and addresses of the absent ranks, at most MAX_LISTED of them. Raises StoreError."""
+    found: dict[tuple[str, int], bytes] = {}
+    named = list(call.absent)[:MAX_LISTED]
+    read(store, {(what, rank): f"{what}/{rank}" for what in ("who", "began") for rank in named}, found)
+    for (what, rank), said in found.items():
+        if what == "who":
+            call.absent[rank] = said.decode()
+        else:
+            with contextlib.suppress(ValueError):
+                call.began[rank] = decode(Began, said)
