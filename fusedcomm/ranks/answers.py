@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TypeVar
 
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
@@ -29,12 +29,13 @@ def collect(
     answer_s: float,
     request_s: float,
     pause: Callable[[], None],
+    lost: Callable[[], Collection[int]],
 ) -> StoreError | None:
     """Fills in `call` with the answers, once all are known or the time for them has passed.
 
     A rank is late if it had no answer yet when it was asked at `late_s` or later, and absent if it has none and was
-    asked at `answer_s` or later. If the store could not be asked then, within `request_s` more, the rank stays unread.
-    A slow store thus makes no rank look late or absent.
+    asked at `answer_s` or later; or at once, if all others have answered and it is among the `lost` ones. If the store
+    could not be asked then, within `request_s` more, the rank stays unread: a slow store makes no rank look absent.
 
     Returns: the error after which no more was read; None if there was none, or if a silent store has answered again.
     """
@@ -51,9 +52,11 @@ def collect(
             problem = error
         call.waited_s = now_s = time.monotonic() - began
         call.late_s.update({rank: now_s for rank in missing if rank in found and missed_s[rank] >= late_s})
-        has_asked_all = problem is None and asked_s >= answer_s
+        silent = missing.keys() - found.keys()
+        gone = silent.intersection(lost()) if silent and problem is None else set()
+        has_asked_all = problem is None and (asked_s >= answer_s or silent == gone)
         is_over = now_s > answer_s + request_s or (problem is not None and not problem.is_silence)
-        if len(found) == call.world_size or has_asked_all or is_over:
+        if has_asked_all or is_over:
             break
         pause()
         asked_s = time.monotonic() - began
@@ -63,7 +66,7 @@ def collect(
                 call.answers[rank] = decode(State, found[rank])
             except ValueError as error:
                 call.unreadable[rank] = str(error)
-        elif missed >= answer_s:
+        elif missed >= answer_s or rank in gone:
             call.absent[rank] = ""
         else:
             call.unread.append(rank)

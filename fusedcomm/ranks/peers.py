@@ -73,6 +73,10 @@ class Peers:
         """A rank of the group as all ranks of the job know it: "rank 1", of a smaller group "rank 5 of the job"."""
         return f"rank {rank}" if self._in_job is None else f"rank {self._in_job[rank]} of the job"
 
+    def lost(self) -> list[int]:
+        """The ranks whose connection to this one has ended. Over gloo only."""
+        return list(self._connections.lost())
+
     def doing(self, what: str) -> None:
         """Publishes what this rank is doing from now on, for the reports of other ranks."""
         if self.world_size > 1:

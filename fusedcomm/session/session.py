@@ -230,6 +230,7 @@ class Session(Runs):
                 timeout_s=self.peers.timeout.total_seconds(),
                 store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
+                lost=self.peers.lost,
                 explains=self.explains,
             )
         except RuntimeError as error:  # the system has no thread left

@@ -324,7 +324,7 @@ class Slow(dist.Store):
 def read_from(slow: Slow) -> RollCall:
     call = RollCall(5, 1000, Opening())
     store = BoundedStore(slow, timedelta(seconds=60), "a slow store")
-    assert collect(store, call, 0.25, 0.75, 0.25, pause=lambda: time.sleep(0.05)) is None
+    assert collect(store, call, 0.25, 0.75, 0.25, lambda: time.sleep(0.05), lambda: []) is None
     return call
 
 
