@@ -37,26 +37,27 @@ def collect(
     asked at `answer_s` or later; or at once, if all others have answered and it is among the `lost` ones. If the store
     could not be asked then, within `request_s` more, the rank stays unread: a slow store makes no rank look absent.
 
-    Returns: the error after which no more was read; None if there was none, or if a silent store has answered again.
+    Returns: the error after which no more was read, if there was one. A store that falls silent may keep an answer from
+    getting there in time, so that the ranks that have none then stay unread.
     """
     began, asked_s, problem = time.monotonic(), 0.0, None
     found: dict[int, bytes] = {}
     missed_s = dict.fromkeys(range(call.world_size), -1.0)  # when each rank was last asked and had no answer
+    gone: set[int] = set()
     while True:
         missing = {rank: f"answer/{call.number}/{rank}" for rank in missed_s if rank not in found}
         try:
             read(store, missing, found)
-            missed_s.update({rank: asked_s for rank in missing if rank not in found})
-            problem = None
         except StoreError as error:
             problem = error
         call.waited_s = now_s = time.monotonic() - began
-        call.late_s.update({rank: now_s for rank in missing if rank in found and missed_s[rank] >= late_s})
         silent = missing.keys() - found.keys()
-        gone = silent.intersection(lost()) if silent and problem is None else set()
-        has_asked_all = problem is None and (asked_s >= answer_s or silent == gone)
-        is_over = now_s > answer_s + request_s or (problem is not None and not problem.is_silence)
-        if has_asked_all or is_over:
+        call.late_s.update({rank: now_s for rank in missing.keys() - silent if missed_s[rank] >= late_s})
+        if problem:
+            break
+        missed_s.update(dict.fromkeys(silent, asked_s))
+        gone = silent.intersection(lost()) if silent else set()
+        if silent == gone or asked_s >= answer_s or now_s > answer_s + request_s:
             break
         pause()
         asked_s = time.monotonic() - began
