@@ -134,7 +134,7 @@ def _ddp_of(model: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What torch.compile or Lightning Fabric has wrapped; else `model`."""
+    """The module that torch.compile or Lightning Fabric has wrapped; else `model`."""
     while True:
         # Named by their classes, because importing these would take seconds or may not be possible.
         kind = type(model).__name__

@@ -23,8 +23,8 @@ Slow, for debugging; the gradients must have the same bits."""
 
 
 MEMBERS = "FUSEDCOMM_MEMBERS"
-"""Where the members of running training are: "host:port", or several with commas between; or the path, with a / in it,
-of a file to which every member adds its address. See members/addresses.py."""
+"""The addresses of members of running training: "host:port", or several with commas between; or the path, with a / in
+it, of a file to which every member adds its address. See members/addresses.py."""
 
 JOIN = "FUSEDCOMM_JOIN"
 """1: this process joins training that runs. 0: it begins training. Default: 1 in a process that torchrun has started
@@ -62,8 +62,8 @@ def members() -> str | None:
 
 
 def joins() -> bool | None:
-    """What JOIN says; without it True if torchrun has started this process again, else None. Raises ValueError if JOIN
-    is neither 0 nor 1."""
+    """The value of JOIN; without it True if torchrun has started this process again, else None. Raises ValueError if
+    JOIN is neither 0 nor 1."""
     text = os.environ.get(JOIN)
     if text not in (None, "", "0", "1"):
         raise ValueError(f"{JOIN}={text!r} is not possible: use 1 in a process that joins, or 0 in one that does not")

@@ -1,4 +1,4 @@
-"""What fusedcomm reports to the user, through ``logging.getLogger("fusedcomm")``: plans, and what takes a while.
+"""Reports to the user, through ``logging.getLogger("fusedcomm")``: plans, and what takes a while.
 
 The logging HOWTO asks libraries to add no handlers, because how records are shown is the application's choice. So
 fusedcomm adds none and sets no level. As long as the user has configured no handler, for the logger or the root, a

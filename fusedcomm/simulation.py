@@ -317,7 +317,7 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
 
 
 def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:
-    """What multiplies each rank's gradients before they are encoded, beside the plan's scale."""
+    """The factor of each rank's gradients before they are encoded, beside the plan's scale."""
     if weights is None:
         if config.weighted is not None:
             raise ValueError(f"weighted={config.weighted!r} needs weights=[…], one for each of {world_size} ranks")

@@ -1,4 +1,4 @@
-"""Where a tile lies: its range of the list, and its elements' places in memory.
+"""The place of a tile: its range of the list, and its elements' places in memory.
 
 A tile is at most TILE consecutive elements of one section of one part. An element's place in the list is congruent to
 its place in memory, modulo 16 bytes of gradients; holes in the list see to that. So every vector, VEC consecutive

@@ -1,4 +1,4 @@
-"""Which kernels there are, and which of them an engine launches.
+"""The kernels, and which of them an engine launches.
 
 This file does not import Triton, which may be missing.
 """

@@ -79,7 +79,7 @@ std::optional<std::string> feedback_of(const KernelKey& key) {
   return kResidualFormatNames[static_cast<size_t>(*key.feedback)];
 }
 
-// What pickle stores of a key: its class and the arguments of make_key, in order.
+// The state that pickle stores of a key: its class and the arguments of make_key, in order.
 py::tuple reduced(const py::object& key) {
   py::list arguments;
   for (const char* name : {"kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "feedback", "sums"}) {

@@ -102,7 +102,7 @@ void bind_collective_results(py::module_& m) {
 void bind_horovod(pybind11::module_& m) {
   bind_collective_results(m);
   m.def("gradient_as_sent", &gradient_as_sent, py::arg("parameter"), py::arg("arriving"), NoGil());
-  // What the ranks must agree on, without the tensors' shapes and dtypes, which submit() adds.
+  // The facts that ranks must agree on, without the tensors' shapes and dtypes, which submit() adds.
   py::class_<horovod::Signature>(m, "CollectiveSignature")
       .def(py::init(&make_signature), py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("op") = 1,
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,

@@ -21,7 +21,7 @@ import torch._C._distributed_c10d
 
 '''
 
-# What pybind11 writes for a type that Python spells otherwise.
+# pybind11's spelling of types that Python spells otherwise.
 SPELLED = {
     "typing.SupportsInt | typing.SupportsIndex": "int",
     "typing.SupportsFloat | typing.SupportsIndex": "float",

@@ -1,4 +1,4 @@
-// What an instruction set provides to the codec: a table of kernels over contiguous runs of elements.
+// The kernels of an instruction set: a table of functions over contiguous runs of elements.
 //
 // Every table gives the same bytes. codec.cpp walks chunks, parts and slices, whatever the instruction set.
 #pragma once

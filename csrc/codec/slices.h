@@ -1,4 +1,4 @@
-// Where gradients are in memory: contiguous runs of elements.
+// Gradients in memory: contiguous runs of elements.
 #pragma once
 
 #include <cstdint>

@@ -71,7 +71,7 @@ inline int64_t part_place(const BucketLayout& layout, int64_t part) {
   return part * layout.part_stride + layout.part_offset;
 }
 
-// Where the bytes of a unit are. `part` is the start of the layout's piece of the unit's part.
+// The bytes of a unit. `part` is the start of the layout's piece of the unit's part.
 template <class Byte>
 struct Section {
   Section(const BucketLayout& layout, const Unit& unit, Byte* part) {

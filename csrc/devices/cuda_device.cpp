@@ -97,7 +97,7 @@ class CudaTables : public BucketTables {
     return at;
   }
 
-  // Where each array of the table begins.
+  // The offset of each array of the table.
   static std::vector<size_t> append(const SliceTable& table, std::vector<int64_t>* words) {
     return {append(table.tile_offset, words), append(table.tile_run, words),    append(table.first, words),
             append(table.vectors, words),     append(table.starts, words),      append(table.ends, words),

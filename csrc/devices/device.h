@@ -20,7 +20,7 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // What the codec stages run on, as text for users: an instruction set or an architecture.
+  // The instruction set or architecture on which the codec stages run, as text for users.
   virtual const std::string& isa() const = 0;
   // Whether lanes for collectives may run codec stages, too. Lanes without a thread or stream of their own must not.
   virtual bool wire_runs_stages() const { return false; }

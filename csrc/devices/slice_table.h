@@ -1,4 +1,4 @@
-// Where the elements of a slice list lie in memory, as device code reads it.
+// The places in memory of a slice list's elements, as device code reads them.
 //
 // Device code works tile by tile. A tile is at most `tile_numel` consecutive elements of one section of one part;
 // tiles are counted from their part's begin. Within a tile it works by *vectors*, kAlignNbytes of gradients. A vector
@@ -24,12 +24,12 @@ struct SlicePlace {
 };
 
 struct SliceTable {
-  // Of each tile, by part of the bucket, then by tile.
+  // One entry for each tile, by part of the bucket, then by tile.
   std::vector<int64_t> tile_offset;  // elements from the origin to its first element, if tile_run is positive; else 0
   std::vector<int32_t> tile_run;     // tile_numel: the tile is whole, in one run, and aligned; -1: one of its runs is
                                      // not aligned; else 0
   std::vector<int32_t> first;        // the last run whose first vector is not behind the tile's, or 0; one entry more
-  // Of each run. There is at least one, which may be empty.
+  // One entry for each run. There is at least one run, which may be empty.
   std::vector<int32_t> vectors;  // number of its first vector in the list
   std::vector<int64_t> starts;   // its first element in the list
   std::vector<int64_t> ends;     // the element behind its last one

@@ -35,7 +35,7 @@ class Board {
     Clock::time_point handed;
     Clock::time_point oldest_since;  // its hand-over, or the end of the job before it if that was later
     Clock::time_point moved;         // its last change, from which a stall is timed
-    // Where the job is: waiting for a stage, in a stage, or with all its work enqueued on streams. If several stages
+    // The job's place: waiting for a stage, in a stage, or with all its work enqueued on streams. If several stages
     // are under way, `stage`, `chunk` and `stage_began` describe the one that began first.
     enum class At : uint8_t { kQueue, kStage, kStream } at = At::kQueue;
     Stage stage = Stage::kPack;

@@ -156,7 +156,7 @@ class Engine {
   const std::shared_ptr<FailureLatch> failure_;
   const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
   const std::shared_ptr<Board> board_ = std::make_shared<Board>();
-  // What the stages under way use, which may outlive the engine.
+  // The state that stages under way use, which may outlive the engine.
   struct Observers {
     std::shared_ptr<FailureLatch> failure;
     std::shared_ptr<Device> device;

@@ -20,8 +20,8 @@ namespace fusedcomm {
 // The elements of one of a bucket's layouts, and the residuals of its encoders.
 struct Payload {
   BucketSlices slices;
-  // What unpack writes to, if it needs other tables than pack. On two levels pack's tables are of the plan's host
-  // layout, and unpack's are of its layout.
+  // The elements that unpack writes, if it needs other tables than pack: on two levels pack's tables follow the plan's
+  // host layout, and unpack's follow its layout.
   std::optional<BucketSlices> unpacked;
   Residual pack, local_reduce, reduce;
 };
@@ -32,17 +32,17 @@ inline const BucketPlanPtr& no_plan() {
   return kNone;
 }
 
-// What a rank keeps of a bucket between two passes, so that a sum can be made again, or finished, without another
-// backward pass. Each has num_chunks() messages of chunk_nbytes(), one after another.
+// The messages of a bucket that a rank keeps between two passes, so that a sum can be made again, or finished, without
+// another backward pass. Each buffer has num_chunks() messages of chunk_nbytes(), one after another.
 struct KeptMessages {
   // This rank's packed chunks. Pack overwrites them in the next pass, which begins when this rank has all means.
   std::shared_ptr<std::byte> codes;
   // The encoded means of all parts. Those of the next pass overwrite them: they come from ranks that had the codes of
   // all ranks in that pass, so every rank has finished this one.
   std::shared_ptr<std::byte> means;
-  // Where lanes enqueue: the means of the pass before, whose turn comes in the next one. A transfer that is aborted on
-  // a device is followed by all that was enqueued behind it, so it may write means of a pass that others have not
-  // begun. Else null.
+  // The means of the pass before, on lanes that enqueue; null on others. A transfer that is aborted on a device lets
+  // all that was enqueued behind it run, which may write the means of a pass that other ranks have not begun. Therefore
+  // the next pass writes here, and not over `means`.
   std::shared_ptr<std::byte> means_before;
   int64_t nbytes = 0;  // of each
 };

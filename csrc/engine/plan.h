@@ -27,8 +27,8 @@ struct BucketPlan {
   // Two-shot on two levels: the layouts of the messages within a host, which pack writes and the local reduce reads.
   // Else empty.
   std::vector<BucketLayout> host_layouts;
-  // Of rows: the layouts of the messages that pack writes, see RowLayouts: of a reduce-scatter all rows, of an
-  // all-gather the own row. Else empty.
+  // Row collectives: the layouts of the messages that pack writes, see RowLayouts: all rows for a reduce-scatter, this
+  // rank's row for an all-gather. Empty for other buckets.
   std::vector<BucketLayout> packed_rows;
   bool gathers = false;  // an all-gather
   // The steps of each chunk. Null if the bucket is not planned.

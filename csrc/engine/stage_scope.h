@@ -1,4 +1,4 @@
-// What surrounds the body of a stage.
+// The frame around the body of a stage.
 #pragma once
 
 #include <cstddef>

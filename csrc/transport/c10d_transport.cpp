@@ -55,7 +55,7 @@ void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion
   done(nullptr);
 }
 
-// What errors call a rank of the channel; its number on the channel follows. Never empty.
+// The words for a rank of the channel in errors; its number on the channel follows. Never empty.
 const char* peer_on(Channel channel) {
   switch (channel) {
     case Channel::kLocalScatter:

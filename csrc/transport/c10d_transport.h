@@ -45,8 +45,8 @@ class C10dTransport : public TensorTransport {
   std::array<BackendPtr, kNumChannels> take_backends() { return std::move(backends_); }
 
  private:
-  // By channel. Every rank releases them in the same order, because a backend's end waits for its collectives under
-  // way, and those wait for a peer.
+  // One backend for each channel. Every rank releases them in the same order, because a backend's end waits for its
+  // collectives under way, and those wait for a peer.
   std::array<BackendPtr, kNumChannels> backends_;
   Place place_;
   std::shared_ptr<std::atomic<bool>> given_up_ = std::make_shared<std::atomic<bool>>(false);

@@ -1,4 +1,4 @@
-// What users read of an error: its text without a backtrace.
+// The text of an error as users read it: without a backtrace.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -13,7 +13,7 @@ inline std::string error_text(const std::exception& error) {
   return known ? known->what_without_backtrace() : error.what();
 }
 
-// Of an error that is not null.
+// The same for an error that is not null.
 inline std::string error_text(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -25,9 +25,9 @@ class TensorTransport : public Transport {
   // the backend can abort.
   virtual void give_up() = 0;
 
-  // Where collectives run on a device: ends those under way, on this rank alone, and all that follow. They end there as
-  // if they had succeeded, with undefined bytes, so the caller must have seen to it that nothing of them counts.
-  // Returns at once. Elsewhere does nothing: give_up() and the engine's end suffice.
+  // Collectives on a device: ends those under way, on this rank alone, and all that follow. They end as if they had
+  // succeeded, with undefined bytes, so the caller makes sure that no result of theirs is used. Returns at once. On the
+  // CPU does nothing: give_up() and the engine's end suffice.
   virtual void abort() {}
 };
 

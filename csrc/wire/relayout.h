@@ -17,7 +17,7 @@ struct Section {
   int64_t numel, offset, unit, nbytes;
 };
 
-// Where element `at` of the slice list, the first of a unit, lies in the messages of all chunks, in bytes.
+// The offset in bytes, in the messages of all chunks, of element `at` of the slice list, which is the first of a unit.
 inline int64_t place(const BucketLayout& layout, const Section& section, int64_t at) {
   const int64_t part = at / section.numel, in_part = at % section.numel;
   return part * layout.part_stride + layout.part_offset + section.offset + in_part / section.unit * section.nbytes;

@@ -41,7 +41,7 @@ def num_turns(num_candidates: int) -> int:
 
 
 class Target(Protocol):
-    """What gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
+    """The object that gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
 
     def set(self, synchronizer: "_C.Synchronizer | None", process_group: dist.ProcessGroup) -> None:
         """Uses this engine from the next pass on; None: DDP's own all-reduce on that group."""

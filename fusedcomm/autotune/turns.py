@@ -32,7 +32,7 @@ class Turns(Generic[K]):
         self._order = [candidates[(turn + each) % count] for turn in range(num_turns) for each in range(count)]
         self._at = 0
         self.seen: dict[K, list[list[float]]] = {candidate: [] for candidate in candidates}
-        """What was recorded, by candidate and turn."""
+        """The times that were recorded, by candidate and turn."""
 
     @property
     def finished(self) -> bool:

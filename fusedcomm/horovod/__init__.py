@@ -24,7 +24,7 @@ from fusedcomm.horovod.async_ops import (
     grouped_reducescatter_async,
     reducescatter_async,
 )
-from fusedcomm.horovod.checks import Adasum, Average, Max, Min, Product, Sum
+from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
 from fusedcomm.horovod.compression import Compression
 from fusedcomm.horovod.dynamic_sets import add_process_set, remove_process_set
 from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -79,7 +79,6 @@ from fusedcomm.horovod.sync_batch_norm import SyncBatchNorm
 from fusedcomm.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
-    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -150,6 +149,14 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Adasum":
+        raise AttributeError(
+            "fusedcomm.horovod has no op Adasum: use hvd.Average, with a learning rate for the batch of all ranks"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def install() -> None:

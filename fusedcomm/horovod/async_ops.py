@@ -14,7 +14,6 @@ from fusedcomm.horovod.checks import (
     MOVED,
     REDUCED,
     Average,
-    check_adasum,
     check_group,
     check_has_rows,
     check_scattered_op,
@@ -65,7 +64,6 @@ def _allreduce(
 ) -> int:
     found, inputs, name = _begin("allreduce", given, REDUCED, name, process_set, is_group)
     op = parse_op(op, average)
-    check_adasum(op, process_set, found.size)
     outputs = inputs if in_place else [_empty_like(tensor) for tensor in inputs]
     result = outputs if is_group else outputs[0]
     signature = _C.CollectiveSignature(

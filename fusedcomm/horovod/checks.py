@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from fusedcomm.horovod.errors import HorovodInternalError
-from fusedcomm.horovod.process_sets import ProcessSet
 
-Average, Sum, Adasum, Min, Max, Product = range(6)
-OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+Average, Sum, Min, Max, Product = range(5)
+OP_NAMES = ("Average", "Sum", "Min", "Max", "Product")
 
 REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 """Dtypes that can be reduced. The others below can only be moved."""
@@ -65,16 +64,6 @@ def parse_op(op: int | None, average: bool | None) -> int:
     if op not in range(len(OP_NAMES)):
         raise ValueError(f"op={op!r} is not possible: use one of {', '.join('hvd.' + name for name in OP_NAMES)}")
     return op
-
-
-def check_adasum(op: int, process_set: ProcessSet, size: int) -> None:
-    """Raises NotImplementedError where Adasum is not possible."""
-    if op != Adasum:
-        return
-    if process_set.process_set_id != 0:
-        raise NotImplementedError(f"hvd.Adasum works over all ranks only, not over {process_set}")
-    if size & (size - 1):
-        raise NotImplementedError(f"hvd.Adasum needs a power of 2 of ranks, and there are {size}")
 
 
 def check_scattered_op(op: int) -> None:

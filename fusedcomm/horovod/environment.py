@@ -1,6 +1,6 @@
-"""Every variable that fusedcomm.horovod reads, as a table, and the settings that hvd.init() takes from them.
+"""The variables that fusedcomm.horovod reads, and the settings that hvd.init() takes from them.
 
-Horovod's other variables are accepted: rank 0 says once which of those that are set have no effect.
+Horovod's other variables are accepted: rank 0 says once which of them are set.
 """
 
 import dataclasses
@@ -14,67 +14,33 @@ T = TypeVar("T")
 DEFAULT_FUSION_NBYTES = 25 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Variable:
-    """`effect`: what it does here, or, if it has none, why not."""
-
-    name: str
-    default: str
-    effect: str
-    is_used: bool = True
-
-
-_PLACE = (
-    "the process's place in the job; without them torchrun's variables say it. hvd.init() sets them where they lack"
-)
-_NO_SEARCH = "nothing is searched for. To use buckets of another size set HOROVOD_FUSION_THRESHOLD"
-
-VARIABLES = [
-    Variable("HOROVOD_FUSION_THRESHOLD", str(DEFAULT_FUSION_NBYTES), "most bytes of a fused bucket; 0: no fusion"),
-    Variable("HOROVOD_TIMELINE", "", "rank 0 writes this file in Chrome's format; DYNAMIC: only hvd.start_timeline()"),
-    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "0", "1: the timeline marks each cycle"),
-    Variable("HOROVOD_STALL_CHECK_DISABLE", "0", "1: no warnings about ranks that do not submit, and no shutdown"),
-    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "60", "seconds until a warning names missing ranks and tensors"),
-    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "seconds until a stall ends the job; 0: never"),
-    Variable("HOROVOD_RANK", "", _PLACE),
-    Variable("HOROVOD_SIZE", "", _PLACE),
-    Variable("HOROVOD_LOCAL_RANK", "", _PLACE),
-    Variable("HOROVOD_LOCAL_SIZE", "", _PLACE),
-    Variable("HOROVOD_CROSS_RANK", "", _PLACE),
-    Variable("HOROVOD_CROSS_SIZE", "", _PLACE),
-    Variable("HOROVOD_HOSTNAME", "the host's name", "ranks with the same name are on one host"),
-    Variable("HOROVOD_GLOO_RENDEZVOUS_ADDR", "", "host of rank 0, where the ranks meet"),
-    Variable("HOROVOD_GLOO_RENDEZVOUS_PORT", "", "a free port there"),
-    Variable("HOROVOD_GLOO_IFACE", "", "network interface, as GLOO_SOCKET_IFNAME"),
-    Variable("HOROVOD_GLOO_TIMEOUT_SECONDS", "30", "seconds that ranks wait for each other in hvd.init()"),
-    Variable("HOROVOD_DYNAMIC_PROCESS_SETS", "0", "1: add_process_set() and remove_process_set() work"),
-    Variable("HOROVOD_ELASTIC", "0", "1: `fusedcomm run --elastic` says ranks and size at each hvd.init()"),
-    Variable("HOROVOD_ELASTIC_TIMEOUT", "600", "seconds that survivors wait for enough workers"),
-    Variable("FUSEDCOMM_HOROVOD_CHECK", "0", "1: a tensor changed in place while it is under way is an error"),
-    Variable("FUSEDCOMM_HOROVOD_STATE", "", "folder in which state.commit() also writes a file, for restarted workers"),
-    Variable("FUSEDCOMM_HOROVOD_WORKER", "", "set by `fusedcomm run --elastic`: which of its workers this is"),
-    Variable("FUSEDCOMM_HOROVOD_KEY", "", "set by `fusedcomm run`: the secret with which the job's ranks sign"),
-    Variable("HOROVOD_CYCLE_TIME", "1", "collectives start when tensors are ready, not by a clock", False),
-    Variable("HOROVOD_CACHE_CAPACITY", "1024", "every name that repeats has a number; that needs no capacity", False),
-    Variable("HOROVOD_DISABLE_GROUP_FUSION", "0", "a bucket may hold several groups; results are the same", False),
-    Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "0", "a wire's Config(hosts=…) has the two-level sum", False),
-    Variable("HOROVOD_HIERARCHICAL_ALLGATHER", "0", "the backend chooses", False),
-    Variable("HOROVOD_CONTROLLER", "", "ranks negotiate over TCP; there is no MPI", False),
-    Variable("HOROVOD_CPU_OPERATIONS", "", "CPU tensors travel over gloo", False),
-    Variable("HOROVOD_NUM_NCCL_STREAMS", "1", "torch's NCCL backend chooses its streams", False),
-    Variable("HOROVOD_BATCH_D2D_MEMCOPIES", "1", "copies into buckets are always batched", False),
-    Variable("HOROVOD_ENABLE_ASYNC_COMPLETION", "0", "completion is always asynchronous", False),
-    Variable("HOROVOD_THREAD_AFFINITY", "", "the coordinator's thread sleeps unless there is work", False),
-    Variable("HOROVOD_AUTOTUNE", "0", _NO_SEARCH, False),
-    Variable("HOROVOD_AUTOTUNE_LOG", "", _NO_SEARCH, False),
-    Variable("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "3", _NO_SEARCH, False),
-    Variable("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10", _NO_SEARCH, False),
-    Variable("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20", _NO_SEARCH, False),
-    Variable("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "0.8", _NO_SEARCH, False),
-    Variable("HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "there is no MPI", False),
-    Variable("HOROVOD_LOG_LEVEL", "warning", "use logging.getLogger('fusedcomm')", False),
-    Variable("HOROVOD_LOG_HIDE_TIME", "0", "use logging.getLogger('fusedcomm')", False),
-]
+DEFAULTS = {
+    "HOROVOD_FUSION_THRESHOLD": str(DEFAULT_FUSION_NBYTES),
+    "HOROVOD_TIMELINE": "",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+    "HOROVOD_STALL_CHECK_DISABLE": "0",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0",
+    "HOROVOD_RANK": "",
+    "HOROVOD_SIZE": "",
+    "HOROVOD_LOCAL_RANK": "",
+    "HOROVOD_LOCAL_SIZE": "",
+    "HOROVOD_CROSS_RANK": "",
+    "HOROVOD_CROSS_SIZE": "",
+    "HOROVOD_HOSTNAME": "",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "",
+    "HOROVOD_GLOO_IFACE": "",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
+    "HOROVOD_ELASTIC": "0",
+    "HOROVOD_ELASTIC_TIMEOUT": "600",
+    "FUSEDCOMM_HOROVOD_CHECK": "0",
+    "FUSEDCOMM_HOROVOD_STATE": "",
+    "FUSEDCOMM_HOROVOD_WORKER": "",
+    "FUSEDCOMM_HOROVOD_KEY": "",
+}
+"""The variables that are read, with their defaults. The page of the documentation says what each does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +70,7 @@ def settings() -> Settings:
             return read(name)
         except ValueError as error:
             problems.append(error)
-            return read(name, _DEFAULTS[name])
+            return read(name, DEFAULTS[name])
 
     watches = not told(flag, "HOROVOD_STALL_CHECK_DISABLE")
     found = Settings(
@@ -123,11 +89,8 @@ def settings() -> Settings:
     return dataclasses.replace(found, problem=next(iter(problems), None))
 
 
-_DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
-
-
 def _value(name: str) -> str:
-    return os.environ.get(name) or _DEFAULTS[name]
+    return os.environ.get(name) or DEFAULTS[name]
 
 
 def text(name: str) -> str | None:
@@ -164,14 +127,8 @@ def seconds(name: str, value: str | None = None) -> float:
 
 
 def without_effect(environment: Mapping[str, str]) -> str:
-    """What to say about variables that are set to other values than their defaults and have no effect; empty if there
-    are none."""
-    ignored = [each for each in VARIABLES if not each.is_used]
-    by_reason: dict[str, list[str]] = {}
-    for each in ignored:
-        if environment.get(each.name, "") not in ("", each.default):
-            by_reason.setdefault(each.effect, []).append(f"{each.name}={environment[each.name]}")
-    return "; ".join(
-        f"{', '.join(found)} {'has' if len(found) == 1 else 'have'} no effect: {reason}"
-        for reason, found in by_reason.items()
-    )
+    """A sentence that names the variables of Horovod which are set and have no effect here; empty if there are none."""
+    ignored = [name for name in sorted(environment) if name.startswith("HOROVOD_") and name not in DEFAULTS]
+    if not ignored:
+        return ""
+    return f"{', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect here"

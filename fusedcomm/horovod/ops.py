@@ -8,7 +8,7 @@ Common arguments, of these functions and of those in async_ops.py:
         any such shapes and dtypes, on one device.
     name: the operation's name, the same on every rank, and not that of one under way. None: operations of a kind are
         counted for each process set, and all its ranks call those without a name in the same order.
-    op: Average, which is the default, Sum, Adasum, Min, Max or Product. Averages of whole numbers are truncated.
+    op: Average, which is the default, Sum, Min, Max or Product. Averages of whole numbers are truncated.
     average: Horovod's older spelling: True is op=Average, False is op=Sum. Not together with op.
     prescale_factor, postscale_factor: multiply each tensor before, and the result after (1.0).
     compression: how the tensors travel; see compression.py (Compression.none: as they are).
@@ -75,8 +75,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduces the ranks' tensors into a new one, the same on every rank: with op=None the average.
 
-    Arguments and errors: see this module. NotImplementedError: Adasum over a process set, or over a number of ranks
-    that is no power of 2."""
+    Arguments and errors: see this module."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
     return _reduced(False, [tensor], name, compression, how)[0]

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod.adasum_optimizer import AdasumOptimizer, Served, name_of_place
-from fusedcomm.horovod.checks import Adasum, Average, check_adasum
+from fusedcomm.horovod.checks import Average
 from fusedcomm.horovod.compression import Compression, check_compression
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
 from fusedcomm.horovod.reduced_optimizer import ReducedOptimizer
-from fusedcomm.horovod.world import world
+from fusedcomm.horovod.served import Served, name_of_place
 from fusedcomm.literals import Weighted
 from fusedcomm.session.served import refuse_served, serve, servers_of
 
@@ -40,7 +39,7 @@ def DistributedOptimizer(
     compression: how gradients travel; see compression.py (Compression.none: as they are).
     backward_passes_per_step: backward passes whose gradients are added up before they are reduced (1). They are not
         divided by this number.
-    op: Average (the default), Sum or Adasum; also Min, Max and Product.
+    op: Average (the default) or Sum; also Min, Max and Product.
     gradient_predivide_factor: gradients are divided by it before the sum, the sum multiplied by it after (1.0; Average
         only).
     groups: number of groups, or lists of parameters, whose gradients travel together (None: each by itself).
@@ -53,9 +52,8 @@ def DistributedOptimizer(
     It takes the place of an older one with one of its parameters, whose step() then raises RuntimeError.
 
     Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible, before
-    hvd.init(), and if something else synchronizes a parameter, NotImplementedError for Adasum over some of the ranks or
-    a number of ranks that is no power of 2. Its synchronize() and step() raise HorovodInternalError if the ranks
-    disagree or one is lost, and a backward pass raises AssertionError if it is one too many for
+    hvd.init(), and if something else synchronizes a parameter. Its synchronize() and step() raise HorovodInternalError
+    if the ranks disagree or one is lost, and a backward pass raises AssertionError if it is one too many for
     backward_passes_per_step.
     """
     check_compression(compression)
@@ -73,12 +71,7 @@ def DistributedOptimizer(
     named = [(names[each], each) for group in optimizer.param_groups for each in group["params"]]
     if process_set.included():
         refuse_served(named, Served.serves_as, hooks=True, replaces=Served)
-    if op == Adasum and world().size > 1:
-        check_adasum(op, process_set, world().size)
-        adasum = _taken_over(optimizer, AdasumOptimizer)
-        adasum.set_up(names, compression, backward_passes_per_step)
-        return _serving(adasum, named)
-    reduced = _taken_over(optimizer, ReducedOptimizer)
+    reduced = _taken_over(optimizer)
     reduced.set_up(
         names=names,
         compression=compression,
@@ -101,13 +94,13 @@ def _serving(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
     return optimizer
 
 
-def _taken_over(optimizer: torch.optim.Optimizer, behaviour: type) -> Any:
-    """An object of a new class, `behaviour` before the optimizer's own, with its name. It shares the optimizer's
+def _taken_over(optimizer: torch.optim.Optimizer) -> Any:
+    """An object of a new class, ReducedOptimizer before the optimizer's own, with its name. It shares the optimizer's
     options and state."""
     inner = type(optimizer)
-    if isinstance(optimizer, (ReducedOptimizer, AdasumOptimizer)):
+    if isinstance(optimizer, ReducedOptimizer):
         raise ValueError(f"DistributedOptimizer: this {inner.__name__} is a distributed optimizer already")
-    cls = type(inner.__name__, (behaviour, inner), {"__module__": __name__})
+    cls = type(inner.__name__, (ReducedOptimizer, inner), {"__module__": __name__})
     new = cls.__new__(cls)
     # A learning rate scheduler sets `step` on the object it was given; here it would hide the method of the class.
     new.__dict__.update((name, value) for name, value in vars(optimizer).items() if name != "step")

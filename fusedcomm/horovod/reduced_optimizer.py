@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.async_ops as async_ops
-from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY, Served, new_parameters
 from fusedcomm.horovod.checks import REDUCED, Max, check_tensor
 from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import Pending, begin, synchronize, wait
 from fusedcomm.horovod.objects import broadcast_object
 from fusedcomm.horovod.process_sets import ProcessSet, member_of
+from fusedcomm.horovod.served import Served, new_parameters
 from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.weighted import OptimizerWeight
 from fusedcomm.horovod.world import World, world
@@ -25,6 +25,13 @@ from fusedcomm.native import _C
 
 UNKNOWN, DENSE = range(2)
 """Kinds of gradients. DENSE + n: sparse ones with n sparse dimensions."""
+TOO_MANY_PASSES = (
+    "a gradient was computed more than backward_passes_per_step={} times before step(): raise "
+    "backward_passes_per_step to add gradients up"
+)
+ZERO_GRAD_TOO_EARLY = (
+    "zero_grad() was called after backward() and before step() or synchronize(): the gradients are being reduced"
+)
 SECOND_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): the gradients "
     "are reduced twice. Write: with optimizer.skip_synchronize(): optimizer.step()"

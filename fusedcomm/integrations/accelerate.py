@@ -26,7 +26,7 @@ ASKED_FOR_FSDP = (
 
 
 class CheckpointedState:
-    """What Accelerate saves in ``save_state`` and loads in ``load_state``."""
+    """The object that Accelerate saves in ``save_state`` and loads in ``load_state``."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment

@@ -1,4 +1,4 @@
-"""What the trainers' modules share: one attachment, whose state can be loaded before it is made."""
+"""The attachment that the trainers' modules share, whose state can be loaded before it is made."""
 
 import warnings
 from collections.abc import Iterable
@@ -134,7 +134,7 @@ class Attachment:
             self.handle.load_state_dict(state if is_of_fsdp2(state) else self._for_this_rank(state))
 
     def _for_this_rank(self, state: dict) -> dict:
-        """Of `state`, what this rank loads."""
+        """The part of `state` that this rank loads."""
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if RANKS in state:
             saved = state[RANKS]

@@ -51,7 +51,7 @@ class FusedCommCallback(pl.Callback):
 
     @property
     def handle(self) -> "Handle | FsdpHandle | None":
-        """What :func:`fusedcomm.attach` has returned; None outside a fit."""
+        """The handle that :func:`fusedcomm.attach` returned; None outside a fit."""
         return self._attachment.handle
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

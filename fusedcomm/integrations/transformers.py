@@ -65,7 +65,7 @@ class FusedCommCallback(transformers.TrainerCallback):
 
     @property
     def handle(self) -> "Handle | FsdpHandle | None":
-        """What :func:`fusedcomm.attach` has returned; None outside training."""
+        """The handle that :func:`fusedcomm.attach` returned; None outside training."""
         return self._attachment.handle
 
     def on_train_begin(self, args, state, control, **_) -> None:

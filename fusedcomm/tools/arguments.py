@@ -1,5 +1,5 @@
-"""What the commands share about their arguments: the parser, the types, and the options of several commands. Loads no
-torch, so that a wrong argument is answered at once."""
+"""The arguments of the commands, as far as several share them: the parser, the types, and the options of several
+commands. Loads no torch, so that a wrong argument is answered at once."""
 
 import argparse
 import difflib

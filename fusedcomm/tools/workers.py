@@ -30,8 +30,9 @@ exec 3<&0
 setsid env {variables} {program} </dev/null 3<&- & worker=$!
 (cat <&3; kill -s TERM -- -$worker; sleep {end_s:g}; kill -s KILL -- -$worker) >/dev/null 2>&1 &
 wait $worker"""
-"""What `sh` runs on another host. The job's key comes through standard input, since other users see command lines. That
-input stays open as long as this launcher and ssh live; the worker, with its own processes, ends with them."""
+"""The script that `sh` runs on another host. The job's key comes through standard input, since other users see command
+lines. That input stays open as long as this launcher and ssh live; the worker, with its own processes, ends with
+them."""
 
 
 @dataclasses.dataclass
@@ -124,7 +125,7 @@ class Workers:
         return worker
 
     def remote_script(self, variables: dict[str, str]) -> str:
-        """What `sh` runs on another host: the command with these variables and those of FORWARDED."""
+        """The script that `sh` runs on another host: the command with these variables and those of FORWARDED."""
         # Python's output goes through a pipe, and is to be seen at once.
         forwarded = {"PYTHONUNBUFFERED": "1"}
         forwarded |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}

@@ -13,19 +13,23 @@ ALL_S = 12 * 60.0
 """Seconds of all workers, with fixtures."""
 COUNTED_S = 0.05
 """Seconds that processes must have run, so that it tells how long they had to wait for a core."""
+REMEMBERED = 0.9
+"""Share of the earlier cases' times that counts after one more case."""
 
 
 class CaseTimes:
     """Fails a run with a case over CASE_S, or with cases that add up to more than ALL_S.
 
     Times are divided by the slowness meanwhile: how many times as long as they ran the main threads of the case's
-    processes took to run, with their waits for a core. So other programs, and the other workers, do not count. Without
-    these counts, which come from Linux, nothing is too slow. A case that seems so runs once more, since a machine may
-    pause.
+    processes took to run, with their waits for a core. So other programs, and the other workers, do not count. A
+    program that a case has started and that has ended is not counted any more, so the slowness of the worker's latest
+    cases holds where it is greater. Without these counts, which come from Linux, nothing is too slow. A case that seems
+    so runs once more, since a machine may pause.
     """
 
     def __init__(self) -> None:
         self._total_s = 0.0
+        self._ran_s = self._waited_s = 0.0  # in the latest cases
         self._too_slow: dict[str, float] = {}
 
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -51,7 +55,12 @@ class CaseTimes:
         for pid, (ran, waited) in scheduled().items():
             ran_before, waited_before = before.get(pid, (0.0, 0.0))
             ran_s, waited_s = ran_s + ran - ran_before, waited_s + waited - waited_before
-        slowness = 1 + waited_s / ran_s if ran_s > COUNTED_S else 1.0 if before else float("inf")
+        self._ran_s = REMEMBERED * self._ran_s + ran_s
+        self._waited_s = REMEMBERED * self._waited_s + waited_s
+        times = (ran_s, waited_s), (self._ran_s, self._waited_s)
+        slowness = max((1 + waited / ran for ran, waited in times if ran > COUNTED_S), default=1.0)
+        if not before:
+            slowness = float("inf")
         call_s = sum(report.duration for report in reports if report.when == "call")
         return reports, taken_s / slowness, call_s / slowness
 

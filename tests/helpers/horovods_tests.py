@@ -21,7 +21,6 @@ COMMIT = "2626dc87a3a8eb8fb7d2216198ce45bce0f9e65a"
 URL = f"https://raw.githubusercontent.com/horovod/horovod/{COMMIT}/"
 FILES = {
     "torch": "test/parallel/test_torch.py",
-    "adasum": "test/parallel/test_adasum_pytorch.py",
     "timeline": "test/parallel/test_timeline.py",
     "common": "test/parallel/test_common.py",
     "elastic": "test/single/test_torch_elastic.py",
@@ -32,7 +31,6 @@ CANNOT = {
     "No GPUs available": "needs a CUDA GPU for each rank",
     "Not enough GPUs available": "needs two CUDA GPUs for each rank",
     "No GPU available": "needs a CUDA GPU",
-    "Adasum requires MPI": "asks for MPI, although it would not use it here",
     "Only one worker available": "needs several ranks; it runs with 2, 3 and 4",
     "This test does not apply if there is only one worker.": "needs several ranks; it runs with 2, 3 and 4",
     "MPI not enabled": "asks for MPI, although it would not use it here",

@@ -268,20 +268,6 @@ def test_handles_end_in_any_order_and_can_be_polled(ranks):
     ranks.run(check_handles, world_size=2)
 
 
-def check_adasum(rank, size):
-    with job():
-        orthogonal = torch.zeros(size)
-        orthogonal[rank] = float(rank + 1)
-        assert torch.equal(hvd.allreduce(orthogonal, op=hvd.Adasum), torch.arange(1.0, size + 1))
-        same = torch.tensor([3.0, -4.0])
-        assert torch.equal(hvd.allreduce(same, op=hvd.Adasum), same)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_adasum_adds_what_is_orthogonal_and_averages_what_is_equal(ranks, size):
-    ranks.run(check_adasum, world_size=size)
-
-
 # ---- sparse tensors
 
 

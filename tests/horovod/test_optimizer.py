@@ -133,7 +133,6 @@ TRAININGS = {
     "sparse as dense": Training(dict(sparse_as_dense=True), (), make=sgd, is_sparse=True),
     "sparse in 1 group": Training(dict(groups=1), make=sgd, is_sparse=True),
     "sparse, two passes": Training(dict(backward_passes_per_step=2), make=sgd, is_sparse=True),
-    "Adasum": Training(dict(op=hvd.Adasum), sizes=(1, 2, 4)),
 }
 
 
@@ -171,12 +170,12 @@ def trained(training: Training, way: str, ranks: list[int], share: float, fills:
     return net
 
 
-def differing(ours: Net, alone: Net, of_gradients: bool) -> list[str]:
+def differing(ours: Net, alone: Net) -> list[str]:
     found = []
     for (name, mine), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
         is_same = torch.equal(mine, other)
         gradients = [each.grad for each in (mine, other) if each.grad is not None]
-        if of_gradients and gradients:
+        if gradients:
             is_same &= len(gradients) == 2 and gradients[0].layout == gradients[1].layout
             is_same &= torch.equal(gradients[0].to_dense(), gradients[-1].to_dense())
         found += [] if is_same else [name]
@@ -202,18 +201,15 @@ def check_trainings(rank: int, size: int) -> dict[tuple[str, str], list[str]]:
         for name, training in TRAININGS.items():
             if size not in training.sizes:
                 continue
-            is_adasum = training.options.get("op") == hvd.Adasum
-            own, ranks = rank, list(range(size))
-            if is_adasum:
-                own, ranks = 0, [0]  # equal steps are averaged, so all ranks step as one would
-            elif training.in_set:
+            ranks = list(range(size))
+            if training.in_set:
                 ranks = some.ranks if some.included() else [rank]
             share = 1.0 if training.options.get("op") == hvd.Sum else 1 / len(ranks)
             # What is new does not depend on the number of ranks.
             for way in ("never", *(training.ways if size <= 2 or training.in_set else ())):
-                ours = trained(training, way, [own], 1.0, False, functools.partial(wrapped, training, some))
+                ours = trained(training, way, [rank], 1.0, False, functools.partial(wrapped, training, some))
                 alone = trained(training, way, ranks, share, len(ranks) > 1, lambda optimizer, net: optimizer)
-                if names := differing(ours, alone, of_gradients=not is_adasum):
+                if names := differing(ours, alone):
                     wrong[name, way] = names
     return wrong
 
@@ -272,15 +268,12 @@ def check_misused(rank, size):
         optimizer.step()  # a pass is missing, and the gradients are reduced
         everyone = hvd.allgather(net.shared.detach().reshape(1, -1))
         assert torch.equal(everyone[0], everyone[1]) and everyone[0].any()
-        adasum = hvd.DistributedOptimizer(sgd(Net().parameters()), op=hvd.Adasum)
-        told += [raised(adasum.skip_synchronize().__enter__)]
-        adasum.synchronize()
         return told
 
 
 def test_calls_in_a_wrong_order_are_told(ranks):
     for told in ranks.run(check_misused, world_size=2):
-        kinds = ["AssertionError", "AssertionError", "warning", "AssertionError"]
-        words = ["zero_grad()", "backward_passes_per_step", "skip_synchronize", "op=hvd.Adasum"]
+        kinds = ["AssertionError", "AssertionError", "warning"]
+        words = ["zero_grad()", "backward_passes_per_step", "skip_synchronize"]
         assert [kind for kind, _ in told] == kinds
         assert [word for word, (_, said) in zip(words, told, strict=True) if word not in said] == []

@@ -30,6 +30,7 @@ SHARDED = AdamW("nesterov", every=4, delay=3, fragments=2, steps=9)
 RESUMED = {
     2: [
         *((run, "fp32", "", at) for run in FP32 for at in (14, 15, 17)),
+        (dataclasses.replace(FP32[0], weights="steps"), "fp32", "", 14),
         (WIDE, Config("int4", feedback=Feedback(), blocks=Blocks(rotate=True)), "", 15),
     ],
     3: [

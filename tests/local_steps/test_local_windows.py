@@ -63,7 +63,7 @@ def trained(rank, world_size, runs):
     found = []
     for run in runs:
         with clock() as of_rank:
-            job, seen = Job(run, rank, weights=run.weights), []
+            job, seen = Job(run, rank), []
             while len(seen) < MESSAGES:
                 of_rank.now += step_s(rank, len(seen))
                 job.train([job.comm.steps + 1])
@@ -106,7 +106,7 @@ def test_windows_on_streams_begin_when_a_message_is_read(ranks_on_streams):
 def by_the_clock(rank, world_size):
     """(steps, merges, parameters after finish(), the same after more steps, why it cannot be saved under way) after two
     seconds in which the last rank's steps take three times as long."""
-    job = Job(InSeconds("corrected", every=0.2, delay=2, fragments=2, width=100), rank, "int4", weights="steps")
+    job = Job(InSeconds("corrected", every=0.2, delay=2, fragments=2, width=100, weights="steps"), rank, "int4")
     began = time.monotonic()
     for step in itertools.count(1):
         job.train([step])

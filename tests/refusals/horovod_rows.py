@@ -210,7 +210,6 @@ TAKE_COMPRESSIONS = [
     lambda wrong: hvd.reducescatter(ZEROS, compression=wrong),
     lambda wrong: hvd.grouped_reducescatter([ZEROS], compression=wrong),
     lambda wrong: optimizer_of(compression=wrong),
-    lambda wrong: optimizer_of(compression=wrong, op=hvd.Adasum),
 ]
 COMPRESSIONS = [
     *(
@@ -290,7 +289,6 @@ WEIGHTS = [
     (weighs(None, weighted="mean"), "rank 1 has not set optimizer.weight ... Give optimizer.weight"),
     *((weighs(each, weighted="mean"), "rank 1 has set what is no weight") for each in (-1, math.inf, torch.ones(2))),
     (weighs(3), "ranks weigh equally"),
-    (weighs(3, op=hvd.Adasum), "with op=hvd.Adasum"),
 ]
 
 # ---- the debug mode
@@ -359,15 +357,14 @@ OF_TWO = [
     *after("TypeError: fusedcomm.horovod:", within_jobs(COMPRESSIONS)),
     *after("RuntimeError:", WEIGHTS + CHECKED),
     (
-        in_job(lambda _: hvd.reducescatter(FOUR, op=hvd.Adasum)),
-        "HorovodInternalError: reducescatter: ... op=Adasum is not possible",
+        in_job(lambda _: hvd.reducescatter(FOUR, op=hvd.Max)),
+        "HorovodInternalError: reducescatter: ... op=Max is not possible",
     ),
     (in_job(lambda _: setattr(optimizer_of(weighted="mean"), "weight", "3")), "TypeError: ... '3'"),
     (in_job(thaws), f"{INTERNAL} ... after 1 steps ... after 2 on another"),
 ]
 OF_THREE = [
     (SPLITS, "HorovodInternalError: / ValueError: ... splits=[-1, -1, -1] are not possible for 3 rows and 3 ranks"),
-    (in_job(lambda _: optimizer_of(op=hvd.Adasum)), "NotImplementedError: ... a power of 2"),
     (wrong_on_rank_1, "ValueError: hvd.init(): rank 1 cannot start: HOROVOD_FUSION_THRESHOLD='64M' ... whole number"),
 ]
 ALONE = [

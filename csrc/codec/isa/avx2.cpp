@@ -201,9 +201,9 @@ struct Avx2 {
     first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
     second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
   }
-  // What a code is multiplied by to get its value. The scale, which has 8 bits, is a factor of the level's
-  // coefficients, so that this and the product are exact. The product is never beyond fp32, because encoders make a
-  // scale from the greatest bf16 at most: so it may be fused with an addition.
+  // The factor that turns a code into its value. The scale, which has 8 bits, is a factor of the level's coefficients,
+  // so this and the product are exact. Encoders make a scale from the greatest bf16 at most, so the product is finite
+  // in fp32 and may be fused with an addition.
   static F factor_of(F code, F scale) {
     return _mm256_fmadd_ps(mul(code, code), mul(scale, broadcast(Int4::kCubic)), mul(scale, broadcast(Int4::kLinear)));
   }

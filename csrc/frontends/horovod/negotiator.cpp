@@ -127,9 +127,9 @@ void Negotiator::look_whether_ready(Set& set, const std::string& key, Pending& p
     lacks_joined = true;
   }
   const Signature& first = pending.first;
-  if (lacks_joined && pending.problem.empty() && (first.kind != Kind::kAllreduce || first.op == Op::kAdasum)) {
+  if (lacks_joined && pending.problem.empty() && first.kind != Kind::kAllreduce) {
     pending.problem = "fusedcomm: " + key + " needs every rank, and " + missing_text(set, pending) +
-                      " joined already. After a join() the other ranks may only call allreduce, with any op but Adasum";
+                      " joined already. After a join() the other ranks may only call allreduce";
   }
   pending.is_ready = true;
   set.ready.push_back(key);

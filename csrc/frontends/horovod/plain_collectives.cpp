@@ -78,14 +78,6 @@ std::vector<int64_t> with_rows(const at::Tensor& tensor, int64_t rows) {
   return shape;
 }
 
-// Adasum of two vectors: arXiv:2006.02924, equation 4, in fp64.
-at::Tensor adasum_of(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
-  const double dot = x.dot(y).item<double>(), xx = x.dot(x).item<double>(), yy = y.dot(y).item<double>();
-  const double of_x = xx == 0 ? 1 : 1 - dot / (2 * xx), of_y = yy == 0 ? 1 : 1 - dot / (2 * yy);
-  return x.mul_(of_x).add_(y, of_y);
-}
-
 }  // namespace
 
 // The collectives of one call: finishes when all have ended.
@@ -177,7 +169,6 @@ void PlainCollectives::allreduce(const Signature& as, const std::vector<at::Tens
                                  const std::vector<at::Tensor>& outputs, Finish finish) {
   const at::NoGradGuard no_grad;
   Works works(std::move(finish));
-  if (as.op == Op::kAdasum) return adasum(inputs, outputs, as.prescale, as.postscale, works);
   std::vector<bool> is_done(inputs.size());
   for (size_t first = 0; first < inputs.size(); ++first) {
     if (is_done[first]) continue;
@@ -230,33 +221,6 @@ void PlainCollectives::reduce_run(const Signature& as, const std::vector<at::Ten
     }
     return {};
   });
-}
-
-// Gathers all vectors and adds them up as a tree, on every rank alike: at the level d ranks that differ in bit d meet.
-void PlainCollectives::adasum(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
-                              double prescale, double postscale, Works& works) {
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    at::Tensor input = flat(inputs[i]).clone();
-    multiply(input, prescale);
-    at::Tensor all = at::empty({size() * input.numel()}, input.options());
-    if (input.numel() == 0) continue;
-    if (size() == 1) {
-      all.copy_(input);
-    } else {
-      works.add([&] { return backend_->_allgather_base(all, input); });
-    }
-    works.then([all, output = outputs[i], postscale, size = size()]() -> std::vector<at::Tensor> {
-      std::vector<at::Tensor> of_ranks = all.view({size, -1}).unbind(0);
-      while (of_ranks.size() > 1) {
-        std::vector<at::Tensor> pairs;
-        for (size_t j = 0; j + 1 < of_ranks.size(); j += 2) pairs.push_back(adasum_of(of_ranks[j], of_ranks[j + 1]));
-        of_ranks = std::move(pairs);
-      }
-      flat(output).copy_(of_ranks.front());
-      multiply(output, postscale);
-      return {};
-    });
-  }
 }
 
 void PlainCollectives::allgather(const std::vector<at::Tensor>& inputs, const std::vector<std::vector<int64_t>>& rows,

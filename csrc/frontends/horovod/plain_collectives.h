@@ -44,8 +44,6 @@ class PlainCollectives {
 
  private:
   class Works;
-  void adasum(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs, double prescale,
-              double postscale, Works& works);
   void reduce_run(const Signature& as, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
                   Works& works);
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::array<const char*, 7> kKinds = {"allreduce",     "allgather", "broadcast", "alltoall",
                                                "reducescatter", "barrier",   "join"};
-constexpr std::array<const char*, 6> kOps = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
+constexpr std::array<const char*, 5> kOps = {"Average", "Sum", "Min", "Max", "Product"};
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::ostringstream text;
@@ -67,7 +67,7 @@ int64_t Signature::numel() const {
 }
 
 bool Signature::fuses_with(const Signature& other) const {
-  if (kind != Kind::kAllreduce || other.kind != kind || op == Op::kAdasum || tensors.empty()) return false;
+  if (kind != Kind::kAllreduce || other.kind != kind || tensors.empty()) return false;
   if (op != other.op || prescale != other.prescale || postscale != other.postscale) return false;
   if (wire != other.wire || device != other.device || other.tensors.empty()) return false;
   const int8_t dtype = tensors.front().dtype;

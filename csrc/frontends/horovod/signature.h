@@ -10,7 +10,7 @@
 namespace fusedcomm::horovod {
 
 enum class Kind : uint8_t { kAllreduce, kAllgather, kBroadcast, kAlltoall, kReducescatter, kBarrier, kJoin };
-enum class Op : uint8_t { kAverage, kSum, kAdasum, kMin, kMax, kProduct };
+enum class Op : uint8_t { kAverage, kSum, kMin, kMax, kProduct };
 
 // "allreduce" and so on. kind_of() throws std::invalid_argument.
 const char* kind_name(Kind kind);
@@ -45,7 +45,7 @@ struct Signature {
   std::string key() const { return std::string(kind_name(kind)) + "." + name; }
   int64_t numel() const;
   // Whether rank 0 may give it a number, which ranks then send in its place: it is the same on every rank.
-  bool may_have_id() const { return kind == Kind::kAllreduce && op != Op::kAdasum; }
+  bool may_have_id() const { return kind == Kind::kAllreduce; }
   // Whether two requests may share a bucket.
   bool fuses_with(const Signature& other) const;
   bool operator==(const Signature& other) const;

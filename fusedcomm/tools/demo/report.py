@@ -1,4 +1,4 @@
-"""What the demo writes at its end: a table, and ``demo.json``."""
+"""The demo's report: a table, and ``demo.json``."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ class Spread:
 
     @staticmethod
     def of(values: list[float]) -> "Spread":
-        """Of one value or more. All three are NaN if one of them is."""
+        """The spread of one value or more. All three are NaN if one value is."""
         if any(math.isnan(value) for value in values):
             return Spread(math.nan, math.nan, math.nan)
         return Spread(statistics.mean(values), min(values), max(values))

@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _assumptions(machines: "Machines", step: "Step") -> str:
-    """What the rows rest on. Never empty."""
+    """The assumptions behind the rows. Never empty."""
     from fusedcomm.tools.plan.paper import LINE_SHARE
 
     return (

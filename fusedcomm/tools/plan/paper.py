@@ -151,7 +151,7 @@ def _row(
 
 
 def answer(rows: Sequence[Row], step: Step) -> str:
-    """What the rows say, in one line."""
+    """The conclusion from the rows, in one line. Never empty."""
     off, *ours = rows
     if off.hides:
         return "Leave fusedcomm off: DDP's own all-reduce hides behind the backward pass"

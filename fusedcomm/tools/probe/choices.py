@@ -91,7 +91,7 @@ def choices(wires: Sequence[str], accepted: Sequence[str], by_host: bool, cap_mi
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What real steps with one choice showed."""
+    """The figures of real steps with one choice."""
 
     steps_s: Sequence[float]
     """Seconds of each step on the slowest rank."""

@@ -12,7 +12,7 @@ STAGES = {
     "buckets": "real steps with other bucket sizes",
     "finals": "the fastest choices, in turns",
 }
-"""By stage: what is measured in it."""
+"""The stages, with what is measured in each."""
 
 
 class Progress:

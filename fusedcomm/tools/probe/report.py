@@ -1,4 +1,4 @@
-"""What the probe writes: a recommendation with its reason, how sure it is, a table, details, and findings in JSON."""
+"""The probe's report: a recommendation with its reason, how sure it is, a table, details, and findings in JSON."""
 
 import dataclasses
 import json
@@ -108,7 +108,7 @@ def _half(values: Sequence[float], factor: float, places: int) -> str:
 
 
 def _note(choice: Candidate, seen: Seen, findings: Findings) -> str:
-    """What a row has to do with the recommendation; empty if nothing."""
+    """A note on a row that the recommendation mentions; empty for other rows."""
     found = findings.recommendation
     if choice == found.choice:
         return "<- recommended"

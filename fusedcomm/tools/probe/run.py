@@ -39,7 +39,7 @@ MIN_SHARE = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the user asked for."""
+    """The user's choices for a probe."""
 
     script: str | None = None
     """PATH or PATH:FUNCTION. None: a synthetic step."""
@@ -64,7 +64,7 @@ OPTIONS = {"backward_s": "--backward-ms (in seconds)", "caps_mb": "--caps", "nic
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What the probe saw. Equal on every rank except for rounding."""
+    """The results of a probe. Equal on every rank except for rounding."""
 
     settings: Settings
     environment: dict
@@ -73,12 +73,12 @@ class Findings:
     alone_s: float
     """Median step without synchronization, in seconds."""
     seen: Mapping[Candidate, Seen]
-    """By choice: its latest steps."""
+    """The latest steps of each choice."""
     not_tried: Sequence[Candidate]
     """Choices that there was no time for."""
     recommendation: Recommendation
     seconds: dict[str, float]
-    """What starting and everything took, in seconds: "start" and "all"."""
+    """Seconds of "start", starting the ranks, and of "all"."""
 
 
 def probe(
@@ -171,7 +171,7 @@ class _Probe:
         return found
 
     def _environment(self) -> dict:
-        """What the findings depend on."""
+        """The versions, devices and hosts that the findings depend on."""
         return {
             "fusedcomm": fusedcomm.__version__,
             "torch": torch.__version__,

@@ -75,8 +75,8 @@ def naming_the_line(script: str | None) -> Iterator[None]:
 
 
 def _place(error: Exception, path: str) -> str:
-    """Where an error began, and what it is. The place is the last line beside the script that the error passed through,
-    because the user can change that. Empty if there is none: then the script is not at fault."""
+    """The place where an error began, and its text. The place is the last line beside the script that the error passed
+    through, because the user can change that. Empty if there is none: then the script is not at fault."""
     if isinstance(error, SyntaxError) and error.filename:
         line = (error.text or "").strip()
         return f"{error.filename}, line {error.lineno}: {line}\n  {type(error).__name__}: {error.msg}"

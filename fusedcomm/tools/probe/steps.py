@@ -99,7 +99,7 @@ def alone(team: Team, task: Task, budget_s: float) -> list[float]:
 def in_turns(
     team: Team, task: Task, choices: Sequence[Candidate], own_host: OwnHost, budget_s: float
 ) -> dict[Candidate, Seen]:
-    """What steps with each of the choices show. Choices for which the budget is too small are left out, the last ones
+    """Takes steps with each of the choices. Choices for which the budget is too small are left out, the last ones
     first; MIN_CHOICES are tried whatever it takes. A collective call.
 
     Every choice has its own DDP around the same module. The choices take turns, so a disturbance of seconds affects all
@@ -133,7 +133,7 @@ def in_turns(
 def _turns(
     team: Team, task: Task, choices: Sequence[Candidate], own_host: OwnHost, budget_s: float, least: int
 ) -> dict[Candidate, Seen]:
-    """What steps with the choices show that fit the budget, at least of the first `least` ones."""
+    """Takes steps with the choices that fit the budget, and with the first `least` ones in any case."""
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         modules: list[tuple[DistributedDataParallel, Handle | None]] = []

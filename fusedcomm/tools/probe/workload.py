@@ -81,7 +81,7 @@ class _InPlaceOfDdp(nn.Module):
 
 
 def _described(value: object) -> str:
-    """What `value` is, for an error message. Never empty."""
+    """A few words about `value`, for an error message. Never empty."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
     if isinstance(value, tuple):
