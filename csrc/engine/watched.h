@@ -1,6 +1,7 @@
 // What a watch sees of an engine: its board, and its first failure, whose text the watch completes. The watch is a
 // thread of Python's (fusedcomm/ranks/watch.py). A failing thread waits for it here, without the interpreter and no
-// longer than `limit`: a watch that cannot run, since another thread holds the interpreter, does not hold back an error.
+// longer than `limit`: a watch that cannot run, since another thread holds the interpreter, does not hold back an
+// error.
 #pragma once
 
 #include <chrono>
@@ -50,8 +51,8 @@ class Watched {
   Board::View view(Seconds still) const {
     return board_->view(Board::Clock::now() - std::chrono::duration_cast<Board::Clock::duration>(still));
   }
-  // Waits for `timeout`. `for_failure`: or until there is a failure without an explanation. Returns false as soon as the
-  // watch has to end.
+  // Waits for `timeout`. `for_failure`: or until there is a failure without an explanation. Returns false as soon as
+  // the watch has to end.
   bool wait(Seconds timeout, bool for_failure) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_for(lock, timeout, [&] { return has_ended_ || (for_failure && failure_ && !explanation_); });

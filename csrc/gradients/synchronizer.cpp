@@ -51,6 +51,7 @@ std::shared_ptr<Watched> Synchronizer::watch(Watched::Seconds limit) {
   const auto watched = std::make_shared<Watched>(engine_->board(), engine_->shared_device(), limit);
   // The pointer is weak, because transfers that outlive the engine may still fail.
   engine_->explain_failures_with([weak = std::weak_ptr<Watched>(watched)](const std::string& failure) {
+    const WithoutGil no_gil;  // the watch needs it
     const auto alive = weak.lock();
     return alive ? alive->explain(failure) : std::string();
   });

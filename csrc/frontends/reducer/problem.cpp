@@ -39,7 +39,9 @@ void Problem::publish(const std::string& text) {
 }
 
 void Problem::note_pass(int rank, int64_t pass) {
-  ask([key = "pass/" + std::to_string(rank), text = std::to_string(pass)](c10d::Store& store) { store.set(key, text); });
+  ask([key = "pass/" + std::to_string(rank), text = std::to_string(pass)](c10d::Store& store) {
+    store.set(key, text);
+  });
 }
 
 std::string Problem::read() {
