@@ -63,8 +63,8 @@ class Synchronizer {
   // Drops the state of a parameter that will not appear again; its residual is lost.
   void forget(const at::Tensor& parameter);
 
-  // Returns what a watch sees of the engine; failures wait for it from now on, for `limit` at most. Throws if there is a
-  // watch already.
+  // Returns what a watch sees of the engine; failures wait for it from now on, for `limit` at most. Throws if there is
+  // a watch already.
   std::shared_ptr<Watched> watch(Watched::Seconds limit);
   // Ends the watch. Does nothing if there is none.
   void unwatch();
