@@ -6,8 +6,8 @@ import math
 import torch
 
 from fusedcomm.local_steps.arguments import Schedule
-from fusedcomm.local_steps.fragments import Fragment
 from fusedcomm.local_steps.messages import CONTROL_NUMEL
+from fusedcomm.local_steps.progress import Progress
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
@@ -120,13 +120,12 @@ class LocalPlan:
 
 def make_plan(
     session: Session,
-    schedule: Schedule,
-    fragments: list[Fragment],
-    outer_nbytes: int,
+    of: Progress,
     bits_s: float | None,
     step_s: float | None,
 ) -> LocalPlan:
     """See :meth:`fusedcomm.LocalSteps.plan`."""
+    fragments = of.fragments
     rows, residual_nbytes = [], 0
     for fragment in fragments:
         slices = [(each.local.numel(), each.wire) for each in fragment.merged if each.local.numel()]
@@ -146,13 +145,13 @@ def make_plan(
             residual_nbytes += _C.residual_nbytes(session.config.residual_format, lossy + second)
     s_per_byte = 8 / bits_s if bits_s is not None else session.s_per_byte or 0.0
     return LocalPlan(
-        schedule=schedule,
+        schedule=of.schedule,
         wire=session.config.wire,
         world_size=session.world_size,
         fragments=tuple(rows),
         state_nbytes=sum(fragment.anchor.nbytes for fragment in fragments),
         under_way_nbytes=max(2 * fragment.anchor.nbytes for fragment in fragments),
-        outer_nbytes=outer_nbytes,
+        outer_nbytes=0 if of.outer is None else of.outer.nbytes,
         residual_nbytes=residual_nbytes,
         s_per_byte=s_per_byte,
         step_s=step_s,

@@ -8,7 +8,7 @@ import torch
 
 from fusedcomm.config import AUTO, Config
 from fusedcomm.literals import Wire
-from fusedcomm.members.training import Training
+from fusedcomm.members.training.passes import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
 from fusedcomm.ranks import agreement
 from fusedcomm.reducer.reducer import GradReducer

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fusedcomm.members.state import everybodys
 from fusedcomm.optimizer.exchange import Exchange, written_bits
 from fusedcomm.optimizer.owner import Owner, State
 from fusedcomm.optimizer.parts import Target, in_memory_order, index_by_id, laid_out, shaped
 from fusedcomm.optimizer.trial import fresh_state
+from fusedcomm.session.objects import everybodys
 from fusedcomm.session.session import Session
 
 MASTER = "master"

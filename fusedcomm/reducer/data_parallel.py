@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
 from fusedcomm.members.members import Members
-from fusedcomm.members.training import Training
+from fusedcomm.members.training.passes import Training
 from fusedcomm.ranks.bounded_store import StoreError
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.reducer import replicas

@@ -14,7 +14,7 @@ from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import LocalOptions, check, local_options
 from fusedcomm.members.members import Members
-from fusedcomm.members.training import Training
+from fusedcomm.members.training.passes import Training
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps

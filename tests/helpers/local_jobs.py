@@ -110,7 +110,7 @@ class Job:
         return flat(self.model)
 
     def merged(self) -> torch.Tensor:
-        return torch.cat([fragment.anchor for fragment in self.comm.fragments]).cpu()
+        return torch.cat([fragment.anchor for fragment in self.comm.progress.fragments]).cpu()
 
     def save(self) -> bytes:
         """A checkpoint."""
@@ -125,7 +125,9 @@ class Job:
 
 def until_arrived(comm: fusedcomm.LocalSteps) -> None:
     """Waits for the message under way, if there is one and windows of time begin when it has arrived."""
-    wait_until(lambda: comm.window is None or comm.window._began is not None, "the message has arrived")
+    wait_until(
+        lambda: comm.progress.window is None or comm.progress.window._began is not None, "the message has arrived"
+    )
 
 
 @contextlib.contextmanager

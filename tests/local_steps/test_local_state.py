@@ -54,7 +54,7 @@ def resumed(rank, world_size, cases):
     for run, config, inside, at in cases:
         whole = Job(run, rank, config, inside)
         whole.train(range(at))
-        saved, under_way = whole.save(), len(whole.comm.under_way)
+        saved, under_way = whole.save(), len(whole.comm.progress.under_way)
         whole.train(range(at, run.steps))
         whole.comm.detach()
         for _ in range(2):

@@ -132,7 +132,7 @@ def ended(rank, world_size, cases):
         job.train(range(3 * host))  # finish() ends the merges of ranks that have made more steps
         job.comm.finish()
         first = flat(job.model)
-        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == sum(job.comm.merges)
+        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == sum(job.comm.progress.merges)
         job.train(range(9))
         found.append((before, merged, first, job.finish()))
     return found

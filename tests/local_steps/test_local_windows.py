@@ -66,10 +66,10 @@ def trained(rank, world_size, runs):
             job, seen = Job(run, rank), []
             while len(seen) < MESSAGES:
                 of_rank.now += step_s(rank, len(seen))
-                job.train([job.comm.steps + 1])
-                if job.comm.num_messages > len(seen):
+                job.train([job.comm.progress.steps + 1])
+                if job.comm.progress.num_messages > len(seen):
                     until_arrived(job.comm)
-                    seen.append((job.comm.steps, flat(job.model)))
+                    seen.append((job.comm.progress.steps, flat(job.model)))
             found.append((seen, job.finish()))
     return found
 
@@ -113,7 +113,7 @@ def by_the_clock(rank, world_size):
         time.sleep(0.03 if rank == world_size - 1 else 0.01)
         if time.monotonic() - began > 2:
             break
-    steps, merges = job.comm.steps, job.comm.num_messages
+    steps, merges = job.comm.progress.steps, job.comm.progress.num_messages
     refusal = error_of(RuntimeError, job.comm.state_dict)
     job.comm.finish()
     after = flat(job.model)
@@ -141,7 +141,7 @@ def too_short(rank, world_size):
             of_rank.now += 12.0 if rank else 3.0
             job.train([step])
             until_arrived(job.comm)
-        merges, plan = job.comm.num_messages, job.comm.plan(bits_s=1e6, step_s=0.5)
+        merges, plan = job.comm.progress.num_messages, job.comm.plan(bits_s=1e6, step_s=0.5)
         job.comm.detach()
     return merges, [str(each.message) for each in caught if "every=" in str(each.message)], str(plan)
 

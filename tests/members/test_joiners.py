@@ -13,7 +13,7 @@ from trainees import SHAPES, Endless
 
 import fusedcomm
 from fusedcomm.members.errors import JoinRefusedError
-from fusedcomm.members.view import View
+from fusedcomm.members.plane.view import View
 from fusedcomm.ranks import agreement
 
 pytestmark = pytest.mark.check

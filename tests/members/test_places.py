@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fusedcomm
-from fusedcomm.members import state
+from fusedcomm.members.training import transfer
 
 DATA = range(48)
 
@@ -72,7 +72,7 @@ def joined_by_a_thread(rank, world_size):
     """Founds members here, has a rank join on another thread, and trains until both have made a step together. Returns
     what both found: the place, and the joiner's copy of an object that a callback of its coming changes."""
     found, answered = {}, threading.Event()
-    carried, joiner, skeleton = Kept(0.02), Kept(None), state.Transfer.skeleton
+    carried, joiner, skeleton = Kept(0.02), Kept(None), transfer.Transfer.skeleton
     members = fusedcomm.Members()
 
     def noted(self):
@@ -102,7 +102,7 @@ def joined_by_a_thread(rank, world_size):
 
     thread = threading.Thread(target=join)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state.Transfer, "skeleton", noted)
+        patch.setattr(transfer.Transfer, "skeleton", noted)
         thread.start()
         while members.size == 1:
             found["at"] = members.step, members.num_microbatches

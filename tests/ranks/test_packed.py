@@ -10,8 +10,7 @@ import numpy
 import pytest
 import torch
 
-from fusedcomm.members import state
-from fusedcomm.members.packed import pack, unpack
+from fusedcomm.ranks.objects import fill, pack, ranges, unpack
 
 Position = collections.namedtuple("Position", ["epoch", "index"])
 
@@ -60,8 +59,8 @@ VALUES = {
 def received(value):
     packed, tensors = pack(value, "it")
     made, into = unpack(packed)
-    content = b"".join(state.ranges(tensors, 0, 1 << 60)) + b" "
-    state.fill(into, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    content = b"".join(ranges(tensors, 0, 1 << 60)) + b" "
+    fill(into, torch.frombuffer(bytearray(content), dtype=torch.uint8))
     return made
 
 

@@ -1,12 +1,9 @@
 """The state of LocalSteps, for a checkpoint of this rank."""
 
-from typing import TYPE_CHECKING
-
-from fusedcomm.local_steps.messages import Pending
+from fusedcomm.local_steps.messages import Message
+from fusedcomm.local_steps.progress import Progress
 from fusedcomm.session import state_dict as engine_state
-
-if TYPE_CHECKING:
-    from fusedcomm.local_steps.local_steps import LocalSteps
+from fusedcomm.session.session import Session
 
 VERSION = 1
 EARLIER = {"groups": 1, "warmup": 0, "state": "local"}
@@ -27,12 +24,12 @@ KEYS = {
 }
 
 
-def save(of: "LocalSteps") -> dict:
+def save(of: Progress, session: Session) -> dict:
     """See :meth:`fusedcomm.LocalSteps.state_dict`."""
     return {
         "version": VERSION,
         "schedule": of.schedule.record(),
-        "wire": of.session.config.wire,
+        "wire": session.config.wire,
         "steps": of.steps,
         "turns": of.turns,
         "merges": list(of.merges),
@@ -44,44 +41,45 @@ def save(of: "LocalSteps") -> dict:
         "parameters": _checksums(of),
         "under_way": [
             {
-                "fragment": pending.fragment.index,
-                "number": pending.number,
-                "began": pending.began,
-                "due": pending.due,
-                "own": pending.own.clone(),
-                "mean": pending.mean.clone(),
+                "fragment": message.fragment.index,
+                "number": message.merge,
+                "began": message.began,
+                "due": message.due,
+                "own": message.own.clone(),
+                "mean": message.mean.clone(),
             }
-            for pending in of.under_way
+            for message in of.under_way
         ],
         "outer": None if of.outer is None else of.outer.optimizer.state_dict(),
-        "weights": of.weights.state(),
-        "engine": engine_state.state_dict(of.session, consolidated=False),
+        "weights": {"done": of.steps, "before": list(of.snapshots)},
+        "engine": engine_state.state_dict(session, consolidated=False),
     }
 
 
-def _checksums(of: "LocalSteps") -> list[int]:
+def _checksums(of: Progress) -> list[int]:
     """Of the parameters of each fragment, as they are on this rank."""
     return [int(fragment.checksum(fragment.read())) for fragment in of.fragments]
 
 
-def load(of: "LocalSteps", state: dict) -> None:
+def load(of: Progress, session: Session, state: dict) -> None:
     """See :meth:`fusedcomm.LocalSteps.load_state_dict`."""
-    check(of, state)
-    engine_state.load_state_dict(of.session, state["engine"])
+    check(of, session, state)
+    engine_state.load_state_dict(session, state["engine"])
     if of.outer is not None:
         of.outer.optimizer.load_state_dict(state["outer"])
     for fragment in of.fragments:
         for each, view in zip(fragment.merged, fragment.views(fragment.anchor), strict=True):
             view.copy_(state["merged"][each.name])
     of.steps, of.turns, of.merges = state["steps"], state["turns"], list(state["merges"])
-    of.weights.load(state["weights"])
+    done = state["weights"]["done"]
+    of.snapshots = [of.steps - (done - before) for before in state["weights"]["before"]]
     if of.window is not None:
         of.window.begin()
     device = of.fragments[0].anchor.device
     of.under_way[:] = [
-        Pending(
+        Message(
             fragment=of.fragments[saved["fragment"]],
-            number=saved["number"],
+            merge=saved["number"],
             began=saved["began"],
             due=saved["due"],
             own=saved["own"].to(device, copy=True),
@@ -92,14 +90,14 @@ def load(of: "LocalSteps", state: dict) -> None:
     ]
 
 
-def check(of: "LocalSteps", state: dict) -> None:
+def check(of: Progress, session: Session, state: dict) -> None:
     """Raises ValueError if `state` cannot be loaded. Changes nothing."""
     if not isinstance(state, dict) or KEYS - state.keys():
         missing = sorted(KEYS - state.keys()) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"fusedcomm: this is no state of LocalSteps: missing {missing}")
     if state["version"] != VERSION:
         raise ValueError(f"fusedcomm: state version {state['version']!r} is not known; this fusedcomm reads {VERSION}")
-    now = {**of.schedule.record(), **EARLIER, "wire": of.session.config.wire}
+    now = {**of.schedule.record(), **EARLIER, "wire": session.config.wire}
     saved = {**EARLIER, **state["schedule"], "wire": state["wire"]}
     for option, value in now.items():
         if saved.get(option) != value:

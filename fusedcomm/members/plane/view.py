@@ -1,4 +1,7 @@
-"""Who is in the group: members, views of them, and decisions that lead from one view to the next."""
+"""Who is in the group: members, views of them, and decisions that lead from one view to the next.
+
+``dataclasses.asdict`` makes the JSON that ``from_json`` reads.
+"""
 
 from dataclasses import dataclass, field
 
@@ -19,9 +22,6 @@ class Member:
     @property
     def address(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def to_json(self) -> dict:
-        return {"uid": self.uid, "host": self.host, "port": self.port, "info": self.info}
 
     @staticmethod
     def from_json(value: dict) -> "Member":
@@ -48,9 +48,6 @@ class View:
     def __contains__(self, uid: str) -> bool:
         return uid in self.uids
 
-    def to_json(self) -> dict:
-        return {"number": self.number, "members": [m.to_json() for m in self.members], "step": self.step}
-
     @staticmethod
     def from_json(value: dict) -> "View":
         members = tuple(Member.from_json(member) for member in value["members"])
@@ -59,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class Decision:
-    """A view that has been agreed on, and how it differs from the last view for which all members were ready.
+    """A view that has been agreed on, and how it differs from the last view that was active.
 
     finished: the last finished step of each member of that last view that acknowledged the change, by uid.
     lost: its members that are not in `view`. joined: members of `view` that are not in it.
@@ -69,14 +66,6 @@ class Decision:
     finished: dict[str, int] = field(hash=False)
     lost: tuple[Member, ...]
     joined: tuple[Member, ...]
-
-    def to_json(self) -> dict:
-        return {
-            "view": self.view.to_json(),
-            "finished": self.finished,
-            "lost": [member.to_json() for member in self.lost],
-            "joined": [member.to_json() for member in self.joined],
-        }
 
     @staticmethod
     def from_json(value: dict) -> "Decision":

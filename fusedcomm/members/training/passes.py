@@ -1,14 +1,13 @@
 """The training of a reducer whose ranks come and go: a session for each view, and what leads from one to the next.
 
-a rank is lost      the control thread stops the engine, and aborts collectives on a device: freeze()
+a rank is lost      the control thread stops the engine, and aborts collectives on a device: stop_step()
                     → the pass ends with an error, and the reducer asks recover()
                     → the members agree on a view, and on who has finished the step
   somebody has        its encoded means are fetched; the step is finished here, too
-  nobody has          a new session of the survivors; the reducer hands the kept codes over to it
+  nobody has          a new session of the survivors; the reducer hands the recovery codes over to it
 a rank joins        at a boundary between two steps: before_pass()
 """
 
-import contextlib
 import dataclasses
 import time
 import weakref
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.members.errors import MemberLostError
-from fusedcomm.members.keeping import KeepingSession, with_codes_kept
 from fusedcomm.members.members import Members
-from fusedcomm.members.view import Decision, Member
-from fusedcomm.members.views import ENDING_S, MAX_FAILURES, Views
+from fusedcomm.members.plane.view import Decision, Member
+from fusedcomm.members.training.recovery import RecoverySession, with_recovery_codes
+from fusedcomm.members.training.views import ENDING_S, MAX_FAILURES, Views
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.own_group import OwnGroup
@@ -57,7 +55,7 @@ class Training(Views, Runs):
     ) -> None:
         super().__init__(members, device)
         self._model = model
-        self._config = with_codes_kept(config, members, device)
+        self._config = with_recovery_codes(config, members, device)
         self._arguments = (parameters, local, device)
         self._also_agree = also_agree = {
             **also_agree,
@@ -72,11 +70,11 @@ class Training(Views, Runs):
         }
         self._native: Callable[[], _C.GradReducer | None] = lambda: None  # it holds this object
         self._pending: Decision | None = None
-        self._kept: _C.Synchronizer | None = None  # has the means of the last step
+        self._finished: _C.Synchronizer | None = None  # has the means of the last step
         self._synchronizer_step = 0  # its number of the step under way
         self._weight_sum = 0.0  # of the ranks' weights in the last step
         self._num_shared = 0  # microbatches of this step when it began
-        members.plane.handlers[_MEANS] = self._serve_means
+        members.plane.hooks.handlers[_MEANS] = self._serve_means
         if members.joins is None:
             self._begin(problem)
             self._begin_step()
@@ -125,10 +123,10 @@ class Training(Views, Runs):
     def _serve_means(self, header: dict) -> tuple[dict, list[memoryview]]:
         step, bucket = int(header["step"]), int(header["bucket"])
         with self._lock:
-            kept = self._kept
-        if kept is None or step != self.step - 1:
+            finished = self._finished
+        if finished is None or step != self.step - 1:
             raise LookupError(f"the means of step {step} are not kept, but those of step {self.step - 1}")
-        return {"weights": self._weight_sum}, [memoryview(kept.kept_means(bucket).cpu().numpy())]
+        return {"weights": self._weight_sum}, [memoryview(finished.kept_means(bucket).cpu().numpy())]
 
     def _said(self) -> dict[str, object]:
         return {
@@ -146,7 +144,7 @@ class Training(Views, Runs):
         return name == _MODEL or isinstance(self.members.carried.get(name), torch.optim.Optimizer)
 
     def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
-        session: Any = KeepingSession(
+        session: Any = RecoverySession(
             self._config, group, *self._arguments, also_agree=self._also_agree, problem=problem
         )
         # Fixed, because a rank that joins has not seen the first weights.
@@ -154,7 +152,7 @@ class Training(Views, Runs):
         return session
 
     def _is_needed(self, session: Any) -> bool:
-        return self._kept is session.synchronizer
+        return self._finished is session.synchronizer
 
     # ---- called on the main thread
 
@@ -210,7 +208,7 @@ class Training(Views, Runs):
 
     def finish(self) -> bool:
         """Notes that this rank has all means of the step. False if the members have begun to change before."""
-        if not self.members.plane.finish_step(self.step):
+        if not self.members.plane.barrier.finish_step(self.step):
             return False
         self._end_step()
         return True
@@ -225,9 +223,9 @@ class Training(Views, Runs):
         self.session.synchronizer.wait_until_idle(ENDING_S)
         for _ in range(MAX_FAILURES):
             decision = self.members.plane.recover()
-            ahead = [m for m in self._old_members(decision) if decision.finished.get(m.uid, -1) >= self.step]
+            ahead = self._ahead(decision, self.step)
             if ahead:
-                if self._fetch(ahead) and self.members.plane.has_finished(self.step, decision.view):
+                if self._fetch(ahead) and self.members.plane.barrier.has_finished(self.step, decision.view.number):
                     self._pending = decision
                     self._end_step()
                     return None
@@ -244,8 +242,8 @@ class Training(Views, Runs):
 
     def _end_step(self) -> None:
         with self._lock:
-            self._kept = self.session.synchronizer
-            self._kept.end_kept_pass()
+            self._finished = self.session.synchronizer
+            self._finished.end_kept_pass()
             self.step += 1
         if self.session.weights is not None:
             self._weight_sum = self.session.weights.last_sum
@@ -260,16 +258,12 @@ class Training(Views, Runs):
         """Takes the means that this rank misses from members that have finished the step. False if all are lost."""
         synchronizer = self.session.synchronizer
         for bucket in synchronizer.missing_means():
-            for member in ahead:
-                with contextlib.suppress(MemberLostError):
-                    said, content = self._ask(member, _MEANS, {"step": self.step, "bucket": bucket})
-                    if self.session.weights is not None:
-                        self.session.weights.finish_last(said["weights"])
-                    means = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                    synchronizer.complete_bucket(bucket, means)
-                    break
-            else:
+            found = self._ask(ahead, _MEANS, {"step": self.step, "bucket": bucket})
+            if found is None:
                 return False
+            if self.session.weights is not None:
+                self.session.weights.finish_last(found[0]["weights"])
+            synchronizer.complete_bucket(bucket, torch.frombuffer(bytearray(found[1]), dtype=torch.uint8))
         return True
 
     def _take_state(self, joined: list[str]) -> None:

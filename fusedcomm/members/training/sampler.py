@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fusedcomm.members.members import Members
-from fusedcomm.members.place import check_state
+from fusedcomm.members.training.place import check_state
 
 
 class MembersSampler(Sampler[list[int]]):

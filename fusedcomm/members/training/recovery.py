@@ -1,4 +1,4 @@
-"""Sessions whose buckets keep what is needed to sum them again, and what they and their members refuse."""
+"""Sessions that keep recovery codes, what a bucket is summed again from, and what they and their members refuse."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class UnexplainedSession(Session):
     explains = False
 
 
-class KeepingSession(UnexplainedSession):
-    """A session whose buckets keep their codes and means."""
+class RecoverySession(UnexplainedSession):
+    """A session whose buckets keep recovery codes, and their means."""
 
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
@@ -30,8 +30,8 @@ class KeepingSession(UnexplainedSession):
         return config.native(config.chunks, keeps_messages=True)
 
 
-def with_codes_kept(config: Config, members: Members, device: torch.device) -> Config:
-    """`config` with sums of which each rank has codes. Raises ValueError where that cannot be."""
+def with_recovery_codes(config: Config, members: Members, device: torch.device) -> Config:
+    """`config` with sums of which each rank has recovery codes. Raises ValueError where that cannot be."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo, "
@@ -63,7 +63,7 @@ def on_one_level(config: Config) -> Config:
     return dataclasses.replace(config, hosts=None)
 
 
-def why_not(joiner: dict, own: dict[str, object], members: Members) -> str:
+def why_refused(joiner: dict, own: dict[str, object], members: Members) -> str:
     """Why a process may not join; empty if it may.
 
     joiner, own: what it and a member say of themselves, by field.

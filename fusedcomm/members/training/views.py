@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from fusedcomm.members import state
 from fusedcomm.members.errors import DamagedError, MemberLostError
-from fusedcomm.members.keeping import why_not
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
-from fusedcomm.members.packed import unpack
-from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import agreement
+from fusedcomm.members.plane.view import Decision, Member, View
+from fusedcomm.members.training import transfer
+from fusedcomm.members.training.recovery import why_refused
+from fusedcomm.ranks import agreement, objects
 from fusedcomm.ranks.bounded_store import Errand
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
@@ -73,9 +72,9 @@ class Views(abc.ABC):
         self._has_told = threading.Event()  # cleared from a change by which ranks join until its callbacks have ended
         self._has_told.set()
         self._sources: list[Member] = []  # from which a rank that joins gets the state
-        plane = members.plane
-        plane.on_freeze = self.freeze
-        plane.handlers[PROGRESS] = lambda header: (
+        hooks = members.plane.hooks
+        hooks.stop_step = self.stop_step
+        hooks.handlers[PROGRESS] = lambda header: (
             {
                 "finished": self._progress(),
                 "place": self._place,
@@ -85,8 +84,8 @@ class Views(abc.ABC):
             },
             [],
         )
-        plane.handlers[state.KIND] = state.serve(self._find_state)
-        plane.check_join = lambda joiner: why_not(joiner, self._record(), members)
+        hooks.handlers[transfer.KIND] = transfer.serve(self._find_state)
+        hooks.check_join = lambda joiner: why_refused(joiner, self._record(), members)
         members.training = self
 
     @property
@@ -126,7 +125,7 @@ class Views(abc.ABC):
         """The last step that has ended; -2 before this rank could begin one."""
         return self.step - 1 if self._has_tried and not self._missing else -2
 
-    def freeze(self) -> None:
+    def stop_step(self) -> None:
         """Stops the engine: no step finishes until the members have another view. On a device collectives under way end
         then, and nothing that they have written counts."""
         with self._lock:
@@ -222,7 +221,7 @@ class Views(abc.ABC):
             if taken is not None:
                 take(taken)
             self._is_equal = is_first or taken is not None
-            if not self._is_equal and plane.is_superseded(view):
+            if not self._is_equal and self._is_superseded(view):
                 go_over(plane.recover())
             elif not self._is_equal:
                 time.sleep(_POLL_S)
@@ -244,11 +243,12 @@ class Views(abc.ABC):
         self._missing.discard(name)
 
     def _received(self, name: str, **more: object) -> tuple[dict, Any]:
-        transfer = state.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step, **more})
-        said, skeleton = transfer.skeleton()
+        fetched = transfer.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step, **more})
+        said, skeleton = fetched.skeleton()
         self.members.first_step = said["first step"]
-        value, tensors = unpack(skeleton)
-        state.fill(tensors, transfer.content(said["nbytes"], len(self._sources) if self._is_common(name) else 1))
+        value, tensors = objects.unpack(skeleton)
+        num_parts = len(self._sources) if self._is_common(name) else 1
+        objects.fill(tensors, fetched.content(said["nbytes"], num_parts))
         return said, value
 
     def _refuse_missing(self) -> None:
@@ -273,7 +273,7 @@ class Views(abc.ABC):
         self._place = [members.rank, members.step, members.num_microbatches]
         places.append(self._place)
         members.wait_for_others(INSTALL_TIMEOUT_S, has_begun, in_view=True)
-        if members.plane.is_superseded(members.current):
+        if self._is_superseded(members.current):
             return False
         self._has_compared = True
         if any(place[1:] != self._place[1:] for place in places):
@@ -345,9 +345,15 @@ class Views(abc.ABC):
         finally:
             self._has_told.set()
 
-    def _old_members(self, decision: Decision) -> list[Member]:
-        own = self.members.plane.member.uid
-        return [member for member in (*decision.view.members, *decision.lost) if member.uid != own]
+    def _is_superseded(self, view: View) -> bool:
+        """Whether the members have left the view, or are about to."""
+        return self.members.plane.barrier.is_superseded(view.number)
+
+    def _ahead(self, decision: Decision, step: int) -> list[Member]:
+        """The others that have finished the step, also those that the decision leaves out."""
+        own, finished = self.members.plane.member.uid, decision.finished
+        others = (member for member in (*decision.view.members, *decision.lost) if member.uid != own)
+        return [member for member in others if finished.get(member.uid, -1) >= step]
 
     def _install(self, decision: Decision, began: float) -> bool:
         """Makes the session of the decision's view. False if the members have agreed on another one meanwhile."""
@@ -362,10 +368,10 @@ class Views(abc.ABC):
             return False
         with self._lock:
             old, self.session = self.session, session
-        if plane.is_superseded(decision.view):  # freeze() may have stopped the session before this one
+        if self._is_superseded(decision.view):  # stop_step() may have stopped the session before this one
             session.synchronizer.abort(CHANGING)
         self.members.enter(decision.view)
-        plane.installed(decision.view)
+        plane.barrier.install(decision.view)
         if old is not None:
             old.synchronizer.abort(CHANGING)
             old.synchronizer.leave(CHANGING)
@@ -385,13 +391,13 @@ class Views(abc.ABC):
         """
         errand = Errand(lambda: self._make_session(self.members.group(view, self.device), problem))
         while not errand.has_ended_within(_POLL_S):
-            if self.members.plane.is_superseded(view):
+            if self._is_superseded(view):
                 return None
         self._has_tried = True
         try:
             return errand.result()
         except Exception as error:
-            is_verdict = isinstance(error, agreement.DisagreementError) and not self.members.plane.is_superseded(view)
+            is_verdict = isinstance(error, agreement.DisagreementError) and not self._is_superseded(view)
             if error is problem or (is_verdict and self.session is None):
                 if self.members.joins is None:
                     # To the others, a rank that leaves before they have the verdict is only a lost one.
@@ -403,19 +409,23 @@ class Views(abc.ABC):
                 raise
             self._why_not_built = error
         until = time.monotonic() + _NOTICED_S  # perhaps a rank is lost, and the members have not noticed yet
-        while self.session is None and not self.members.plane.is_superseded(view):
+        while self.session is None and not self._is_superseded(view):
             if time.monotonic() > until:
                 raise self._why_not_built
             time.sleep(_POLL_S)
         return None
 
-    def _ask(self, member: Member, kind: str, header: dict) -> tuple[dict, memoryview]:
-        """Asks again while the member is still ending the step. Raises MemberLostError, and LookupError at last."""
+    def _ask(self, members: Sequence[Member], kind: str, header: dict) -> tuple[dict, memoryview] | None:
+        """The answer of one of them, each asked again while it is still ending the step. None if all are lost. Raises
+        LookupError at last."""
         until = time.monotonic() + ENDING_S
-        while True:
-            try:
-                return self.members.plane.request(member, kind, header)
-            except LookupError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(_POLL_S)
+        for member in members:
+            with contextlib.suppress(MemberLostError):
+                while True:
+                    try:
+                        return self.members.plane.request(member, kind, header)
+                    except LookupError:
+                        if time.monotonic() > until:
+                            raise
+                    time.sleep(_POLL_S)
+        return None

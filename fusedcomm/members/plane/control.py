@@ -4,15 +4,13 @@ import os
 import socket
 import uuid
 import weakref
-from collections.abc import Callable
 
-from .addresses import name_of, split
-from .door import listen, numeric_host
-from .errors import JoinRefusedError
-from .gate import Gate
-from .node import Node
-from .requests import Handler
-from .view import Decision, Member, View
+from fusedcomm.members.errors import JoinRefusedError
+from fusedcomm.members.plane.addresses import name_of, split
+from fusedcomm.members.plane.barrier import StepBarrier
+from fusedcomm.members.plane.control_thread import ControlThread, Hooks
+from fusedcomm.members.plane.listener import listen, numeric_host
+from fusedcomm.members.plane.view import Decision, Member, View
 
 
 def new_uid() -> str:
@@ -27,9 +25,9 @@ class ControlPlane:
 
         decision = plane.boundary(step)     # None: go on
         ...                                 # the step; if it fails, or finish_step() is False: plane.recover()
-        plane.finish_step(step)
+        plane.barrier.finish_step(step)
 
-    and after a decision `install(view)` until it is True, and `installed(view)`.
+    and after a decision `install(view)` until it is True, and `barrier.install(view)`.
 
     Args:
         uid: new_uid(), or any text that no other process has.
@@ -38,6 +36,10 @@ class ControlPlane:
         job: a random text that the founders share. None in a process that joins, which learns it.
         silence_s: seconds without a word after which a member is silent.
         host: this host's name or address by which the others reach it. None: what its own name resolves to.
+
+    Attributes:
+        hooks: what the training does for it.
+        barrier: where the main thread says what it has finished, and asks whether a view still is the members'.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class ControlPlane:
         listening = listen(own)
         self._member = member = Member(uid, own, listening.getsockname()[1], info)
         self._min_ranks, self._silence_s, self._job, self._is_closed = min_ranks, silence_s, job, False
-        self._gate = Gate()
-        self._node = Node(member, min_ranks, silence_s, listening, self._gate)
+        self.hooks = Hooks()
+        self.barrier = StepBarrier()
+        self._thread = ControlThread(member, min_ranks, silence_s, listening, self.barrier, self.hooks)
+        self._network = self._thread.network
         if job is not None:
-            self._node.loop.call(lambda: self._node.set_job(job))
+            self._network.call(lambda: self._thread.set_job(job))
         _PLANES.add(self)
 
     @property
@@ -73,7 +77,7 @@ class ControlPlane:
     @property
     def is_closed(self) -> bool:
         """Whether this process has left, or has failed."""
-        return self._is_closed or self._gate.failure is not None
+        return self._is_closed or self.barrier.failure is not None
 
     @property
     def address(self) -> str:
@@ -83,37 +87,13 @@ class ControlPlane:
     @property
     def job_name(self) -> str:
         """What others may know of the job; empty in a process that has not joined."""
-        job = self._job or self._node.job
+        job = self._job or self._thread.job
         return name_of(job) if job else ""
 
     @property
     def view(self) -> View | None:
         """The last view that was agreed on; None in a process that waits to join."""
-        return self._node.view
-
-    @property
-    def on_freeze(self) -> Callable[[], None]:
-        """Stops the step under way: called on a thread of its own when this member acknowledges an immediate change,
-        and when it fails. It may be called again before a view is installed."""
-        return self._node.on_freeze
-
-    @on_freeze.setter
-    def on_freeze(self, function: Callable[[], None]) -> None:
-        self._node.on_freeze = function
-
-    @property
-    def check_join(self) -> Callable[[dict], str]:
-        """Given what a joiner says of itself, returns why it is refused; empty if it is not."""
-        return self._node.check_join
-
-    @check_join.setter
-    def check_join(self, function: Callable[[dict], str]) -> None:
-        self._node.check_join = function
-
-    @property
-    def handlers(self) -> dict[str, Handler]:
-        """By kind: what answers a request, on a thread of its own."""
-        return self._node.handlers
+        return self._thread.view
 
     def start(self, view: View) -> None:
         """The founders' view, the same on all."""
@@ -123,8 +103,8 @@ class ControlPlane:
             raise ValueError(
                 f"fusedcomm: {len(view.members)} members start, and min_ranks is {self._min_ranks}: start more"
             )
-        self._gate.start(view)
-        self._node.loop.call_and_wait(lambda: self._node.start(view))  # requests are possible from now on
+        self.barrier.start(view)
+        self._network.call_and_wait(lambda: self._thread.start(view))  # requests are possible from now on
 
     def join(self, address: str, info_to_check: dict) -> Decision:
         """Waits until members have made this process one of them. address: host:port of one, or of several with commas.
@@ -140,39 +120,24 @@ class ControlPlane:
                 problem = f"fusedcomm: {each!r} is no address of a member: {error}"
         if not addresses:
             raise JoinRefusedError(problem)
-        self._node.loop.call(lambda: self._node.join(addresses, info_to_check))
-        return self._named(self._gate.recover())
+        self._network.call(lambda: self._thread.join(addresses, info_to_check))
+        return self._named(self.barrier.recover())
 
     def boundary(self, step: int) -> Decision | None:
         """To be called before each step begins. None: it runs in the same view."""
-        if self._gate.begin(step):
+        if self.barrier.begin(step):
             return None
-        decision = self._gate.boundary(step)
-        return self.recover() if decision is None and self._gate.is_stopped else decision
-
-    def finish_step(self, step: int) -> bool:
-        """The step is finished here. False: a change came first, so it is not; call recover()."""
-        return self._gate.finish_step(step)
-
-    def has_finished(self, step: int, view: View) -> bool:
-        """The step is finished here although the members change to `view`: its last means came from another member.
-
-        False: another change came first, so it is not; call recover().
-        """
-        return self._gate.has_finished(step, view.number)
-
-    def is_superseded(self, view: View) -> bool:
-        """Whether the members have left the view, or are about to."""
-        return self._gate.is_superseded(view.number)
+        decision = self.barrier.boundary(step)
+        return self.recover() if decision is None and self.barrier.is_stopped else decision
 
     def recover(self) -> Decision:
         """Waits for the next view. Raises MinorityError, TooFewRanksError or ExpelledError."""
-        wanted = self._gate.wanted()
-        self._node.loop.call(lambda: self._node.set_wants(wanted))
+        wanted = self.barrier.wanted()
+        self._network.call(lambda: self._thread.set_wants(wanted))
         try:
-            return self._named(self._gate.recover())
+            return self._named(self.barrier.recover())
         finally:
-            self._node.loop.call(lambda: self._node.set_wants(-1))
+            self._network.call(lambda: self._thread.set_wants(-1))
 
     def _named(self, decision: Decision) -> Decision:
         """The same decision, once this process goes by the name that it has there."""
@@ -183,12 +148,8 @@ class ControlPlane:
     def install(self, view: View, timeout_s: float) -> bool:
         """This process can run in the view. Waits until all its members can: True. False: the view has been superseded,
         so call recover(). Raises InstallTimeoutError."""
-        self._node.loop.call(lambda: self._node.set_ready(view.number))
-        return self._gate.wait_installed(view.number, timeout_s)
-
-    def installed(self, view: View) -> None:
-        """The main thread runs in the view from now on."""
-        self._gate.install(view)
+        self._network.call(lambda: self._thread.set_ready(view.number))
+        return self.barrier.wait_active(view.number, timeout_s)
 
     def request(
         self, member: Member, kind: str, header: dict, into: memoryview | None = None
@@ -197,10 +158,10 @@ class ControlPlane:
 
         into: writable bytes that receive the payload, which is their beginning.
 
-        Raises MemberLostError once the member is dead, silent or no longer in the view, LookupError if it refuses,
-        FrameError if the answer arrives damaged repeatedly.
+        Raises MemberLostError once the member is dead, silent or no longer in the view, or if the answer arrives
+        damaged; LookupError if it refuses.
         """
-        return self._node.requests.ask(member, kind, header, into)
+        return self._thread.requests.ask(member, kind, header, into)
 
     def leave(self, reason: str) -> None:
         """Says goodbye: the others go on without this process at once. Does nothing the second time."""
@@ -214,17 +175,17 @@ class ControlPlane:
         if self._is_closed:
             return
         self._is_closed = True
-        self._gate.fail(
+        self.barrier.fail(
             RuntimeError("fusedcomm: this process has left the members: to come back make new Members, with join=")
         )
-        self._node.loop.call(lambda: self._node.close(farewell))
-        self._node.loop.stop()
+        self._network.call(lambda: self._thread.close(farewell))
+        self._network.stop()
 
     def _forked(self) -> None:
         self._is_closed = True
-        self._gate = Gate()
-        self._gate.fail(RuntimeError("fusedcomm: this process was forked from a member, and is none itself"))
-        self._node.close_in_child()
+        self.barrier = StepBarrier()
+        self.barrier.fail(RuntimeError("fusedcomm: this process was forked from a member, and is none itself"))
+        self._network.cut_off_in_child()
 
 
 _PLANES: "weakref.WeakSet[ControlPlane]" = weakref.WeakSet()

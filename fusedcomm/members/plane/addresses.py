@@ -11,22 +11,21 @@ started again               joins                             joins             
 joins never begins training: if nobody answers, it ends with JoinRefusedError.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
 import os
 import re
-import socket
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from fusedcomm import env
-
-from . import frames
-from .errors import FrameError, JoinRefusedError
+from fusedcomm.members.errors import FrameError, JoinRefusedError
+from fusedcomm.members.plane.network import say_hello
+from fusedcomm.ranks.bounded_store import Errand
 
 ANSWER_S = 2.0
 """Seconds within which a member says that it is one. All addresses are asked at once."""
@@ -144,19 +143,17 @@ def ask(addresses: Iterable[str]) -> dict[str, Answer]:
     """Asks all at once who they are. Those that do not answer within ANSWER_S are missing."""
     found: dict[str, Answer] = {}
 
-    def ask_one(address: str) -> None:
-        with contextlib.suppress(OSError, EOFError, FrameError, ValueError, KeyError):
-            with socket.create_connection(split(address), timeout=ANSWER_S) as connection:
-                frames.send(connection, frames.HELLO, {"role": "who", "uid": ""})
-                _, reply, _ = frames.receive(connection, max_payload_nbytes=0)
-                found[address] = Answer(str(reply["state"]), str(reply["name"]))
+    async def ask_one(address: str) -> None:
+        with contextlib.suppress(OSError, EOFError, FrameError, ValueError, KeyError, asyncio.TimeoutError):
+            connection, reply = await say_hello(*split(address), {"role": "who", "uid": ""}, ANSWER_S)
+            connection.close()
+            found[address] = Answer(str(reply["state"]), str(reply["name"]))
 
-    threads = [threading.Thread(target=ask_one, args=(address,), daemon=True) for address in addresses]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + 2 * ANSWER_S
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+    async def ask_all() -> None:
+        await asyncio.gather(*map(ask_one, addresses))
+
+    # On a thread, because the caller's may run a loop already, and the name of a host may take long to look up.
+    Errand(lambda: asyncio.run(ask_all())).has_ended_within(2 * ANSWER_S)
     return dict(found)
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from .errors import ExpelledError, MinorityError, TooFewRanksError
-from .view import View
+from fusedcomm.members.errors import ExpelledError, MinorityError, TooFewRanksError
+from fusedcomm.members.plane.view import View
 
 _REMEDY = "Mend the network, and start this process again as one that joins"
 

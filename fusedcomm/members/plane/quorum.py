@@ -1,4 +1,10 @@
-"""Which members may go on when others are dead or silent."""
+"""Which members may go on when others are dead or silent.
+
+Why there are never two groups: a change needs a quorum of the last view known to be active, and of each committed view
+after it that may be. Two changes of one view therefore share a member. It acknowledged them one after the other; once
+it has promised the later one it never gets ready for the earlier, and once it has committed the earlier it acknowledges
+nothing that is based on less.
+"""
 
 from collections.abc import Collection, Sequence
 
