@@ -20,6 +20,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
@@ -56,6 +57,7 @@ class Session:
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
     Attributes:
+        explains: whether an error waits for what the watch finds out about the other ranks.
         ranks: of the group; a session beside another one shares them.
         levels: of its sums.
         synchronizer: the engine; None with `is_off`.
@@ -67,6 +69,8 @@ class Session:
         ValueError: an option does not fit the device, the machine or the ranks.
         PeerLostError: a rank is lost before it has attached.
     """
+
+    explains = True
 
     def __init__(
         self,
@@ -93,7 +97,8 @@ class Session:
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
         self._announces = announce and self.rank == 0
-        self._num_gathered, self._is_watched = 0, False
+        self._num_gathered = 0
+        self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
         self.ranks = Ranks(process_group, device, local.stall_after) if beside is None else beside.ranks
         self.peers = self.ranks.peers
@@ -229,29 +234,36 @@ class Session:
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
 
-        A watch takes two threads and a connection to the store. Of several sessions on the same channels only the
-        running one needs it.
+        A watch takes a thread and a connection to the store. Of several sessions on the same channels only the running
+        one needs it.
         """
-        if self.world_size == 1 or self._is_watched:
+        if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            self.synchronizer.watch(
-                store=self.store("watch"),
+            watch = Watch(
+                self.synchronizer,
+                self.rank,
+                self.world_size,
+                self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
                 store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
+                lost=self.peers.lost,
+                explains=self.explains,
             )
-        except (RuntimeError, NotImplementedError) as error:  # a store written in Python need not have clone()
+        except RuntimeError as error:  # the system has no thread left
+            self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
             return
-        self._is_watched = True
+        self._end_watch = weakref.finalize(self, watch.end)  # a session may be dropped without stop()
 
     def unwatch(self) -> None:
         """Ends what :meth:`watch` began. Idempotent."""
-        if self._is_watched:
-            self._is_watched = False
+        if self._end_watch is not None:
             self.synchronizer.unwatch()
+            self._end_watch()
+            self._end_watch = None
 
     def follow(self, process_group: groups.Group) -> None:
         """Goes on as the session of another group, without an engine."""
@@ -349,7 +361,7 @@ class Session:
         """
         store = self._store.under(f"{what}/{self._num_gathered + 1}")
         with self.calling(call):
-            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
+            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._end_watch is not None)
         self._num_gathered += 1
         # All ranks have made this call, so each has read the records of the call before, which can be removed.
         if self._gathered is not None:
@@ -385,7 +397,7 @@ class Session:
         """Calls a collective of torch's over the group, whose error names a rank that is lost. `what`: in reports."""
         with self.calling(what):
             if self.device.type == "cpu":
-                self.peers.call(collective, f"in {what}", is_watched=self._is_watched)
+                self.peers.call(collective, f"in {what}", is_watched=self._end_watch is not None)
             else:
                 collective()  # only enqueues, and does not wait
 
@@ -430,6 +442,7 @@ class Session:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""
         if self.has_engine:
             self.synchronizer.stop(reason)
+            self.unwatch()
 
 
 @atexit.register
