@@ -104,7 +104,7 @@ class Session:
         self.peers = self.ranks.peers
         self._store = self.ranks.store if beside is None else self.ranks.part()
         path = self._agree(also_agree or {}, problem) if beside is None else None
-        self.levels = levels.find(cfg, self.host_names, self.rank)
+        self.levels = levels.find(cfg, self.ranks.host_names, self.rank)
         if is_off:
             self.codec, self.s_per_byte = "none", None
             self.peers.doing("in training, with config='off'")
@@ -137,10 +137,7 @@ class Session:
         return path
 
     def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
-        """What must be equal on all ranks. Causes stand before what follows from them.
-
-        LocalOptions may differ: the bytes do not depend on them.
-        """
+        """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
         searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
             **agreement.versions(),
@@ -268,11 +265,6 @@ class Session:
     def follow(self, process_group: groups.Group) -> None:
         """Goes on as the session of another group, without an engine."""
         self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
-
-    @property
-    def host_names(self) -> list[str]:
-        """Each rank's host."""
-        return self.ranks.host_names
 
     @property
     def mode(self) -> Mode:
