@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         TooFewRanksError,
     )
     from fusedcomm.members.members import Members
-    from fusedcomm.members.sampler import MembersSampler
+    from fusedcomm.members.training.sampler import MembersSampler
     from fusedcomm.optimizer.sharded import ShardedOptimizer
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
@@ -94,7 +94,7 @@ _HOME = {
     "JoinRefusedError": "members.errors",
     "MinorityError": "members.errors",
     "TooFewRanksError": "members.errors",
-    "MembersSampler": "members.sampler",
+    "MembersSampler": "members.training.sampler",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

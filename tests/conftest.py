@@ -21,9 +21,6 @@ if not torch.cuda.is_available():
     # Without a GPU, Triton interprets kernels on CPU tensors. It reads this variable when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # every core has a worker already; more threads would only wait for each other
-
 measure_slowness()
 
 NUM_NOT_SAMPLED = pytest.StashKey[int]()
@@ -36,13 +33,14 @@ def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
     group.addoption("--part", choices=("test", "check"), help="run only what `make test` or `make check` runs")
     group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
-    group.addoption("--rest", action="store_true", help="run only the cases that need --all")
     group.addoption("--horovods-tests", metavar="FOLDER", help="checkout of Horovod, to run its own tests against ours")
     group.addoption("--fetch-horovods-tests", action="store_true", help="download Horovod's own tests to run them")
     group.addoption("--oldest-triton", metavar="FOLDER", help="folder with the oldest supported Triton")
 
 
 def pytest_configure(config):
+    if is_worker(config):
+        torch.set_num_threads(1)  # every core has a worker already; more threads would only wait for each other
     # Tests are collected, and ranks started, by what these say.
     if config.getoption("--horovods-tests"):
         os.environ[horovods_tests.VARIABLE] = os.path.abspath(config.getoption("--horovods-tests"))
@@ -81,10 +79,7 @@ def pytest_collection_modifyitems(config, items):
     if part := config.getoption("--part"):
         left_out += [item for item in items if part_of(item) != part]
         items[:] = [item for item in items if part_of(item) == part]
-    if config.getoption("--rest"):
-        chosen, items[:] = sampled(items)
-        left_out += chosen
-    elif not config.getoption("--all"):
+    if not config.getoption("--all"):
         items[:], not_sampled = sampled(items)
         left_out += not_sampled
         config.stash[NUM_NOT_SAMPLED] = len(not_sampled)
@@ -110,11 +105,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
+def made_once(tmp_path_factory, pytestconfig):
     """A function made_once(name, make) that returns a folder of that name, which make(folder) has filled. One process
     calls `make`; the other processes of the test run wait for it and use the same folder."""
     root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if is_worker(pytestconfig):
         root = root.parent
 
     def made_once(name: str, make: Callable[[Path], None]) -> Path:

@@ -3,13 +3,13 @@ inference mode, calls nothing of torch by a deprecated name, and a copy of its h
 
 import ast
 import copy
-import io
 import re
 import warnings
 
 import on_streams
 import pytest
 import torch
+from checkpoints import file_of, read
 from front_ends import FRONT_ENDS, end
 from models import Gradients, integers, mean_of_integers, refusal
 from sampling import few
@@ -240,9 +240,7 @@ def copies(rank, world_size, name, config):
     """What copies of a handle say, and gradients of the original afterwards."""
     trainer, said = Trainer(name, config), []
     backward(trainer.forward, rank)
-    torch.save(trainer, file := io.BytesIO())
-    file.seek(0)
-    for other in (copy.deepcopy(trainer), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(trainer), read(file_of(trainer))):
         assert other.comm is other.forward.__dict__["comm"] is not trainer.comm
         for handle in (other.comm, copy.deepcopy(other.comm), copy.copy(other.comm)):
             said += [refusal(getattr(handle, method)) for method in ("stats", "plan", "state_dict", "__enter__")]

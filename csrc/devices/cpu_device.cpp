@@ -1,5 +1,6 @@
 #include "devices/cpu_device.h"
 
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -47,6 +48,16 @@ StampPtr CpuDevice::stamp() { return host_stamp(); }
 std::unique_ptr<Lane> CpuDevice::make_lane(LaneRole role) {
   if (forced_sync_) return std::make_unique<InlineLane>();
   return std::make_unique<CpuLane>(worker_of(role));
+}
+
+void CpuDevice::add_heads(const std::byte* heads, int64_t stride, int64_t num_heads, std::byte* sums,
+                          int64_t stride_of_sums, int64_t num_sums) {
+  std::array<float, kHeadNbytes / sizeof(float)> sum{};
+  for (int64_t i = 0; i < num_heads; ++i) {
+    const auto* const head = reinterpret_cast<const float*>(heads + i * stride);
+    for (size_t k = 0; k < sum.size(); ++k) sum[k] += head[k];
+  }
+  for (int64_t i = 0; i < num_sums; ++i) std::memcpy(sums + i * stride_of_sums, sum.data(), kHeadNbytes);
 }
 
 std::shared_ptr<std::byte> CpuDevice::allocate(int64_t nbytes) {

@@ -26,6 +26,8 @@ class CpuDevice : public Device {
   int64_t scale_in_place(const BucketSlices& slices, float scale) override {
     return codec_.scale_in_place(slices.lossy, scale);
   }
+  void add_heads(const std::byte* heads, int64_t stride, int64_t num_heads, std::byte* sums, int64_t stride_of_sums,
+                 int64_t num_sums) override;
 
  private:
   Codec codec_;

@@ -1,5 +1,6 @@
 #include "devices/cuda_device.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <algorithm>
@@ -275,6 +276,20 @@ int64_t CudaDevice::scale_in_place(const BucketSlices& slices, float scale) {
   launch.num_slices = tables.lossy.num_slices;
   launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), launch);
   return 0;
+}
+
+void CudaDevice::add_heads(const std::byte* heads, int64_t stride, int64_t num_heads, std::byte* sums,
+                           int64_t stride_of_sums, int64_t num_sums) {
+  const at::NoGradGuard no_grad;
+  const auto as_floats = [this](const std::byte* data, int64_t num, int64_t stride_nbytes) {
+    constexpr int64_t kNbytes = sizeof(float);
+    return at::for_blob(const_cast<std::byte*>(data), {num, kHeadNbytes / kNbytes})
+        .strides({stride_nbytes / kNbytes, 1})
+        .options(at::TensorOptions().dtype(at::kFloat).device(device_))
+        .target_device(device_)
+        .make_tensor();
+  };
+  as_floats(sums, num_sums, stride_of_sums).copy_(as_floats(heads, num_heads, stride).sum(0));
 }
 
 void CudaDevice::range_push(const std::string& name) {

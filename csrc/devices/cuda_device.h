@@ -35,6 +35,8 @@ class CudaDevice : public StreamDevice {
   void reduce(const ReduceArgs& args) override;
   void unpack(const UnpackArgs& args) override;
   int64_t scale_in_place(const BucketSlices& slices, float scale) override;
+  void add_heads(const std::byte* heads, int64_t stride, int64_t num_heads, std::byte* sums, int64_t stride_of_sums,
+                 int64_t num_sums) override;
 
   void range_push(const std::string& name) override;
   void range_pop() override;

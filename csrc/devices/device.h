@@ -64,6 +64,9 @@ class Device {
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;
   virtual int64_t scale_in_place(const BucketSlices& slices, float scale) = 0;
+  // Adds up heads and writes the sum to each place. Strides are bytes.
+  virtual void add_heads(const std::byte* heads, int64_t stride, int64_t num_heads, std::byte* sums,
+                         int64_t stride_of_sums, int64_t num_sums) = 0;
 
   // Opens and closes a named range around a stage, for profilers.
   virtual void range_push(const std::string& /*name*/) {}

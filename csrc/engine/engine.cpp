@@ -118,8 +118,9 @@ void Engine::submit_stages(const std::shared_ptr<BucketJob>& job) {
   EventPtr end = submit_chunks(job);
   // There is nothing to sum: the job ends when the caller's stream gets here, so its times are on that stream.
   if (!end) end = lane(LaneRole::kPack).run(nullptr, [] {});
-  if (job->after_unpack) {
-    Lane::Task after_unpack = stage(job, Stage::kUnpack, 0, [&own = *job] { own.after_unpack(); });
+  for (const auto& decorator : job->decorators) {
+    if (!decorator->has_after_unpack()) continue;
+    Lane::Task after_unpack = stage(job, Stage::kUnpack, 0, [&own = *decorator] { own.after_unpack(); });
     end = lane_of(*job, LaneRole::kUnpack).run(std::move(end), std::move(after_unpack));
   }
   submit_end(job, end);
@@ -288,17 +289,25 @@ void Engine::scale(BucketJob& job) {
 
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   if (job.is_packed) return;
-  if (chunk == 0 && job.before_pack) job.before_pack();
+  if (chunk == 0) {
+    for (const auto& decorator : job.decorators) decorator->before_pack();
+  }
   int64_t count = 0;
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     count += device_->pack({layouts[i], chunk, payload.slices, job.pack_scale(), out, payload.pack});
   }
+  if (job.head) {
+    const BucketLayout& layout = layouts.front();
+    device_->add_heads(job.head->own, 0, 1, out, layout.part_stride, layout.num_parts);
+  }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
   const bool is_first_encoder = !job.plan->on_two_levels();
-  if (is_first_encoder && chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
+  if (is_first_encoder && chunk == job.plan->num_chunks() - 1) {
+    for (const auto& decorator : job.decorators) decorator->after_first_encoder();
+  }
   ++job.num_packed;
 }
 
@@ -312,10 +321,15 @@ void Engine::unpack_kept(BucketJob& job) {
   for (int64_t chunk = 0; chunk < job.plan->num_chunks(); ++chunk) {
     unpack(job, chunk, job.kept->means.get() + chunk * job.plan->chunk_nbytes(), 1);
   }
-  if (job.after_unpack) job.after_unpack();
+  for (const auto& decorator : job.decorators) decorator->after_unpack();
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  if (job.head) {
+    const BucketLayout& from = job.plan->host_layouts.front();
+    device_->add_heads(parts, from.part_stride, from.num_parts, out, job.plan->layouts.front().part_stride,
+                       place_.num_hosts);
+  }
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     ReduceArgs args{job.plan->host_layouts[i], parts, 1, job.plan->layouts[i], out};
     args.num_parts = place_.num_hosts;
@@ -323,11 +337,20 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
-  if (chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
+  if (chunk == job.plan->num_chunks() - 1) {
+    for (const auto& decorator : job.decorators) decorator->after_first_encoder();
+  }
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
-  if (chunk == 0 && job.before_reduce) job.before_reduce();
+  if (job.head) {
+    const int64_t stride = job.plan->layouts.front().part_stride;
+    device_->add_heads(parts, stride, place_.num_hosts, out, stride, 1);
+    if (chunk == 0) device_->add_heads(out, 0, 1, job.head->reduced, 0, 1);
+  }
+  if (chunk == 0) {
+    for (const auto& decorator : job.decorators) decorator->before_reduce();
+  }
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan->layouts[i];
     BucketLayout from = to;
@@ -340,6 +363,9 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
 }
 
 void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
+  if (job.head) {
+    device_->add_heads(parts, job.plan->layouts.front().chunk_nbytes(), num_messages, job.head->sum, 0, 1);
+  }
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& slices = payload.unpacked ? *payload.unpacked : payload.slices;
@@ -370,7 +396,8 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
   board_->end(job->number, std::move(done));
   // A profiler may end as soon as the bucket's result is there. After a failure other stages may still be running.
   if (!error) job->profiler = nullptr;
-  job->on_done(error);
+  for (const auto& decorator : job->decorators) error = decorator->ended(std::move(error));
+  job->on_done(std::move(error));
 }
 
 void Engine::account(const BucketJob& job, const StampPtr& done) {

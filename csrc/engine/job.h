@@ -47,6 +47,37 @@ struct KeptMessages {
   int64_t nbytes = 0;  // of each
 };
 
+// The head of a job's messages: what this rank puts in front of each part that it packs, and the sums of what all ranks
+// have put there. Each has kHeadNbytes, on the device of the gradients.
+struct MessageHead {
+  std::byte* own = nullptr;
+  std::byte* reduced = nullptr;  // the sum, written on the reduce lane before before_reduce
+  std::byte* sum = nullptr;      // the sum, written on the unpack lane before anything else is unpacked
+  // Host memory: what multiplies all that is decoded, read after `sum` has been written; empty: 1.
+  std::function<double()> factor;
+};
+
+// What happens around the stages of a job beside its sum. Each function is called on the lane that it names.
+class JobDecorator {
+ public:
+  JobDecorator() = default;
+  virtual ~JobDecorator() = default;
+  JobDecorator(const JobDecorator&) = delete;
+  JobDecorator& operator=(const JobDecorator&) = delete;
+
+  // Pack, before the first chunk.
+  virtual void before_pack() {}
+  // Reduce, before the first chunk's sums are encoded.
+  virtual void before_reduce() {}
+  // After the last chunk, the lane of the first encoder with error feedback: pack, or the local reduce on two levels.
+  virtual void after_first_encoder() {}
+  // Unpack, after the last chunk, if has_after_unpack().
+  virtual void after_unpack() {}
+  virtual bool has_after_unpack() const { return false; }
+  // Unpack, when the job has ended. Returns the job's error, which may be another than that given; null: none.
+  virtual std::exception_ptr ended(std::exception_ptr error) { return error; }
+};
+
 // One bucket under way.
 struct BucketJob {
   // Not null. It is shared with the jobs of the bucket's later passes.
@@ -62,12 +93,12 @@ struct BucketJob {
   int64_t grad_nbytes = 0;
   // Multiplies gradients before they are encoded, beside the plan's pack_scale.
   double pack_factor = 1;
-  // Multiplies what unpack decodes, beside the plan's unpack_scale. Read on the unpack lane; null: 1.
-  std::shared_ptr<const double> unpack_factor;
+  // Has a value if the plan has heads.
+  std::optional<MessageHead> head;
 
   float pack_scale() const { return static_cast<float>(plan->pack_scale * pack_factor); }
   float unpack_scale() const {
-    return unpack_factor ? static_cast<float>(plan->unpack_scale * *unpack_factor) : plan->unpack_scale;
+    return head && head->factor ? static_cast<float>(plan->unpack_scale * head->factor()) : plan->unpack_scale;
   }
 
   // Null if no profiler watches. Released before on_done is called, except after a failure.
@@ -78,19 +109,12 @@ struct BucketJob {
   bool is_packed = false;  // whether `kept` has its codes already, so that pack has nothing to do
   int64_t num_packed = 0;  // chunks that pack has written; of the pack lane
 
-  // Called on the pack lane before the first chunk is packed; may be empty.
-  std::function<void()> before_pack;
-  // Called on the reduce lane before the first chunk's sums are encoded; may be empty.
-  std::function<void()> before_reduce;
-  // Called after the last chunk, on the lane of the first encoder with error feedback: pack, or the local reduce on two
-  // levels. May be empty.
-  std::function<void()> after_first_encoder;
+  // In the order in which they are called.
+  std::vector<std::unique_ptr<JobDecorator>> decorators;
   // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
   // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
-  // Called on the unpack lane after the last chunk; may be empty.
-  std::function<void()> after_unpack;
-  // Called exactly once, with an error, or with null for success.
+  // Called exactly once, with an error, or with null for success, after the decorators.
   std::function<void(std::exception_ptr)> on_done;
 
   // At least 1, also for a bucket that is empty or not planned.

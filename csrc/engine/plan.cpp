@@ -115,7 +115,7 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
 // an exact bucket need no section of their own.
 void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run,
                      const ListNumels& numels, const std::vector<WireFormat>& formats, std::optional<double> factor,
-                     BucketPlan* plan) {
+                     bool has_heads, BucketPlan* plan) {
   WireFormat whole = formats.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
@@ -125,9 +125,14 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
     } else {
       // Scale before the sum, as DDP's own all-reduce does: this gives the same bits.
       plan->pack_scale = static_cast<float>(1.0 / world_size);
-      plan->in_place = in_one_run && dtype == GradDtype::kFloat32;
+      plan->in_place = in_one_run && dtype == GradDtype::kFloat32 && !has_heads;
     }
   } else {
+    if (has_heads) {
+      throw std::invalid_argument(
+          "sum='direct' adds everything in one 16-bit dtype and cannot carry the ranks' weights, which "
+          "Config(weighted=…) and Join(divide_by_initial_world_size=False) need: use sum='two-shot'");
+    }
     if (numels.exact != 0) {
       throw std::invalid_argument(
           "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
@@ -161,14 +166,19 @@ ListNumels list_numels(const std::vector<std::pair<int64_t, int>>& slices, int64
 }
 
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, const ListNumels& numels,
-                       bool in_one_run, std::optional<double> factor) {
+                       bool in_one_run, std::optional<double> factor, bool has_heads) {
   BucketPlan plan;
+  plan.has_heads = has_heads;
   const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
   plan.sum = choose_sum(config, world_size, dtype, numels, formats, &plan.reason);
   if (plan.sums_codes()) {
     plan_sum_of_codes(config, world_size, numels.exact, formats, factor.value_or(1), &plan);
   } else {
-    plan_all_reduce(config, world_size, dtype, in_one_run, numels, formats, factor, &plan);
+    plan_all_reduce(config, world_size, dtype, in_one_run, numels, formats, factor, has_heads, &plan);
+  }
+  if (has_heads) {
+    add_heads(&plan.layouts);
+    add_heads(&plan.host_layouts);
   }
   ChunkShape shape{world_size, plan.chunk_nbytes(), plan.in_place};
   if (plan.in_place) shape.nbytes = plan.layouts.front().lossy_numel * grad_nbytes(GradDtype::kFloat32);
@@ -181,13 +191,19 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   return plan;
 }
 
-BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor) {
+BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor,
+                               bool has_heads) {
   BucketPlan plan;
+  plan.has_heads = has_heads;
   const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
   plan.sum = Sum::kOneShot;  // as there, each rank's codec adds what all encoders have made
   RowLayouts rows = row_layouts(formats, world_size, numels.exact, config.max_chunk_nbytes);
   plan.layouts = std::move(rows.own);
   plan.packed_rows = std::move(rows.all);
+  if (has_heads) {
+    add_heads(&plan.layouts);
+    add_heads(&plan.packed_rows);
+  }
   const double predivide = config.predivide != 0 ? config.predivide : 1;
   plan.pack_scale = static_cast<float>(1 / predivide);
   plan.unpack_scale = static_cast<float>(predivide * factor);
@@ -214,7 +230,7 @@ BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListN
 int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   // A layout's part may be rounded up by one grain. Its exact elements are rounded up to kMaxVectorNumel, and its three
   // sections to kAlignNbytes.
-  int64_t slack = 0;
+  int64_t slack = kHeadNbytes;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
     const WireFormat format = wire_format(config, number);
     const int64_t grain = grain_numel(format.wire, format.block_numel);

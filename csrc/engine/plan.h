@@ -30,7 +30,8 @@ struct BucketPlan {
   // Row collectives: the layouts of the messages that pack writes, see RowLayouts: all rows for a reduce-scatter, this
   // rank's row for an all-gather. Empty for other buckets.
   std::vector<BucketLayout> packed_rows;
-  bool gathers = false;  // an all-gather
+  bool gathers = false;    // an all-gather
+  bool has_heads = false;  // each part of a message begins with the rank's weight
   // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
   Workspace workspace;     // the buffers that the steps need
@@ -84,12 +85,15 @@ ListNumels list_numels(const std::vector<std::pair<int64_t, int>>& slices, int64
 // factor: the result is the mean × factor. It is applied where it costs no rounding, so with factor = world_size whole
 // numbers that the wire can hold give their exact sum. Without a factor the result is the mean, with the bits of DDP's
 // own all-reduce where the sum is exact.
+//
+// has_heads: whether the messages carry the ranks' weights. Throws std::invalid_argument for sum='direct' with them.
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, const ListNumels& numels,
-                       bool in_one_run = true, std::optional<double> factor = std::nullopt);
+                       bool in_one_run = true, std::optional<double> factor = std::nullopt, bool has_heads = false);
 
 // Plans a reduce-scatter of rows, one for each rank, whose lists have these elements. Rank r gets the sum of the ranks'
 // rows r × factor, added in fp32 in the order of ranks. Sums on two levels do not apply.
-BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor);
+BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor,
+                               bool has_heads = false);
 // Plans an all-gather of rows with these elements: every rank gets the rows of all.
 BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels);
 

@@ -84,12 +84,13 @@ void Gradients::assign(const at::Tensor& flat) const {
   }
 }
 
-Bucket::Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters_in_order,
-               GradientsPtr where)
-    : index(index_in_pass),
-      is_last(is_last_of_pass),
+Bucket::Bucket(size_t index_of_bucket, bool is_last_one, std::vector<at::Tensor> parameters_in_order,
+               GradientsPtr where, Kind what)
+    : index(index_of_bucket),
+      is_last(is_last_one),
       parameters(std::move(parameters_in_order)),
-      gradients(std::move(where)) {
+      gradients(std::move(where)),
+      kind(std::move(what)) {
   TORCH_CHECK_VALUE(parameters.size() == gradients->size(), "fusedcomm: ", bucket_name(index), " has ",
                     parameters.size(), " parameters and ", gradients->size(), " gradients");
 }

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "devices/slice_table.h"
@@ -69,41 +70,56 @@ using GradientsPtr = std::shared_ptr<const Gradients>;
 
 struct BucketRecord;
 
-struct Bucket {
-  // Throws ValueError if there are more or fewer gradients than parameters.
-  Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters_in_order, GradientsPtr where);
-
-  size_t index;  // in the backward pass; the same on every rank
-  bool is_last;  // whether it is the last bucket of the backward pass
-  std::vector<at::Tensor> parameters;
-  // Of the parameters, in the same order.
-  GradientsPtr gradients;
+// A bucket of a backward pass: every rank gets the mean.
+struct OfPass {
   // Called when the bucket is new or has other parameters than before. Throws if the front end finds that these are not
   // the gradients of its parameters. May be empty.
   std::function<void()> check;
-  // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last only
-  // ends a step of the statistics.
-  bool is_alone = false;
   // Whether it holds zeros, in place of those of a rank that has no backward pass, as under Join.
   bool is_shadow = false;
   // The record that has the bucket's codes, if it was packed before, perhaps for another number of ranks; else null.
   std::shared_ptr<const BucketRecord> packed;
-  // The result is the mean × factor, of a reduce-scatter the sum × factor; see plan_bucket() and plan_reduce_scatter().
-  // Only for a bucket that is alone.
-  std::optional<double> factor;
-  // This rank's row of a reduce-scatter or an all-gather.
-  struct OwnRow {
-    at::Tensor tensor;  // contiguous, [elements of a row], of any dtype that gradients may have
-    bool is_sent = false;
-  };
-  // If it is set, the gradients are a row for each rank. Unless it is sent, they are only read, and it gets the sum of
-  // the ranks' rows × factor. If it is sent, it is only read, and the gradients get the rows of all ranks. Only for a
-  // bucket that is alone.
-  std::optional<OwnRow> own_row;
-  bool gathers() const { return own_row && own_row->is_sent; }
+};
 
+// A sum by itself: every rank gets the mean × factor; see plan_bucket().
+struct NamedSum {
+  double factor = 1;
+};
+
+// Rows, one for each rank. Reduce-scatter: the rows are read, and `own` gets the sum of the ranks' rows × factor; see
+// plan_reduce_scatter(). All-gather: `own` is read, and the rows get those of all ranks.
+struct OfRows {
+  at::Tensor own;  // this rank's row: contiguous, [elements of a row], of any dtype that gradients may have
+  bool gathers = false;
+  double factor = 1;
+};
+
+struct Bucket {
+  using Kind = std::variant<OfPass, NamedSum, OfRows>;
+
+  // Throws ValueError if there are more or fewer gradients than parameters.
+  Bucket(size_t index_of_bucket, bool is_last_one, std::vector<at::Tensor> parameters_in_order, GradientsPtr where,
+         Kind what = OfPass{});
+
+  size_t index;  // in the backward pass, or among sums or rows, where indices have no order; the same on every rank
+  bool is_last;  // whether it ends the backward pass, or for sums and rows a step of the statistics
+  std::vector<at::Tensor> parameters;
+  GradientsPtr gradients;  // of the parameters, in the same order
+  Kind kind;
+
+  // Null if it is of another kind.
+  const OfPass* of_pass() const { return std::get_if<OfPass>(&kind); }
+  const NamedSum* named_sum() const { return std::get_if<NamedSum>(&kind); }
+  const OfRows* rows() const { return std::get_if<OfRows>(&kind); }
+  bool gathers() const { return rows() && rows()->gathers; }
+  bool ends_pass() const { return of_pass() && is_last; }
+  // What multiplies the sum or the mean; none for a bucket of a pass.
+  std::optional<double> factor() const {
+    if (of_pass()) return std::nullopt;
+    return rows() ? rows()->factor : named_sum()->factor;
+  }
   // What the bucket's future receives: the run of gradients, of separate tensors the first, or this rank's sum.
-  const at::Tensor& result() const { return own_row && !gathers() ? own_row->tensor : gradients->front(); }
+  const at::Tensor& result() const { return rows() && !gathers() ? rows()->own : gradients->front(); }
 };
 
 }  // namespace fusedcomm

@@ -28,10 +28,11 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   for (const BucketRecord::Member& member : record->members) slices.emplace_back(member.numel, member.state->wire);
   const ListNumels numels = list_numels(slices, hole_nbytes(*record), record->in_one_run);
   const int world_size = engine.world_size();
-  record->plan = bucket.gathers() ? plan_all_gather(config, world_size, numels)
-                 : record->has_rows
-                     ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1))
-                     : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor);
+  record->plan =
+      bucket.gathers() ? plan_all_gather(config, world_size, numels)
+      : record->has_rows
+          ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1), record->has_heads)
+          : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor, record->has_heads);
   record->kept.resize(record->plan.layouts.size());
   for (BucketRecord::Member& member : record->members) {
     const std::vector<int>& wires = record->plan.wires;
@@ -230,12 +231,13 @@ Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
 }
 
 // Whether the record is still valid for this bucket, wherever its gradients lie.
-bool is_of(const BucketRecord& record, const Bucket& bucket) {
+bool is_of(const BucketRecord& record, const Bucket& bucket, bool has_heads) {
   const Gradients& gradients = *bucket.gradients;
-  if (record.is_stale || record.factor != bucket.factor || record.dtype != gradients.dtype()) return false;
-  if (record.passthrough == is_carried(gradients) || record.has_rows != bucket.own_row.has_value()) return false;
+  if (record.has_heads != has_heads) return false;
+  if (record.is_stale || record.factor != bucket.factor() || record.dtype != gradients.dtype()) return false;
+  if (record.passthrough == is_carried(gradients) || record.has_rows != (bucket.rows() != nullptr)) return false;
   if (record.plan.gathers != bucket.gathers()) return false;
-  if (record.has_rows && record.own_dtype != bucket.own_row->tensor.scalar_type()) return false;
+  if (record.has_rows && record.own_dtype != bucket.rows()->own.scalar_type()) return false;
   if (record.in_one_run != gradients.in_one_run() || record.numel != gradients.numel()) return false;
   if (record.parameters.size() != bucket.parameters.size()) return false;
   return std::equal(
@@ -270,17 +272,18 @@ std::shared_ptr<KeptMessages> make_messages(const BucketPlan& plan, Device* devi
 }
 
 BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Place& place, c10::Device device,
-                            double unit, Parameters* parameters) {
+                            const PassWeight* weight, Parameters* parameters) {
   const Gradients& gradients = *bucket.gradients;
   TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = gradients.dtype();
-  record->factor = bucket.factor;
+  record->factor = bucket.factor();
+  record->has_heads = weight != nullptr;
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
-  record->has_rows = bucket.own_row.has_value();
-  if (record->has_rows) record->own_dtype = bucket.own_row->tensor.scalar_type();
+  record->has_rows = bucket.rows() != nullptr;
+  if (record->has_rows) record->own_dtype = bucket.rows()->own.scalar_type();
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const at::Tensor& parameter = bucket.parameters[i];
     const SlicePlace& place_of_gradient = gradients.places()[i];
@@ -299,12 +302,12 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
   record->label =
       make_label(bucket.index, record->parameter_names(), static_cast<double>(record->numel) * element_nbytes);
   if (record->passthrough) return record;
-  if (bucket.check) bucket.check();
+  if (bucket.of_pass() && bucket.of_pass()->check) bucket.of_pass()->check();
   TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
               " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
   plan(engine, bucket, record.get());
   prepare(&engine.device(), parameters, gradients, record.get());
-  move_residuals(engine, place, unit, record.get(), gradients);
+  move_residuals(engine, place, weight ? weight->of_residuals() : 1, record.get(), gradients);
   if (engine.config().keeps_messages) {
     record->messages = make_messages(record->plan, &engine.device(), /*enqueues=*/!device.is_cpu());
   }
@@ -343,24 +346,24 @@ std::vector<std::string> BucketRecord::parameter_names() const {
   return names;
 }
 
-BucketRecords::Found BucketRecords::of(const Bucket& bucket, double unit, Parameters* parameters) {
+BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   BucketRecordPtr& record = records_[index];
-  const bool is_new = !record || !is_of(*record, bucket) || !has_residuals(*record);
+  const bool is_new = !record || !is_of(*record, bucket, weight != nullptr) || !has_residuals(*record);
   if (is_new) {
     // The residual of a parameter that is no longer in the rows must not keep that of all others.
-    if (bucket.own_row && record) take_out_residuals(*record);
-    record = make_record(bucket, engine_, place_, device_, unit, parameters);
+    if (bucket.rows() && record) take_out_residuals(*record);
+    record = make_record(bucket, engine_, place_, device_, weight, parameters);
     // Parameters may have come from records that are kept, whose residuals would only take memory.
     for (BucketRecordPtr& other : records_) {
-      if (bucket.is_alone && other && !has_residuals(*other)) other = nullptr;
+      if (!bucket.of_pass() && other && !has_residuals(*other)) other = nullptr;
     }
   } else if (!lies_as(*record, *bucket.gradients)) {
     record = moved_record(*record, *bucket.gradients, &engine_.device(), parameters);
   }
   // Records past the last bucket are from before a rebuild.
-  if (bucket.is_last && !bucket.is_alone) records_.resize(index + 1);
+  if (bucket.ends_pass()) records_.resize(index + 1);
   return {records_[index], is_new};
 }
 

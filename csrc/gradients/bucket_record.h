@@ -10,6 +10,7 @@
 #include "engine/engine.h"
 #include "gradients/bucket.h"
 #include "gradients/parameters.h"
+#include "gradients/pass_weight.h"
 
 namespace fusedcomm {
 
@@ -43,8 +44,9 @@ struct BucketRecord {
     std::shared_ptr<const BucketTables> tables;         // for pack
     std::shared_ptr<const BucketTables> unpack_tables;  // for unpack, if its layout is not pack's; else null
     std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
-    // Of rows: the segments of all rows, and those of the own row, counted from it. A reduce-scatter packs all rows and
-    // unpacks the own, an all-gather the reverse. Else empty, because the gradients may lie elsewhere in every pass.
+    // Rows only: the segments of all rows, and those of the own row, counted from it. A reduce-scatter packs all rows
+    // and unpacks the own, an all-gather the reverse. Else empty, because the gradients may lie elsewhere in every
+    // pass.
     SlicePlaces lossy, exact, own_lossy, own_exact;
   };
   std::vector<c10::TensorImpl*> parameters;
@@ -52,6 +54,7 @@ struct BucketRecord {
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;             // of all rows
   std::optional<double> factor;  // see Bucket
+  bool has_heads = false;        // its messages carry the ranks' weights
   bool is_stale = false;         // its residuals have been replaced, so it must be made again
   bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
@@ -63,7 +66,7 @@ struct BucketRecord {
   std::shared_ptr<const BucketLabel> label;
 
   std::vector<std::string> parameter_names() const;
-  // Of rows: the layouts of all rows.
+  // Rows only: the layouts of all rows.
   const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.packed_rows; }
 };
 
@@ -91,9 +94,9 @@ class BucketRecords {
   };
   // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
   // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
-  // If its gradients lie elsewhere than before, makes new tables. unit: of residuals, in that of gradients. Throws if
-  // the bucket is on another device, or if these are not the gradients of its parameters.
-  Found of(const Bucket& bucket, double unit, Parameters* parameters);
+  // If its gradients lie elsewhere than before, makes new tables. weight: null without weights. Throws if the bucket is
+  // on another device, or if these are not the gradients of its parameters.
+  Found of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters);
 
   // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.
   std::vector<BucketRecordPtr>& all() { return records_; }

@@ -1,5 +1,5 @@
-// The decorators of a job, each in a file of its name. Each changes the job of a bucket before it is submitted, or
-// submits it with another. What they are given must outlive the engine's lanes.
+// The decorators of a job, each in a file of its name; Synchronizer::decorate() has their order. What they are given
+// must outlive the engine's lanes.
 #pragma once
 
 #include <memory>
@@ -21,21 +21,28 @@ namespace fusedcomm {
 std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport& transport, c10::Device device,
                                                            const BucketPlan& plan, const Gradients& gradients);
 
-// Measures the error of this rank's first encoder. Does nothing for a bucket that is summed exactly, nor without memory
-// for it: a measurement is not worth failing a step. place: of this rank among hosts. weight: null without weights;
-// its `pack` is not 0.
-void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, const Engine& engine,
-             const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor);
+// Measures the error of this rank's first encoder, or nothing without memory for it: a measurement is not worth failing
+// a step. place: of this rank among hosts. weight: null without weights; its `pack` is not 0.
+std::unique_ptr<JobDecorator> measured(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients,
+                                       const Engine& engine, const Place& place, const PassWeightPtr& weight,
+                                       ErrorMonitor* monitor);
 
-// Weighs the bucket's gradients.
-void weigh(const std::shared_ptr<BucketJob>& job, const Bucket& bucket, const BucketRecord& record,
-           const PassWeightPtr& weight);
+// Weighs the bucket's gradients, whose messages have heads.
+std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, const BucketRecord& record,
+                                       const PassWeightPtr& weight, PassWeights* weights, Engine* engine);
+
+// Lets old errors fade before they are added to the gradients. decay: what multiplies residuals.
+std::unique_ptr<JobDecorator> decayed(const BucketRecordPtr& record, double decay);
+
+// Remembers second residuals as they are, for a pass that begins again; see KeptPass.
+std::unique_ptr<JobDecorator> remembered(const BucketRecordPtr& record);
 
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
-// replace the gradients by their mean, exactly; weight: null without weights. One run is summed in place; separate
-// tensors are summed in a copy, which is written back. The future receives the run, the first tensor, or the mean of a
-// sparse bucket, coalesced.
+// replace the gradients by their mean, exactly; weight: null without weights. One run is summed in place without
+// weights; else gradients are summed in a copy, which is written back. The future receives the run, the first tensor,
+// or the mean of a sparse bucket, coalesced.
 void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const PassWeightPtr& weight,
-                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport);
+                        PassWeights* weights, const FuturePtr& future, Engine* engine,
+                        const std::shared_ptr<TensorTransport>& transport);
 
 }  // namespace fusedcomm

@@ -30,10 +30,7 @@ FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector
   parameters.reserve(names.size());
   for (size_t i = 0; i < names.size(); ++i) parameters.push_back(parameter(names[i], gradients->tensors()[i]));
   const size_t index = index_of(parameters, factor);
-  Bucket bucket(index, /*is_last_of_pass=*/ends_step, std::move(parameters), std::move(gradients));
-  bucket.is_alone = true;
-  bucket.factor = factor;
-  FuturePtr sum = synchronizer_->run(bucket);
+  FuturePtr sum = synchronizer_->run({index, ends_step, std::move(parameters), std::move(gradients), NamedSum{factor}});
   sum->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
     done(future.hasError() ? future.exception_ptr() : nullptr);
   });

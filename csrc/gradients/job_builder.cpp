@@ -26,8 +26,8 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
     Payload& payload = job->payloads[i];
     payload.slices.origin = origin;
     payload.slices.tables = kept.tables;
-    if (!bucket.own_row) continue;
-    const at::Tensor &rows = gradients.front(), &own = bucket.own_row->tensor;
+    if (!bucket.rows()) continue;
+    const at::Tensor &rows = gradients.front(), &own = bucket.rows()->own;
     BucketSlices of_all{slice_list(kept.lossy.places, rows), slice_list(kept.exact.places, rows), origin};
     BucketSlices of_own{slice_list(kept.own_lossy.places, own), slice_list(kept.own_exact.places, own), own.data_ptr()};
     if (record.plan.gathers) std::swap(of_all, of_own);
@@ -36,7 +36,7 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
     payload.unpacked = std::move(of_own);
     payload.unpacked->tables = kept.unpack_tables;
   }
-  if (bucket.own_row) return;
+  if (bucket.rows()) return;
   const GradDtype dtype = grad_dtype_of(record.dtype);
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
@@ -62,21 +62,6 @@ void add_residuals(const BucketRecord& record, BucketJob* job) {
   }
 }
 
-// Lets old errors fade before they are added to the gradients.
-void add_decay(const BucketRecordPtr& record, double decay, BucketJob* job) {
-  if (decay == 1) return;
-  job->before_pack = [record, decay] {
-    for (const BucketRecord::Kept& kept : record->kept) {
-      if (kept.residual) kept.residual->decay_first(decay);
-    }
-  };
-  job->before_reduce = [record, decay] {
-    for (const BucketRecord::Kept& kept : record->kept) {
-      if (kept.residual) kept.residual->decay_second(decay);
-    }
-  };
-}
-
 }  // namespace
 
 std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr& record, const Engine& engine,
@@ -96,13 +81,12 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   job->payloads.resize(record->kept.size());
   add_slices(bucket, *record, job.get());
   add_residuals(*record, job.get());
-  add_decay(record, engine.config().feedback_decay, job.get());
   std::shared_ptr<Device> device;  // that of rows
   at::Tensor own_row;
-  if (bucket.own_row) {
+  if (bucket.rows()) {
     device = engine.shared_device();
-    own_row = bucket.own_row->tensor;
-    job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, bucket.own_row->tensor);
+    own_row = bucket.rows()->own;
+    job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, own_row);
   } else {
     const bool by_wire_only = engine.is_on_wire(*job);
     for (const at::Tensor& tensor : gradients->tensors()) engine.device().will_use(tensor, by_wire_only);

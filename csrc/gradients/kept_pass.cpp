@@ -28,17 +28,6 @@ void wait_for_caller(Device& device) {
 void KeptPass::note(KeptBucket bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (bucket.bucket.index == 0) under_way_.clear();
-  for (const BucketRecord::Kept& kept : bucket.record->kept) {
-    if (!kept.residual) continue;
-    kept.residual->forget_second();
-    // On a device the weights by which `rest` multiplies may be those of a message that was aborted.
-    bucket.job->before_reduce = [residual = kept.residual, remembers_first = !device_.is_cpu(),
-                                 rest = std::move(bucket.job->before_reduce)] {
-      if (remembers_first) residual->remember_second();
-      if (rest) rest();
-      if (!remembers_first) residual->remember_second();
-    };
-  }
   under_way_.push_back(std::move(bucket));
 }
 
@@ -87,11 +76,11 @@ std::vector<Bucket> KeptPass::packed(Engine& engine) {
       if (payload.residual) payload.residual->restore_second();
     }
     buckets.push_back(kept.bucket);
-    buckets.back().packed = kept.record;
+    std::get<OfPass>(buckets.back().kind).packed = kept.record;
   }
   wait_for_caller(engine.device());
   for (const Bucket& bucket : buckets) {
-    for (const BucketRecord::Kept& payload : bucket.packed->kept) {
+    for (const BucketRecord::Kept& payload : bucket.of_pass()->packed->kept) {
       if (payload.residual) payload.residual->forget_second();
     }
   }
@@ -112,6 +101,10 @@ void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine
         target.narrow(0, place, nbytes).copy_(source.narrow(0, at, nbytes));
       }
     });
+  }
+  if (plan.has_heads) {
+    engine.device().add_heads(from.messages->codes.get(), 0, 1, to->codes.get(), plan.layouts.front().part_stride,
+                              plan.num_chunks() * plan.layouts.front().num_parts);
   }
   wait_for_caller(engine.device());
 }

@@ -44,42 +44,68 @@ std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, 
   return residuals;
 }
 
-}  // namespace
+class MeasuredBucket : public JobDecorator {
+ public:
+  MeasuredBucket(BucketJob* job, BucketRecordPtr record, GradientsPtr gradients, const Engine& engine,
+                 const Place& place, PassWeightPtr weight, ErrorMonitor* monitor)
+      : job_(job),
+        record_(std::move(record)),
+        gradients_(std::move(gradients)),
+        engine_(engine),
+        place_(place),
+        weight_(std::move(weight)),
+        monitor_(monitor) {
+    measurement_.label = record_->label;
+  }
 
-void measure(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients, const Engine& engine,
-             const Place& place, const PassWeightPtr& weight, ErrorMonitor* monitor) {
-  if (record->plan.sum == Sum::kExact) return;
-  auto measurement = std::make_shared<Measurement>();
-  measurement->label = record->label;
-  auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
   // The residuals exist while the bucket is encoded, so few of them do at a time.
-  job->before_pack = [job, record, gradients, measurement, residuals, &engine, place, weight,
-                      rest = std::move(job->before_pack)] {
-    at::NoGradGuard no_grad;
-    if (rest) rest();
-    *residuals = measured_residuals(job, *record, engine, place, gradients->device());
-    for (const auto& residual : *residuals) {
-      if (residual && weight) residual->weigh_first(weight->share);
+  void before_pack() override {
+    const at::NoGradGuard no_grad;
+    residuals_ = measured_residuals(job_, *record_, engine_, place_, gradients_->device());
+    for (const auto& residual : residuals_) {
+      if (residual && weight_) residual->weigh_first(weight_->share);
     }
-    measurement->norm = gradients->norm();
-  };
-  job->after_first_encoder = [monitor, measurement, residuals, unit = weight ? weight->of_residuals() : 1] {
-    at::NoGradGuard no_grad;
-    at::Tensor squares = at::zeros_like(measurement->norm);
-    for (const auto& residual : *residuals) {
+    measurement_.norm = gradients_->norm();
+  }
+
+  void after_first_encoder() override {
+    const at::NoGradGuard no_grad;
+    at::Tensor squares = at::zeros_like(measurement_.norm);
+    for (const auto& residual : residuals_) {
       if (!residual) return;
       squares.add_(residual->first_norm().square_());
     }
-    residuals->clear();
-    measurement->error_norm = squares.sqrt_().mul_(unit);
-    monitor->add(std::move(*measurement));
-  };
-  if (gradients->device().is_cpu()) return;
-  job->on_done = [residuals, done = std::move(job->on_done)](std::exception_ptr error) {
+    residuals_.clear();
+    measurement_.error_norm = squares.sqrt_().mul_(weight_ ? weight_->of_residuals() : 1);
+    monitor_->add(std::move(measurement_));
+  }
+
+  std::exception_ptr ended(std::exception_ptr error) override {
     // After a fault on the device, torch ends a process that frees memory of several streams. These are never freed.
-    if (error) new std::vector<std::shared_ptr<ResidualBuffer>>(std::move(*residuals));
-    done(std::move(error));
-  };
+    if (error && !gradients_->device().is_cpu()) {
+      new std::vector<std::shared_ptr<ResidualBuffer>>(std::move(residuals_));
+    }
+    return error;
+  }
+
+ private:
+  BucketJob* const job_;
+  const BucketRecordPtr record_;
+  const GradientsPtr gradients_;
+  const Engine& engine_;
+  const Place place_;
+  const PassWeightPtr weight_;
+  ErrorMonitor* const monitor_;
+  Measurement measurement_;
+  std::vector<std::shared_ptr<ResidualBuffer>> residuals_;
+};
+
+}  // namespace
+
+std::unique_ptr<JobDecorator> measured(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients,
+                                       const Engine& engine, const Place& place, const PassWeightPtr& weight,
+                                       ErrorMonitor* monitor) {
+  return std::make_unique<MeasuredBucket>(job, record, gradients, engine, place, weight, monitor);
 }
 
 }  // namespace fusedcomm

@@ -7,9 +7,9 @@
 namespace fusedcomm {
 
 PassOrder::Turn PassOrder::take(const Bucket& bucket, const void* record) {
-  if (!bucket.is_alone) check(bucket, record);
-  const Turn turn{num_passes_, bucket.is_last && !bucket.is_alone};
-  if (!bucket.own_row && (bucket.is_last || bucket.is_alone)) {
+  if (bucket.of_pass()) check(bucket, record);
+  const Turn turn{num_passes_, bucket.ends_pass()};
+  if (bucket.ends_pass() || bucket.named_sum()) {
     ++step_;
     ++num_passes_;
   }

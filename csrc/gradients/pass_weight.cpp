@@ -1,34 +1,42 @@
 #include "gradients/pass_weight.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
-
-#include "gradients/bucket_future.h"
-#include "transport/without_gil.h"
 
 namespace fusedcomm {
 namespace {
 
-constexpr int64_t kNumValues = std::tuple_size_v<WeightSums>;
-constexpr int kMaxMarked = 1000;
+constexpr int64_t kHeadNumel = kHeadNbytes / static_cast<int64_t>(sizeof(float));
 
-double mark_of(int rank) { return std::ldexp(1.0, -std::min(rank, kMaxMarked)); }
-int lowest_rank(double marks) { return std::max(0, -std::ilogb(marks)); }
+// A factor that is so near 1 is 1: fp32 rounds sums of shares of which the mean is 1.
+constexpr double kRounding = 0x1p-21;
+
+// The exponent of a sum of marks tells the lowest rank that has one, whichever ranks above it have theirs, too.
+constexpr int kMaxMarked = 60;
+float mark_of(int rank) { return std::ldexp(1.0F, -2 * std::min(rank, kMaxMarked)); }
+int lowest_rank(float marks) { return std::max(0, -std::ilogb(marks)) / 2; }
 
 }  // namespace
 
-PassWeights::PassWeights(Engine* engine, std::shared_ptr<TensorTransport> transport, c10::Device device)
-    : engine_(engine),
-      transport_(std::move(transport)),
-      device_(device),
-      num_ranks_(static_cast<double>(engine->world_size())),
-      rank_(engine->rank()) {}
+double PassWeight::factor(const float* sum) const {
+  const double factor = sum[0] > 0 ? num_ranks / sum[0] : 0;
+  return std::abs(factor - 1) < kRounding ? 1 : factor;
+}
+
+at::Tensor PassWeight::factor_of(const at::Tensor& sum) const {
+  const at::Tensor total = sum[0].to(at::kDouble), factor = total.reciprocal().mul_(num_ranks);
+  const at::Tensor rounded = at::where((factor - 1).abs() < kRounding, at::ones_like(factor), factor);
+  return at::where(total == 0, at::zeros_like(total), rounded).to(at::kFloat);
+}
+
+PassWeights::PassWeights(Engine* engine, c10::Device device)
+    : engine_(engine), device_(device), num_ranks_(static_cast<double>(engine->world_size())), rank_(engine->rank()) {}
 
 void PassWeights::use(bool of_sums) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -36,36 +44,39 @@ void PassWeights::use(bool of_sums) {
   of_sums_ = of_sums;
 }
 
+bool PassWeights::of_sums() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return of_sums_;
+}
+
 void PassWeights::count_active(bool counts) {
   std::lock_guard<std::mutex> lock(mutex_);
   counts_active_ = counts;
 }
 
-bool PassWeights::set(double weight, std::optional<double> scale) {
+bool PassWeights::set(double weight) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int task = torch::autograd::get_current_graph_task_id();
   const bool is_under_way = task != -1 && ((in_pass_ && task == task_) || task == noted_task_);
   const bool is_late = is_under_way && weight != weight_;
-  if (is_late || problem_ == WeightProblem::kInvalid) problem_ = is_late ? WeightProblem::kLate : WeightProblem::kNone;
+  is_late_ = is_late_ || is_late;
+  is_invalid_ = false;
   weight_ = weight;
-  scale_ = scale;
   return is_late;
 }
 
-void PassWeights::set_invalid(const std::string& what) {
+void PassWeights::set_invalid() {
   std::lock_guard<std::mutex> lock(mutex_);
-  problem_ = WeightProblem::kInvalid;
-  invalid_ = what;
+  is_invalid_ = true;
   weight_ = 0;
 }
 
-double PassWeights::note_pass() {
+bool PassWeights::note_pass() {
   std::lock_guard<std::mutex> lock(mutex_);
-  const double weight = weight_.value_or(0);
-  noted_ += weight;
+  noted_ += weight_.value_or(0);
   ++num_noted_;
   noted_task_ = torch::autograd::get_current_graph_task_id();
-  return of_sums_ && weight != 0 ? 1 : weight;
+  return weight_.value_or(0) != 0;
 }
 
 bool PassWeights::has_noted() const {
@@ -77,6 +88,12 @@ void PassWeights::forget_passes() {
   std::lock_guard<std::mutex> lock(mutex_);
   noted_ = 0;
   num_noted_ = 0;
+}
+
+void PassWeights::fix_unit(double unit) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  unit_ = unit;
+  knows_unit_ = true;
 }
 
 void PassWeights::defer(int rank) {
@@ -91,23 +108,15 @@ void PassWeights::spread(int64_t num_ranks, int rank) {
   rank_ = rank;
 }
 
-void PassWeights::follow(const PassWeights& of_rows) {
+void PassWeights::follow(PassWeights& of_rows) {
   std::scoped_lock lock(mutex_, of_rows.mutex_);
-  if (!of_rows.last_) return;
-  followed_ = of_rows.last_->sums;
-  weight_ = followed_[0];
-  scale_ = of_rows.unit_;
-  invalid_ = of_rows.invalid_;
+  followed_ = of_rows.last_sum_;
+  of_rows.unit_ = unit_;
 }
 
-double PassWeights::last_sum() const {
+void PassWeights::note_sum(const at::Tensor& sum) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return last_ ? last_->sums[0] : 0;
-}
-
-bool PassWeights::is_refused() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return last_ && last_->refusal;
+  last_sum_ = sum;
 }
 
 bool PassWeights::in_pass() const {
@@ -119,189 +128,107 @@ PassWeightPtr PassWeights::of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!is_on_ && !counts_active_) return nullptr;
   const int task = torch::autograd::get_current_graph_task_id();
-  // All buckets of static_graph's first pass have the index 0. Of buckets that are alone, a pass that was interrupted
-  // has not ended.
+  // All buckets of static_graph's first pass have the index 0. Sums and rows have indices without an order, and a pass
+  // of theirs that was interrupted has not ended.
   const bool is_same_task = in_pass_ && task != -1 && task == task_;
   const bool begins =
-      bucket.is_alone ? !in_pass_ || (task != -1 && task_ != -1 && task != task_) : bucket.index == 0 && !is_same_task;
+      bucket.of_pass() ? bucket.index == 0 && !is_same_task : !in_pass_ || (task != -1 && task_ != -1 && task != task_);
   if (begins) {
     task_ = task;
-    last_ = begin(bucket.is_shadow);
+    last_ = begin(bucket.of_pass() && bucket.of_pass()->is_shadow);
   }
   in_pass_ = !bucket.is_last;
   return last_;
 }
 
-void PassWeights::take_over(const PassWeights& from, bool again) {
+void PassWeights::take_over(const PassWeights& from) {
   std::scoped_lock lock(mutex_, from.mutex_);
   is_on_ = from.is_on_;
   of_sums_ = from.of_sums_;
   counts_active_ = from.counts_active_;
   weight_ = from.weight_;
-  scale_ = from.scale_;
-  problem_ = from.problem_;
-  invalid_ = from.invalid_;
+  is_invalid_ = from.is_invalid_;
+  is_late_ = from.is_late_;
   noted_ = from.noted_;
   num_noted_ = from.num_noted_;
-  unit_ = from.unit_;
-  again_ = again ? from.last_ : nullptr;
-}
-
-void PassWeights::finish_last(double sum) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!last_) return;
-  last_->sums[0] = sum;
-  last_->unpack = sum > 0 ? unit_ * num_ranks_ / sum : 0;
-}
-
-void PassWeights::set_unit(double unit) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  unit_ = unit;
 }
 
 PassWeightPtr PassWeights::begin(bool is_shadow) {
   const at::NoGradGuard no_grad;
-  check_last();
+  if (last_) learn_from(last_.get());
+  is_refused_ = false;
+  double own = is_shadow ? 0 : 1, unit = 1;
+  bool is_valid = true;
+  if (is_on_) {
+    unit = unit_;
+    if (!is_shadow) {
+      own = num_noted_ != 0 ? noted_ : weight_.value_or(0);
+      // A later weight does not mend the pass that had another one: the ranks are told once.
+      is_valid = weight_ && !is_invalid_ && !std::exchange(is_late_, false);
+      noted_ = 0;
+      num_noted_ = 0;
+    }
+  }
   auto weight = std::make_shared<PassWeight>();
+  weight->num_ranks = num_ranks_;
   weight->is_deferred = is_deferred_;
-  double own = 0, scale = 0;
-  WeightProblem problem = WeightProblem::kNone;
-  if (!is_on_) {
-    own = scale = is_shadow ? 0 : 1;
-    unit_ = 1;
-  } else if (!is_shadow) {
-    const bool is_noted = num_noted_ != 0;
-    own = is_noted ? noted_ : weight_.value_or(0);
-    scale = own == 0 ? 0 : is_noted || of_sums_ ? scale_.value_or(1) : scale_.value_or(own);
-    problem = weight_ ? problem_ : WeightProblem::kMissing;
-    // A later weight does not mend the pass that had another one: the ranks are told once.
-    if (problem_ == WeightProblem::kLate) problem_ = WeightProblem::kNone;
-    noted_ = 0;
-    num_noted_ = 0;
+  weight->share = own / unit;
+  if (followed_.defined()) {
+    weight->head = followed_;
+    weight->share = device_.is_cpu() ? followed_[0].item<double>() : 1;
+    weight->pack = weight->share == 0 ? 0 : 1;  // the rows' pack has multiplied by the weight
+    return weight;
   }
-  if (again_) {
-    own = again_->share * unit_;
-    scale = again_->pack * unit_;
-    problem = again_->problem;
-    again_ = nullptr;
-  }
-  at::Tensor values = at::zeros({kNumValues}, at::kDouble);
-  auto* const data = values.mutable_data_ptr<double>();
-  std::copy(followed_.begin(), followed_.end(), data);
-  data[0] = own;
-  weight->problem = problem;
-  if (problem != WeightProblem::kNone) data[static_cast<int64_t>(problem)] += mark_of(rank_);
-  values = values.to(device_, /*non_blocking=*/true);
-  if (!device_.is_cpu()) {
-    weight->on_device = at::empty({}, values.options().dtype(at::kFloat));
-    for (const at::Tensor& tensor : {values, weight->on_device}) engine_->device().will_use(tensor);
-  }
-  send(weight, values);
-  weight->pack = unit_ == 0 ? scale : scale / unit_;
-  weight->share = unit_ == 0 ? own : own / unit_;
+  weight->pack = own != 0 && of_sums_ ? 1 / unit : own / unit;
+  const at::Tensor head = at::zeros({kHeadNumel}, at::kFloat);
+  auto* const data = head.mutable_data_ptr<float>();
+  data[0] = is_valid ? static_cast<float>(weight->share) : NAN;
+  data[1] = is_valid ? 0 : mark_of(rank_);
+  weight->head = head.to(device_, /*non_blocking=*/true);
+  engine_->device().will_use(weight->head);
   return weight;
 }
 
-void PassWeights::send(const PassWeightPtr& weight, const at::Tensor& values) {
-  static const auto kLabel = std::make_shared<const BucketLabel>("weights", "the ranks' weights in the mean");
-  const FuturePtr future = make_future(device_);
-  auto job = std::make_shared<BucketJob>();
-  job->counted = false;
-  job->label = kLabel;
-  job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
-  PassthroughStages stages;
-  if (device_.is_cpu()) {
-    // A gather and not an all-reduce: it can be given up.
-    const at::Tensor all = at::empty({engine_->world_size() * kNumValues}, values.options());
-    stages.scatter = [transport = transport_, values, all](Lane::Completion done) {
-      transport->all_gather_tensor(Channel::kScatter, all, values,
-                                   [values, all, done = std::move(done)](std::exception_ptr error) {
-                                     const at::NoGradGuard no_grad;
-                                     if (!error) values.copy_(all.view({-1, kNumValues}).sum(0));
-                                     done(std::move(error));
-                                   });
-    };
-  } else {
-    // All on one stream, as an intermediate tensor's memory goes back to the stream that made it.
-    stages.scatter = [this, weight, values, unit = unit_](Lane::Completion done) {
-      transport_->all_reduce_tensor(Channel::kScatter, values, [](std::exception_ptr error) {
-        if (error) std::rethrow_exception(error);
-      });
-      if (unit != 0) finish_on_device(weight.get(), values, unit);
-      done(nullptr);
-    };
+void PassWeights::learn_from(PassWeight* last) {
+  if (last->arrived) {
+    // Waits for a message that is a pass old, so that all ranks throw in the same pass.
+    last->arrived->ms_since(*last->arrived);
+    last->arrived = nullptr;
+    if (const auto refusal = received(last, last->on_host)) std::rethrow_exception(refusal);
   }
-  // Also on a device: later tasks of the lane follow the message. Only residuals of sums need it on the reduce lane.
-  Lane::Task& follows = engine_->config().feedback ? stages.reduce : stages.unpack;
-  follows = [this, weight, values, unit = unit_] {
-    if (device_.is_cpu() && unit != 0) finish(weight.get(), values.const_data_ptr<double>(), unit);
-  };
-  if (!device_.is_cpu()) stages.unpack = [] {};
-  engine_->submit_passthrough(std::move(job), std::move(stages));
-  if (unit_ != 0) return;
-  {
-    const WithoutGil no_gil;
-    future->waitAndThrow();
-  }
-  const at::Tensor on_host = values.cpu();
-  const auto* const data = on_host.const_data_ptr<double>();
-  const double sum = data[0];
-  finish(weight.get(), data, sum / num_ranks_);
-  if (weight->refusal && !device_.is_cpu()) std::rethrow_exception(weight->refusal);
-  if (!weight->refusal && sum > 0 && std::isfinite(sum)) unit_ = sum / num_ranks_;
-  if (weight->on_device.defined()) weight->on_device.fill_(weight->unpack);
+  const double mean = last->mean;
+  if (knows_unit_ || is_deferred_ || !is_on_ || !(mean > 0) || !std::isfinite(mean)) return;
+  unit_ *= mean;
+  knows_unit_ = true;
 }
 
-void PassWeights::finish(PassWeight* weight, const double* values, double unit) {
-  std::copy_n(values, kNumValues, weight->sums.begin());
-  if (!is_deferred_) weight->refusal = refusal_of(values);
-  weight->unpack = values[0] > 0 ? unit * num_ranks_ / values[0] : 0;
-  if (values[0] == 0) sums_to_zero_ = true;
+std::exception_ptr PassWeights::received(PassWeight* weight, const at::Tensor& sum) {
+  if (weight->is_deferred) return nullptr;
+  if (!sum.is_cpu()) {
+    if (weight->arrived) return nullptr;
+    weight->on_host = at::empty({kHeadNumel}, at::TensorOptions().dtype(at::kFloat).pinned_memory(true));
+    weight->on_host.copy_(sum, /*non_blocking=*/true);
+    weight->arrived = engine_->device().stamp();
+    return nullptr;
+  }
+  const auto* const data = sum.const_data_ptr<float>();
+  if (data[0] < 0) return nullptr;  // the bucket is empty
+  weight->mean = data[0] / weight->num_ranks;
+  if (data[0] == 0) sums_to_zero_ = true;
+  const std::exception_ptr refusal = refusal_of(data);
+  if (refusal) is_refused_ = true;
+  return refusal;
 }
 
-void PassWeights::finish_on_device(PassWeight* weight, const at::Tensor& values, double unit) const {
-  const at::NoGradGuard no_grad;
-  const at::Tensor sum = values[0], marks = values.narrow(0, 1, kNumValues - 1).sum();
-  const at::Tensor factor = at::where(sum == 0, at::zeros_like(sum), sum.reciprocal().mul_(unit * num_ranks_));
-  weight->on_device.copy_(at::where(marks == 0, factor, at::full_like(factor, NAN)));
-  weight->values = at::empty({kNumValues}, at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
-  weight->values.copy_(values, /*non_blocking=*/true);
-  weight->arrived = engine_->device().stamp();
-}
-
-void PassWeights::check_last() {
-  if (!last_ || !last_->arrived) return;
-  // Waits for a message that is a pass old, so that all ranks throw in the same pass.
-  last_->arrived->ms_since(*last_->arrived);
-  const auto* const values = last_->values.const_data_ptr<double>();
-  last_->arrived = nullptr;
-  if (const auto refusal = refusal_of(values)) std::rethrow_exception(refusal);
-  if (values[0] == 0) sums_to_zero_ = true;
-}
-
-std::exception_ptr PassWeights::refusal_of(const double* values) const {
-  const auto marks = [values](WeightProblem problem) { return values[static_cast<int64_t>(problem)]; };
-  const auto refused = [](const auto&... said) {
-    return std::make_exception_ptr(std::runtime_error(
-        c10::str("fusedcomm: ", said...,
-                 ". Give comm.weight a finite number, 0 or more, on every rank, before the backward pass that it is "
-                 "for")));
-  };
-  if (const double of = marks(WeightProblem::kMissing); of != 0) {
-    return refused("rank ", lowest_rank(of), " has not set comm.weight, and means are weighted (Config(weighted=…))");
-  }
-  if (const double of = marks(WeightProblem::kInvalid); of != 0) {
-    const bool is_own = lowest_rank(of) == rank_;
-    return refused("rank ", lowest_rank(of), " has set comm.weight to ",
-                   is_own ? invalid_ : "what is no weight: a negative, NaN or infinite number, or several");
-  }
-  if (const double of = marks(WeightProblem::kLate); of != 0) {
-    return refused(
-        "rank ", lowest_rank(of),
-        " has set comm.weight within a backward pass whose first bucket had left, or whose gradients are added "
-        "to others, so that pass had another weight");
-  }
-  return std::isfinite(values[0]) ? nullptr : refused("the ranks' weights add up to ", values[0]);
+std::exception_ptr PassWeights::refusal_of(const float* sum) const {
+  if (std::isfinite(sum[0])) return nullptr;
+  const std::string what = sum[1] == 0
+                               ? c10::str("the ranks' weights add up to ", sum[0])
+                               : c10::str("rank ", lowest_rank(sum[1]),
+                                          " has no weight in this pass: it has set none, or what its warning names");
+  return std::make_exception_ptr(std::runtime_error(
+      "fusedcomm: " + what +
+      ". Give comm.weight a finite number, 0 or more, on every rank, before the backward pass that it is for"));
 }
 
 std::string PassWeights::take_notice() {

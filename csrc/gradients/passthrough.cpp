@@ -8,20 +8,49 @@
 namespace fusedcomm {
 namespace {
 
-PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, GradientsPtr gradients, double pack_factor) {
+// The weight of a bucket, and the sum of heads that it receives; null and undefined tensors without weights.
+struct Head {
+  PassWeightPtr weight;
+  PassWeights* weights;
+  at::Tensor own, sum;
+
+  Head(const PassWeightPtr& of_pass, PassWeights* of_all) : weight(of_pass), weights(of_all) {
+    if (!weight) return;
+    own = weight->head;
+    sum = at::empty_like(own);
+  }
+  double pack_factor() const { return weight ? weight->pack : 1; }
+  int64_t numel() const { return weight ? own.numel() : 0; }
+  // Multiplies what has been summed. Call it when `sum` is there.
+  void apply(const at::Tensor& values) const {
+    if (!weight) return;
+    values.mul_(weight->factor_of(sum));
+    if (!sum.is_cpu()) weights->received(weight.get(), sum);
+  }
+  // The error of the bucket.
+  std::exception_ptr error_of(std::exception_ptr error) const {
+    return error || !weight || !sum.is_cpu() ? error : weights->received(weight.get(), sum);
+  }
+};
+
+PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, GradientsPtr gradients, const Head& head) {
   PassthroughStages stages;
   auto flat = std::make_shared<at::Tensor>();
-  stages.pack = [gradients, flat, mean = pack_factor / transport->world_size()] {
+  stages.pack = [gradients, flat, head, mean = head.pack_factor() / transport->world_size()] {
     at::NoGradGuard no_grad;
     *flat = gradients->flattened().mul_(mean);
+    if (head.weight) *flat = at::cat({*flat, head.own.to(flat->scalar_type())});
   };
   stages.scatter = [transport, flat](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, *flat, std::move(done));
   };
-  if (!gradients->in_one_run()) {
-    stages.unpack = [gradients, flat] {
+  if (!gradients->in_one_run() || head.weight) {
+    stages.unpack = [gradients, flat, head] {
       at::NoGradGuard no_grad;
-      gradients->assign(*flat);
+      const at::Tensor values = flat->narrow(0, 0, flat->numel() - head.numel());
+      if (head.weight) head.sum.copy_(flat->narrow(0, values.numel(), head.numel()));
+      head.apply(values);
+      gradients->assign(values);
     };
   }
   return stages;
@@ -30,7 +59,7 @@ PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, Gradi
 // The tensors of one sparse bucket under way.
 struct SparseExchange {
   at::Tensor local;                 // coalesced and scaled; indices (sparse_dim, nnz) int64, values (nnz, …)
-  at::Tensor nnz, all_nnz;          // (1,) and (world_size,) int64
+  at::Tensor nnz, all_nnz;          // (1 + head,) and (world_size, 1 + head) float64: the entries, and the rank's head
   at::Tensor payload, all_payload;  // bytes of the indices, then of the values, each padded to the longest rank's nnz
   int64_t longest = 0;              // nnz of the longest rank, at least 1
 };
@@ -57,22 +86,25 @@ at::Tensor from_bytes(const at::Tensor& row, int64_t offset, const at::Tensor& l
 // is not used, because it was seen to corrupt the heap now and then (torch 2.11 and 2.13, two ranks, a few in 10⁴
 // calls, also under DDP's default hook).
 PassthroughStages sparse_stages(std::shared_ptr<TensorTransport> transport, at::Tensor buffer,
-                                std::shared_ptr<at::Tensor> result, double pack_factor) {
+                                std::shared_ptr<at::Tensor> result, const Head& head) {
   auto exchange = std::make_shared<SparseExchange>();
   const int64_t world_size = transport->world_size();
   PassthroughStages stages;
-  stages.pack = [exchange, buffer, world_size, pack_factor] {
+  stages.pack = [exchange, buffer, world_size, head] {
     at::NoGradGuard no_grad;
-    exchange->local = buffer.coalesce().mul(pack_factor / static_cast<double>(world_size));
-    const auto long_options = at::TensorOptions().dtype(at::kLong).device(buffer.device());
-    exchange->nnz = at::full({1}, exchange->local._nnz(), long_options);
-    exchange->all_nnz = at::empty({world_size}, long_options);
+    exchange->local = buffer.coalesce().mul(head.pack_factor() / static_cast<double>(world_size));
+    const auto options = at::TensorOptions().dtype(at::kDouble).device(buffer.device());
+    exchange->nnz = at::full({1}, static_cast<double>(exchange->local._nnz()), options);
+    if (head.weight) exchange->nnz = at::cat({exchange->nnz, head.own.to(at::kDouble)});
+    exchange->all_nnz = at::empty({world_size, exchange->nnz.numel()}, options);
   };
   stages.scatter = [exchange, transport](Lane::Completion done) {
     transport->all_gather_tensor(Channel::kScatter, exchange->all_nnz, exchange->nnz, std::move(done));
   };
-  stages.reduce = [exchange, world_size] {
+  stages.reduce = [exchange, world_size, head] {
     at::NoGradGuard no_grad;
+    if (head.weight) head.sum.copy_(exchange->all_nnz.narrow(1, 1, head.numel()).sum(0));
+    exchange->all_nnz = exchange->all_nnz.select(1, 0).to(at::kLong);
     // Not every backend can send an empty message, so at least one entry is sent, if only padding.
     exchange->longest = std::max<int64_t>(exchange->all_nnz.max().item<int64_t>(), 1);
     exchange->payload = at::cat({padded_bytes(exchange->local._indices(), 1, exchange->longest),
@@ -82,7 +114,7 @@ PassthroughStages sparse_stages(std::shared_ptr<TensorTransport> transport, at::
   stages.gather = [exchange, transport](Lane::Completion done) {
     transport->all_gather_tensor(Channel::kGather, exchange->all_payload, exchange->payload, std::move(done));
   };
-  stages.unpack = [exchange, buffer, result, world_size] {
+  stages.unpack = [exchange, buffer, result, world_size, head] {
     at::NoGradGuard no_grad;
     const at::Tensor local_indices = exchange->local._indices(), local_values = exchange->local._values();
     const int64_t indices_nbytes = local_indices.size(0) * exchange->longest * 8;
@@ -96,6 +128,7 @@ PassthroughStages sparse_stages(std::shared_ptr<TensorTransport> transport, at::
       sum = rank == 0 ? part : sum.add(part);
     }
     *result = sum.coalesce();
+    head.apply(result->_values());
   };
   return stages;
 }
@@ -120,12 +153,14 @@ PassthroughStages on_wire_lane(PassthroughStages stages) {
 }  // namespace
 
 void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const PassWeightPtr& weight,
-                        const FuturePtr& future, Engine* engine, const std::shared_ptr<TensorTransport>& transport) {
+                        PassWeights* weights, const FuturePtr& future, Engine* engine,
+                        const std::shared_ptr<TensorTransport>& transport) {
+  const Head head(weight, weights);
   // Read when the job is done: a sparse bucket then has another tensor.
   auto result = std::make_shared<at::Tensor>(gradients->front());
   job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
-  job->on_done = [future, result, weight](std::exception_ptr error) {
-    complete(*future, *result, weight ? weight->error_of(std::move(error)) : std::move(error));
+  job->on_done = [future, result, head](std::exception_ptr error) {
+    complete(*future, *result, head.error_of(std::move(error)));
   };
   if (gradients->is_sparse()) {
     for (const at::Tensor& part : {result->_indices(), result->_values()}) engine->device().will_use(part);
@@ -133,18 +168,8 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   } else {
     for (const at::Tensor& tensor : gradients->tensors()) engine->device().will_use(tensor);
   }
-  const double pack_factor = weight ? weight->pack : 1;
-  PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, pack_factor)
-                                                    : dense_stages(transport, gradients, pack_factor);
-  if (weight) {
-    stages.unpack = [unpack = std::move(stages.unpack), result, gradients, weight] {
-      if (unpack) unpack();
-      at::NoGradGuard no_grad;
-      std::vector<at::Tensor> means = gradients->tensors().vec();
-      if (gradients->is_sparse()) means = {result->_values()};
-      for (const at::Tensor& mean : means) weight->apply(mean);
-    };
-  }
+  PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, head)
+                                                    : dense_stages(transport, gradients, head);
   // On streams, an intermediate tensor's memory goes back to the stream that made it. One stream must therefore make
   // and use all of them.
   if (!gradients->device().is_cpu()) stages = on_wire_lane(std::move(stages));

@@ -45,10 +45,13 @@ class ResidualBuffer {
   void weigh_second(const at::Tensor& factor);  // a scalar on the device
   // The second residual as it was when remember_second() was called, once forget_second() had been; does nothing if
   // that was not called. For sums that are made again.
-  void forget_second() { remembered_ = at::Tensor(); }
-  void remember_second() { remembered_ = second_.clone(); }
+  void forget_second() { remembered_.reset(); }
+  void remember_second() { remembered_ = Second{second_.clone(), second_factor_, second_on_device_}; }
   void restore_second() {
-    if (remembered_.defined()) second_.copy_(remembered_);
+    if (!remembered_) return;
+    second_.copy_(remembered_->values);
+    second_factor_ = remembered_->factor;
+    second_on_device_ = remembered_->factor_on_device;
   }
   // Multiply what is left out so far. Call them before the encoders run, on their lanes.
   void decay_first(double factor);
@@ -60,8 +63,8 @@ class ResidualBuffer {
   // means, so it counts multiplied by the world size.
   at::Tensor values(int64_t begin, int64_t numel) const;
   // Replaces the residual by `values` ([layout.lossy_numel], in the unit of gradients). With two levels this rank
-  // encodes only part of the list: returns what lies outside it, to be added to the gradient. On one level returns an
-  // undefined tensor.
+  // encodes only part of the list: returns what lies outside it, to be added to the gradient. On one level the result
+  // is undefined.
   at::Tensor set_values(const at::Tensor& values);
   // What a checkpoint needs beside values(), in which the two residuals are one, for the bits of the next steps. None
   // where values() tells all.
@@ -99,9 +102,15 @@ class ResidualBuffer {
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;
   bool of_rows_ = false;
-  at::Tensor first_, second_, remembered_;      // with the dtype of format_; the last may be undefined
+  at::Tensor first_, second_;                   // with the dtype of format_
   double first_share_ = 1, second_factor_ = 1;  // what they have been multiplied by, and what multiplies them
   at::Tensor second_on_device_;                 // second_factor_ if it is a tensor
+  struct Second {
+    at::Tensor values;
+    double factor;
+    at::Tensor factor_on_device;
+  };
+  std::optional<Second> remembered_;
 };
 
 }  // namespace fusedcomm

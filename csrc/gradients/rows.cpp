@@ -47,29 +47,26 @@ int64_t Rows::residual_nbytes() const {
 }
 
 FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last) {
-  return run(rows, {own}, factor, is_last);
+  return run(rows, {own, /*gathers=*/false, factor}, is_last);
 }
 
 FuturePtr Rows::all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last) {
-  return run(rows, {own, /*is_sent=*/true}, 1, is_last);
+  return run(rows, {own, /*gathers=*/true}, is_last);
 }
 
-FuturePtr Rows::run(const at::Tensor& rows, const Bucket::OwnRow& own, double factor, bool is_last) {
+FuturePtr Rows::run(const at::Tensor& rows, OfRows kind, bool is_last) {
+  const at::Tensor& own = kind.own;
   const int64_t num_rows = synchronizer_->engine().world_size(), numel = num_rows * row_numel_;
   const c10::Device device = synchronizer_->grad_device();
-  TORCH_CHECK_VALUE(rows.device() == device && own.tensor.device() == device, "fusedcomm: ", title_,
-                    ": the rows are on ", rows.device(), ", this rank's on ", own.tensor.device(),
-                    ", and fusedcomm was attached for gradients on ", device);
-  TORCH_CHECK_VALUE(
-      rows.numel() == numel && own.tensor.numel() == row_numel_ && rows.is_contiguous() && own.tensor.is_contiguous(),
-      "fusedcomm: ", title_, ": the rows have ", rows.numel(), " elements, this rank's ", own.tensor.numel(),
-      ", and their parameters have ", numel, " and ", row_numel_);
-  for (const at::Tensor& tensor : {rows, own.tensor}) grad_dtype_of(tensor.scalar_type());  // throws for any other
-  Bucket bucket(index_, is_last, parameters_, std::make_shared<const Gradients>(rows.view({-1}), places_, num_rows));
-  bucket.is_alone = true;
-  bucket.factor = factor;
-  bucket.own_row = own;
-  return synchronizer_->run(bucket);
+  TORCH_CHECK_VALUE(rows.device() == device && own.device() == device, "fusedcomm: ", title_, ": the rows are on ",
+                    rows.device(), ", this rank's on ", own.device(), ", and fusedcomm was attached for gradients on ",
+                    device);
+  TORCH_CHECK_VALUE(rows.numel() == numel && own.numel() == row_numel_ && rows.is_contiguous() && own.is_contiguous(),
+                    "fusedcomm: ", title_, ": the rows have ", rows.numel(), " elements, this rank's ", own.numel(),
+                    ", and their parameters have ", numel, " and ", row_numel_);
+  for (const at::Tensor& tensor : {rows, own}) grad_dtype_of(tensor.scalar_type());  // throws for any other
+  auto gradients = std::make_shared<const Gradients>(rows.view({-1}), places_, num_rows);
+  return synchronizer_->run({index_, is_last, parameters_, std::move(gradients), std::move(kind)});
 }
 
 }  // namespace fusedcomm

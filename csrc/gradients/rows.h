@@ -51,7 +51,7 @@ class Rows {
   FuturePtr all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last);
 
  private:
-  FuturePtr run(const at::Tensor& rows, const Bucket::OwnRow& own, double factor, bool is_last);
+  FuturePtr run(const at::Tensor& rows, OfRows kind, bool is_last);
 
   const std::shared_ptr<Synchronizer> synchronizer_;
   const size_t index_;

@@ -30,55 +30,55 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       parameters_(parameters, options.wire_1d, device),
       records_(*engine_, transport_->place(), device),
       monitor_(options.measure_every),
-      weights_(engine_.get(), transport_, device),
+      weights_(engine_.get(), device),
       kept_(device) {}
 
 Synchronizer::~Synchronizer() {
   const WithoutGil no_gil;
   if (getpid() != process_) {
     // A child of fork() does not have the threads that would be joined.
-    new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
+    new auto(std::make_tuple(std::move(watched_), std::move(engine_), std::move(transport_)));
     return;
   }
-  watch_.reset();
+  unwatch();
   if (engine_->has_failed()) transport_->give_up();
   engine_.reset();
   transport_.reset();
 }
 
-void Synchronizer::watch(const StorePtr& store, const WatchOptions& options) {
-  TORCH_CHECK(!watch(), "fusedcomm: this engine has a watch already: call unwatch() first");
-  const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
+std::shared_ptr<Watched> Synchronizer::watch(Watched::Seconds limit) {
+  TORCH_CHECK(!watched(), "fusedcomm: this engine has a watch already: call unwatch() first");
+  const auto watched = std::make_shared<Watched>(engine_->board(), engine_->shared_device(), limit);
   // The pointer is weak, because transfers that outlive the engine may still fail.
-  engine_->explain_failures_with([weak = std::weak_ptr<Watch>(watch)](const std::string& failure) {
+  engine_->explain_failures_with([weak = std::weak_ptr<Watched>(watched)](const std::string& failure) {
+    const WithoutGil no_gil;  // the watch needs it
     const auto alive = weak.lock();
     return alive ? alive->explain(failure) : std::string();
   });
   std::lock_guard<std::mutex> lock(watch_mutex_);
-  watch_ = watch;
+  watched_ = watched;
+  return watched;
 }
 
 void Synchronizer::unwatch() {
-  std::unique_lock<std::mutex> lock(watch_mutex_);
-  const std::shared_ptr<Watch> watch = std::move(watch_);
-  watch_ = nullptr;
-  lock.unlock();
-  if (watch) watch->stop();
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  if (watched_) watched_->end();
+  watched_ = nullptr;
 }
 
 std::string Synchronizer::explain(const std::string& failure) const {
-  const auto watch = this->watch();
-  return watch ? watch->explain(failure) : std::string();
+  const auto watched = this->watched();
+  return watched ? watched->explain(failure) : std::string();
 }
 
-std::shared_ptr<Watch> Synchronizer::watch() const {
+std::shared_ptr<Watched> Synchronizer::watched() const {
   std::lock_guard<std::mutex> lock(watch_mutex_);
-  return watch_;
+  return watched_;
 }
 
 void Synchronizer::stop(const std::string& reason) {
-  // Stop the watch first: a failure may be waiting for its explanation.
-  if (const auto watch = this->watch()) watch->stop();
+  // End the watch first: a failure may be waiting for its explanation.
+  if (const auto watched = this->watched()) watched->end();
   engine_->stop(reason);
 }
 
@@ -146,23 +146,18 @@ void Synchronizer::begin_pass() {
 
 FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
-  const GradientsPtr& gradients = bucket.gradients;
-  const PassWeightPtr weight = weights_.of(bucket);
-  if (weight && weight->pack == 0) gradients->zero();  // also what is not finite
-  const double unit = weight ? weight->of_residuals() : 1;
-  const auto [record, turn] = take_turn(bucket, unit);
+  const PassWeightPtr weight = bucket.gathers() ? nullptr : weights_.of(bucket);
+  if (weight && weight->pack == 0) bucket.gradients->zero();  // also what is not finite
+  const auto [record, turn] = take_turn(bucket, weight.get());
 
-  auto future = make_future(device_);
-  auto job = make_job(bucket, record, *engine_, future);
-  job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
+  const FuturePtr future = make_future(device_);
+  std::shared_ptr<BucketJob> job = make_job(bucket, record, *engine_, future);
+  job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *bucket.gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, weight, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), bucket.gradients, weight, &weights_, future, engine_.get(), transport_);
     return future;
   }
-  if (!bucket.own_row && !bucket.packed && monitor_.is_measured(turn.pass) && unit != 0) {
-    measure(job.get(), record, gradients, *engine_, transport_->place(), weight, &monitor_);
-  }
-  if (weight) weigh(job, bucket, *record, weight);
+  decorate(job.get(), bucket, record, weight, turn);
   if (record->messages) keep(bucket, record, job, future);
   engine_->submit(std::move(job));
   return future;
@@ -171,13 +166,28 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   rethrow_named(bucket, error);
 }
 
+void Synchronizer::decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record,
+                            const PassWeightPtr& weight, const PassOrder::Turn& turn) {
+  const double decay = engine_->config().feedback_decay;
+  const bool is_measured = monitor_.is_measured(turn.pass) && !bucket.rows() && record->plan.sum != Sum::kExact &&
+                           !(bucket.of_pass() && bucket.of_pass()->packed) && (!weight || weight->pack != 0);
+  // Residuals are remembered before anything changes them, and measured as the encoder adds them.
+  if (record->messages) job->decorators.push_back(remembered(record));
+  if (weight) job->decorators.push_back(weighted(job, bucket, *record, weight, &weights_, engine_.get()));
+  if (decay != 1) job->decorators.push_back(decayed(record, decay));
+  if (is_measured) {
+    job->decorators.push_back(
+        measured(job, record, bucket.gradients, *engine_, transport_->place(), weight, &monitor_));
+  }
+}
+
 void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
                         const FuturePtr& future) {
   KeptMessages& messages = *record->messages;
   if (messages.means_before) std::swap(messages.means, messages.means_before);
   job->kept = std::make_shared<KeptMessages>(messages);
-  if (bucket.packed) {
-    move_codes(*bucket.packed, record->plan, *engine_, device_, job->kept.get());
+  if (const BucketRecordPtr packed = bucket.of_pass() ? bucket.of_pass()->packed : nullptr) {
+    move_codes(*packed, record->plan, *engine_, device_, job->kept.get());
     job->is_packed = true;
   }
   kept_.note({bucket, record, job, future});
@@ -187,7 +197,7 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   std::map<std::string, at::Tensor> residuals = from.residuals();
   const auto nonfinite = from.nonfinite_by_parameter();
   engine_->begin_stats_with(from.engine_->stats());
-  weights_.take_over(from.weights_, again);
+  weights_.take_over(from.weights_);
   std::unique_lock<std::mutex> their_lock(from.mutex_);
   const int64_t step = from.order_.step() - (again ? 1 : 0);
   their_lock.unlock();
@@ -197,9 +207,9 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   if (!residuals.empty()) parameters_.restore_residuals(residuals, std::nullopt);
 }
 
-std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, double unit) {
+std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, const PassWeight* weight) {
   std::lock_guard<std::mutex> lock(mutex_);
-  BucketRecords::Found found = records_.of(bucket, unit, &parameters_);
+  BucketRecords::Found found = records_.of(bucket, weight, &parameters_);
   if (found.is_new) monitor_.forget(found.record->label->name);
   const PassOrder::Turn turn = order_.take(bucket, found.record.get());
   if (turn.ends_pass) {

@@ -1,7 +1,7 @@
 // Hands a front end's buckets to the engine, and completes the front end's future when a bucket's job ends:
 //
-//   Bucket ──► its record (bucket_record.h) and its turn (pass_order.h) ──► its job (job_builder.h)
-//     ──► decorators (decorators.h) ──► engine
+//   Bucket ──► its record (bucket_record.h) and its turn (pass_order.h) ──► its job (job_builder.h), with decorators
+//     (decorators.h) ──► engine
 //
 // Collective calls that are not buckets are in collective_calls.h.
 #pragma once
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/watched.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
 #include "gradients/error_monitor.h"
@@ -23,7 +24,6 @@
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
-#include "watch/watch.h"
 
 namespace fusedcomm {
 
@@ -63,9 +63,10 @@ class Synchronizer {
   // Drops the state of a parameter that will not appear again; its residual is lost.
   void forget(const at::Tensor& parameter);
 
-  // Starts reporting stalls and explaining failures. Throws if there is a watch already.
-  void watch(const StorePtr& store, const WatchOptions& options);
-  // Ends the watch, its threads and its connection to the store. Does nothing if there is no watch.
+  // Returns what a watch sees of the engine; failures wait for it from now on, for `limit` at most. Throws if there is
+  // a watch already.
+  std::shared_ptr<Watched> watch(Watched::Seconds limit);
+  // Ends the watch. Does nothing if there is none.
   void unwatch();
   // Ends the engine; buckets under way fail with `reason`.
   void stop(const std::string& reason);
@@ -85,7 +86,7 @@ class Synchronizer {
   c10::Device grad_device() const { return device_; }
   const std::shared_ptr<TensorTransport>& transport() const { return transport_; }
   // Returns what the watch knows about the other ranks after a failure outside of the engine, for people; see
-  // Watch::explain(). Empty without a watch. Waits for a roll call.
+  // Watched::explain(). Empty without a watch. Waits for a roll call.
   std::string explain(const std::string& failure) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
@@ -134,11 +135,14 @@ class Synchronizer {
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   std::string text_of(const Bucket& bucket);
+  // Gives the job its decorators, in their order.
+  void decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record, const PassWeightPtr& weight,
+                const PassOrder::Turn& turn);
   // Keeps the bucket's messages for others, and gives the job codes that it has already.
   void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
             const FuturePtr& future);
   // The bucket's record, and its turn in the backward pass.
-  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, double unit);
+  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, const PassWeight* weight);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<TensorTransport> transport_;
@@ -159,9 +163,9 @@ class Synchronizer {
   PassWeights weights_;
   KeptPass kept_;
 
-  std::shared_ptr<Watch> watch() const;
+  std::shared_ptr<Watched> watched() const;
   mutable std::mutex watch_mutex_;
-  std::shared_ptr<Watch> watch_;  // null if there is none
+  std::shared_ptr<Watched> watched_;  // null if there is no watch
 };
 
 }  // namespace fusedcomm

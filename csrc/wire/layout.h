@@ -18,6 +18,8 @@
 // is then the parts of these layouts, one after the other. All layouts have the same number of chunks. Only the first
 // has exact elements.
 //
+// In a weighted mean a head of kHeadNbytes, the rank's weight, comes before all else in every part; see add_heads().
+//
 // Python uses this header through the bindings, and device code includes it. No other code computes the layout.
 #pragma once
 
@@ -32,7 +34,7 @@
 namespace fusedcomm {
 
 // Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 7;
+inline constexpr int kWireLayoutVersion = 8;
 
 // Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
 // twelve times slower.
@@ -40,6 +42,9 @@ inline constexpr int64_t kAlignNbytes = 16;
 
 // Gradient elements in kAlignNbytes, at most: those of 16 bits. A part begins at a multiple of them.
 inline constexpr int64_t kMaxVectorNumel = kAlignNbytes / 2;
+
+// Four numbers in fp32, which are added up over the ranks as they are; see MessageHead in engine/job.h.
+inline constexpr int64_t kHeadNbytes = 16;
 
 // Elements that one rotation mixes; see tests/helpers/reference. Divides every block size.
 inline constexpr int64_t kRotationNumel = 32;
@@ -278,6 +283,14 @@ inline RowLayouts row_layouts(const std::vector<WireFormat>& formats, int64_t nu
     layouts.all.push_back(all);
   }
   return layouts;
+}
+
+// Makes room for a head at the begin of each part of the bucket's messages.
+inline void add_heads(std::vector<BucketLayout>* layouts) {
+  for (BucketLayout& layout : *layouts) {
+    layout.part_offset += kHeadNbytes;
+    layout.part_stride += kHeadNbytes;
+  }
 }
 
 // ---- residuals: the rounding errors so far, see tests/helpers/reference

@@ -133,6 +133,11 @@ class Config(Options):
             check.kind("feedback", self.feedback, Feedback)
         if self.weighted is not None:
             check.choice("weighted", self.weighted, ("mean", "sum"))
+            if self.sum == "direct":
+                raise ValueError(
+                    f"sum='direct' adds everything in 16 bits and cannot carry the weights of weighted="
+                    f"{self.weighted!r}: use sum='two-shot'"
+                )
         if self.predivide != "auto":
             check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()

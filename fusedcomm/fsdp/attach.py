@@ -10,9 +10,8 @@ from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
 from fusedcomm.fsdp.modules import Sharded, sharded_modules
-from fusedcomm.session.off import agree_on_off
 from fusedcomm.session.served import refuse_served
-from fusedcomm.session.session import Session
+from fusedcomm.session.session import NO_WIRE, Session
 
 
 def attach_fsdp(
@@ -64,7 +63,7 @@ def attach_fsdp(
             sums = Sums(None, None, wanted.wire_number)
             for group in groups if is_off else ():
                 if group is not None and group.size() > 1:
-                    agree_on_off(group, those[0].device, local, problem)
+                    Session(NO_WIRE, group, None, local, those[0].device, is_off=True, problem=problem)
             if not is_off:
                 sums, problem = _sums(wanted, *groups, problem)
             meshes.append(MeshSums.attached(wanted, sums, those, num_before, local, not quiet, problem, made))
@@ -112,10 +111,12 @@ def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
             "rank would have a weight on each: scale the loss instead, or put all modules on one mesh"
         )
     (first, *_), *_ = those
-    if first.process_group is not None and first.replicas is not None and first.device.type != "cpu":
+    has_both = first.process_group is not None and first.replicas is not None
+    if has_both and config.feedback is not None and first.device.type != "cpu":
         raise ValueError(
-            f"fusedcomm: weighted={config.weighted!r} is not possible on {first.device.type} with both shards and "
-            "replicas (HSDP): use a mesh of one dimension, or scale the loss instead"
+            f"fusedcomm: weighted={config.weighted!r} with feedback={config.feedback!r} is not possible on "
+            f"{first.device.type} with both shards and replicas (HSDP), where the host does not know what the shards "
+            "weigh: use a mesh of one dimension, or leave one of the two out"
         )
 
 

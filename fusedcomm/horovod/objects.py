@@ -14,6 +14,7 @@ from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.world import world
+from fusedcomm.ranks.objects import Maker, pack, unpack
 
 try:  # also pickles lambdas and classes of the script
     import cloudpickle as pickler
@@ -64,14 +65,16 @@ def broadcast_optimizer_state(
     if not optimizer.state:
         _give_zero_gradients(optimizer, model)
     state_dict = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {}
-    skeleton = {"state": _take_out(state_dict["state"], "state", tensors), "groups": _options(state_dict)}
-    skeleton = broadcast_object(skeleton, root_rank, name=f"optimizer.{type(optimizer).__name__}")
+    packed, own = pack(state_dict["state"], "the optimizer's state", opaque=_pickled)
+    told = (packed, _options(state_dict))
+    packed, groups = broadcast_object(told, root_rank, name=f"optimizer.{type(optimizer).__name__}")
+    if rank == root_rank:
+        state, tensors = state_dict["state"], own
+    else:
+        state, tensors = unpack(packed, _own_or_new(own, optimizer), opaque=pickle.loads)
+    broadcast_parameters([(f"state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if rank != root_rank:
-        tensors = _own_or_new(tensors, skeleton["state"], optimizer)
-    broadcast_parameters(tensors, root_rank)
-    if rank != root_rank:
-        _assign(optimizer, _put_in(skeleton["state"], tensors), skeleton["groups"])
+        _assign(optimizer, state, groups)
 
 
 def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
@@ -106,55 +109,19 @@ def _options(state_dict: dict) -> list[dict]:
     return [{key: value for key, value in group.items() if key != "params"} for group in state_dict["param_groups"]]
 
 
-class _Tensor:
-    """Stands for a tensor of the state in the broadcast object. `key`: its name in the table of tensors."""
-
-    def __init__(self, key: str, tensor: torch.Tensor) -> None:
-        self.key, self.shape, self.dtype, self.device = key, tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-
-def _take_out(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` with each tensor replaced by a _Tensor. The tensors are put into `tensors`."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        tensors[key] = value
-        return _Tensor(key, value)
-    if isinstance(value, dict):
-        return {each: _take_out(value[each], f"{key}.{each}", tensors) for each in value}
-    return value
-
-
-def _put_in(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, _Tensor):
-        return tensors[value.key]
-    if isinstance(value, dict):
-        return {each: _put_in(value[each], tensors) for each in value}
-    return value
-
-
-def _own_or_new(
-    own: dict[str, torch.Tensor], skeleton: Any, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    """A tensor for each of the root's: this rank's own if it is alike, else a new one, on this rank's device."""
-    wanted: list[_Tensor] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, _Tensor):
-            wanted.append(value)
-        elif isinstance(value, dict):
-            for each in value.values():
-                collect(each)
-
-    collect(skeleton)
+def _own_or_new(own: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Maker:
+    """Makes a tensor for each of the root's: this rank's own if it is alike, else a new one, on this rank's device."""
     devices = collections.defaultdict(lambda: torch.device("cpu"))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             devices.setdefault(parameter.device.type, parameter.device)
-    found = {}
-    for each in wanted:
-        mine = own.get(each.key)
-        is_alike = mine is not None and tuple(mine.shape) == each.shape and mine.dtype == each.dtype
-        found[each.key] = mine if is_alike else torch.empty(each.shape, dtype=each.dtype, device=devices[each.device])
-    return found
+
+    def make(index: int, dtype: torch.dtype, shape: list[int], device: str) -> torch.Tensor:
+        mine = own[index] if index < len(own) else None
+        is_alike = mine is not None and list(mine.shape) == shape and mine.dtype == dtype
+        return mine if is_alike else torch.empty(shape, dtype=dtype, device=devices[device])
+
+    return make
 
 
 def _pickled(value: Any) -> bytes:

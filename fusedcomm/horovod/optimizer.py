@@ -13,6 +13,7 @@ from fusedcomm.horovod.reduced_optimizer import ReducedOptimizer
 from fusedcomm.horovod.served import Served, name_of_place
 from fusedcomm.literals import Weighted
 from fusedcomm.session.served import refuse_served, serve, servers_of
+from fusedcomm.session.weights import ADDED_MEANS
 
 Groups = int | list[list[torch.Tensor]] | None
 
@@ -66,6 +67,8 @@ def DistributedOptimizer(
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} is not possible: it must be at least 1")
     if weighted is not None and (weighted not in ("mean", "sum") or op != Average):
         raise ValueError(f"weighted={weighted!r} is not possible: use 'mean' or 'sum', with op=hvd.Average")
+    if weighted == "mean" and backward_passes_per_step > 1:
+        raise ValueError(ADDED_MEANS)
     names = parameter_names(optimizer, named_parameters)
     _check_groups(groups)
     named = [(names[each], each) for group in optimizer.param_groups for each in group["params"]]

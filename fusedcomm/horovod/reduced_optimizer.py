@@ -22,6 +22,7 @@ from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.weighted import OptimizerWeight
 from fusedcomm.horovod.world import World, world
 from fusedcomm.native import _C
+from fusedcomm.session.weights import ADDED_MEANS
 
 UNKNOWN, DENSE = range(2)
 """Kinds of gradients. DENSE + n: sparse ones with n sparse dimensions."""
@@ -189,9 +190,7 @@ class ReducedOptimizer(Served):
         of this step is submitted by synchronize(), later ones by its hook."""
         for each in new_parameters(self.param_groups, self._gradients, self._parameter_names):
             self._add_unit([each], is_group=False)
-            if self._weight is not None and not self._weight.passes.has(each):
-                if each.grad is not None:
-                    each.grad.mul_(self._weight.scale_of_step(self._parameter_names[each]))
+            if self._weight is not None:
                 self._weight.passes.announce([each])
 
     def _grouped(self, updated: list[torch.Tensor], groups: int | list) -> list[list[torch.Tensor]]:
@@ -211,6 +210,8 @@ class ReducedOptimizer(Served):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on `passes` backward passes are added up: also for gradients of this step that are not yet on their
         way."""
+        if passes > 1 and self._weight is not None and not self._weight.of_sums:
+            raise ValueError(ADDED_MEANS)
         self.backward_passes_per_step = passes
         for unit in self._units:
             if unit.sum is None:
@@ -257,6 +258,8 @@ class ReducedOptimizer(Served):
     def _submit(self, unit: Unit) -> None:
         if self._weight is not None:
             self._weight.send()
+            for gradient in unit.gradients:
+                self._weight.apply_to(gradient.sent)
         if unit.is_sparse:
             unit.sum = [self._submit_sparse(gradient) for gradient in unit.gradients]
         else:
@@ -358,8 +361,9 @@ class ReducedOptimizer(Served):
         factor = self._weight.factor(self._is_alone())
         for unit in units:
             for gradient in unit.gradients:
-                if gradient.parameter.grad is not None:
-                    gradient.parameter.grad.mul_(factor)
+                found = gradient.parameter.grad
+                if found is not None:
+                    found.mul_(factor) if factor else found.zero_()
 
     def _begin_step(self) -> None:
         for gradient in self._gradients.values():

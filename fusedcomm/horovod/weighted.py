@@ -1,8 +1,8 @@
 """Weights of ranks in the means of a DistributedOptimizer, around the average of gradients.
 
-Gradients are multiplied by w / unit before they are added to others, and their average is multiplied by
-unit / (average of w), which travels in an operation of 32 bytes. The unit is the average weight of the first step, so
-that a wire of 16 bits carries gradients of the usual size.
+Gradients are multiplied by w / unit before they are sent, and their average is multiplied by unit / (average of w),
+which is one more average of the step. The unit is the average weight of the first step, so that a wire of 16 bits
+carries gradients of the usual size.
 """
 
 import math
@@ -25,11 +25,11 @@ class OptimizerWeight:
 
     Args:
         of_sums: whether losses are sums, so that gradients have the weight already.
-        name: of the operation.
+        name: of the average of weights.
     """
 
     def __init__(self, of_sums: bool, name: str, process_set: ProcessSet) -> None:
-        self._of_sums, self._name, self._process_set = of_sums, name, process_set
+        self.of_sums, self._name, self._process_set = of_sums, name, process_set
         self.value: float | None = None
         self._invalid = ""
         self.passes = AddedPasses(lambda: self)
@@ -38,86 +38,73 @@ class OptimizerWeight:
     def _begin(self) -> None:
         self._world = world()
         self._unit: float | None = None  # until a step has had a weight
-        self._noted = 0.0
-        self._scales: set[float] = set()  # of the step's passes
+        self._noted, self.has_noted = 0.0, False
         self._average: int | None = None  # the operation's handle
 
     def set(self, value: Any) -> None:
         """Takes what the user gives. TypeError if it is neither a number nor a tensor."""
         self.value, self._invalid = checked(value)
 
-    @property
-    def has_noted(self) -> bool:
-        """See :class:`AddedPasses`."""
-        return bool(self._scales)
-
     def forget_passes(self) -> None:
-        """See :class:`AddedPasses`."""
-        self._noted = 0.0
-        self._scales.clear()
+        """See :class:`fusedcomm.session.weights.Noting`."""
+        self._noted, self.has_noted = 0.0, False
 
-    def _enter_world(self) -> None:
-        """Begins anew where the ranks have changed: those that are new know no unit."""
+    def note_pass(self) -> bool:
+        """See :class:`fusedcomm.session.weights.Noting`."""
         if self._world is not world():
-            self._begin()
-
-    def note_pass(self) -> float:
-        """See :class:`AddedPasses`. What multiplies the gradients of this pass."""
-        self._enter_world()
+            self._begin()  # ranks that are new know no unit
         weight = 0.0 if self.value is None or self._invalid else self.value
         self._noted += weight
-        scale = weight and (1.0 if self._of_sums else weight) / (self._unit or 1.0)
-        self._scales.add(scale)
-        return scale
-
-    def scale_of_step(self, parameter: str) -> float:
-        """What multiplies the gradients of a parameter that the passes of this step did not know."""
-        if len(self._scales) > 1:
-            raise RuntimeError(
-                f"fusedcomm: {parameter} was thawed or added after optimizer.weight was set, and the passes of the "
-                "step have several weights: set optimizer.weight afterwards, on every rank"
-            )
-        return next(iter(self._scales), 1.0)
+        self.has_noted = True
+        return weight != 0
 
     def send(self) -> None:
         """Sends the weight of the step, if that has not been done. Call it before the step's first gradients."""
-        self._enter_world()
+        if self._world is not world():
+            self._begin()
         if self._average is not None:
             return
         self.passes.forget_dropped()
-        mark = 0.5 ** min(self._process_set.rank() or 0, _MAX_MARKED)
-        is_missing = self.value is None
-        marks = [mark * is_missing, mark * bool(self._invalid)]
-        values = torch.tensor([self._noted, *marks, 0.0], dtype=torch.float64)
+        is_bad = self.value is None or bool(self._invalid)
+        mark = 0.5 ** min(self._process_set.rank() or 0, _MAX_MARKED) if is_bad else 0.0
+        values = torch.tensor([math.nan if is_bad else self._noted, mark], dtype=torch.float64)
         self._average = async_ops.allreduce_async_(
             values, op=Average, name=f"{self._name}.weights", process_set=self._process_set
         )
+
+    @torch.no_grad()
+    def apply_to(self, gradient: torch.Tensor) -> None:
+        """Multiplies a gradient that is sent. Call it after send()."""
+        if self._noted == 0:
+            gradient.zero_()  # also what is not finite
+        else:
+            gradient.mul_((1.0 if self.of_sums else self._noted) / (self._unit or 1.0))
 
     def factor(self, is_alone: bool) -> float:
         """What multiplies the step's averages. Waits. RuntimeError on every rank if one has given no weight."""
         if is_alone:
             self.passes.forget_dropped()
+            values = [math.nan if self.value is None or self._invalid else self._noted, 1.0]
         else:
             self.send()  # nothing else may have been sent
-        noted = self._noted
-        self.forget_passes()
-        if is_alone:
-            values = [noted, float(self.value is None), float(bool(self._invalid))]
-        else:
             handle, self._average = self._average, None
             assert handle is not None
             values = synchronize(handle).tolist()
-        size = 1 if is_alone else self._process_set.size() or 1
-        for problem, what in ((values[1], "has not set optimizer.weight"), (values[2], "has set what is no weight")):
-            if problem:
-                rank = max(0, math.ceil(-math.log2(problem * size) - 1e-9))
-                own = f" ({self._invalid})" if self._invalid else ""
-                raise RuntimeError(
-                    f"fusedcomm: rank {rank} {what}{own}. Give optimizer.weight a finite number, 0 or more, on every "
-                    "rank, before the backward pass that it is for"
-                )
-        average, unit = values[0], self._unit or 1.0
+        noted = self._noted
+        self.forget_passes()
+        average, mark = values
+        if math.isnan(average):
+            size = 1 if is_alone else self._process_set.size() or 1
+            rank = max(0, math.ceil(-math.log2(mark * size) - 1e-9))
+            own = f" ({self._invalid})" if self._invalid else ""
+            raise RuntimeError(
+                f"fusedcomm: rank {rank} has no weight in this step: it has set no optimizer.weight, or what is none"
+                f"{own}. Give optimizer.weight a finite number, 0 or more, on every rank, before the backward pass "
+                "that it is for"
+            )
         if average == 0:
             return 0.0
-        self._unit = self._unit or average
+        if is_alone:
+            return 1 / noted if self.of_sums else 1.0
+        unit, self._unit = self._unit or 1.0, self._unit or average
         return unit / average

@@ -13,7 +13,7 @@ from fusedcomm.attaching import attach, unwrapped
 from fusedcomm.autotune.auto import ConfigLike, chosen
 from fusedcomm.config import LocalOptions
 from fusedcomm.ddp.handle import Handle
-from fusedcomm.members.state import everybodys
+from fusedcomm.session.objects import everybodys
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle

@@ -49,6 +49,11 @@ class Schedule:
         """The time from one merge of a parameter to the next; None where steps are counted."""
         return seconds_of(self.every) if isinstance(self.every, str) else None
 
+    @property
+    def unit(self) -> float:
+        """The steps of a rank that have the weight 1, the same on every rank."""
+        return float(self.every) if self.seconds is None else self.seconds
+
     def fragment_of(self, turn: int) -> int:
         """The fragment whose snapshot is taken in a turn, counted from 0."""
         return turn % self.fragments

@@ -12,14 +12,15 @@ from torch import nn
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.literals import Merge, MergeWeights
-from fusedcomm.local_steps import arguments, rules, shards, state
+from fusedcomm.local_steps import arguments, checkpoint, shards
 from fusedcomm.local_steps.fragments import Fragment, begin_equal, cut, record, refuse_changed
+from fusedcomm.local_steps.merges import Merges
 from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
-from fusedcomm.local_steps.messages import Messages, Pending, Spread
+from fusedcomm.local_steps.messages import Messages
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
+from fusedcomm.local_steps.progress import Progress
 from fusedcomm.local_steps.rules import Outer, OuterMaker
 from fusedcomm.local_steps.stats import LocalStats, StepTimer, collect
-from fusedcomm.local_steps.weights import Weights
 from fusedcomm.local_steps.windows import Window
 from fusedcomm.members.members import Members
 from fusedcomm.session.served import Place, refuse_served, serve
@@ -74,12 +75,7 @@ class LocalSteps(Surface):
 
     _shows: tuple[str, ...] = ("finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
     _kind = serves_as = "LocalSteps"
-    steps = turns = num_messages = _finished_at = 0
-    merging: Merging | None = None
-    window: Window | None = None
-    """Where `every` is a time."""
-    spread: Spread | None = None
-    """Of the last merge."""
+    _merging: Merging | None = None
     _hooks: Sequence[Any] = ()
 
     def __init__(
@@ -99,7 +95,7 @@ class LocalSteps(Surface):
         members: Members | None = None,
         quiet: bool = False,
     ) -> None:
-        self.schedule = arguments.schedule(every, delay, merge, fragments, weights, outer is not None)
+        schedule = arguments.schedule(every, delay, merge, fragments, weights, outer is not None)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
         if members is not None:
@@ -109,9 +105,9 @@ class LocalSteps(Surface):
         num_ranks = group.size() if members is None else SOME_RANKS
         self.place: Place = "across hosts" if isinstance(model, nn.Module) and shards.has_mates(model) else "alone"
         problem: Exception | None = None
-        self.outer: Outer | None = None
-        self.fragments: list[Fragment] = []
-        self.model, self._optimizer = model, optimizer
+        outer_optimizer: Outer | None = None
+        parts: list[Fragment] = []
+        self._model, self._optimizer = model, optimizer
         try:
             found = arguments.targets(model, optimizer, masters)
             if members is None:
@@ -119,37 +115,36 @@ class LocalSteps(Surface):
                 shards.refuse_group([(name, target) for name, _, target in found], group)
             refuse_served([pair[:2] for pair in found], self.serves_as, self.place, hooks=self.place == "alone")
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
-            self.fragments = cut(found, cfg, fragments)
+            parts = cut(found, cfg, fragments)
             if merge == "nesterov":
-                self.outer = Outer(self.fragments, outer, every, num_ranks)
+                outer_optimizer = Outer(parts, outer, every, num_ranks)
         except (ValueError, TypeError) as error:
             problem = error  # the other ranks are told
-        device = self.fragments[0].anchor.device if self.fragments else torch.device("cpu")
-        self.merges = [0] * fragments
-        self.under_way: list[Pending] = []
-        self.rest: list[int] = []
-        """The fragments of the last messages of finish() that are still to be sent."""
+        device = parts[0].anchor.device if parts else torch.device("cpu")
+        seconds = schedule.seconds
+        window = None if seconds is None else Window(str(every), seconds / fragments)
+        self.progress = progress = Progress(schedule, parts, outer_optimizer, window)
         if members is None:
-            self.session = Session(cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem)
+            self._session = Session(
+                cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem
+            )
         else:
-            self.merging = Merging(self, members, cfg, device, self._record(), problem)
-            self.session = self.merging.session
-        wires = {name: wire for fragment in self.fragments for name, wire in fragment.wires().items()}
-        seconds = self.schedule.seconds
-        if seconds is not None:
-            self.window = Window(str(every), seconds / fragments, self.session.rank)
-        keeps = members is not None and cfg.feedback is not None
-        self.messages = Messages(self.session, wires, keeps, self.window)
-        self.weights = Weights(weights, float(every) if seconds is None else seconds, fragments)
-        self.timer = StepTimer()
-        if self.merging is not None and self.merging.members.joins is not None:
-            self.merging.take_state()
-        else:
-            if self.merging is not None:
-                self.merging.take_first_anchors()
-            begin_equal(self.fragments, self.session, is_equal=self.merging is not None)
-            if self.window is not None:
-                self.window.begin()
+            self._merging = Merging(progress, model, members, cfg, device, self._record(), problem)
+        wires = {name: wire for fragment in parts for name, wire in fragment.wires().items()}
+        self.messages = Messages(self.session, wires, members is not None and cfg.feedback is not None, window)
+        before, arrive = (
+            (lambda number: None, self.messages.wait)
+            if self._merging is None
+            else (self._merging.before, self._merging.arrive)
+        )
+        self.merges = Merges(progress, self.messages, self._refuse_changed, before, arrive)
+        self._timer = StepTimer()
+        if self._merging is not None:
+            self._merging.start(self.merges)
+        if members is None or members.joins is None:
+            begin_equal(parts, self.session, is_equal=members is not None)
+            if window is not None:
+                window.begin()
         self._hooks = self._hook()
         serve(self)
         self._seal()
@@ -158,11 +153,14 @@ class LocalSteps(Surface):
 
     def served(self) -> list[torch.Tensor]:
         """See :class:`fusedcomm.session.served.Server`."""
-        return [each.parameter for fragment in self.fragments for each in fragment.merged] if self._hooks else []
+        return (
+            [each.parameter for fragment in self.progress.fragments for each in fragment.merged] if self._hooks else []
+        )
 
     def _record(self) -> dict[str, object]:
-        outer = None if self.outer is None else self.outer.record()
-        return {**self.schedule.record(), "outer": outer, **record(self.fragments)}
+        of = self.progress
+        outer = None if of.outer is None else of.outer.record()
+        return {**of.schedule.record(), "outer": outer, **record(of.fragments)}
 
     @property
     def is_attached(self) -> bool:
@@ -170,13 +168,17 @@ class LocalSteps(Surface):
         return bool(self._hooks)
 
     def _described(self) -> str:
-        how = f"wire {self.session.config.wire}, merge {self.schedule.merge!r} every {self.schedule.period}"
-        return f"{how}, {self.session.world_size} ranks, {self.steps} steps"
+        schedule = self.progress.schedule
+        how = f"wire {self.session.config.wire}, merge {schedule.merge!r} every {schedule.period}"
+        return f"{how}, {self.session.world_size} ranks, {self.progress.steps} steps"
 
-    def use(self, session: Session) -> None:
-        """Goes on over this session, of other ranks."""
-        self.session = session
-        self.messages.use(session)
+    @property
+    def session(self) -> Session:
+        """That of the present ranks."""
+        return self._session if self._merging is None else self._merging.session
+
+    def _refuse_changed(self, fragment: Fragment) -> None:
+        refuse_changed(fragment, self.progress.fragments, self._model, self._optimizer, self.session.rank)
 
     def _hook(self) -> list[Any]:
         # The optimizer keeps this object alive, which need not be assigned to anything.
@@ -188,88 +190,11 @@ class LocalSteps(Surface):
     def _after_step(self) -> None:
         self._refuse_ended()
         waited_s = self.messages.waited_s
-        self.steps += 1
-        self.weights.step()
-        if self.merging is not None:
-            self.merging.look()
-        self._end_due()
-        if self.window.is_over() if self.window is not None else self.schedule.step_of(self.turns) <= self.steps:
-            self._take_turn()
-        self.timer.step(self.messages.waited_s - waited_s)
-
-    def _take_turn(self, weight: float | None = None) -> None:
-        fragment = self._next_fragment
-        while any(pending.fragment is fragment for pending in self.under_way):
-            self._end(self.under_way[0])  # a window of time was shorter than the delay; the message has arrived
-        self._begin(fragment, weight=weight)
-        self.turns += 1
-        self._end_due()
-
-    @property
-    def _next_fragment(self) -> Fragment:
-        return self.fragments[self.schedule.fragment_of(self.turns)]
-
-    @torch.no_grad()
-    def take_first_turn(self) -> None:
-        """Takes part in what the others are doing, on a rank that has joined and has done nothing yet."""
-        if self.rest:
-            self._merge_rest(0.0)
-        else:
-            self._take_turn(weight=0.0)
-
-    def _end_due(self) -> None:
-        while self.under_way and self.under_way[0].due <= self.steps:
-            self._end(self.under_way[0])
-
-    def _begin(self, fragment: Fragment, *, weight: float | None = None, is_finishing: bool = False) -> None:
-        """Takes a fragment's snapshot, and hands its message to the engine. weight: None: as `weights` has it."""
-        refuse_changed(fragment, self.fragments, self.model, self._optimizer, self.session.rank)
-        if self.merging is not None:
-            self.merging.before(self.num_messages)
-        own = fragment.read().sub_(fragment.anchor)
-        pending = Pending(
-            fragment=fragment,
-            number=self.merges[fragment.index],
-            began=self.steps,
-            due=self.steps + self.schedule.delay,
-            own=own,
-            mean=own,
-            checksum=fragment.checksum(),
-            message=self.num_messages,
-            weight=self.weights.take(fragment.index) if weight is None else weight,
-            is_finishing=is_finishing,
-        )
-        self.messages.send(pending)
-        self.merges[fragment.index] += 1
-        self.num_messages += 1
-        self.under_way.append(pending)
-
-    def _end(self, pending: Pending, is_final: bool = False) -> bool:
-        """Waits for a message, and merges. Returns whether all ranks were in finish() when they sent theirs.
-
-        is_final: the parameters become the merged state, whatever the rule.
-        """
-        fragment = pending.fragment
-        refuse_changed(fragment, self.fragments, self.model, self._optimizer, self.session.rank)
-        self._arrive(pending)
-        self.under_way.remove(pending)
-        # The last merges average: an outer step would go on by momentum alone, and no later merge corrects it.
-        moved = rules.move(fragment, pending.mean, None if pending.all_finish else self.outer)
-        if is_final or pending.began == self.steps:
-            # With no step since the snapshot, z is y: the corrected rule gives the merged state itself.
-            fragment.write(fragment.anchor)
-        else:
-            fragment.write(rules.corrected(fragment.read(), moved, pending.own))
-        return pending.all_finish
-
-    def _arrive(self, pending: Pending) -> None:
-        if pending.is_read:
-            return
-        if self.merging is None:
-            self.messages.wait(pending)
-        else:
-            self.merging.arrive(pending)
-        self.spread = self.messages.read(pending)
+        self.progress.steps += 1
+        if self._merging is not None:
+            self._merging.look()
+        self.merges.after_step()
+        self._timer.step(self.messages.waited_s - waited_s)
 
     # ---- what the user calls
 
@@ -281,27 +206,7 @@ class LocalSteps(Surface):
         Training may go on afterwards.
         """
         self._refuse_ended()
-        self.drain()
-        all_finish = False
-        while not all_finish:  # a message tells every rank alike, so all leave after the same one
-            self._begin(self._next_fragment, is_finishing=True)
-            self.turns += 1
-            all_finish = self._end(self.under_way[-1])
-        self.rest = [fragment.index for fragment in self.fragments]
-        self._merge_rest()
-        self._finished_at = self.num_messages
-
-    def _merge_rest(self, weight: float | None = None) -> None:
-        """The last messages of finish(). weight: None: as `weights` has it."""
-        while self.rest:
-            self._begin(self.fragments[self.rest[0]], weight=weight, is_finishing=True)
-            self._end(self.under_way[-1], is_final=True)
-            del self.rest[0]
-
-    def drain(self) -> None:
-        """Ends all merges under way."""
-        while self.under_way:
-            self._end(self.under_way[0])
+        self.merges.finish()
 
     @torch.no_grad()
     def state_dict(self) -> dict:
@@ -312,14 +217,14 @@ class LocalSteps(Surface):
         on with another number of ranks, call :meth:`finish` first, too: each rank may then load any rank's.
         """
         self._refuse_ended()
-        if self.window is not None and self.num_messages != self._finished_at:
+        progress = self.progress
+        if progress.window is not None and progress.num_messages != progress.finished_at:
             raise RuntimeError(
-                f"fusedcomm: with every={self.schedule.every!r} a rank may have begun a merge that another has not: "
-                "call finish() before saving"
+                f"fusedcomm: with every={progress.schedule.every!r} a rank may have begun a merge that another has "
+                "not: call finish() before saving"
             )
-        for pending in self.under_way:
-            self._arrive(pending)
-        return state.save(self)
+        self.merges.read_all()
+        return checkpoint.save(progress, self.session)
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
@@ -330,9 +235,8 @@ class LocalSteps(Surface):
         Nothing has changed then.
         """
         self._refuse_ended()
-        for pending in self.under_way:
-            self._arrive(pending)
-        state.load(self, saved)
+        self.merges.read_all()
+        checkpoint.load(self.progress, self.session, saved)
 
     def plan(self, bits_s: float | None = None, step_s: float | None = None) -> LocalPlan:
         """What merges send, how long it takes, the smallest `every` and `delay` that hide it, and memory. Printable.
@@ -341,18 +245,19 @@ class LocalSteps(Surface):
             bits_s: of the line, in bits a second. None: as timed when this object was made.
             step_s: seconds of a step. None: as measured, if there were two.
         """
-        step_s = self.timer.step_s if step_s is None else step_s
-        outer_nbytes = 0 if self.outer is None else self.outer.nbytes
-        return make_plan(self.session, self.schedule, self.fragments, outer_nbytes, bits_s, step_s)
+        step_s = self._timer.step_s if step_s is None else step_s
+        return make_plan(self.session, self.progress, bits_s, step_s)
 
     def stats(self) -> LocalStats:
         """Counts and times of this rank."""
-        return collect(self)
+        changes = () if self._merging is None else self._merging.changes
+        counts, waited_s = self.session.stats(), self.messages.waited_s
+        return collect(self.progress, counts, waited_s, self._timer.step_s, changes)
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records the model's passes and the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
         self._refuse_ended()
-        return self.session.recorder.record(path, all_ranks, self.model)
+        return self.session.recorder.record(path, all_ranks, self._model)
 
     @torch.no_grad()
     def detach(self) -> None:
@@ -360,8 +265,8 @@ class LocalSteps(Surface):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.under_way.clear()
-        (self.session if self.merging is None else self.merging).stop("LocalSteps was detached")
+        self.progress.under_way.clear()
+        (self._merging or self._session).stop("LocalSteps was detached")
 
     def _refuse_ended(self) -> None:
         self.refuse_detached("nothing is merged")

@@ -7,24 +7,22 @@ a rank joins      before a message: the merges under way are ended first, and it
 
 import collections
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.local_steps import shards
-from fusedcomm.local_steps.messages import Pending
-from fusedcomm.members.errors import MemberLostError
-from fusedcomm.members.keeping import UnexplainedSession, on_one_level
+from fusedcomm.local_steps.merges import Merges
+from fusedcomm.local_steps.messages import Message
+from fusedcomm.local_steps.progress import Progress
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, Members
-from fusedcomm.members.view import Decision
-from fusedcomm.members.views import MAX_FAILURES, Views
-from fusedcomm.ranks import agreement
+from fusedcomm.members.plane.view import Decision
+from fusedcomm.members.training.recovery import UnexplainedSession, on_one_level
+from fusedcomm.members.training.views import MAX_FAILURES, Views
+from fusedcomm.ranks import agreement, objects
 from fusedcomm.ranks.own_group import OwnGroup
-
-if TYPE_CHECKING:
-    from fusedcomm.local_steps.local_steps import LocalSteps
 
 SOME_RANKS = 4
 """Stands for the number of ranks where it may change."""
@@ -60,12 +58,17 @@ class Merging(Views):
     """The sessions of a LocalSteps. A step is a message; it has ended on a rank that has its mean.
 
     Args:
+        model: its buffers are given to ranks that join.
         problem: what keeps this rank from taking part.
     """
 
+    _merges: Merges
+    """Set by start(); nothing is under way before."""
+
     def __init__(
         self,
-        of: "LocalSteps",
+        progress: Progress,
+        model: nn.Module,
         members: Members,
         config: Config,
         device: torch.device,
@@ -73,23 +76,31 @@ class Merging(Views):
         problem: Exception | None,
     ) -> None:
         super().__init__(members, device)
-        self._of, self._config = of, config
+        self._of, self._model, self._config = progress, model, config
         self._also_agree = {**record, "members": {"min_ranks": members.min_ranks}}
-        self._is_frozen = False
+        self._is_stopped = False
         # As many as another rank may lack: it has sent all of them.
-        schedule = of.schedule
+        schedule = progress.schedule
         if isinstance(schedule.every, str):
             most = 2 + schedule.fragments  # a fragment's message ends before its next one
         else:
             most = 2 + schedule.delay * schedule.fragments // schedule.every
-        self._kept: collections.deque[tuple[int, tuple[torch.Tensor, ...]]] = collections.deque(maxlen=most)
-        members.plane.handlers[_MEAN] = self._serve_mean
+        self._means: collections.deque[tuple[int, tuple[torch.Tensor, ...]]] = collections.deque(maxlen=most)
+        members.plane.hooks.handlers[_MEAN] = self._serve_mean
         if members.joins is None:
             self._begin(problem)
         elif problem is not None:
             raise problem
         else:
             self._join(members.joins)
+
+    def start(self, merges: Merges) -> None:
+        """Call it when the merges over the first session are made. Gives this rank the state that it begins with."""
+        self._merges = merges
+        if self.members.joins is None:
+            self._take_first_anchors()
+        else:
+            self._take_state()
 
     # ---- Views
 
@@ -103,20 +114,14 @@ class Merging(Views):
         )
 
     def _said(self) -> dict[str, object]:
-        of = self._of
-        return {
-            "steps": of.steps,
-            "turns": of.turns,
-            "merges": list(of.merges),
-            "rest": list(of.rest),
-            "synchronizer step": self.session.synchronizer.step,
-        }
+        return {"counts": self._of.counts(), "synchronizer step": self.session.synchronizer.step}
 
     def _own_state(self, name: str) -> Any:
         if name == _MERGED:
-            outer = None if self._of.outer is None else self._of.outer.optimizer.state_dict()
-            return {"anchors": [fragment.anchor for fragment in self._of.fragments], "outer": outer}
-        return dict(self._of.model.named_buffers()) if name == _BUFFERS else None
+            outer = self._of.outer
+            anchors = [fragment.anchor for fragment in self._of.fragments]
+            return {"anchors": anchors, "outer": None if outer is None else outer.optimizer.state_dict()}
+        return dict(self._model.named_buffers()) if name == _BUFFERS else None
 
     def _is_common(self, name: str) -> bool:
         return name == _MERGED
@@ -126,36 +131,36 @@ class Merging(Views):
         if not super()._install(decision, began):
             return False
         with self._lock:
-            self._is_frozen = self.members.plane.is_superseded(decision.view)
+            self._is_stopped = self.members.plane.barrier.is_superseded(decision.view.number)
         if old is not None:
             self.session.synchronizer.take_over(old.synchronizer)
-            self._of.use(self.session)
+            self._merges.messages.use(self.session)
         return True
 
-    def freeze(self) -> None:
+    def stop_step(self) -> None:
         with self._lock:
-            self._is_frozen = True
-        super().freeze()
+            self._is_stopped = True
+        super().stop_step()
 
     def receive(self, name: str, carried: Any) -> None:
         super().receive(name, carried)
         if self.members.joins is not None and not self._missing:
-            self._of.take_first_turn()
+            self._merges.take_first_turn()
 
     # ---- called by the control thread
 
     def _serve_mean(self, header: dict) -> tuple[dict, list[memoryview]]:
         number = int(header["number"])
         with self._lock:
-            found = next((tensors for kept, tensors in self._kept if kept == number), None)
+            found = next((tensors for sent, tensors in self._means if sent == number), None)
         if found is None:
             raise LookupError(f"the mean of message {number} is not kept: this member is at message {self.step}")
-        return {}, [memoryview(tensor.numpy()).cast("B") for tensor in found]
+        return {}, objects.ranges(found, 0, objects.nbytes_of(found))
 
     # ---- called on the main thread
 
     @torch.no_grad()
-    def take_first_anchors(self) -> None:
+    def _take_first_anchors(self) -> None:
         """Takes the first rank's parameters, in a founder."""
 
         def take(found: list) -> None:
@@ -165,29 +170,28 @@ class Merging(Views):
         self._begin_equal([_MERGED], take, lambda decision: self.recover("", decision))
 
     @torch.no_grad()
-    def take_state(self) -> None:
+    def _take_state(self) -> None:
         """Takes the merged state, in a rank that joins; its parameters begin as this state."""
-        of = self._of
+        outer = self._of.outer
         said, value = self._received(_MERGED)
-        for fragment, anchor in zip(of.fragments, value["anchors"], strict=True):
+        for fragment, anchor in zip(self._of.fragments, value["anchors"], strict=True):
             fragment.anchor.copy_(anchor)
             fragment.write(anchor)
-        if of.outer is not None:
-            of.outer.optimizer.load_state_dict(value["outer"])
+        if outer is not None:
+            outer.optimizer.load_state_dict(value["outer"])
         buffers = self._received(_BUFFERS)[1]
-        for name, buffer in of.model.named_buffers():
+        for name, buffer in self._model.named_buffers():
             buffer.copy_(buffers[name])
-        of.steps, of.turns, of.merges, of.rest = said["steps"], said["turns"], said["merges"], said["rest"]
-        of.num_messages = self.step
+        self._of.go_on(said["counts"], num_messages=self.step)
         self.session.synchronizer.step = said["synchronizer step"]
         self._missing = set(said["carries"])
         if not self._missing:
-            of.take_first_turn()
+            self._merges.take_first_turn()
 
     def look(self) -> None:
         """Goes over to the next view if the members have left this one. Call it after each step of the optimizer."""
         self._refuse_missing()
-        if self._is_frozen:
+        if self._is_stopped:
             self.recover("")
 
     def before(self, number: int) -> None:
@@ -199,11 +203,11 @@ class Merging(Views):
                 if self._compare_places():
                     return
                 continue
-            if self._is_frozen:
+            if self._is_stopped:
                 self.recover("", decision)
                 continue
             began = time.monotonic()
-            self._of.drain()  # which may lead to a later view
+            self._merges.drain()  # which may lead to a later view
             is_new = decision.view.number > self.members.view
             if is_new:
                 self._install_one(decision, began)
@@ -212,27 +216,25 @@ class Merging(Views):
                 # The state that joiners take must not change.
                 self.members.wait_for_others(INSTALL_TIMEOUT_S, in_view=True)
 
-    def arrive(self, pending: Pending) -> None:
+    def arrive(self, message: Message) -> None:
         """Waits for the mean of a message, whatever happens to the ranks."""
-        if pending.future is None:
+        if message.future is None:
             return
         for _ in range(MAX_FAILURES):
             failure = ""
             try:
-                self._of.messages.wait(pending)
+                self._merges.messages.wait(message)
             except RuntimeError as error:
                 failure = str(error)
-            if not failure and self.members.plane.finish_step(pending.message):
-                pending.future = None
-                self._end_step(pending)
+            if not failure and self.members.plane.barrier.finish_step(message.number):
+                message.future = None
+                self._end_step(message)
                 return
             self.recover(failure)
-            if pending.future is None:  # another rank had the mean
+            if message.future is None:  # another rank had the mean
                 return
         with self._going_on():
-            raise RuntimeError(
-                f"fusedcomm: message {pending.message} failed {MAX_FAILURES} times, last with: {failure}"
-            )
+            raise RuntimeError(f"fusedcomm: message {message.number} failed {MAX_FAILURES} times, last with: {failure}")
 
     def recover(self, failure: str, first: Decision | None = None) -> None:
         """Goes over to the next view, with the messages under way. first: the decision on it, if it is known."""
@@ -241,35 +243,26 @@ class Merging(Views):
             for _ in range(MAX_FAILURES):
                 decision, first = first or self.members.plane.recover(), None
                 if self._fetch(decision) and self._install(decision, began):
-                    for pending in self._of.under_way:
-                        if pending.future is not None:
-                            self._of.messages.send_again(pending)
+                    for message in self._of.under_way:
+                        if message.future is not None:
+                            self._merges.messages.send_again(message)
                     return self._tell()
             raise RuntimeError(f"fusedcomm: {MAX_FAILURES} changes of ranks failed one after another: {failure}")
 
     def _fetch(self, decision: Decision) -> bool:
         """Takes the means that others have from them. False if they are lost."""
         newest = max(decision.finished.values(), default=-1)
-        for pending in self._of.under_way:
-            if pending.future is None or pending.message > newest:
+        for message in self._of.under_way:
+            if message.future is None or message.number > newest:
                 continue
-            for member in self._old_members(decision):
-                if decision.finished.get(member.uid, -1) < pending.message:
-                    continue
-                try:
-                    content = self._ask(member, _MEAN, {"number": pending.message})[1]
-                except MemberLostError:
-                    continue
-                if not self.members.plane.has_finished(pending.message, decision.view):
-                    return False
-                self._of.messages.fill(pending, content)
-                self._end_step(pending)
-                break
-            else:
+            found = self._ask(self._ahead(decision, message.number), _MEAN, {"number": message.number})
+            if found is None or not self.members.plane.barrier.has_finished(message.number, decision.view.number):
                 return False
+            self._merges.messages.fill(message, found[1])
+            self._end_step(message)
         return True
 
-    def _end_step(self, pending: Pending) -> None:
+    def _end_step(self, message: Message) -> None:
         with self._lock:
-            self._kept.append((pending.message, (pending.control, pending.mean)))
-            self.step = pending.message + 1
+            self._means.append((message.number, (message.control, message.mean)))
+            self.step = message.number + 1

@@ -22,11 +22,11 @@ CONTROL_NUMEL = _FIRST_BIT + _BITS
 
 
 @dataclasses.dataclass
-class Pending:
-    """A merge under way."""
+class Message:
+    """A message of a fragment: its merge is under way."""
 
     fragment: Fragment
-    number: int
+    merge: int
     """Counts this fragment's merges."""
     began: int
     """Steps after which the snapshot was taken."""
@@ -38,7 +38,7 @@ class Pending:
     """fp32: the ranks' mean difference, once the message has arrived."""
     checksum: torch.Tensor | None = None
     """Of the merged state before it, as Fragment.checksum() has it; None once the message is read."""
-    message: int = 0
+    number: int = 0
     """Counts the messages of all fragments."""
     weight: float = 1.0
     """This rank's, in the unit that all ranks share."""
@@ -96,76 +96,76 @@ class Messages:
         self._synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
         self._sum = _C.FusedSum(self._synchronizer)
 
-    def send(self, pending: Pending) -> None:
+    def send(self, message: Message) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
-        assert pending.checksum is not None
-        pending.world_size = self._session.world_size
+        assert message.checksum is not None
+        message.world_size = self._session.world_size
         if self._keeps:
-            pending.residuals = self._synchronizer.residuals(pending.names)
-        pending.mean = pending.own.clone() if pending.weight == 1 else pending.own * pending.weight
+            message.residuals = self._synchronizer.residuals(message.names)
+        message.mean = message.own.clone() if message.weight == 1 else message.own * message.weight
         # Filled where it is used, so that the host need not wait for an accelerator.
-        control = pending.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=pending.mean.device)
-        control[0] = pending.weight
-        control[1] = squares(pending.own)
-        control[2] = pending.is_finishing
-        control[_FIRST_BIT:] = _bits(pending.checksum)
-        tensors = pending.fragment.tensors(pending.mean)
+        control = message.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=message.mean.device)
+        control[0] = message.weight
+        control[1] = squares(message.own)
+        control[2] = message.is_finishing
+        control[_FIRST_BIT:] = _bits(message.checksum)
+        tensors = message.fragment.tensors(message.mean)
         done = None
         if self._window is not None:
-            self._window.wait_for(pending.message)
-            done = functools.partial(_tell, self._window, pending.message) if _is_on_cpu(pending) else None
-        pending.future = self._sum.run(
-            names=[*tensors, CONTROL], tensors=[*tensors.values(), pending.control], done=done, ends_step=True
+            self._window.wait_for(message.number, self._session.rank)
+            done = functools.partial(_tell, self._window, message.number) if _is_on_cpu(message) else None
+        message.future = self._sum.run(
+            names=[*tensors, CONTROL], tensors=[*tensors.values(), message.control], done=done, ends_step=True
         )
 
-    def send_again(self, pending: Pending) -> None:
+    def send_again(self, message: Message) -> None:
         """Sends a message of an earlier session over this one, with the residuals that it had."""
-        self._synchronizer.restore_residuals(pending.residuals, pending.names)
-        self.send(pending)
+        self._synchronizer.restore_residuals(message.residuals, message.names)
+        self.send(message)
 
-    def fill(self, pending: Pending, content: memoryview) -> None:
+    def fill(self, message: Message, content: memoryview) -> None:
         """Takes what another rank has received: the numbers' and the mean's bytes, before read()."""
         received = torch.frombuffer(bytearray(content), dtype=torch.float32)
-        pending.control, pending.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
-        pending.future = None
+        message.control, message.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
+        message.future = None
         if self._window is not None:
-            self._window.arrived(pending.message)
+            self._window.arrived(message.number)
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, message: Message) -> None:
         """Waits for a message. Raises RuntimeError if the sum has failed."""
-        if pending.future is not None:
+        if message.future is not None:
             begin = time.perf_counter()
-            pending.future.wait()  # type: ignore[attr-defined]  # torch's, which lets other threads run
+            message.future.wait()  # type: ignore[attr-defined]  # torch's, which lets other threads run
             self.waited_s += time.perf_counter() - begin
 
-    def read(self, pending: Pending) -> Spread:
+    def read(self, message: Message) -> Spread:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
-        assert pending.checksum is not None
-        pending.future, pending.residuals = None, {}
-        squared = [squares(pending.mean), squares(pending.fragment.anchor)]
-        seen = torch.cat([pending.control.double(), torch.stack(squared), _bits(pending.checksum).double()])
+        assert message.checksum is not None
+        message.future, message.residuals = None, {}
+        squared = [squares(message.mean), squares(message.fragment.anchor)]
+        seen = torch.cat([message.control.double(), torch.stack(squared), _bits(message.checksum).double()])
         weight, of_own, finishing, *bits = seen.tolist()  # all at once: here the host waits for an accelerator
         of_mean, of_anchor = bits[_BITS : _BITS + 2]
-        if self._window is not None and not _is_on_cpu(pending):
-            self._window.arrived(pending.message)
-        self._compare(pending, bits[:_BITS], bits[_BITS + 2 :])
-        pending.all_finish = finishing > 1 - 0.5 / pending.world_size
+        if self._window is not None and not _is_on_cpu(message):
+            self._window.arrived(message.number)
+        self._compare(message, bits[:_BITS], bits[_BITS + 2 :])
+        message.all_finish = finishing > 1 - 0.5 / message.world_size
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
-            pending.mean = pending.mean / weight if weight else torch.zeros_like(pending.mean)
+            message.mean = message.mean / weight if weight else torch.zeros_like(message.mean)
             of_mean = of_mean / weight**2 if weight else 0.0
-        pending.is_read, pending.checksum = True, None
+        message.is_read, message.checksum = True, None
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
 
-    def _compare(self, pending: Pending, means: list[float], own: list[float]) -> None:
+    def _compare(self, message: Message, means: list[float], own: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
-        tolerance = 0.25 / pending.world_size
+        tolerance = 0.25 / message.world_size
         if all(abs(mean - bit) <= tolerance for mean, bit in zip(means, own, strict=True)):
             return
         checksum = sum(1 << bit for bit, is_set in enumerate(own) if is_set)
         raise RuntimeError(
-            f"fusedcomm: the merged state of fragment {pending.fragment.index} is not the same on every rank (checksum "
-            f"{checksum:08x} on rank {self._session.rank}, before merge {pending.number}): a rank has changed it, has "
+            f"fusedcomm: the merged state of fragment {message.fragment.index} is not the same on every rank (checksum "
+            f"{checksum:08x} on rank {self._session.rank}, before merge {message.merge}): a rank has changed it, has "
             "loaded another checkpoint, or computes other bits. Load the same state on every rank"
         )
 
@@ -176,9 +176,9 @@ def _tell(window: Window, message: int, error: str) -> None:
         window.arrived(message)
 
 
-def _is_on_cpu(pending: Pending) -> bool:
+def _is_on_cpu(message: Message) -> bool:
     """Whether a message has arrived when the engine is done with it. On an accelerator it is only enqueued then."""
-    return pending.own.device.type == "cpu"
+    return message.own.device.type == "cpu"
 
 
 def _bits(checksum: torch.Tensor) -> torch.Tensor:

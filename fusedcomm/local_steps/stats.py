@@ -4,12 +4,9 @@ import collections
 import dataclasses
 import statistics
 import time
-from typing import TYPE_CHECKING
 
-from fusedcomm.session.stats import Change
-
-if TYPE_CHECKING:
-    from fusedcomm.local_steps.local_steps import LocalSteps
+from fusedcomm.local_steps.progress import Progress
+from fusedcomm.session.stats import Change, Stats
 
 _KEPT_STEPS = 64
 
@@ -45,21 +42,23 @@ class LocalStats:
         return "\n".join(f"  {name:<26} {value}" for name, value in dataclasses.asdict(self).items())
 
 
-def collect(of: "LocalSteps") -> LocalStats:
-    """See :meth:`fusedcomm.LocalSteps.stats`."""
-    counts, step_s, last = of.session.stats(), of.timer.step_s, of.spread
+def collect(
+    of: Progress, counts: Stats, waited_s: float, step_s: float | None, changes: tuple[Change, ...]
+) -> LocalStats:
+    """See :meth:`fusedcomm.LocalSteps.stats`. counts: of the session. waited_s: for messages. step_s: of a step."""
+    last = of.spread
     return LocalStats(
         steps=of.steps,
         merges=sum(of.merges) - len(of.under_way),
         under_way=len(of.under_way),
         sent_nbytes=counts.sent_nbytes,
         sent_between_hosts_nbytes=counts.sent_between_hosts_nbytes,
-        waited_ms=1e3 * of.messages.waited_s,
+        waited_ms=1e3 * waited_s,
         step_ms=None if step_s is None else 1e3 * step_s,
         drift=None if last is None else last.drift,
         agreement=None if last is None else last.agreement,
         nonfinite=counts.nonfinite,
-        changes=() if of.merging is None else of.merging.changes,
+        changes=changes,
     )
 
 

@@ -28,11 +28,10 @@ class Window:
     Args:
         every: as LocalSteps got it.
         seconds: from one message to the next.
-        rank: this one, for a warning.
     """
 
-    def __init__(self, every: str, seconds: float, rank: int) -> None:
-        self._every, self._seconds, self._rank = every, seconds, rank
+    def __init__(self, every: str, seconds: float) -> None:
+        self._every, self._seconds = every, seconds
         self._message = -1
         self._steps = self._num_single = 0
         self._began: float | None = None
@@ -42,7 +41,7 @@ class Window:
         """A window begins now."""
         self._began = time.monotonic()
 
-    def wait_for(self, message: int) -> None:
+    def wait_for(self, message: int, rank: int) -> None:
         """This rank sends a message: the next window begins when it arrives."""
         # In this order, so that an earlier message, which may arrive meanwhile on another thread, begins none.
         self._message, self._began = message, None
@@ -51,7 +50,7 @@ class Window:
         if self._num_single == _ENOUGH:
             warn_alone(
                 f"fusedcomm: every={self._every!r} leaves {self._seconds:.3g} s from one message to the next, and a "
-                f"step of rank {self._rank} takes longer: each of its steps begins a merge. Use a longer time",
+                f"step of rank {rank} takes longer: each of its steps begins a merge. Use a longer time",
                 stacklevel=6,
             )
 

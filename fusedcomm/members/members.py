@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -14,13 +13,13 @@ import torch.distributed as dist
 
 from fusedcomm import env, log
 from fusedcomm.config import check, choose_stall_after
-from fusedcomm.members import addresses
-from fusedcomm.members.control import ControlPlane, new_uid
-from fusedcomm.members.door import numeric_host
-from fusedcomm.members.packed import pack
-from fusedcomm.members.place import check_state, share_of
-from fusedcomm.members.view import Decision, Member, View
-from fusedcomm.ranks import agreement, groups, torch_groups
+from fusedcomm.members.plane import addresses
+from fusedcomm.members.plane.control import ControlPlane, new_uid
+from fusedcomm.members.plane.listener import numeric_host
+from fusedcomm.members.plane.view import Decision, Member, View
+from fusedcomm.members.training.place import check_state, share_of
+from fusedcomm.ranks import agreement, groups, own_address, torch_groups
+from fusedcomm.ranks.objects import pack
 from fusedcomm.ranks.own_group import OwnGroup, served_store
 from fusedcomm.ranks.peers import Peers, private_store
 from fusedcomm.session.surface import Sealed
@@ -59,7 +58,8 @@ class Members(Sealed):
     Args:
         join: "host:port" of any member of running training, or of several with commas between. None: this process is
             one of those that begin it. "auto": one or the other, as FUSEDCOMM_MEMBERS and the launcher say, see
-            members/addresses.py. A process that begins calls ``init_process_group("gloo")`` then, unless it was called.
+            members/plane/addresses.py. A process that begins then calls ``init_process_group("gloo")``, unless that was
+            called.
         min_ranks: with fewer ranks, all raise TooFewRanksError in ``backward()``.
         microbatches: of a step, in all: see :attr:`share`. None: the number is not kept.
         silence: seconds without a sign of life after which a rank counts as silent. A closed connection is noticed at
@@ -120,11 +120,11 @@ class Members(Sealed):
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
-        own_host = _host_towards(near) if host is None else numeric_host(host)
+        own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
         self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
-            "process": groups.describe_own_process(),
+            "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
         gather = None if join is not None else _gathering(timeout)
@@ -137,7 +137,7 @@ class Members(Sealed):
         self._callbacks: list[Callable[[Decision], object]] = []
         self.carried: dict[str, Any] = {}
         self.training: Any = None
-        """The training whose ranks these are (training.py); None before a reducer is made."""
+        """The training whose ranks these are (training/views.py); None before a reducer is made."""
         self.num_microbatches = 0
         """Microbatches, or without `microbatches` batches, of all ranks in all steps that have ended: times the size of
         one, the place in the data."""
@@ -212,7 +212,7 @@ class Members(Sealed):
         Raises:
             RuntimeError: no reducer has these members yet; on a rank that joins, the others do not carry such a name.
             TypeError: an object has no ``state_dict()`` or no ``load_state_dict()``, or its state has something that
-                cannot be sent. Nothing is pickled, see members/packed.py.
+                cannot be sent. Nothing is pickled, see ranks/objects.py.
         """
         for name, carried in objects.items():
             if not callable(getattr(carried, "state_dict", None)) or not callable(
@@ -365,7 +365,7 @@ class Members(Sealed):
         until, view = time.monotonic() + timeout_s, self.current
 
         def waits() -> bool:
-            return time.monotonic() < until and not (in_view and self.plane.is_superseded(view))
+            return time.monotonic() < until and not (in_view and self.plane.barrier.is_superseded(view.number))
 
         for member in view.members:
             with contextlib.suppress(RuntimeError, LookupError):  # it is lost, or has left
@@ -392,7 +392,7 @@ class Members(Sealed):
         return told[0]["job"]
 
     def _found(self, gather: Callable[[str, object], list]) -> None:
-        told = gather("members", self.plane.member.to_json())
+        told = gather("members", vars(self.plane.member))
         store = groups.innermost_store(dist.group.WORLD)
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
@@ -417,13 +417,3 @@ def _init_process_group() -> None:
             "to a member's address to join"
         )
     dist.init_process_group("gloo")
-
-
-def _host_towards(near: tuple[str, int] | None) -> str:
-    """The address of the interface that leads there; nothing is sent."""
-    if near is None:
-        return numeric_host(None)
-    family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]

@@ -8,11 +8,16 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
+
+ADDED_MEANS = (
+    "fusedcomm: weighted='mean' does not add up gradients of several passes (no_sync(), every=, "
+    "backward_passes_per_step=), because each pass would have to be multiplied by its weight first: let losses be "
+    "sums, and use weighted='sum', on every rank"
+)
 
 
 def checked(value: object) -> tuple[float, str]:
@@ -33,17 +38,20 @@ def checked(value: object) -> tuple[float, str]:
 def give(weights: "_C.PassWeights", value: object) -> float:
     """Gives this rank's weight to the engine, and returns it as a number.
 
-    A number that is no weight is an error of every rank in the next backward pass, which names this rank. Raises
-    TypeError as checked().
+    A number that is no weight is an error of every rank in the next backward pass, which names this rank; a warning
+    names the value. Raises TypeError as checked().
     """
     number, problem = checked(value)
+    next_pass = "The next pass is an error on every rank"
     if problem:
-        weights.set_invalid(problem)
-        return number
-    if weights.set(number):
+        weights.set_invalid()
+        warn_alone(
+            f"fusedcomm: comm.weight={problem} is no weight: use a finite number, 0 or more. {next_pass}", stacklevel=4
+        )
+    elif weights.set(number):
         warn_alone(
             f"fusedcomm: comm.weight={value!r} was set within a backward pass that had the weight from before: its "
-            "first bucket had left, or its gradients are added to others. The next pass is an error on every rank",
+            f"first bucket had left, or its gradients are added to others. {next_pass}",
             stacklevel=4,
         )
     return number
@@ -60,8 +68,8 @@ def used(synchronizer: "_C.Synchronizer", config: Config) -> "_C.PassWeights | N
 class Noting(Protocol):
     """What is told of backward passes, as _C.PassWeights is."""
 
-    def note_pass(self) -> float:
-        """Notes a pass. Returns what multiplies its gradients before they are added to others."""
+    def note_pass(self) -> bool:
+        """Adds the weight of a pass to those before it. Returns whether it has one."""
 
     @property
     def has_noted(self) -> bool:
@@ -74,11 +82,11 @@ class Noting(Protocol):
 class AddedPasses:
     """Tells weights of every backward pass, where the gradients of several passes add up before they are sent.
 
-    Gradients of means are multiplied by the pass's weight before they are added; those of sums are added as they are.
-    It has a hook at every parameter, so it is made when the first pass that only adds up is announced.
+    It has a hook at every parameter, so it is made when the first pass that only adds up is announced. The gradients of
+    a pass of weight 0 become zeros before they are added.
 
-    A pass counts as long as a gradient that it was added to is kept. Users drop gradients in many ways, which call
-    nothing here: the gradients themselves tell, None or zeros.
+    A pass counts as long as a gradient is kept. Users drop gradients in many ways, which call nothing here: the
+    gradients themselves tell, None or zeros.
 
     Args:
         weights: returns what is told now. What it returned before may have been replaced.
@@ -86,74 +94,50 @@ class AddedPasses:
 
     def __init__(self, weights: Callable[[], Noting]) -> None:
         self._weights = weights
-        self._hooks: dict[
-            int, tuple[Any, Any, RemovableHandle]
-        ] = {}  # parameter, its node, hook; by the parameter's id
-        self._is_noted, self._scale, self._task = False, 1.0, -1
+        # Parameter and hook, by the parameter's id.
+        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._is_noted, self._counts, self._task = False, True, -1
         self._added_to: dict[int, torch.Tensor] = {}  # the parameters that noted passes have reached, by id
-        # What the last pass has left, if that was zeros: of each gradient a reference and its version. Zeros that were
-        # zeros before and are untouched have not been dropped.
-        self._zeros: list[tuple[torch.Tensor, TensorWeakRef, int]] = []
 
     def announce(self, parameters: Iterable[torch.Tensor]) -> None:
         """Call before a pass: the parameters that require gradients are noted from now on."""
         self._is_noted = False  # a pass that failed has not ended
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:
-                # It does not keep this object alive, whose successor may have hooks on the same parameters.
                 # Unlike a hook of the tensor, one of its node is not called by torch.autograd.grad().
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._hooks[id(parameter)] = (
-                    parameter,
-                    node,
-                    node.register_prehook(_hook_of(weakref.ref(self), id(parameter))),
-                )
-
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter has been announced."""
-        return id(parameter) in self._hooks
+                hook = node.register_prehook(_hook_of(weakref.ref(self), id(parameter)))
+                self._hooks[id(parameter)] = parameter, hook
 
     def remove(self) -> None:
         """Removes the hooks."""
-        for _, _, hook in self._hooks.values():
+        for _, hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def forget_dropped(self) -> None:
         """Between passes: forgets those whose gradients have been dropped since."""
-        if self._is_noted:
-            return
-        if not self._weights().has_noted:
-            self._added_to.clear()
-        elif not _any_left(self._added_to.values()) and not any(
-            parameter.grad is not None and reference() is parameter.grad and parameter.grad._version == version
-            for parameter, reference, version in self._zeros
-        ):
+        if not self._is_noted and self._weights().has_noted and not _any_left(self._added_to.values()):
             self._weights().forget_passes()
             self._added_to.clear()
-        self._zeros = []
 
-    def _before_adding(self, key: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _before_adding(self, key: int) -> bool:
+        """Whether the gradient is added."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         if not self._is_noted:
             self.forget_dropped()
-            self._is_noted, self._scale = True, self._weights().note_pass()
+            self._is_noted = True
+            self._counts = self._weights().note_pass()
         self._added_to[key] = self._hooks[key][0]
-        if self._scale == 1:
-            return None
-        return torch.zeros_like(gradient) if self._scale == 0 else gradient * self._scale
+        return self._counts
 
     def _at_end(self) -> None:
         # Within a node this is the end of a pass that a reentrant checkpoint has begun. The outer one goes on.
-        if torch._C._current_autograd_node() is not None:
-            return
-        self._is_noted = False
-        if self._weights().has_noted and not _any_left(self._added_to.values()):
-            left = [each for each in self._added_to.values() if each.grad is not None]
-            self._zeros = [(each, TensorWeakRef(each.grad), each.grad._version) for each in left]
+        if torch._C._current_autograd_node() is None:
+            self._is_noted = False
 
 
 def _any_left(parameters: Iterable[torch.Tensor]) -> bool:
@@ -167,11 +151,12 @@ def _any_left(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _hook_of(passes: "weakref.ref[AddedPasses]", key: int) -> Callable[[tuple], tuple | None]:
+    """A hook that does not keep `passes` alive, whose successor may have hooks on the same parameters."""
+
     def hook(gradients: tuple) -> tuple | None:
         found = passes()
-        if found is None or gradients[0] is None:
+        if found is None or gradients[0] is None or found._before_adding(key):
             return None
-        scaled = found._before_adding(key, gradients[0])
-        return None if scaled is None else (scaled,)
+        return (torch.zeros_like(gradients[0]),)
 
     return hook

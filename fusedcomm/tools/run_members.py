@@ -35,7 +35,7 @@ class MembersJob(Workers):
     """The workers of this launcher, and the file in which members note their addresses."""
 
     def __init__(self, args: argparse.Namespace, slots: list[str]) -> None:
-        from fusedcomm.members import addresses
+        from fusedcomm.members.plane import addresses
 
         self.met_key = addresses.MET
         self.joins = args.join is not None
@@ -121,7 +121,7 @@ class MembersJob(Workers):
 
     def _file(self, join: str | None) -> tuple:
         """(the file in which members note their addresses, whether it ends with this launcher)."""
-        from fusedcomm.members.addresses import MembersFile, is_path
+        from fusedcomm.members.plane.addresses import MembersFile, is_path
 
         if join is not None and is_path(join):
             return MembersFile(join), False
@@ -138,7 +138,7 @@ class MembersJob(Workers):
 
 def _refuse(args: argparse.Namespace, slots: list[str]) -> None:
     """Raises UsageError for arguments that do not fit."""
-    from fusedcomm.members import addresses
+    from fusedcomm.members.plane import addresses
 
     if args.join is None:
         return

@@ -1,11 +1,10 @@
-"""Every script of bench/ measures with its quickest options, and what it has then is right; and what its checks rest
-on. test_make_gpu.py runs the scripts that `make gpu` runs."""
+"""Every script of bench/ measures with its quickest options, and finds no wrong result; and what its checks rest on.
+test_make_gpu.py runs the scripts that `make gpu` runs."""
 
 import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,62 +51,22 @@ def steps_of_two_runs(found: dict) -> None:
     assert 0.5 < rows["fusedcomm bf16"]["figures"]["of_ideal"] < 1.1
 
 
-def accuracy(found: dict) -> None:
-    ways = {row["way"] for row in found["error_by_ranks"]}
-    assert ways >= {"bf16 ring", "bf16", "int8", "int4", "int4 rotated"}
-    assert {run["model"] for run in found["training_summary"]} == {"digits", "characters"}
-
-
-def horovod(found: dict) -> None:
-    impls = {row["impl"] for row in found["rows"]}
-    assert impls >= {"ddp", "hvd int8", "fusedcomm hook int8", "dist.all_reduce", "hvd.allreduce_async_"}
-    assert found["idle"]["num_own"] >= 1 and found["idle"]["coordinator_wakeups_s"] <= 1
-
-
-def local_steps(found: dict) -> None:
-    (rows,) = found["runs"].values()
-    assert {"DDP", "PowerSGD", "H=10 average", "H=10 corrected int4"} <= {row["way"] for row in rows}
-    assert all(row["finetuned"] > 0 for row in rows)
-
-
-def local_speed(found: dict) -> None:
-    ((row,),) = found["runs"].values()
-    assert len(row["alone_s"]) == len(row["local_s"]) == 2 and row["sent_nbytes"] > 0
-
-
-def members(found: dict) -> None:
-    rows = [(row["case"].split("/")[0], row["impl"], row["figures"]) for row in found["rows"]]
-    without, again, with_members = (figures for case, _, figures in rows if case == "cost")
-    assert without["sent_nbytes"] == again["sent_nbytes"] == with_members["sent_nbytes"]
-    assert without["kept_nbytes"] == 0 < with_members["kept_nbytes"]
-    killed = {impl: figures for case, impl, figures in rows if case == "kill"}
-    assert set(killed) == {"members", "horovod elastic"} and killed["members"]["passes_thrown_away"] == 0
-
-
-def optimizer(found: dict) -> None:
-    assert [row["way"] for row in found["loss"]] == ["int8 replicated", "int8 update int8"]
-    assert found["loss"][1]["bytes_ratio"] == pytest.approx(1, abs=0.01)
-    rows = {row["way"]: row for row in found["speed"]["loopback"]}
-    whole, half = (rows[way]["state_nbytes"] for way in ("replicated int8", "sharded int8/int8"))
-    assert len(rows) == 9 and half / whole == pytest.approx(0.5, abs=0.01)
-
-
 SMALL = "--quick --width 32 --depth 1"
-SCRIPTS: dict[str, tuple[str, Callable[[dict], object]]] = {
-    "accuracy": ("--quick", accuracy),
-    "codec": ("--quick --no-compile --wires bf16 int4", lambda found: found["rows"][0]),
-    "ddp_step": ("--quick --model resnet", all_steps),
-    "fsdp": ("--quick", lambda found: found["rows"][6]),
-    "horovod": ("--quick --params 1e5 --batch 1", horovod),
-    "hosts": ("--quick --link 100mbit", lambda found: found["rows"][1]),
-    "local_speed": (f"{SMALL} --wires int4", local_speed),
-    "local_steps": (f"{SMALL} --finetune 2", local_steps),
-    "members": ("--quick --ranks 3 --ways members 'horovod elastic'", members),
-    "optimizer": ("--quick --optimizers adamw --models perceptron --wires int8 --updates int8 --steps 2", optimizer),
-    "reducer_host": ("--ranks 2 --parameters 30 --rounds 2", lambda found: found["rows"][5]),
-    "weights": ("--quick", lambda found: found["runs"][1]),
+SCRIPTS = {
+    "accuracy": "--quick",
+    "codec": "--quick --no-compile --wires bf16 int4",
+    "ddp_step": "--quick --model resnet",
+    "fsdp": "--quick",
+    "horovod": "--quick --params 1e5 --batch 1",
+    "hosts": "--quick --link 100mbit",
+    "local_speed": f"{SMALL} --wires int4",
+    "local_steps": f"{SMALL} --finetune 2",
+    "members": "--quick --ranks 3 --ways members 'horovod elastic'",
+    "optimizer": "--quick --optimizers adamw --models perceptron --wires int8 --updates int8 --steps 2",
+    "reducer_host": "--ranks 2 --parameters 30 --rounds 2",
+    "weights": "--quick",
 }
-"""By script: its options, and what checks its results."""
+"""By script: its options."""
 OF_MAKE_GPU = {"kernels", "hook_overhead"}
 NEEDS = {"accuracy": "sklearn", "codec": "tqdm"}
 """A package that not every machine has."""
@@ -122,6 +81,7 @@ def measure(tmp_path: Path, script: str, *options: str) -> dict:
     found = json.loads(path.read_text())
     assert all(row["checked"] for row in found.get("rows", []))
     assert not any(entry["failed"] for entry in found.get("not_measured", []))
+    assert [name for name, part in found.items() if part in ([], {}) and name != "not_measured"] == []
     return found
 
 
@@ -132,8 +92,9 @@ def measure(tmp_path: Path, script: str, *options: str) -> dict:
 )
 def test_a_script_measures_with_its_quickest_options(tmp_path, script):
     pytest.importorskip(NEEDS.get(script, "torch"))
-    options, check = SCRIPTS[script]
-    check(measure(tmp_path, script, *shlex.split(options)))
+    found = measure(tmp_path, script, *shlex.split(SCRIPTS[script]))
+    if script == "ddp_step":
+        all_steps(found)
 
 
 @alone

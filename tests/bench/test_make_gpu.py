@@ -11,7 +11,6 @@ import time
 import types
 from pathlib import Path
 
-import numpy
 import pytest
 from patience import HANG_S
 
@@ -258,27 +257,3 @@ def test_the_kernels_are_those_that_have_last_passed_on_a_gpu(bench_modules):
     documents = [json.loads(path.read_text()) for path in BENCH.glob("results/*-torch*.json")]
     if doubt := doubt_of_kernels(documents, _gpu.digest_of(_gpu.KERNELS)):
         pytest.skip(doubt)
-
-
-# ---- dry runs
-
-
-def test_interpreted_values_are_numbers_with_every_numpy(monkeypatch):
-    """Triton 3.6 converts arrays of one element to int. numpy 2.4 and later refuse that."""
-    triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
-    import interpreter
-
-    class Scope:
-        def set_attr(self, owner, name, value):
-            setattr(owner, name, value)
-
-    class Value:
-        handle = argparse.Namespace(data=numpy.array([7], dtype=numpy.int32))
-
-    def as_triton_3_6_does(tensor, scope):
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
-
-    monkeypatch.setattr(triton_interpreter, "_patch_lang_tensor", as_triton_3_6_does)
-    interpreter.convert_one_element.__wrapped__()
-    triton_interpreter._patch_lang_tensor(Value, Scope())
-    assert list(range(Value())) == list(range(7))

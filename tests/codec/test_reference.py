@@ -1,15 +1,13 @@
-"""The oracle against formulas that share no code with it: bit patterns, float64 and well-known numbers."""
+"""The oracle's codes against formulas that share no code with it: bit patterns, float64 and well-known numbers. What is
+made of codes, the stages and sums, is compared with the codec and with the engine: test_codec.py, test_means.py."""
 
 import math
 
 import pytest
 import reference
 import torch
-from codec_cases import bucket_layout, split
-from values import BLOCK_WIRES, DTYPES, WIRE_FORMATS, every_16_bits, same_bits
+from values import BLOCK_WIRES, every_16_bits, same_bits
 from values import signed as signed_by_seed
-
-from fusedcomm.native import _C
 
 # fp8's explicit mantissa bits, exponent of the least normal number, and greatest finite number.
 FP8_MANTISSA_NBITS, FP8_LEAST_EXPONENT, FP8_GREATEST = 3, -6, 448.0
@@ -260,127 +258,6 @@ def test_a_rotation_of_integers_is_undone_exactly():
     rotated = reference.rotate(y)
     assert not torch.equal(rotated, y)
     assert torch.equal(reference.unrotate(rotated), y)
-
-
-# ---- chunks
-
-
-def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rotated):
-    """The two-shot sum in the engine's steps, for all ranks in this process: pack, exchange, reduce, gather, unpack."""
-    world_size, dtype = len(grads), grads[0].dtype
-    lists = [reference.slice_list(mask, grads[0].element_size()) for mask in (~exempt, exempt)]
-    lossy, exact = ([reference.taken(grad, places) for grad in grads] for places in lists)
-    layout = _C.bucket_layout(wire, block, world_size, exact[0].numel(), lossy[0].numel(), max_chunk_nbytes, rotated)
-    results = [torch.empty_like(lossy[0]), torch.empty_like(exact[0])]
-    for chunk in range(layout.num_chunks):
-        sent = [reference.pack(layout, chunk, *elements, 1 / predivide) for elements in zip(lossy, exact, strict=True)]
-        by_owner = torch.stack(sent).view(world_size, world_size, -1).transpose(0, 1)
-        means = [reference.reduce(layout, parts.reshape(-1), predivide / world_size) for parts in by_owner]
-        values = reference.unpack(layout, chunk, torch.cat(means), 1.0, dtype)
-        ranges = (layout.lossy_range, layout.exact_range)
-        for result, range_of, value in zip(results, ranges, values, strict=True):
-            result[range_of(chunk, 0)[0] : range_of(chunk, world_size - 1)[1]] = value
-    mean = torch.empty_like(grads[0])
-    for places, result in zip(lists, results, strict=True):
-        mean[places[places >= 0]] = result[places >= 0]
-    return mean
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
-def test_the_mean_depends_on_neither_chunks_nor_parts(wire_format, dtype):
-    wire, rotated = split(wire_format)
-    grads = [signed(5003, seed=rank, spread=4).to(dtype) for rank in range(3)]
-    grads[1][77], grads[2][300] = math.inf, math.nan
-    exempt = torch.zeros(5003, dtype=torch.bool)
-    exempt[1000:1237] = True
-    expected = reference.all_reduce_mean(grads, wire, block=64, predivide=2.0, exempt_mask=exempt, rotated=rotated)
-    for max_chunk_nbytes in (1, 1000, 4096, 1 << 20):
-        assert same_bits(through_chunks(grads, exempt, wire, 64, 2.0, max_chunk_nbytes, rotated), expected)
-
-
-@pytest.mark.parametrize(
-    ("wire", "tolerance"),
-    [
-        ("fp32", 3e-7),
-        ("bf16", 2**-7),
-        ("fp16", 2**-10),
-        ("int8", 3 / 127),
-        ("fp8", 0.1),
-        ("int4", 3 / 7),
-    ],
-)
-def test_the_mean_is_near_the_truth(wire, tolerance):
-    grads = [signed(4096, seed=rank, spread=1) * (rank + 1) for rank in range(4)]
-    truth = torch.stack(grads).double().mean(0)
-    result = reference.all_reduce_mean(grads, wire)
-    error = (result.double() - truth).abs().max() / torch.stack(grads).abs().max()
-    assert error < tolerance
-    if wire != "fp32":
-        assert error > tolerance / 200  # the wire is that one, and not a more exact one
-
-
-def test_sums_are_kept_in_fp32():
-    """256 + 1 is 256 in bf16 and 257 in fp32. A third rank's 1 makes it 258, which bf16 can represent."""
-    grads = [torch.full((100,), value) for value in (256.0, 1.0, 1.0)]
-    assert reference.all_reduce_mean(grads, "bf16").unique().tolist() == [86.0]  # 258 / 3; 256 / 3 would be 85.5
-
-
-def test_ranks_are_added_in_order():
-    """(2^24 + 1) − 2^24 is 0 in fp32. An order that begins with both big values gives 1."""
-    big, one = torch.full((8,), 2.0**24), torch.ones(8)
-    assert reference.all_reduce_mean([big, one, -big], "fp32").unique().tolist() == [0.0]
-    third = torch.tensor(1 / 3).item()
-    assert reference.all_reduce_mean([big, -big, one], "fp32").unique().tolist() == [third]
-
-
-def test_exempt_elements_travel_in_fp32():
-    grads = [torch.full((64,), 1 + 2.0**-20), torch.full((64,), 1 + 2.0**-20)]
-    exempt = torch.arange(64) % 3 == 0
-    mean = reference.all_reduce_mean(grads, "bf16", exempt_mask=exempt)
-    assert mean[exempt].unique().tolist() == [1 + 2.0**-20]
-    assert mean[~exempt].unique().tolist() == [1.0]
-
-
-def test_predivide_keeps_fp16_from_overflowing():
-    grads = [torch.full((8,), 60032.0), torch.full((8,), 70016.0)]
-    assert reference.all_reduce_mean(grads, "fp16").unique().tolist() == [math.inf]
-    assert reference.all_reduce_mean(grads, "fp16", predivide=2.0).unique().tolist() == [65024.0]
-
-
-# ---- error feedback
-
-
-def feedback(layout, format):
-    return reference.Feedback(format, torch.zeros(_C.residual_nbytes(format, layout.padded_numel), dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("format", ("fp32", "bf16"))
-def test_error_feedback_delays_instead_of_losing(format):
-    """The sum of what was sent is the sum of what should have been sent, less the residual. So errors do not add up."""
-    layout, num_steps, nothing = bucket_layout("int4", 32, 1, 0, 1024), 200, torch.empty(0)
-    gradient = signed(1024, seed=3, spread=12) * 1e-3
-    errors = {}
-    for name, kept in (("without", None), ("with", feedback(layout, format))):
-        total = torch.zeros(1024, dtype=torch.float64)
-        for _ in range(num_steps):
-            parts = reference.pack(layout, 0, gradient, nothing, 1.0, kept)
-            total += reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].double()
-        errors[name] = ((total / num_steps - gradient).norm() / gradient.norm()).item()
-    assert errors["without"] > 0.05  # rounding to nearest loses the same in every step
-    assert errors["with"] < (0.002 if format == "fp32" else 0.01)
-
-
-def test_what_is_not_finite_does_not_live_on_in_a_residual():
-    layout, nothing = bucket_layout("int8", 64, 1, 0, 256), torch.empty(0)
-    kept, gradient = feedback(layout, "fp32"), signed(256, seed=1, spread=12)
-    broken = gradient.clone()
-    broken[70], broken[200] = torch.inf, torch.nan
-    reference.pack(layout, 0, broken, nothing, 1.0, kept)
-    residual = kept.residual.view(torch.float32)
-    assert residual.isfinite().all() and residual[:64].any()
-    assert not residual[64:128].any() and not residual[192:256].any()
 
 
 # ---- errors of the codes against what follows from a formula

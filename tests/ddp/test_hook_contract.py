@@ -3,13 +3,13 @@ tests/test_like_ddp.py."""
 
 import copy
 import inspect
-import io
 import types
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import file_of, read
 from models import Gradients, Mlp, Sparse, error_of, integers, mean_of_integers, synchronize, synchronized
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -76,11 +76,8 @@ def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
 def copies(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5000,)))
     fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    buffer = io.BytesIO()
-    torch.save(ddp, buffer)
-    buffer.seek(0)
     results = []
-    for other in (copy.deepcopy(ddp), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(ddp), read(file_of(ddp))):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gradient = torch.randn(5000, generator=torch.Generator().manual_seed(rank))

@@ -61,116 +61,80 @@ DROPS = {
 }
 
 
-def with_windows_dropped(rank, world_size, front, kind):
-    """Steps whose first pass is dropped in each way on one rank or on both. Returns for each how far the gradients are
-    from those of what was kept."""
-    module, parts = model(), []
-    call, comm, no_sync = wrapped(front, module, Config("fp32", weighted=kind))
+COUNTS = [[40, 25], [5, 3], [7, 1]]
+"""Rows by pass and rank."""
 
-    def go(number, count, factor=1.0):
-        comm.weight = count
-        scale = factor if kind == "sum" else factor / count
-        loss = scale * sum_of_losses(call, *rows(rank, 0, number, count))
-        if number == 1 and module[0].weight.requires_grad:  # gradients that are not added to parameters count nothing
-            alone = model()
-            apart = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
-            exact = scale * sum_of_losses(alone, *rows(rank, 0, number, count))
-            assert all(map(torch.equal, apart, torch.autograd.grad(exact, list(alone.parameters()))))
+
+def with_windows_dropped(rank, world_size, front):
+    """Gradients of steps whose first pass is dropped in each way, on one rank, on both or in part, and of one in which
+    a layer is frozen."""
+    module, found = model(), []
+    call, comm, no_sync = wrapped(front, module, Config("fp32", weighted="sum"))
+
+    def go(number):
+        comm.weight = COUNTS[number][rank]
+        loss = sum_of_losses(call, *rows(rank, 0, number, COUNTS[number][rank]))
+        if number == 1:  # gradients that are not added to parameters count nothing
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss, trained, retain_graph=True)
         loss.backward()
 
-    def exact(passes, skipped=()):
-        """Of the (pass, rank, tokens), without the gradient of the passes `skipped`, whose tokens count."""
-        alone = model().double()
-        for number, of, count in passes:
-            if number not in skipped:
-                sum_of_losses(alone, *(x.double() for x in rows(of, 0, number, count))).backward()
-        return gradients_of(alone) / sum(count for *_, count in passes)
-
-    def note(name, expected):
-        found = gradients_of(module)
-        parts.append((name, float((found - expected).norm() / expected.norm())))
-        module.zero_grad(set_to_none=len(parts) % 2 == 0)
-
-    counts = [(40, 25), (5, 3), (7, 1)]
-    passes = [(number, of, count) for number, of_ranks in enumerate(counts) for of, count in enumerate(of_ranks)]
-    for name, drop in DROPS.items():
+    for drop in DROPS.values():
         for droppers in ((0, 1), (1,)):
             with no_sync():
-                go(0, counts[0][rank])
+                go(0)
             if rank in droppers:
                 drop(module)
             with no_sync():
-                go(1, counts[1][rank])
-            go(2, counts[2][rank])
-            kept = [each for each in passes if each[0] != 0 or name == "nothing" or each[1] not in droppers]
-            note((name, droppers), exact(kept))
-    # Gradients that are zero count while they are kept, and a part of the gradients keeps its pass.
-    for name in ("nothing", "zeros in place", "assigned", "None"):
+                go(1)
+            go(2)
+            found.append(gradients_of(module))
+            module.zero_grad(set_to_none=len(found) % 2 == 0)
+    for freezes in (False, True):
+        if freezes and front == "hook":  # DDP knows no frozen parameters
+            break
         with no_sync():
-            go(0, counts[0][rank], factor=0.0)
-        DROPS[name](module)
-        go(1, counts[1][rank])
-        kept = [each for each in passes if each[0] < 2]
-        note((name, "of zeros"), exact(kept, skipped=(0,)) if name == "nothing" else exact(kept[2:]))
-    with no_sync():
-        go(0, counts[0][rank])
-    module[0].zero_grad(set_to_none=False)
-    go(1, counts[1][rank])
-    whole, later = exact(passes[:4]), exact(passes[:4], skipped=(0,))
-    first = sum(parameter.numel() for parameter in module[0].parameters())
-    note("a part", torch.cat([later[:first], whole[first:]]))
-    # A frozen parameter's gradient is none of this step's.
-    with no_sync():
-        go(0, counts[0][rank])
-    module[0].requires_grad_(False)
-    module[2].zero_grad(set_to_none=False)
-    left = [parameter.grad.clone() for parameter in module[0].parameters()]
-    if front != "hook":  # DDP knows no frozen parameters
-        go(1, counts[1][rank])
-        assert all(map(torch.equal, left, (parameter.grad for parameter in module[0].parameters())))
-        assert torch.allclose(gradients_of(module[2]).double(), exact(passes[2:4])[first:], rtol=1e-4, atol=1e-6)
-    return parts
+            go(0)
+        module[0].requires_grad_(not freezes)
+        module[2 if freezes else 0].zero_grad(set_to_none=False)
+        go(1)
+        found.append(gradients_of(module[2]))
+        module.zero_grad()
+    return found
 
 
-@pytest.mark.parametrize("kind", ["mean", "sum"])
 @pytest.mark.parametrize("front", ["hook", "reducer", "DataParallel"])
 @pytest.mark.sampled
-def test_a_pass_counts_as_long_as_what_it_added_is_kept(ranks, front, kind):
-    for parts in ranks.run(with_windows_dropped, front, kind, world_size=2):
-        assert [part for part in parts if not part[1] < 1e-5] == []
-
-
-def traced(rank, world_size, path):
-    call, comm, _ = wrapped("hook", model(), Config("int8", weighted="mean"))
-    comm.weight = 1 + rank
-    with comm.trace(path):
-        sum_of_losses(call, *rows(rank, 0, 0, 2)).backward()
-    copied = copy.deepcopy(comm)
-    with pytest.raises(RuntimeError, match="is a copy"):
-        copied.weight = 1
-    return comm.stats().buckets, copied.weight
-
-
-def test_the_message_is_in_traces_and_is_no_bucket(ranks, tmp_path):
-    path = tmp_path / "trace.json"
-    assert ranks.run(traced, str(path), world_size=2) == [(1, None)] * 2
-    assert "weights" in path.read_text()
+def test_a_pass_counts_as_long_as_what_it_added_is_kept(ranks, front):
+    expected = []
+    for name in DROPS:
+        for droppers in ((0, 1), (1,)):
+            first = [0 if name != "nothing" and rank in droppers else COUNTS[0][rank] for rank in range(2)]
+            expected += one_process([[first, *COUNTS[1:]]], 2)
+    num_of_last = sum(parameter.numel() for parameter in model()[2].parameters())
+    for passes in (COUNTS[:2], [[0, 0], COUNTS[1]]):  # a pass of which a part is kept; one of which a frozen layer's is
+        expected += [gradients[-num_of_last:] for gradients in one_process([passes], 2)]
+    for found in ranks.run(with_windows_dropped, front, world_size=2):
+        assert len(found) == len(expected) - (front == "hook")
+        for gradients, exact in zip(found, expected, strict=False):
+            check_close(gradients, exact, 1e-5)
 
 
 # ---- bad input
 
 BAD = {
-    "negative": (-3, "has set comm.weight to -3"),
-    "nan": (math.nan, "has set comm.weight to nan"),
-    "infinite": (torch.tensor(math.inf), "has set comm.weight to inf"),
-    "two": (torch.ones(2), "has set comm.weight to a tensor of shape (2,)"),
-    "missing": (None, "has not set comm.weight"),
-    "late": (None, "has set comm.weight within a backward pass whose first bucket had left"),
+    "negative": (-3, "comm.weight=-3 is no weight"),
+    "nan": (math.nan, "comm.weight=nan is no weight"),
+    "infinite": (torch.tensor(math.inf), "comm.weight=inf is no weight"),
+    "two": (torch.ones(2), "comm.weight=a tensor of shape (2,)"),
+    "missing": (None, ""),
+    "late": (None, "comm.weight=2 was set within a backward pass"),
 }
 
 
 def bad(rank, world_size, name, front):
-    """The errors of four steps, in the second of which rank 1 has no valid weight, and the last step's gradients."""
+    """The errors of four steps, in the second of which rank 1 has no valid weight, the last step's gradients, and the
+    warnings."""
     module, texts = model(), []
     call, comm, _ = wrapped(front, module, Config("fp32", weighted="mean"))
 
@@ -179,18 +143,20 @@ def bad(rank, world_size, name, front):
             output.register_hook(lambda _: setattr(comm, "weight", 2))
 
     module[1].register_forward_hook(set_between_layers)
-    for step in range(4):
-        if (rank, name) != (1, "missing") or step > 1:
-            comm.weight = BAD[name][0] if (rank, step) == (1, 1) and BAD[name][0] is not None else 3
-        module.zero_grad()
-        try:
-            (sum_of_losses(call, *rows(rank, 0, 0, 3)) / 3).backward()
-            texts.append("")
-        except RuntimeError as error:
-            texts.append(str(error))
-            if front == "reducer":  # it has ended
-                break
-    return texts, gradients_of(module)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if (rank, name) != (1, "missing") or step > 1:
+                comm.weight = BAD[name][0] if (rank, step) == (1, 1) and BAD[name][0] is not None else 3
+            module.zero_grad()
+            try:
+                (sum_of_losses(call, *rows(rank, 0, 0, 3)) / 3).backward()
+                texts.append("")
+            except RuntimeError as error:
+                texts.append(str(error))
+                if front == "reducer":  # it has ended
+                    break
+    return texts, gradients_of(module), " ".join(str(each.message) for each in said)
 
 
 @pytest.mark.parametrize("front", ["hook", "reducer", "FSDP2", "HSDP"])
@@ -200,10 +166,12 @@ def test_a_bad_weight_is_an_error_of_every_rank_and_ends_one_pass_and_no_engine(
     world_size = 4 if front == "HSDP" else 2
     (expected,) = one_process([[[3] * world_size]], world_size)
     wrong = {"late": [2], "missing": [0, 1]}.get(name, [1])
-    for rank, (texts, found) in enumerate(ranks.run(bad, name, front, world_size=world_size)):
+    outcomes = ranks.run(bad, name, front, world_size=world_size)
+    assert all(texts == outcomes[0][0] for texts, *_ in outcomes)
+    for rank, (texts, found, said) in enumerate(outcomes):
         told = [text for text in texts if text]
-        assert all("rank 1 " in text and "Give comm.weight a finite number" in text for text in told)
-        assert rank != 1 or BAD[name][1] in told[0]
+        assert all("rank 1 has no weight" in text and "Give comm.weight a finite number" in text for text in told)
+        assert rank != 1 or BAD[name][1] in said
         if front == "reducer":
             assert len(texts) == wrong[0] + 1 and told == texts[-1:]
         else:
@@ -213,7 +181,7 @@ def test_a_bad_weight_is_an_error_of_every_rank_and_ends_one_pass_and_no_engine(
 
 def late_in_a_pass_that_adds_up(rank, world_size):
     module, texts = model(), []
-    call, comm, no_sync = wrapped("hook", module, Config("fp32", weighted="mean"))
+    call, comm, no_sync = wrapped("hook", module, Config("fp32", weighted="sum"))
     for step in range(3):
         comm.weight = 3
         with no_sync() if step == 1 else contextlib.nullcontext():
@@ -232,7 +200,7 @@ def late_in_a_pass_that_adds_up(rank, world_size):
 
 def test_a_weight_that_is_late_for_a_pass_that_adds_up_is_an_error_of_the_next_one(ranks):
     for ((step, text),) in ranks.run(late_in_a_pass_that_adds_up, world_size=2):
-        assert step == 2 and "rank 1 has set comm.weight within a backward pass" in text
+        assert step == 2 and "rank 1 has no weight in this pass" in text
 
 
 def refused(rank, world_size):
@@ -242,9 +210,20 @@ def refused(rank, world_size):
             with pytest.raises(TypeError, match="use a number or a tensor"):
                 comm.weight = value
         if isinstance(config, Config):
+            comm.weight = 2
+            copied = copy.deepcopy(comm)
+            assert copied.weight is None
+            with pytest.raises(RuntimeError, match="is a copy"):
+                copied.weight = 1
             comm.detach()
         with pytest.raises(RuntimeError, match="detached" if isinstance(config, Config) else "would do nothing"):
             comm.weight = 1
+    for front in ("hook", "reducer", "DataParallel"):
+        call, _, no_sync = wrapped(front, model(), Config("fp32", weighted="mean"))
+        with pytest.raises(RuntimeError, match="use weighted='sum'"), no_sync():
+            call(torch.ones(1, 6))
+    with pytest.raises((ValueError, RuntimeError), match="use weighted='sum'"):
+        wrapped("reducer, every", model(), Config("fp32", weighted="mean"))
     module = model()
     call, comm, _ = wrapped("FSDP2", module, Config("fp32", weighted="mean"))
     comm.weight = 1

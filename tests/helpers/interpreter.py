@@ -1,35 +1,10 @@
-"""Patches Triton's interpreter for the rest of this process, so that it works with every numpy and runs many small
-launches quickly."""
+"""Patches Triton's interpreter for the rest of this process, so that it runs many small launches quickly."""
 
 import functools
 
 
 @functools.cache
 def mend() -> None:
-    convert_one_element()
-    patch_once_a_launch()
-
-
-@functools.cache
-def convert_one_element() -> None:
-    """Lets Triton 3.6 use a value as a number, such as a bound of ``range``, with numpy 2.4 or later. Triton 3.6 holds
-    the value in an array of shape [1], but this numpy converts only arrays without dimensions. Later Tritons remove the
-    dimension."""
-    from triton.runtime import interpreter
-
-    patch_tensor = getattr(interpreter, "_patch_lang_tensor", None)
-    if patch_tensor is None:  # an unknown Triton, which patches differently
-        return
-
-    def patch_lang_tensor(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
-
-
-@functools.cache
-def patch_once_a_launch() -> None:
     """Patches triton.language once for each launch. The interpreter patches it again whenever one jitted function calls
     another, which changes nothing and takes half of its time. Has no effect on a Triton that patches differently."""
     from triton.runtime import interpreter

@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-import io
 import types
 from collections.abc import Sequence
 
 import pytest
 import torch
+from checkpoints import file_of, read
 from patience import wait_until
 from plain_simulation import OUTER, Net, Run, flat_of
 from torch import nn
@@ -90,6 +90,7 @@ class Job:
             merge=run.merge,
             fragments=run.fragments,
             config=config,
+            weights=run.weights,
             quiet=True,
             **options,
         )
@@ -109,32 +110,24 @@ class Job:
         return flat(self.model)
 
     def merged(self) -> torch.Tensor:
-        return torch.cat([fragment.anchor for fragment in self.comm.fragments]).cpu()
+        return torch.cat([fragment.anchor for fragment in self.comm.progress.fragments]).cpu()
 
     def save(self) -> bytes:
         """A checkpoint."""
         return file_of([locals_of(self.model), self.optimizer.state_dict(), self.comm.state_dict()])
 
     def load(self, file: bytes) -> None:
-        parameters, optimizer, comm = read(file)
+        parameters, optimizer, comm = read(file, weights_only=True)
         torch._foreach_copy_(locals_of(self.model), parameters)
         self.optimizer.load_state_dict(optimizer)
         self.comm.load_state_dict(comm)
 
 
-def file_of(state: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def read(file: bytes):
-    return torch.load(io.BytesIO(file))
-
-
 def until_arrived(comm: fusedcomm.LocalSteps) -> None:
     """Waits for the message under way, if there is one and windows of time begin when it has arrived."""
-    wait_until(lambda: comm.window is None or comm.window._began is not None, "the message has arrived")
+    wait_until(
+        lambda: comm.progress.window is None or comm.progress.window._began is not None, "the message has arrived"
+    )
 
 
 @contextlib.contextmanager

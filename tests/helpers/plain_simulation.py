@@ -38,6 +38,7 @@ class Run:
     steps: int = 30
     lr: float = 0.05
     width: int = 8
+    weights: str | None = None
 
     def model(self) -> Net:
         return Net(self.width)

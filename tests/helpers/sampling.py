@@ -1,9 +1,8 @@
 """Chooses the cases of large parametrized tests that `make test` and `make check` run. `make test-all` (pytest --all)
 runs every case.
 
-Of a test function marked ``sampled`` few cases run, but every value of every parameter appears in one of them. With
-``sampled(strength=2)``, every pair of values of two parameters that appears in any case also appears in a case that
-runs. This is a covering array. The choice depends only on the cases, so all pytest-xdist workers make the same choice.
+Of a test function marked ``sampled`` few cases run, but every value of every parameter appears in one of them. The
+choice depends only on the cases, so all pytest-xdist workers make the same choice.
 
 With ``sampled(by=function)``, the values to cover are those of the dictionary that the function returns for a case's
 parameters. It serves cases that have only a name as their parameter: the function returns what the name means.
@@ -12,26 +11,24 @@ Tests marked ``full`` (whole benchmarks and the largest sizes) run only in `make
 ``few(cases, …)`` only the named ones run in `make test`.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
 
 
-def covering(cases: list[dict[str, str]], strength: int) -> list[int]:
-    """Returns the sorted indices of few cases that together contain every combination of `strength` parameters' values
-    that appears in any case.
+def covering(cases: list[dict[str, str]]) -> list[int]:
+    """Returns the sorted indices of few cases that together contain every value of every parameter.
 
-    The choice is greedy: the next case is the one with the most missing combinations. Of equally good cases it takes
-    the first and the last in turn, because neighbors are the most similar.
+    The choice is greedy: the next case is the one with the most missing values. Of equally good cases it takes the
+    first and the last in turn, because neighbors are the most similar.
     """
-    combinations = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
-    missing = set().union(*combinations)
+    found = [set(case.items()) for case in cases]
+    missing = set().union(*found)
     chosen = []
     while missing:
         order = range(len(cases)) if len(chosen) % 2 == 0 else range(len(cases) - 1, -1, -1)
-        best = max(order, key=lambda index: len(combinations[index] & missing))
-        missing -= combinations[best]
+        best = max(order, key=lambda index: len(found[index] & missing))
+        missing -= found[best]
         chosen.append(best)
     return sorted(chosen)
 
@@ -65,7 +62,7 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
             matrices.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append(item)
     for matrix in matrices.values():
         options = matrix[0].get_closest_marker("sampled").kwargs
-        chosen = covering([values(item, options.get("by")) for item in matrix], options.get("strength", 1))
+        chosen = covering([values(item, options.get("by")) for item in matrix])
         left_out.update(set(matrix) - {matrix[index] for index in chosen})
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]
 

@@ -20,14 +20,17 @@ def wrapped(module, **options):
 
 
 def check_trained(rank, size, weighted, compression):
-    steps = [*TWO_PASSES, *DROPPED] if size > 1 else TWO_PASSES
+    is_mean = weighted == "mean"
+    steps = [*TWO_PASSES, *DROPPED][: 2 * size]
+    if is_mean:
+        steps = [[counts] for step in TWO_PASSES for counts in step if any(counts[:size])]
     counted = [[[max(count, 0) for count in counts[:size]] for counts in step] for step in steps]
-    for step in counted[len(TWO_PASSES) :]:
+    for step in () if is_mean else counted[len(TWO_PASSES) :]:
         step[0][size - 1] = 0
     exact = one_process(counted, size)
     with job():
         module = model()
-        options = dict(backward_passes_per_step=2, compression=getattr(hvd.Compression, compression))
+        options = dict(backward_passes_per_step=1 if is_mean else 2, compression=getattr(hvd.Compression, compression))
         optimizer = wrapped(module, weighted=weighted, **options)
         for step, passes in enumerate(steps):
             optimizer.zero_grad()
@@ -37,7 +40,7 @@ def check_trained(rank, size, weighted, compression):
                 optimizer.weight = count
                 loss = sum_of_losses(module, *rows(rank, step, number, max(count, 1)))
                 (loss * math.nan if count == 0 else loss / count if weighted == "mean" else loss).backward()
-                if number == 0 and rank == size - 1 and step >= len(TWO_PASSES):
+                if not is_mean and number == 0 and rank == size - 1 and step >= len(TWO_PASSES):
                     optimizer.zero_grad()
             optimizer.synchronize()
             limit = 1e-6 if compression == "none" else 2e-3

@@ -4,7 +4,7 @@ import pytest
 from jobs import job, raised
 
 import fusedcomm.horovod as hvd
-from fusedcomm.horovod import signatures
+from fusedcomm.horovod import signatures, world
 
 KEY = "0123456789abcdef" * 4
 
@@ -79,3 +79,24 @@ def test_a_forged_object_is_refused_by_name_and_the_job_goes_on(ranks):
             if rank != 1:
                 expected = f"broadcast_object {name}: the object of rank 1 {reason}"
                 assert of_broadcast[0] == "HorovodInternalError" and expected in of_broadcast[1]
+
+
+def purposes_of_roots(rank, size):
+    """What each root's object is signed for, were it the first of its name."""
+    found = []
+
+    def signed(content: bytes, *purpose: object) -> bytes:
+        found.append(purpose)
+        return SIGNED(content, *purpose)
+
+    with job(**{signatures.KEY: KEY}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signatures, "signed", signed)
+        for root in range(size):
+            world.world().num_objects.clear()
+            hvd.broadcast_object(7, root, name="object")
+    return found
+
+
+def test_an_object_is_signed_for_its_root(ranks):
+    (first,), (second,) = ranks.run(purposes_of_roots, world_size=2)
+    assert first != second and first[:-1] == second[:-1]

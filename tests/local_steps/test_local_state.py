@@ -30,6 +30,7 @@ SHARDED = AdamW("nesterov", every=4, delay=3, fragments=2, steps=9)
 RESUMED = {
     2: [
         *((run, "fp32", "", at) for run in FP32 for at in (14, 15, 17)),
+        (dataclasses.replace(FP32[0], weights="steps"), "fp32", "", 14),
         (WIDE, Config("int4", feedback=Feedback(), blocks=Blocks(rotate=True)), "", 15),
     ],
     3: [
@@ -53,7 +54,7 @@ def resumed(rank, world_size, cases):
     for run, config, inside, at in cases:
         whole = Job(run, rank, config, inside)
         whole.train(range(at))
-        saved, under_way = whole.save(), len(whole.comm.under_way)
+        saved, under_way = whole.save(), len(whole.comm.progress.under_way)
         whole.train(range(at, run.steps))
         whole.comm.detach()
         for _ in range(2):

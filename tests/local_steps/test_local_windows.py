@@ -63,13 +63,13 @@ def trained(rank, world_size, runs):
     found = []
     for run in runs:
         with clock() as of_rank:
-            job, seen = Job(run, rank, weights=run.weights), []
+            job, seen = Job(run, rank), []
             while len(seen) < MESSAGES:
                 of_rank.now += step_s(rank, len(seen))
-                job.train([job.comm.steps + 1])
-                if job.comm.num_messages > len(seen):
+                job.train([job.comm.progress.steps + 1])
+                if job.comm.progress.num_messages > len(seen):
                     until_arrived(job.comm)
-                    seen.append((job.comm.steps, flat(job.model)))
+                    seen.append((job.comm.progress.steps, flat(job.model)))
             found.append((seen, job.finish()))
     return found
 
@@ -106,14 +106,14 @@ def test_windows_on_streams_begin_when_a_message_is_read(ranks_on_streams):
 def by_the_clock(rank, world_size):
     """(steps, merges, parameters after finish(), the same after more steps, why it cannot be saved under way) after two
     seconds in which the last rank's steps take three times as long."""
-    job = Job(InSeconds("corrected", every=0.2, delay=2, fragments=2, width=100), rank, "int4", weights="steps")
+    job = Job(InSeconds("corrected", every=0.2, delay=2, fragments=2, width=100, weights="steps"), rank, "int4")
     began = time.monotonic()
     for step in itertools.count(1):
         job.train([step])
         time.sleep(0.03 if rank == world_size - 1 else 0.01)
         if time.monotonic() - began > 2:
             break
-    steps, merges = job.comm.steps, job.comm.num_messages
+    steps, merges = job.comm.progress.steps, job.comm.progress.num_messages
     refusal = error_of(RuntimeError, job.comm.state_dict)
     job.comm.finish()
     after = flat(job.model)
@@ -141,7 +141,7 @@ def too_short(rank, world_size):
             of_rank.now += 12.0 if rank else 3.0
             job.train([step])
             until_arrived(job.comm)
-        merges, plan = job.comm.num_messages, job.comm.plan(bits_s=1e6, step_s=0.5)
+        merges, plan = job.comm.progress.num_messages, job.comm.plan(bits_s=1e6, step_s=0.5)
         job.comm.detach()
     return merges, [str(each.message) for each in caught if "every=" in str(each.message)], str(plan)
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 from trainees import Rank, Team, Trainee
 
-from fusedcomm.members.control import ControlPlane, new_uid
+from fusedcomm.members.plane.control import ControlPlane, new_uid
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import fusedcomm
-from fusedcomm.members import addresses
-from fusedcomm.members.addresses import Answer, MembersFile, ask, name_of, to_join
-from fusedcomm.members.control import ControlPlane
 from fusedcomm.members.errors import JoinRefusedError
-from fusedcomm.members.view import View
+from fusedcomm.members.plane import addresses
+from fusedcomm.members.plane.addresses import Answer, MembersFile, ask, name_of, to_join
+from fusedcomm.members.plane.control import ControlPlane
+from fusedcomm.members.plane.view import View
 
 HOST = "127.0.0.1"
 VARIABLES = ("FUSEDCOMM_MEMBERS", "FUSEDCOMM_JOIN", "TORCHELASTIC_RESTART_COUNT")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from trainees import Rank, Script, wait_for
 
 import fusedcomm
-from fusedcomm.members.views import Views
+from fusedcomm.members.training.views import Views
 from fusedcomm.reducer import data_parallel
 
 pytestmark = pytest.mark.check

@@ -1,31 +1,39 @@
 """Frames: every flipped bit is noticed, and lengths are checked before memory is."""
 
+import asyncio
 import io
 import json
 
 import pytest
 
-from fusedcomm.members import frames
 from fusedcomm.members.errors import FrameError
+from fusedcomm.members.plane import frames
 
 HEADER = {"kind": "fetch", "step": -3}
 PAYLOAD = [b"\x00\xff\x80", b"", bytes(range(256)) * 40]
 
 
-class Connection(io.BytesIO):
-    """What was sent, and can be received."""
+class Writer(io.BytesIO):
+    """What was sent."""
 
-    sendall, recv_into = io.BytesIO.write, io.BytesIO.readinto
+    async def drain(self) -> None:
+        """Nothing waits."""
 
 
 def wire() -> bytes:
-    connection = Connection()
-    frames.send(connection, frames.ANSWER, HEADER, PAYLOAD)
-    return connection.getvalue()
+    writer = Writer()
+    asyncio.run(frames.send(writer, frames.ANSWER, HEADER, PAYLOAD))
+    return writer.getvalue()
 
 
-def received(data: bytes, **options):
-    return frames.receive(Connection(data), **options)
+def received(data: bytes, max_payload_nbytes: int = 1 << 20, **options):
+    async def receive():
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await frames.receive(reader, max_payload_nbytes=max_payload_nbytes, **options)
+
+    return asyncio.run(receive())
 
 
 def test_a_frame_arrives_and_its_payload_in_the_callers_memory():
@@ -63,23 +71,14 @@ def test_a_header_that_is_too_long_is_not_sent():
         frames.encode(frames.HELLO, {"info": "x" * frames.MAX_HEADER_NBYTES})
 
 
-def test_the_decoder_finds_frames_in_any_pieces():
-    data = frames.encode(1, HEADER) + frames.encode(2, {}) + frames.encode(3, {"a": [1]})
-    for nbytes in (1, 7, 25, len(data)):
-        decoder, found = frames.Decoder(), []
-        for begin in range(0, len(data), nbytes):
-            found += decoder.feed(data[begin : begin + nbytes])
-        assert found == [(1, HEADER), (2, {}), (3, {"a": [1]})]
-        assert decoder.is_empty
-
-
-@pytest.mark.parametrize("bad", [b"GET / HTTP/1.1\r\n", b"f\x00", frames.MAGIC + b"\xff" * 20])
-def test_the_decoder_refuses_strange_bytes(bad):
-    with pytest.raises(FrameError):
-        frames.Decoder().feed(bad)
-
-
-def test_the_decoder_refuses_a_header_that_is_no_object():
-    data = frames.encode(1, json.loads("[1]"))
-    with pytest.raises(FrameError, match="is list, no object"):
-        frames.Decoder().feed(data)
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (b"GET / HTTP/1.1\r\n", "begins with b'GET '"),
+        (frames.MAGIC + b"\xff" * 20, "where at most 1048576 and 7 are possible"),
+        (frames.encode(1, json.loads("[1]")), "is list, no object"),
+    ],
+)
+def test_strange_bytes_are_refused(bad, text):
+    with pytest.raises(FrameError, match=text):
+        received(bad, max_payload_nbytes=7)

@@ -35,25 +35,27 @@ class Merger(Rank):
             self.members.load_state_dict({"step": 100, "num_microbatches": 0})
         self.job: Job | None = None
         if isinstance(script.run, InSeconds):
-            windows.time = types.SimpleNamespace(monotonic=lambda: 0 if self.job is None else self.job.comm.steps)
+            windows.time = types.SimpleNamespace(
+                monotonic=lambda: 0 if self.job is None else self.job.comm.progress.steps
+            )
         place = script.num_founders if self.joins else int(name)
         self.job = Job(script.run, place, fusedcomm.Config(**script.config), members=self.members)
         self.members.carry(optimizer=self.job.optimizer)
-        self.write("ready", {"address": self.members.address, "steps": self.job.comm.steps})
+        self.write("ready", {"address": self.members.address, "steps": self.job.comm.progress.steps})
         send = self.job.comm.messages.send
 
         def send_and_die(pending) -> None:
             send(pending)
             step, moment = script.die.get(name, (0, ""))
-            if moment == "handed" and self.job.comm.steps >= step:
+            if moment == "handed" and self.job.comm.progress.steps >= step:
                 self.die()
 
         self.job.comm.messages.send = send_and_die
 
     def run(self) -> None:
         comm = self.job.comm
-        while comm.steps < self.script.run.steps:
-            step = comm.steps + 1
+        while comm.progress.steps < self.script.run.steps:
+            step = comm.progress.steps + 1
             self.wait_before(step)
             self.job.train([step])
             until_arrived(comm)
@@ -171,4 +173,4 @@ def test_a_process_with_another_schedule_is_sent_away(team):
     run = team(Merger, run=dataclasses.replace(RUN, steps=4), num_founders=2, hold={"0": 2, "1": 2})
     run.join("j", of="1", run=dataclasses.replace(RUN, every=5))
     failure = run.failure("j")
-    assert "JoinRefusedError" in failure and "it has every 5, and the members have 4" in failure
+    assert "JoinRefusedError" in failure and "every is 4 on the members' ranks and 5 on this one" in failure

@@ -1,6 +1,6 @@
 """The rules of agreement in a simulated network, in which everything happens in any order.
 
-The rules and the gate are the product's; connections, main threads and time are simulated here.
+The rules and the step barrier are the product's; connections, main threads and time are simulated here.
 """
 
 import collections
@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from fusedcomm.members.agreement import Agreement
-from fusedcomm.members.gate import Gate
-from fusedcomm.members.view import Member, View
+from fusedcomm.members.plane.agreement import Agreement
+from fusedcomm.members.plane.barrier import StepBarrier
+from fusedcomm.members.plane.view import Member, View
 
 
 class Blocked(Exception):
@@ -18,7 +18,7 @@ class Blocked(Exception):
 
 
 class NoWait:
-    """Stands for the gate's condition: what waits is tried again later."""
+    """Stands for the step barrier's condition: what waits is tried again later."""
 
     def __enter__(self):
         return self
@@ -34,23 +34,23 @@ class NoWait:
 
 
 class Process:
-    """A member or joiner: the outlet of its rules, and its main thread as a state machine."""
+    """A member or joiner: the effects of its rules, and its main thread as a state machine."""
 
     def __init__(self, world: "World", uid: str) -> None:
         self.world, self.uid, self.member = world, uid, Member(uid, "h", 1, {})
-        self.gate = Gate()
-        self.gate._changed = NoWait()
-        self.rules = Agreement(uid, world.min_ranks, self)
+        self.barrier = StepBarrier()
+        self.barrier._changed = NoWait()
+        self.rules = Agreement(uid, world.min_ranks, self.barrier, self)
         self.mode, self.step, self.view, self.decision = "join", -1, None, None
         self.values = {}
         self.staged = {}  # by view: the value that it begins with
         self.dead, self.silent, self.doubts, self.past = set(), set(), {}, set()
-        self.freezes = []
+        self.stops = []
         self.ended = False
         self.error = None
         self.waits_to_join = True
 
-    # Outlet.
+    # Effects.
 
     def send(self, uid, message):
         assert uid != self.uid
@@ -61,47 +61,30 @@ class Process:
             others = {process.uid for process in self.world.alive() if process.knows(self.uid)}
         else:
             others = set(self.rules.view.uids)
-        for uid in sorted((others | set(self.rules._joiners)) - {self.uid}):
+        for uid in sorted((others | set(self.rules.joiners)) - {self.uid}):
             self.send(uid, message)
 
     def knows(self, uid):
-        return self.rules.view is not None and (uid in self.rules.view or uid in self.rules._joiners)
+        return self.rules.view is not None and (uid in self.rules.view or uid in self.rules.joiners)
 
-    def freeze(self, number, then):
-        self.gate.freeze(number)
-        self.freezes.append(then)
+    def stop_step(self, then):
+        self.stops.append(then)
 
-    def hold(self, number, step):
-        return self.gate.hold(number, step)
-
-    def release(self, number):
-        self.gate.release(number)
-
-    def progress(self):
-        return self.gate.finished, self.gate.entered
-
-    def committed(self, decision, immediate):
+    def committed(self, decision):
         self.past |= set(decision.view.uids)
         self.world.committed(self, decision)
-        self.gate.commit(decision, immediate)
 
-    def gone(self, number):
-        self.gate.set_gone(number)
-
-    def put_off(self, number):
-        is_put_off = self.gate.put_off()
-        if is_put_off:
-            self.world.rename(self, f"{self.uid}+")
-        return is_put_off
+    def join_anew(self, number):
+        self.world.rename(self, f"{self.uid}+")
 
     def send_away(self, uid):
         pass
 
-    def heard_dead(self, uid, sender):
+    def heard_dead(self, uid):
         self.prove(uid)
 
     def failed(self, error):
-        self.gate.fail(error)
+        self.barrier.fail(error)
 
     def reason(self, uid):
         return ""
@@ -136,28 +119,28 @@ class Process:
             self.ended, self.error = True, error
 
     def poll_join(self):
-        self.decision = self.gate.recover()
+        self.decision = self.barrier.recover()
         self.mode = "install"
 
     def poll_run(self):
-        if self.gate.is_stopped:
+        if self.barrier.is_stopped:
             self.mode = "recover"
             return
         at = (self.view.number, self.step)
         if self.world.begun.get(self.uid) != at:
-            if not self.gate.begin(self.step):
-                decision = self.gate.boundary(self.step)
+            if not self.barrier.begin(self.step):
+                decision = self.barrier.boundary(self.step)
                 if decision is not None:
                     self.decision, self.mode = decision, "install"
                     return
-                if self.gate.is_stopped:
+                if self.barrier.is_stopped:
                     return
             self.world.begun[self.uid] = at
             self.world.took_part.setdefault(at, set()).add(self.uid)
         # A collective: all have begun this step in this view. What was sent before a death still arrives.
         if self.world.took_part[at] >= set(self.view.uids):
             if not any(self.world.is_cut(self.uid, uid) for uid in self.view.uids):
-                if self.gate.finish_step(self.step):
+                if self.barrier.finish_step(self.step):
                     before = self.values[self.step - 1]
                     self.finish(self.step, hash((before, self.step, self.view.uids)))
                     self.step += 1
@@ -166,8 +149,8 @@ class Process:
         self.values[step] = value
 
     def poll_recover(self):
-        self.rules.set_wants(self.gate.wanted())
-        self.decision = self.gate.recover()
+        self.rules.set_wants(self.barrier.wanted())
+        self.decision = self.barrier.recover()
         self.rules.set_wants(-1)
         self.mode = "install"
 
@@ -187,9 +170,9 @@ class Process:
                 f"{self.uid} finished {max(self.values)}: {self.decision}"
             )
             self.rules.set_ready(view.number)
-        if self.gate.wait_installed(view.number, 1e9):
+        if self.barrier.wait_active(view.number, 1e9):
             self.finish(wanted, staged)
-            self.gate.install(view)
+            self.barrier.install(view)
             self.view, self.step, self.mode = view, view.step, "run"
         else:
             self.mode = "recover"
@@ -207,7 +190,7 @@ class World:
         self.now = 0.0
         view = View(0, tuple(self.add(f"p{rank}").member for rank in range(num_founders)), 0)
         for process in self.processes.values():
-            process.gate.start(view)
+            process.barrier.start(view)
             process.rules.start(view)
             process.values[-1] = 0
             process.past = set(view.uids)
@@ -223,7 +206,7 @@ class World:
         self.processes[old], self.processes[uid] = Process(self, old), process
         self.processes[old].ended = True
         process.uid, process.member, process.waits_to_join = uid, fresh.member, True
-        process.rules = Agreement(uid, self.min_ranks, process)
+        process.rules = Agreement(uid, self.min_ranks, process.barrier, process)
         self.cuts |= {frozenset({uid, *pair} - {old}) for pair in self.cuts if old in pair}
 
     def is_cut(self, a: str, b: str) -> bool:
@@ -290,11 +273,11 @@ class World:
         if self.alive():
             self.random.choice(self.alive()).poll()
 
-    def freeze(self) -> None:
-        waiting = [process for process in self.alive() if process.freezes]
+    def stop(self) -> None:
+        waiting = [process for process in self.alive() if process.stops]
         if waiting:
             process = self.random.choice(waiting)
-            process.freezes.pop(0)(process.gate.finished)
+            process.stops.pop(0)()
 
     def notice(self) -> None:
         """A process notices that another is dead, or silent."""
@@ -315,11 +298,11 @@ class World:
 
     def lose_joiner(self) -> None:
         for process in self.alive():
-            for uid in list(process.rules._joiners):
+            for uid in list(process.rules.joiners):
                 if self.processes[uid].ended or self.is_cut(process.uid, uid):
                     process.rules.drop_joiner(uid)
         for joiner in self.alive():
-            if joiner.rules.view is None and not any(joiner.uid in p.rules._joiners for p in self.alive()):
+            if joiner.rules.view is None and not any(joiner.uid in p.rules.joiners for p in self.alive()):
                 joiner.waits_to_join = True
 
     def kill(self) -> None:
@@ -352,14 +335,14 @@ class World:
             if joiner.waits_to_join:
                 for member in self.alive():
                     if member.rules.view is not None and member.rules.failure is None:
-                        if member.rules.lowest() == member.uid and joiner.uid not in member.rules.view:
+                        if member.rules.roster.lowest() == member.uid and joiner.uid not in member.rules.view:
                             if not self.is_cut(member.uid, joiner.uid):
                                 joiner.waits_to_join = False
                                 member.rules.add_joiner(joiner.member)
                                 return
 
     def run(self, num_actions: int) -> None:
-        weights = {"deliver": 40, "tick": 12, "poll": 40, "freeze": 8, "notice": 6, "break_link": 1}
+        weights = {"deliver": 40, "tick": 12, "poll": 40, "stop": 8, "notice": 6, "break_link": 1}
         extra = {"k": {"kill": 0.25}, "c": {"cut": 0.4, "heal": 0.3}, "j": {"arrive": 0.4, "join": 2}}
         for kind in self.kinds:
             weights |= extra[kind]
@@ -389,7 +372,7 @@ def check_liveness(world: World) -> None:
             break
     for process in members:
         view = process.view
-        proposed = process.rules._round and (process.rules._round.participants, list(process.rules._round.acks))
+        proposed = process.rules.proposal and (process.rules.proposal.participants, list(process.rules.proposal.acks))
         where = f"{proposed}, {process.uid} in mode {process.mode}, step {process.step}, {process.rules.state()}"
         assert process.ended or process.mode == "run", where
         assert process.ended or process.step > before[process.uid], f"{where}, {view.uids}"
@@ -422,8 +405,8 @@ def flow(world: World, *without: tuple[str, str]) -> None:
     """Delivers all messages but those of the links `without`, and stops steps where that is asked."""
     while True:
         for process in world.alive():
-            while process.freezes:
-                process.freezes.pop(0)(process.gate.finished)
+            while process.stops:
+                process.stops.pop(0)()
         waiting = [link for link, queue in world.links.items() if queue and link not in without]
         if not waiting:
             return
@@ -457,15 +440,17 @@ def lose(world: World, uid: str) -> None:
     world.processes["p0"].prove(uid)
 
 
-def test_a_view_that_goes_while_another_rank_is_lost_keeps_its_joiner():
+def test_a_view_that_becomes_active_while_another_rank_is_lost_keeps_its_joiner():
     world = with_joiner(*(("p1", uid) for uid in ("p0", "p2", "p3", "p4")))
-    lose(world, "p3")  # only p1 knows that the view has gone
+    lose(world, "p3")  # only p1 knows that the view is active
     flow(world)
     assert world.processes["p0"].rules.view.uids == ("p0", "p1", "p2", "p4")
 
 
 def test_a_joiner_that_is_left_out_before_it_has_run_joins_anew():
     joiner = with_joiner().processes["p4"]
-    assert joiner.uid in joiner.rules._chain[0]  # it knows that its view has gone, but its main thread has not looked
+    assert (
+        joiner.uid in joiner.rules.roster.active
+    )  # it knows that its view is active, but its main thread has not looked
     joiner.rules.expelled(2)
-    assert joiner.gate.failure is None and joiner.uid == "p4+" and joiner.waits_to_join
+    assert joiner.barrier.failure is None and joiner.uid == "p4+" and joiner.waits_to_join

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.config import Config
-from fusedcomm.members.keeping import with_codes_kept
+from fusedcomm.members.training.recovery import with_recovery_codes
 from fusedcomm.ranks import torch_groups
 
 CUDA = torch.device("cuda", 0)
@@ -40,7 +40,7 @@ def test_a_view_has_a_communicator_of_its_own_that_no_watchdog_ends(members, mon
 
 
 def test_only_sums_whose_codes_are_kept_are_taken_on_cuda(members):
-    kept = with_codes_kept(Config(wire="int8"), members, CUDA)
+    kept = with_recovery_codes(Config(wire="int8"), members, CUDA)
     assert kept.sum == "two-shot" and kept.hosts is None
 
 
@@ -55,4 +55,4 @@ def test_what_lost_ranks_would_break_is_refused(monkeypatch, device, backends, w
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     with pytest.raises(ValueError, match=words):
-        with_codes_kept(Config(), SimpleNamespace(microbatches=None), torch.device(device))
+        with_recovery_codes(Config(), SimpleNamespace(microbatches=None), torch.device(device))

@@ -2,19 +2,19 @@
 
 import copy
 import gc
-import io
 import os
 import threading
 import timeit
 
 import pytest
 import torch
+from checkpoints import file_of, read
 from models import error_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fusedcomm
-from fusedcomm.members import state
+from fusedcomm.members.training import transfer
 
 DATA = range(48)
 
@@ -46,7 +46,7 @@ def resumed(rank, world_size, saved, until):
     members = fusedcomm.Members()
     sampler = fusedcomm.MembersSampler(DATA, members, batch_size=4)
     if saved is not None:
-        states = torch.load(io.BytesIO(saved), weights_only=True)
+        states = read(saved, weights_only=True)
         sampler.load_state_dict(states["sampler"])
         members.load_state_dict(states["members"])
     model, seen = parallel(members), []
@@ -56,10 +56,9 @@ def resumed(rank, world_size, saved, until):
     while members.step < until:
         seen += next(batches).tolist()
         one_pass(model)
-    written = io.BytesIO()
-    torch.save({"members": members.state_dict(), "sampler": sampler.state_dict()}, written)
+    written = file_of({"members": members.state_dict(), "sampler": sampler.state_dict()})
     members.leave()
-    return seen, written.getvalue()
+    return seen, written
 
 
 def test_a_resumed_run_goes_on_with_its_step_and_each_sample_comes_once_on_any_number_of_ranks(ranks):
@@ -73,7 +72,7 @@ def joined_by_a_thread(rank, world_size):
     """Founds members here, has a rank join on another thread, and trains until both have made a step together. Returns
     what both found: the place, and the joiner's copy of an object that a callback of its coming changes."""
     found, answered = {}, threading.Event()
-    carried, joiner, skeleton = Kept(0.02), Kept(None), state.Transfer.skeleton
+    carried, joiner, skeleton = Kept(0.02), Kept(None), transfer.Transfer.skeleton
     members = fusedcomm.Members()
 
     def noted(self):
@@ -103,7 +102,7 @@ def joined_by_a_thread(rank, world_size):
 
     thread = threading.Thread(target=join)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state.Transfer, "skeleton", noted)
+        patch.setattr(transfer.Transfer, "skeleton", noted)
         thread.start()
         while members.size == 1:
             found["at"] = members.step, members.num_microbatches
@@ -161,10 +160,7 @@ def handled(rank, world_size):
         found["repr"], found["dir"] = repr(members), dir(members)
         average = AveragedModel(model)
         average.update_parameters(model)
-        written = io.BytesIO()
-        torch.save(model, written)
-        written.seek(0)
-        for copied in (average, copy.deepcopy(model), torch.load(written, weights_only=False)):
+        for copied in (average, copy.deepcopy(model), read(file_of(model))):
             with torch.no_grad():
                 assert torch.equal(copied(torch.ones(1, 4)), model(torch.ones(1, 4)))
         found["copy"] = repr(copy.copy(members))

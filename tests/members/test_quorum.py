@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedcomm.members.quorum import clique, may_go_on
+from fusedcomm.members.plane.quorum import clique, may_go_on
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 from patience import HANG_S
 
 from fusedcomm.members.errors import MemberLostError
-from fusedcomm.members.view import View
+from fusedcomm.members.plane.view import View
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def planes(plane):
 
 def test_requests_run_side_by_side(planes):
     together = threading.Barrier(4)
-    planes[1].handlers["meet"] = lambda header: ({"first": together.wait(HANG_S) == 0}, [])
+    planes[1].hooks.handlers["meet"] = lambda header: ({"first": together.wait(HANG_S) == 0}, [])
     found = []
     asking = [
         threading.Thread(target=lambda: found.append(planes[0].request(planes[1].member, "meet", {})[0]["first"]))
@@ -41,7 +41,7 @@ def test_a_refusal_has_the_members_text(planes):
     def refuse(header):
         raise LookupError("step 3 is not kept")
 
-    planes[1].handlers["means"] = refuse
+    planes[1].hooks.handlers["means"] = refuse
     with pytest.raises(LookupError, match="^step 3 is not kept$"):
         planes[0].request(planes[1].member, "means", {})
     with pytest.raises(LookupError, match="answers no 'what'"):
@@ -56,7 +56,7 @@ def test_a_request_ends_when_the_member_is_lost(planes):
         over.wait(HANG_S)
         return {}, []
 
-    planes[1].handlers["hang"] = hang
+    planes[1].hooks.handlers["hang"] = hang
     threading.Thread(target=lambda: (asked.wait(HANG_S), planes[1].leave("it goes")), daemon=True).start()
     with pytest.raises(MemberLostError, match="'hang' was asked of the member at 127.0.0.1:"):
         planes[0].request(planes[1].member, "hang", {})
@@ -69,12 +69,12 @@ def test_a_request_ends_when_the_member_is_lost(planes):
 def test_a_step_does_not_count_once_a_member_has_said_goodbye(planes):
     stops = [threading.Event() for _ in planes]
     for each, stop in zip(planes, stops, strict=True):
-        each.on_freeze = stop.set
+        each.hooks.stop_step = stop.set
         assert each.boundary(5) is None
-    assert planes[0].finish_step(5)
+    assert planes[0].barrier.finish_step(5)
     planes[2].leave("it is done")
     for each, stop in zip(planes[:2], stops, strict=False):
-        assert stop.wait(HANG_S) and not each.finish_step(6)
+        assert stop.wait(HANG_S) and not each.barrier.finish_step(6)
         assert each.recover().finished == {"u0": 5, "u1": 4}
 
 

@@ -26,9 +26,9 @@ from patience import HANG_S, wait_until
 from ranks import forkserver
 
 import fusedcomm
-from fusedcomm.members import state
-from fusedcomm.members.agreement import Agreement
-from fusedcomm.members.training import Training
+from fusedcomm.members.plane.agreement import Agreement
+from fusedcomm.members.training import transfer
+from fusedcomm.members.training.passes import Training
 from fusedcomm.ranks import groups
 
 SHAPES = ((40, 33), (64, 32), (17, 128))
@@ -109,7 +109,7 @@ class Rank:
         """For what the script says; it may be the end."""
         plane = self.members.plane
         if step == self.script.meets and not self.joins:
-            wait_until(lambda: plane._gate._hold is not None or plane.view.number > 0, "a process is about to join")
+            wait_until(lambda: plane.barrier.is_holding or plane.view.number > 0, "a process is about to join")
         if step == self.script.hold.get(self.name):
             wait_for(self.folder / "go")
         if self.dies(step, "before"):
@@ -139,7 +139,7 @@ class Trainee(Rank):
         if self.dies(0, "proposed"):
             Agreement._on_propose = lambda *_: self.die()
         if self.dies(0, "receiving"):
-            state.Transfer.content = lambda *_: self.die()
+            transfer.Transfer.content = lambda *_: self.die()
         self.comm = fusedcomm.GradReducer(
             [(f"p{i}", parameter) for i, parameter in enumerate(self.parameters)],
             fusedcomm.Config(**script.config),
@@ -159,7 +159,7 @@ class Trainee(Rank):
         finish, fetch = training.finish, training._fetch
 
         def late_finish() -> bool:
-            while training.step == step and not self.members.plane.is_superseded(self.members.current):
+            while training.step == step and not self.members.plane.barrier.is_superseded(self.members.current.number):
                 time.sleep(0.001)
             return finish()
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the engine, the codec and the exchange with each sanitizer and runs the stress programs:
 #   engine_stress    lanes are threads; needs no torch
-#   exchange_stress  messages between ranks; needs torch
-# The test that needs torch is skipped if PYTHON has none. torch itself is not instrumented, and need not be: the
-# backend, and the code that orders messages, are built here and are instrumented.
+#   exchange_stress  messages between ranks; a script, which needs torch
+# The one that needs torch is skipped if PYTHON has none. Neither torch nor Python is instrumented, and need not be: the
+# code that orders messages is built here and is instrumented.
 #
 # Arguments: the tests to run; all of them without arguments.
 # Environment variables: CXX, PYTHON, and SANITIZERS, a list of -fsanitize values separated by spaces.
@@ -26,25 +26,33 @@ mkdir -p "$build"
 flags=(-O1 -g -Icsrc -ffp-contract=off -fno-omit-frame-pointer -fno-sanitize-recover=all)
 engine=(csrc/engine/*.cpp csrc/codec/*.cpp csrc/codec/isa/*.cpp)
 torch=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__file__))' 2> /dev/null || true)
+export TSAN_OPTIONS="halt_on_error=1 suppressions=tests/native/not_instrumented.txt ${TSAN_OPTIONS:-}"
 
-# run NAME FLAGS...: compiles tests/native/NAME.cpp with these flags and sources, and runs it.
-run() {
-  local name=$1 binary="$build/$1-${sanitizer//,/-}"
-  shift
-  if [[ "$tests" != *" $name "* ]]; then return; fi
-  if [[ "$*" == *"$torch/include"* && -z "$torch" ]]; then
-    echo "$name: skipped, because $PYTHON has no torch"
+engine_stress() {
+  local binary="$build/engine_stress-${sanitizer//,/-}"
+  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -std=c++17 tests/native/engine_stress.cpp "${engine[@]}" \
+    csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp csrc/devices/cpu_device.cpp -o "$binary" -pthread
+  "$binary"
+}
+
+exchange_stress() {
+  if [ -z "$torch" ]; then
+    echo "exchange_stress: skipped, because $PYTHON has no torch"
     return
   fi
-  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" "tests/native/$name.cpp" "$@" -o "$binary" -pthread
-  TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" "$binary"
+  local folder="$build/exchange-${sanitizer//,/-}" python runtime
+  mkdir -p "$folder"
+  python=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -std=c++20 -shared -fPIC -isystem "$python" -isystem "$torch/include" \
+    -isystem "$torch/include/torch/csrc/api/include" tests/native/bindings.cpp csrc/transport/exchange.cpp \
+    csrc/transport/peer_sentinels.cpp -o "$folder/test_bindings.so" \
+    -L"$torch/lib" -ltorch_python -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
+  # Python is not linked with the sanitizer, whose library must come first.
+  runtime=$("$CXX" -print-file-name="lib$([[ $sanitizer == thread ]] && echo tsan || echo asan).so")
+  LD_PRELOAD=$runtime ASAN_OPTIONS="detect_leaks=0 ${ASAN_OPTIONS:-}" "$PYTHON" tests/native/exchange_stress.py "$folder"
 }
 
 for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   echo "== $sanitizer"
-  run engine_stress -std=c++17 "${engine[@]}" csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp \
-    csrc/devices/cpu_device.cpp
-  run exchange_stress -std=c++20 -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
-    csrc/transport/exchange.cpp csrc/transport/peer_sentinels.cpp \
-    -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
+  for test in $tests; do "$test"; done
 done

@@ -43,7 +43,7 @@ WAYS = {
     "scheduler sgd": Way(kind="sgd", scheduled=True),
     "weighted": Way(config=Config("fp32", sum="two-shot", weighted="mean")),
     "weighted, every": Way(config=Config("fp32", sum="two-shot", weighted="sum"), accumulate=2, counts=True),
-    "weighted, accumulated": Way(config=Config("fp32", sum="two-shot", weighted="mean"), accumulate=2),
+    "weighted, accumulated": Way(config=Config("fp32", sum="two-shot", weighted="sum"), accumulate=2),
 }
 # These are not possible with overlap.
 LATER_WAYS = {

@@ -202,6 +202,29 @@ def test_it_has_them_where_everything_is_work_of_an_accelerators_streams(ranks_o
     assert ranks_on_streams.run(beside_an_interrupted_run, "adamw", actions, "", on_streams.DEVICE) == [[], []]
 
 
+def loads_no_masters(rank, world_size):
+    """What differs between an optimizer that has stepped and a new one, when both have loaded a state without fp32
+    copies, and have stepped then."""
+    run = Run("bf16 parameters")
+    for number in range(3):
+        run.step(number)
+    state, ends = whole(run.optimizer.state_dict()), []
+    for values in state["state"].values():
+        del values["master"], values["written"]
+    other = Run(run.name)
+    other.model.load_state_dict(run.model.state_dict())
+    for each in (run, other):
+        each.optimizer.load_state_dict(state)
+        each.step(3)
+        ends.append(whole(each.optimizer.state_dict()))
+        each.reducer.detach()
+    return unequal(*ends)
+
+
+def test_without_fp32_copies_in_the_state_they_are_the_parameters(ranks):
+    assert ranks.run(loads_no_masters, world_size=2) == [[], []]
+
+
 # ---- whose state it is
 
 

@@ -61,7 +61,7 @@ def rounded(row, config, pieces):
     return result
 
 
-@pytest.mark.sampled(strength=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "fp32")], ids="-".join)
 @pytest.mark.parametrize("chunks", [Chunks(), Chunks(nbytes=4096, in_flight=2)], ids=["one", "several"])

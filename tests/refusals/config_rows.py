@@ -108,6 +108,7 @@ PAIRS = [
     ),
     (lambda _: fusedcomm.simulate([torch.ones(3)] * 2, "off"), "config='off' ... config='fp32'"),
     (lambda _: Config("fp32", weighted="median"), "weighted"),
+    (lambda _: Config("bf16", "direct", weighted="mean"), "sum='direct' ... weighted='mean' ... use sum='two-shot'"),
     (lambda _: fusedcomm.Auto((Config(weighted="mean"),)), "a search also tries DDP's own all-reduce"),
     (lambda _: fusedcomm.CommState(Config(weighted="mean")), "a registered hook has no handle"),
     (lambda _: fusedcomm.CommState(Config("bf16", wires={"embed*": "fp32"})), "module=model"),

@@ -156,7 +156,7 @@ def one_bit(of_rank):
     def wrong(rank):
         job = begun(Run("corrected", every=2, delay=0), rank, steps=3)
         if rank == of_rank:
-            job.comm.fragments[0].anchor.view(torch.int32)[17] ^= 1
+            job.comm.progress.fragments[0].anchor.view(torch.int32)[17] ^= 1
         try:
             job.train([4])
         finally:

@@ -2,11 +2,11 @@
 ranks, with other buckets or another wire, its group changes, parameters are frozen. Hypothesis draws what happens."""
 
 import dataclasses
-import io
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import file_of, read
 from models import Gradients, integers, no_sync_of, normal, synchronized
 from sampling import few, for_all_lists
 from torch.distributed.algorithms.join import Join
@@ -16,11 +16,6 @@ import fusedcomm
 from fusedcomm.config import Blocks, Config, Feedback
 
 NUM_EXAMPLES = few([3, 60], 3)
-
-
-def file_of(*states):
-    torch.save(states, file := io.BytesIO())
-    return file.getvalue()
 
 
 def detach(comm):
@@ -63,11 +58,11 @@ class Trained:
         return [(p if self.parts[2:] else p.grad).detach().clone() for p in self.model.weights]
 
     def load(self, file):
-        for part, state in zip(self.parts, torch.load(io.BytesIO(file), weights_only=False), strict=True):
+        for part, state in zip(self.parts, read(file), strict=True):
             part.load_state_dict(state)
 
     def save(self):
-        return file_of(*(part.state_dict() for part in self.parts))
+        return file_of([part.state_dict() for part in self.parts])
 
 
 def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
@@ -110,7 +105,7 @@ CODES = {"1d": "int4"}
         ("hook", Config("int4", wires=CODES, feedback=Feedback())),
         ("CommState", Config("int4", wires=CODES, feedback=Feedback(), blocks=Blocks(rotate=True))),
         ("reducer", Config("int8", feedback=Feedback("bf16"))),
-        ("DataParallel", Config("int8", feedback=Feedback(), weighted="mean")),
+        ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
         ("owners", Config("int8", feedback=Feedback())),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -235,7 +230,7 @@ class Ledger:
         self.owed = shared[0]
         self.make(bucket_mib, size)
         if self.comm is not None:
-            self.comm.load_state_dict(*torch.load(io.BytesIO(shared[1] if consolidated else file)))
+            self.comm.load_state_dict(read(shared[1] if consolidated else file, weights_only=True))
 
     def make_anew(self, bucket_mib):
         self.reload(bucket_mib, self.size, consolidated=False)

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import shutil
 
 import pytest
 from scripts import python
@@ -75,18 +74,6 @@ def test_without_the_extension_a_command_says_how_to_build_it(demo_packages):
     hide = "import sys; sys.modules['fusedcomm._C'] = None; from fusedcomm.tools import cli; sys.exit(cli.main())"
     done = python("-c", hide, "demo")
     assert done.returncode == 1 and "make build" in done.stderr
-
-
-@pytest.mark.full
-def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
-    package = os.path.dirname(fusedcomm.__file__)
-    shutil.copytree(package, tmp_path / "fusedcomm", ignore=shutil.ignore_patterns("_C.*", "kernels"))
-    # An editable install would find what the checkout lacks; a plain one does not.
-    code = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
-    code += "; sys.path.insert(0, sys.argv[1]); import fusedcomm; fusedcomm.attach"
-    done = python("-c", code, tmp_path, PYTHONPATH="")
-    said = f"the folder {tmp_path} holds a checkout of fusedcomm that has not been built, and hides the"
-    assert said in done.stderr and "Run from another folder" in done.stderr
 
 
 @pytest.mark.parametrize(

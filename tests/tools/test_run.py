@@ -116,7 +116,7 @@ def test_what_cannot_be_started_is_said_in_a_sentence(ssh, tmp_path, capfd, host
     assert said in written and "fusedcomm run: " in written and "Traceback" not in written
 
 
-def test_a_missing_ssh_is_said(tmp_path, monkeypatch, capfd):
+def test_a_missing_ssh_is_said(other_hosts, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["run", "-np", "1", "-H", "elsewhere", "true"]) == 127
     assert "fusedcomm run: ssh was not found: no folder in PATH has it" in capfd.readouterr().err

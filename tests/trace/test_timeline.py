@@ -1,7 +1,9 @@
 """The timeline of all ranks: clocks aligned by collectives, the stages of every rank, and the exposed time of steps."""
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import random
 import warnings
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import traces
 from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,15 +24,24 @@ from fusedcomm.trace import merge as timeline
 SHAPES = ((300, 50), (20, 30), (4000,))
 
 
-def traced(rank, world_size, path, kwargs, attach_kwargs):
+TWO_SHOT = Config("int8", sum="two-shot", chunks=Chunks(8192))
+
+
+def traced(rank, world_size, path, config=TWO_SHOT, **kwargs):
+    """Traces the third to the fifth of six steps. Returns the exposed times of all, and the number of chunks."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
-    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(8192), **attach_kwargs))
+    comm = fusedcomm.attach(ddp, config)
     gradients = [torch.ones(shape) for shape in SHAPES]
     synchronize(ddp, gradients, steps=2)
     with comm.trace(path, **kwargs):
         synchronize(ddp, gradients, steps=3)
     synchronize(ddp, gradients)
-    return list(comm.session.synchronizer.stats().recent_exposed_ms)
+    num_chunks = sum(row.num_chunks for row in comm.plan().buckets)
+    return list(comm.session.synchronizer.stats().recent_exposed_ms), num_chunks
+
+
+def traced_by_all(rank, world_size, path, hosts):
+    return traced(rank, world_size, path, dataclasses.replace(TWO_SHOT, hosts=hosts), all_ranks=True)
 
 
 def read(path):
@@ -41,20 +53,20 @@ def spans_of(document):
     return [event for event in document["traceEvents"] if event["ph"] == "X" and event["cat"] != trace.MODEL]
 
 
-def check_merged(document, world_size, stages):
+def check_merged(document, world_size, tracks):
     events, about = spans_of(document), document["otherData"]["fusedcomm"]
     assert about["world_size"] == world_size == len(about["clock_uncertainty_us"])
     assert min(event["ts"] for event in document["traceEvents"] if event["ph"] == "X") == 0
     begins, ends = {}, {}
     for rank in range(world_size):
         own = [event for event in events if event["pid"] == rank]
-        assert {event["args"]["stage"] for event in own} == {*stages, "bucket", "exposed"}
+        assert {event["args"]["stage"] for event in own} == {*tracks, "bucket", "exposed"}
         assert {event["args"]["step"] for event in own} == {2, 3, 4}
     for event in events:
         assert event["dur"] >= 0
         args = event["args"]
         # With sums on one level, all ranks take part in each collective.
-        if "local all-to-all" not in stages and args["stage"].startswith("all-"):
+        if "local all-to-all" not in tracks and args["stage"].startswith("all-"):
             key = (args["step"], args["bucket"], args["chunk"], args["stage"])
             begins.setdefault(key, []).append(event["ts"])
             ends.setdefault(key, []).append(event["ts"] + event["dur"])
@@ -65,23 +77,54 @@ def check_merged(document, world_size, stages):
     assert names == {rank: f"fusedcomm rank {rank} of {world_size}" for rank in range(world_size)}
 
 
-TWO_SHOT = ("pack", "all-to-all", "reduce", "all-gather", "unpack")
+ONE_LEVEL = {"pack": "pack", "all-to-all": "wire", "reduce": "reduce", "all-gather": "wire", "unpack": "unpack"}
+TWO_LEVELS = {
+    "pack": "pack",
+    "local all-to-all": "local wire",
+    "local reduce": "local reduce",
+    "all-to-all": "wire",
+    "reduce": "reduce",
+    "all-gather": "wire",
+    "local all-gather": "local wire",
+    "unpack": "unpack",
+}
+"""By stage of a chunk, in their order: the track."""
+
+
+def check_order(events, tracks, num_chunks):
+    """Whether a rank's events show each stage of each chunk, one after another, within its bucket."""
+    chunks = {}
+    for event in events:
+        args = event["args"]
+        chunks.setdefault((args["step"], args["bucket"], args["chunk"]), {})[args["stage"]] = event
+    assert len(chunks) == 3 * num_chunks
+    for (_, _, chunk), stages in chunks.items():
+        bucket = stages.pop("bucket", None)
+        exposed = stages.pop("exposed", bucket)  # only the last bucket of a step has this stage
+        assert {stage: event["track"] for stage, event in stages.items()} == tracks
+        for before, after in itertools.pairwise(tracks):
+            assert stages[before]["ts"] + stages[before]["dur"] <= stages[after]["ts"] + 1e-3
+        if chunk == 0:  # the bucket's own span
+            assert bucket["ts"] <= stages["pack"]["ts"] and bucket["track"] == "bucket"
+            assert bucket["ts"] + bucket["dur"] >= stages["unpack"]["ts"] + stages["unpack"]["dur"]
+            assert "weights." in bucket["args"]["bucket"]
+            assert (exposed["ts"], exposed["dur"]) == (bucket["ts"], bucket["dur"])
 
 
 @pytest.mark.parametrize(
-    ("world_size", "hosts", "stages"),
-    [
-        (3, None, TWO_SHOT),
-        # Ranks 0 and 3 share no collective: their clocks are aligned through rank 1 or 2.
-        (4, [[0, 2], [1, 3]], (*TWO_SHOT, "local all-to-all", "local reduce", "local all-gather")),
-    ],
+    ("world_size", "hosts", "tracks"),
+    # Of the four, ranks 0 and 3 share no collective: their clocks are aligned through rank 1 or 2.
+    [(3, None, ONE_LEVEL), (4, [[0, 2], [1, 3]], TWO_LEVELS)],
+    ids=str,
 )
-def test_one_trace_of_all_ranks(ranks, tmp_path, world_size, hosts, stages):
+def test_one_trace_of_all_ranks(ranks, tmp_path, world_size, hosts, tracks):
     path = tmp_path / "trace.json"
-    exposed_ms = ranks.run(traced, str(path), {"all_ranks": True}, {"hosts": hosts}, world_size=world_size)
+    exposed_ms, (num_chunks, *_) = zip(*ranks.run(traced_by_all, str(path), hosts, world_size=world_size), strict=True)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     document = read(path)
-    check_merged(document, world_size, stages)
+    check_merged(document, world_size, tracks)
+    for rank in range(world_size):
+        check_order([event for event in traces.read(path) if event["pid"] == rank], tracks, num_chunks)
     # The ranks run on one machine and began to trace within a step of each other.
     about = document["otherData"]["fusedcomm"]
     assert about["clock_uncertainty_us"][0] == 0 and max(about["clock_uncertainty_us"]) < 50_000
@@ -94,10 +137,10 @@ def test_one_trace_of_all_ranks(ranks, tmp_path, world_size, hosts, stages):
 
 
 @pytest.fixture(scope="module")
-def traces(ranks, tmp_path_factory):
+def files(ranks, tmp_path_factory):
     """The trace files of three ranks."""
     folder = tmp_path_factory.mktemp("traces")
-    ranks.run(traced, str(folder / "trace-{rank}.json"), {}, {}, world_size=3)
+    ranks.run(traced, str(folder / "trace-{rank}.json"), world_size=3)
     return [folder / f"trace-{rank}.json" for rank in range(3)]
 
 
@@ -173,16 +216,16 @@ def shifted(path, folder, shift_us):
     return write(folder / path.name, json.dumps(document))
 
 
-def test_the_command_merges_files_whatever_their_clocks_say(traces, tmp_path, capsys):
-    offsets, uncertainties = timeline.clock_offsets([read(path) for path in traces])
+def test_the_command_merges_files_whatever_their_clocks_say(files, tmp_path, capsys):
+    offsets, uncertainties = timeline.clock_offsets([read(path) for path in files])
     shifts = (0.0, 7.5e6, -123_456.0)
-    moved = [shifted(path, tmp_path, shift) for path, shift in zip(traces, shifts, strict=True)]
+    moved = [shifted(path, tmp_path, shift) for path, shift in zip(files, shifts, strict=True)]
     found, same_uncertainties = timeline.clock_offsets([read(path) for path in moved])
     assert same_uncertainties == pytest.approx(uncertainties, abs=1e-2)
     assert [offset + shift for offset, shift in zip(found, shifts, strict=True)] == pytest.approx(offsets, abs=1e-2)
     out = tmp_path / "merged.json"
     assert main(["timeline", *map(str, reversed(moved)), "-o", str(out)]) == 0
-    check_merged(read(out), 3, TWO_SHOT)
+    check_merged(read(out), 3, ONE_LEVEL)
     assert "3 ranks, clocks aligned to ±" in capsys.readouterr().out
 
 
@@ -206,9 +249,9 @@ def changed(path, folder, **about):
         (lambda files, folder: [merged_already(files, folder)], ["has been merged already"]),
     ],
 )
-def test_the_command_refuses_what_is_not_one_trace(traces, tmp_path, capsys, spoil, words):
+def test_the_command_refuses_what_is_not_one_trace(files, tmp_path, capsys, spoil, words):
     with pytest.raises(SystemExit):
-        main(["timeline", *map(str, spoil(traces, tmp_path)), "-o", str(tmp_path / "out.json")])
+        main(["timeline", *map(str, spoil(files, tmp_path)), "-o", str(tmp_path / "out.json")])
     text = capsys.readouterr().err
     assert all(word in text for word in words), text
     assert not (tmp_path / "out.json").exists()
@@ -260,11 +303,6 @@ def has_a_full_disk(comm, step, rank, path):
         patch.setattr(trace, "write", fail)
         with comm.trace(path):
             step()
-
-
-def has_a_field_that_all_ranks_lack(comm, step, rank, path):
-    with comm.trace("trace-{rank}.json", all_ranks=True):
-        pass
 
 
 HAS_NONE = "RuntimeError: fusedcomm: rank 1 has no trace: "

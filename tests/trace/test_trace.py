@@ -1,11 +1,10 @@
-"""``comm.trace``: a timeline that Perfetto reads, with every stage of every bucket in order."""
+"""``comm.trace``: which ranks write, and the tracks that Perfetto shows. Stages and their order: test_timeline.py."""
 
-import itertools
 import json
 
 import pytest
 import torch
-from models import Gradients, synchronize
+from test_timeline import traced
 from torch.nn.parallel import DistributedDataParallel
 from traces import complete_events, dropped, read
 
@@ -13,64 +12,9 @@ import fusedcomm
 from fusedcomm.config import Chunks, Config
 from fusedcomm.trace import document as trace
 
-SHAPES = ((300, 50), (20, 30), (4000,))
-
-
-def traced(rank, world_size, config, path):
-    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
-    comm = fusedcomm.attach(ddp, config)
-    gradients = [torch.ones(shape) for shape in SHAPES]
-    synchronize(ddp, gradients, steps=2)
-    with comm.trace(path):
-        synchronize(ddp, gradients, steps=3)
-    synchronize(ddp, gradients)
-    return sum(row.num_chunks for row in comm.plan().buckets)
-
-
-ONE_LEVEL = {"pack": "pack", "all-to-all": "wire", "reduce": "reduce", "all-gather": "wire", "unpack": "unpack"}
-TWO_LEVELS = {
-    "pack": "pack",
-    "local all-to-all": "local wire",
-    "local reduce": "local reduce",
-    "all-to-all": "wire",
-    "reduce": "reduce",
-    "all-gather": "wire",
-    "local all-gather": "local wire",
-    "unpack": "unpack",
-}
-"""By stage of a chunk, in their order: the track."""
-
-
-@pytest.mark.parametrize(
-    ("world_size", "hosts", "tracks"), [(2, None, ONE_LEVEL), (4, [[0, 1], [2, 3]], TWO_LEVELS)], ids=str
-)
-def test_each_stage_of_each_chunk_is_shown_in_order(ranks, tmp_path, world_size, hosts, tracks):
-    config = Config("int8", sum="two-shot", chunks=Chunks(8192), hosts=hosts)
-    (num_chunks, *_) = ranks.run(traced, config, str(tmp_path / "trace-{rank}.json"), world_size=world_size)
-    for rank in range(world_size):
-        events = read(tmp_path / f"trace-{rank}.json")
-        assert {event["pid"] for event in events} == {rank}
-        chunks = {}
-        for event in events:
-            assert event["dur"] >= 0
-            args = event["args"]
-            chunks.setdefault((args["step"], args["bucket"], args["chunk"]), {})[args["stage"]] = event
-        assert {step for step, _, _ in chunks} == {2, 3, 4} and len(chunks) == 3 * num_chunks
-        for (_, _, chunk), stages in chunks.items():
-            bucket = stages.pop("bucket", None)
-            exposed = stages.pop("exposed", bucket)  # only the last bucket of a step has this stage
-            assert {stage: event["track"] for stage, event in stages.items()} == tracks
-            for before, after in itertools.pairwise(tracks):
-                assert stages[before]["ts"] + stages[before]["dur"] <= stages[after]["ts"] + 1e-3
-            if chunk == 0:  # the bucket's own span
-                assert bucket["ts"] <= stages["pack"]["ts"] and bucket["track"] == "bucket"
-                assert bucket["ts"] + bucket["dur"] >= stages["unpack"]["ts"] + stages["unpack"]["dur"]
-                assert "weights." in bucket["args"]["bucket"]
-                assert (exposed["ts"], exposed["dur"]) == (bucket["ts"], bucket["dur"])
-
 
 def test_without_a_field_for_the_rank_only_rank_0_writes(ranks, tmp_path):
-    ranks.run(traced, Config("fp32"), str(tmp_path / "trace.json"), world_size=2)
+    ranks.run(traced, str(tmp_path / "trace.json"), Config("fp32"), world_size=2)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     stages = {event["args"]["stage"] for event in read(tmp_path / "trace.json")}
     assert stages == {"pack", "all-reduce", "bucket", "exposed"}

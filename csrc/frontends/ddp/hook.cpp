@@ -65,7 +65,7 @@ c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& proc
 
 }  // namespace
 
-Bucket bucket_of(c10d::GradBucket& grad_bucket) {
+Bucket bucket_of(c10d::GradBucket& grad_bucket, bool is_shadow) {
   std::vector<at::Tensor> parameters = grad_bucket.getParameters();
   std::vector<SlicePlace> places;
   places.reserve(parameters.size());
@@ -82,15 +82,13 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
                 " elements, but its parameters have ", numel,
                 ": this layout of buckets is not supported. Please report it with your DDP options.");
   }
-  Bucket bucket(grad_bucket.getIndex(), grad_bucket.isLast(), std::move(parameters),
-                std::make_shared<const Gradients>(buffer, std::move(places)));
-  bucket.check = [&grad_bucket] { check_gradients(grad_bucket); };
-  return bucket;
+  return {grad_bucket.getIndex(), grad_bucket.isLast(), std::move(parameters),
+          std::make_shared<const Gradients>(buffer, std::move(places)),
+          OfPass{[&grad_bucket] { check_gradients(grad_bucket); }, is_shadow}};
 }
 
 FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow) {
-  Bucket gradients = bucket_of(bucket);
-  gradients.is_shadow = is_shadow;
+  const Bucket gradients = bucket_of(bucket, is_shadow);
   if (gradients.index == 0) hook.begin_pass();
   FuturePtr future = hook.run(gradients);
   // On a GPU a fault that is known by now is raised here: calls that DDP makes before it reads the future fail with the

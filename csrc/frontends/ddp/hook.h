@@ -21,8 +21,8 @@ using DdpBucket = c10d::GradBucket;
 
 // Converts DDP's bucket. The result's check uses `grad_bucket`, so the result must not outlive it. Throws c10::Error if
 // a dense buffer has not as many elements as the parameters.
-Bucket bucket_of(c10d::GradBucket& grad_bucket);
-// Runs a bucket, as for a hook that is registered in Python. The future holds DDP's own buffer. is_shadow: see Bucket.
+Bucket bucket_of(c10d::GradBucket& grad_bucket, bool is_shadow = false);
+// Runs a bucket, as for a hook that is registered in Python. The future holds DDP's own buffer. is_shadow: see OfPass.
 FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow = false);
 
 // Tells when backward passes begin and when the last bucket of each is handed over. It uses no forward pre-hook,
@@ -95,7 +95,7 @@ class ReducerNodes {
 
   // The indices of parameters that had no node, so that no reducer made before has a hook there.
   std::vector<int64_t> missing() const;
-  // The indices of parameters that have another node now. Those that had none are not among them.
+  // Indices of the parameters whose node was replaced since construction.
   std::vector<int64_t> replaced() const;
 
  private:

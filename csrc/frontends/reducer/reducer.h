@@ -40,13 +40,13 @@
 
 namespace fusedcomm {
 
-// What a reducer whose ranks come and go asks of Python. Both are called without locks, the GIL included.
+// What a reducer whose ranks come and go asks of Python. Neither is called with a lock or the GIL held.
 struct Membership {
   // Says that this rank has all means of the pass. Returns whether it counts: false if the ranks have begun to change
   // before, so that the pass must go on as after a loss.
   std::function<bool()> finish;
-  // Waits until the ranks agree who goes on. Returns what to hand the pass over to again; null if the means have been
-  // taken from a rank that had them all. Throws if this rank cannot go on. failure: what ended the pass here.
+  // Waits until the ranks agree who goes on. Returns the synchronizer on which to rerun the pass; null if the means
+  // were copied from a rank that had finished it. Throws if this rank cannot go on. failure: what ended the pass here.
   std::function<std::shared_ptr<Synchronizer>(const std::string& failure)> recover;
 };
 

@@ -1,0 +1,81 @@
+"""What members tell each other, and what they remember of it: states, proposals, promises."""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from fusedcomm.members.plane.view import Decision, Member, View
+
+
+@dataclass
+class MemberState:
+    """What a member tells all others.
+
+    committed, active: numbers of views; -1 in a joiner. promised: the highest number of a view that it has promised.
+    ready: of the view that its main thread can run in. finished: its last step; None before the first view. entered:
+    the step under way. wants: its main thread waits for a view above that number; -1: it does not wait. dead, silent:
+    uids. proposes: the number of its own proposal; -1: there is none.
+    """
+
+    committed: int = -1
+    active: int = -1
+    promised: int = 0
+    ready: int = 0
+    finished: int | None = None
+    entered: int = -1
+    wants: int = -1
+    dead: list[str] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    proposes: int = -1
+
+    def to_json(self) -> dict:
+        return {"type": "state", **vars(self)}
+
+    @staticmethod
+    def from_json(message: dict) -> "MemberState":
+        return MemberState(**{each.name: message[each.name] for each in dataclasses.fields(MemberState)})
+
+
+@dataclass
+class Proposal:
+    """A view that this process proposes.
+
+    base: the number of the view that it follows. immediate: without waiting for a boundary. step: the boundary; -1 if
+    immediate. acks: the acknowledgements, by uid. sent: when it was sent last.
+    """
+
+    number: int
+    base: int
+    immediate: bool
+    members: tuple[Member, ...]
+    participants: tuple[str, ...]
+    step: int
+    acks: dict[str, dict] = field(default_factory=dict)
+    sent: float = 0.0
+
+    def fits(self, view: View, together: list[str], needed: bool, joiners: Collection[str]) -> bool:
+        """Whether it is still what is to be proposed after `view`. needed: whether an immediate change is."""
+        if self.base != view.number or self.immediate < needed:
+            return False
+        if self.immediate:
+            return list(self.participants) == together
+        return all(uid in together or uid in joiners for uid in self.participants)
+
+
+@dataclass
+class Promise:
+    """The change that a member has promised last. ack: its acknowledgement; None until its step is suspended."""
+
+    number: int = 0
+    to: str = ""
+    ack: dict | None = None
+
+
+def commit_message(decision: Decision, immediate: bool, views: list[View]) -> dict:
+    """views: from the active one to the decision's."""
+    return {
+        "type": "commit",
+        "decision": dataclasses.asdict(decision),
+        "immediate": immediate,
+        "views": [dataclasses.asdict(view) for view in views],
+    }

@@ -1,0 +1,90 @@
+"""What a member knows of the others: views, their state, and who of them lives."""
+
+from fusedcomm.members.plane.messages import MemberState
+from fusedcomm.members.plane.quorum import clique, may_go_on
+from fusedcomm.members.plane.view import View
+
+
+class Roster:
+    """The members in one process's eyes.
+
+    Attributes:
+        views: from the active view to the committed one, oldest first. Each may be active, by what is known here.
+        states: what others have said last, by uid.
+        dead: proven dead. silent: nothing is heard of them, and they may be training on. doubtful: the dead that count
+            as silent, because they may have gone on with such a member before they died.
+    """
+
+    def __init__(self, uid: str) -> None:
+        self._uid = uid
+        self.views: list[View] = []
+        self.states: dict[str, MemberState] = {}
+        self.dead: set[str] = set()
+        self.silent: set[str] = set()
+        self.doubtful: set[str] = set()
+
+    @property
+    def view(self) -> View | None:
+        """The last committed view; None in a joiner."""
+        return self.views[-1] if self.views else None
+
+    @property
+    def committed(self) -> View:
+        """The last committed view, of a member."""
+        return self.views[-1]
+
+    @property
+    def active(self) -> View:
+        """The last view that is known to be active, of a member."""
+        return self.views[0]
+
+    @property
+    def proven_dead(self) -> set[str]:
+        """The dead that have gone on with nobody."""
+        return self.dead - self.doubtful
+
+    def of_others(self) -> list[MemberState | None]:
+        """The states of the members of the committed view but this process; None of one that has said nothing."""
+        return [self.states.get(uid) for uid in self.committed.uids if uid != self._uid]
+
+    def is_settled(self) -> bool:
+        """Whether the committed view is active, and all its members know it."""
+        number = self.committed.number
+        is_known = all(state is not None and state.ready >= number for state in self.of_others())
+        return self.active.number == number and is_known
+
+    def alive(self) -> list[str]:
+        """The members of the committed view that this process hears, by rank."""
+        return [uid for uid in self.committed.uids if uid not in self.dead and uid not in self.silent]
+
+    def established(self, uids: list[str]) -> list[str]:
+        """Those of them that are in the active view."""
+        return [uid for uid in uids if uid in self.active]
+
+    def together(self) -> list[str]:
+        """The living without one of each pair that does not hear each other."""
+        alive = self.alive()
+        known = [(uid, self.states[uid]) for uid in alive if uid in self.states]
+        return clique(alive, [(uid, other) for uid, state in known for other in state.silent if uid != other])
+
+    def lowest(self) -> str:
+        """The one that proposes, in this process's eyes; empty if there is none."""
+        return next(iter(self.established(self.alive())), "")
+
+    def may_go_on(self, uids: list[str]) -> bool:
+        """Whether they are a quorum of the active view."""
+        return may_go_on(self.active.uids, uids, self.proven_dead)
+
+    def may_be_active(self, acks: dict[str, dict]) -> list[View]:
+        """The views that a change needs a quorum of, by what the acknowledging members say."""
+        active = max([self.active.number, *(ack["active"] for ack in acks.values())])
+        return [
+            view
+            for view in self.views
+            if view.number == active
+            or (view.number > active and all(ack["ready"] >= view.number for uid, ack in acks.items() if uid in view))
+        ]
+
+    def have_quorum(self, uids: list[str], acks: dict[str, dict]) -> bool:
+        """Whether they are a quorum of each view that may be active."""
+        return all(may_go_on(view.uids, uids, self.proven_dead) for view in self.may_be_active(acks))

@@ -1,0 +1,93 @@
+"""Sessions that keep recovery codes, what a bucket is summed again from, and what they and their members refuse."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.config import Config
+from fusedcomm.members.members import Members
+from fusedcomm.native import _C
+from fusedcomm.ranks.agreement import difference
+from fusedcomm.session.plan import BucketsPlan
+from fusedcomm.session.session import Session
+
+
+class UnexplainedSession(Session):
+    """A session that reports stalls, but explains no failure: the members agree at once."""
+
+    explains = False
+
+
+class RecoverySession(UnexplainedSession):
+    """A session whose buckets keep recovery codes, and their means."""
+
+    def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
+
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> BucketsPlan:
+        found = super().plan(bucket_nbytes_caps, off)
+        # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
+        ranks = found.world_size
+        kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
+        if self.device.type != "cpu":  # the means of two passes; see KeptMessages in job.h
+            kept_nbytes = kept_nbytes * 3 // 2
+        return dataclasses.replace(found, kept_nbytes=kept_nbytes)
+
+    @property
+    def native_config(self) -> "_C.WireConfig":
+        config = self.effective_config
+        return config.native(config.chunks, keeps_messages=True)
+
+
+def with_recovery_codes(config: Config, members: Members, device: torch.device) -> Config:
+    """`config` with sums of which each rank has recovery codes. Raises ValueError where that cannot be."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo, "
+            "or on cuda, over NCCL. Leave out members="
+        )
+    if device.type == "cuda" and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        raise ValueError(
+            f"fusedcomm: the process group is {dist.get_backend_config()}, and torch's watchdog over NCCL ends the "
+            "process when a rank is lost: call init_process_group('gloo'); members make communicators of their own"
+        )
+    if config.sum not in ("auto", "two-shot"):
+        raise ValueError(
+            f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
+            "when a rank is lost: with members use sum='auto' or 'two-shot'"
+        )
+    if members.microbatches is not None and config.weighted != "mean":
+        raise ValueError(
+            "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"
+        )
+    return dataclasses.replace(on_one_level(config), sum="two-shot")
+
+
+def on_one_level(config: Config) -> Config:
+    """`config` with sums over all ranks at once. Raises ValueError if it names hosts."""
+    if config.hosts not in (None, "auto"):
+        raise ValueError(
+            "fusedcomm: sums on two levels need the same ranks on every host, and members come and go: leave out hosts="
+        )
+    return dataclasses.replace(config, hosts=None)
+
+
+def why_refused(joiner: dict, own: dict[str, object], members: Members) -> str:
+    """Why a process may not join; empty if it may.
+
+    joiner, own: what it and a member say of themselves, by field.
+    """
+    found = difference({"the members' ranks": own, "this one": {field: joiner.get(field) for field in own}})
+    if found:
+        return (
+            f"{found}. Start it with the model, the configuration and the versions of torch and fusedcomm that the "
+            "members have"
+        )
+    if members.microbatches is not None and members.size + 1 > members.microbatches:
+        return (
+            f"{members.microbatches} microbatches of a step are too few for {members.size + 1} ranks: start all with a "
+            "larger Members(microbatches=…)"
+        )
+    return ""

@@ -1,0 +1,431 @@
+"""The sessions of what trains on ranks that come and go: one for each view, and what leads from one to the next.
+
+What a view is, and who is in it, is agreement.py's; here a process connects with the others of a view, and one that
+joins gets their state. Training and LocalSteps say what happens to what was under way.
+"""
+
+import abc
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusedcomm.members.errors import DamagedError, MemberLostError
+from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
+from fusedcomm.members.plane.view import Decision, Member, View
+from fusedcomm.members.training import transfer
+from fusedcomm.members.training.recovery import why_refused
+from fusedcomm.ranks import agreement, objects
+from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.session import compare
+from fusedcomm.session.stats import Change
+
+CHANGING = "the ranks are changing"
+"""Why an engine stops that goes on in another view."""
+_POLL_S = 0.02
+"""Seconds between two looks whether a view that is being connected is still the members' choice."""
+_NOTICED_S = 5.0
+"""Seconds within which the members notice that a rank is lost, before the first step."""
+ENDING_S = 60.0
+"""Seconds that a member which has finished a step may take to say so."""
+MAX_FAILURES = 5
+"""Changes of views in one step, without a rank that is lost or joins, after which the step fails."""
+
+
+class Views(abc.ABC):
+    """The sessions, one for each view.
+
+    Attributes:
+        device: of the gradients.
+        session: of the present view; None before the first.
+        step: steps that have ended. What a step is, the subclass says; the members agree on it.
+    """
+
+    session: Any
+
+    def __init__(self, members: Members, device: torch.device) -> None:
+        if members.training is not None:
+            raise ValueError(
+                "fusedcomm: these members belong to another reducer, or another LocalSteps, already: one Members is "
+                "for one of them"
+            )
+        self.members, self.device, self.step = members, device, 0
+        self.session = None
+        self._has_tried = False  # whether the first session was made, or could not be
+        self._changes: list[Change] = []
+        self._lock = threading.Lock()  # guards session, and what the subclass says, against other threads
+        self._missing: set[str] = set()  # what the others carry and this rank has not received
+        self._place: list[int] | None = None  # once the first step begins: this rank's, its step and microbatches
+        self._has_compared = members.joins is not None
+        self._sum: tuple[int, int, str, int] | None = None  # see _compared(): step, call, own uid, checksum
+        self._read = (-1, 0)  # step and call of the latest comparison that this rank has all checksums of
+        self._has_differed = False
+        self._why_not_built: Exception = RuntimeError("fusedcomm: the members have changed before the first step")
+        self._is_equal = False  # whether this rank, a founder, has the first rank's state
+        self._admitted: set[str] = set()  # the ranks that have joined since the last step
+        self._to_tell: list[Decision] = []
+        self._has_told = threading.Event()  # cleared from a change by which ranks join until its callbacks have ended
+        self._has_told.set()
+        self._sources: list[Member] = []  # from which a rank that joins gets the state
+        hooks = members.plane.hooks
+        hooks.stop_step = self.stop_step
+        hooks.handlers[PROGRESS] = lambda header: (
+            {
+                "finished": self._progress(),
+                "place": self._place,
+                "compared": self._has_compared,
+                "sum": self._sum,
+                "read": self._read,
+            },
+            [],
+        )
+        hooks.handlers[transfer.KIND] = transfer.serve(self._find_state)
+        hooks.check_join = lambda joiner: why_refused(joiner, self._record(), members)
+        members.training = self
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Of this rank's views, oldest first."""
+        return tuple(self._changes)
+
+    # ---- what a subclass says
+
+    @abc.abstractmethod
+    def _record(self) -> dict[str, object]:
+        """What this process and one that joins must have in common."""
+
+    @abc.abstractmethod
+    def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
+        """The session of a view's group. It is made on another thread."""
+
+    @abc.abstractmethod
+    def _said(self) -> dict[str, object]:
+        """What a rank that joins is told with each object."""
+
+    @abc.abstractmethod
+    def _own_state(self, name: str) -> Any:
+        """The object of this name; None if it is none of the subclass's."""
+
+    def _is_common(self, name: str) -> bool:
+        """Whether the object has the same bits on all members."""
+        return False
+
+    def _is_needed(self, session: Any) -> bool:
+        """Whether messages of a session that has ended are needed still."""
+        return False
+
+    # ---- called by the control thread
+
+    def _progress(self) -> int:
+        """The last step that has ended; -2 before this rank could begin one."""
+        return self.step - 1 if self._has_tried and not self._missing else -2
+
+    def stop_step(self) -> None:
+        """Stops the engine: no step finishes until the members have another view. On a device collectives under way end
+        then, and nothing that they have written counts."""
+        with self._lock:
+            session = self.session
+        if session is not None:
+            session.synchronizer.abort(CHANGING)
+
+    def _find_state(self, header: dict) -> tuple[dict[str, object], Any]:
+        name, step = str(header["name"]), int(header["step"])
+        self._has_told.wait(INSTALL_TIMEOUT_S)  # callbacks may change what a rank that joins gets
+        if step != self.step:
+            raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
+        if header.get("first") and not self._is_equal:
+            raise LookupError("this member has not taken the first rank's state")
+        carried, value = self.members.carried, self._own_state(name)
+        if value is None:
+            if name not in carried:
+                raise LookupError(f"the members carry no {name!r}, but {sorted(carried)}")
+            value = carried[name].state_dict()
+        return {"carries": sorted(carried), "first step": self.members.first_step, **self._said()}, value
+
+    # ---- called on the main thread
+
+    def stop(self, reason: str) -> None:
+        """Leaves the members, once they have finished this rank's last step."""
+        self.members.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Ends the session, once this rank has left. Its channels end with whoever holds the reducer."""
+        with self._lock:
+            session = self.session
+        self._has_told.set()
+        if session is not None:
+            session.synchronizer.abort(reason)
+            session.synchronizer.leave(reason)
+            session.synchronizer.engine.free_workspaces()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Leaves the members if an error ends what is done in it."""
+        try:
+            yield
+        except BaseException as error:
+            self.members.plane.leave(f"it cannot go on: {error}")
+            raise
+
+    def _begin(self, problem: Exception | None) -> None:
+        """Makes the founders' session. problem: what keeps this rank from taking part; the others are told."""
+        plane = self.members.plane
+        plane.start(self.members.current)
+        self.session = self._build(self.members.current, problem)
+        if problem is not None:  # the members have changed before they had compared anything
+            raise problem
+        while self.session is None:  # a rank was lost before the first step
+            self._install(plane.recover(), time.monotonic())
+
+    def _join(self, address: str) -> list[str]:
+        """Becomes a member. Returns the uids of those that join with this view, which have no state to give."""
+        plane, began = self.members.plane, time.monotonic()
+        self._missing = {"the state"}  # until the subclass knows what the others carry
+        decision = plane.join(address, self._record())
+        joined = list(decision.joined)
+        while not self._install(decision, began):
+            decision = plane.recover()
+            if plane.member.uid in [
+                member.uid for member in decision.joined
+            ]:  # else it has joined with the view before
+                joined = list(decision.joined)
+        self.step = decision.view.step
+        uids = [member.uid for member in joined]
+        self._sources = [member for member in decision.view.members if member.uid not in uids]
+        return uids
+
+    def _begin_equal(
+        self, names: Sequence[str], take: Callable[[list], object], go_over: Callable[[Decision], object]
+    ) -> None:
+        """Gives the founders, before their first step, the first rank's objects of these names, by take(objects).
+
+        go_over(decision): enters the next view. If the first rank is lost, the next one asks all others: what one of
+        them has taken counts, else its own. A view is installed once all have come, so nobody takes anything meanwhile.
+        """
+        plane = self.members.plane
+        while not self._is_equal:
+            view = self.members.current
+            first, *others = view.members
+            is_first = first.uid == plane.member.uid
+            try:
+                sources = [first] if not is_first else others if view.number else []
+                taken = next(filter(None, (self._taken_from(source, names) for source in sources)), None)
+            except MemberLostError:
+                go_over(plane.recover())
+                continue
+            if taken is not None:
+                take(taken)
+            self._is_equal = is_first or taken is not None
+            if not self._is_equal and self._is_superseded(view):
+                go_over(plane.recover())
+            elif not self._is_equal:
+                time.sleep(_POLL_S)
+
+    def _taken_from(self, source: Member, names: Sequence[str]) -> list | None:
+        """None if that rank has not taken them itself."""
+        self._sources = [source]
+        with contextlib.suppress(LookupError):
+            return [self._received(name, first=True)[1] for name in names]
+        return None
+
+    def receive(self, name: str, carried: Any) -> None:
+        """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
+        if self.members.joins is None:
+            return
+        if name not in self._missing:
+            raise RuntimeError(f"fusedcomm: the members carry {sorted(self._missing)}, and not {name!r}")
+        carried.load_state_dict(self._received(name)[1])
+        self._missing.discard(name)
+
+    def _received(self, name: str, **more: object) -> tuple[dict, Any]:
+        fetched = transfer.Transfer(self.members.plane, self._sources, {"name": name, "step": self.step, **more})
+        said, skeleton = fetched.skeleton()
+        self.members.first_step = said["first step"]
+        value, tensors = objects.unpack(skeleton)
+        num_parts = len(self._sources) if self._is_common(name) else 1
+        objects.fill(tensors, fetched.content(said["nbytes"], num_parts))
+        return said, value
+
+    def _refuse_missing(self) -> None:
+        if self._missing:
+            raise RuntimeError(
+                f"fusedcomm: the members carry {sorted(self._missing)}, which this rank has not received: name the "
+                "same objects with members.carry() before the first step"
+            )
+
+    def _compare_places(self) -> bool:
+        """Raises RuntimeError, on every founder, if they have not loaded the same state of Members. Call it as a step
+        begins; it does something before the first. False if the members leave the view: call it again in the next."""
+        if self._has_compared:
+            return True
+        members, places = self.members, []
+
+        def has_begun(told: dict) -> bool:
+            if told["place"] is not None:
+                places.append(told["place"])
+            return told["place"] is not None
+
+        self._place = [members.rank, members.step, members.num_microbatches]
+        places.append(self._place)
+        members.wait_for_others(INSTALL_TIMEOUT_S, has_begun, in_view=True)
+        if self._is_superseded(members.current):
+            return False
+        self._has_compared = True
+        if any(place[1:] != self._place[1:] for place in places):
+            members.wait_for_others(ENDING_S, lambda told: told["compared"])
+            told = ", ".join(f"rank {rank} at step {step} after {count}" for rank, step, count in sorted(places))
+            raise RuntimeError(
+                f"fusedcomm: the ranks begin at different places, steps and microbatches: {told}. Load the same "
+                "members.state_dict() on every rank, or on none"
+            )
+        return True
+
+    def _compared(self, named: compare.Named, kind: str) -> compare.ParameterDifference | None:
+        """Compares the members' parameters, between two steps; None if they are equal, or if members are lost.
+        Every member makes the same calls between two steps.
+
+        Raises DamagedError if those of this rank are not those of most ranks: it leaves, and the others go on.
+        """
+        members = self.members
+        sums = compare.checksums([tensor for _, tensor in named], self.device)
+        own = int(compare.checksums([sums], self.device))
+        number = self._sum[1] + 1 if self._sum is not None and self._sum[0] == self.step else 0
+        uid, here = members.plane.member.uid, [self.step, number]
+        self._sum = (self.step, number, uid, own)
+        found = {uid: own}
+
+        def has_come(told: dict) -> bool:
+            if told["sum"] is None or told["sum"][:2] < here:
+                return False
+            if told["sum"][:2] == here:
+                found[told["sum"][2]] = told["sum"][3]
+            return True
+
+        members.wait_for_others(INSTALL_TIMEOUT_S, has_come, in_view=True)
+        self._read = (self.step, number)
+        those = members.current.members
+        ranks = compare.outvoted([found[m.uid] for m in those]) if all(m.uid in found for m in those) else ()
+        if not ranks:
+            return None
+        text = f"fusedcomm: ahead of step {self.step} {compare.text_of_ranks(ranks, members.size)}. {compare.CAUSES}"
+        if members.rank in ranks:
+            # To one that has not received all checksums this rank would only be lost.
+            members.wait_for_others(ENDING_S, lambda told: told["read"] >= here, in_view=True)
+        if len(ranks) < members.size and members.rank in ranks:
+            members.plane.leave("its parameters were not those of most ranks")
+            raise DamagedError(f"{text}. This rank has left, and the others go on")
+        if kind == "raise" and len(ranks) == members.size:
+            raise DamagedError(text)
+        if not self._has_differed and members.rank == min(set(range(members.size)) - set(ranks), default=0):
+            warn_alone(text, stacklevel=4)
+        self._has_differed = True
+        return compare.ParameterDifference(ranks, (), {}, text)
+
+    # ---- from one view to the next
+
+    def _install_one(self, decision: Decision, began: float) -> None:
+        """Installs that decision's view, or a later one."""
+        for _ in range(MAX_FAILURES):
+            if self._install(decision, began):
+                return
+            decision = self.members.plane.recover()
+        raise self._why_not_built
+
+    def _tell(self) -> None:
+        """Tells the user of the changes since the last call."""
+        decisions, self._to_tell = self._to_tell, []
+        try:
+            for decision in decisions:
+                self.members.tell(decision)
+        finally:
+            self._has_told.set()
+
+    def _is_superseded(self, view: View) -> bool:
+        """Whether the members have left the view, or are about to."""
+        return self.members.plane.barrier.is_superseded(view.number)
+
+    def _ahead(self, decision: Decision, step: int) -> list[Member]:
+        """The others that have finished the step, also those that the decision leaves out."""
+        own, finished = self.members.plane.member.uid, decision.finished
+        others = (member for member in (*decision.view.members, *decision.lost) if member.uid != own)
+        return [member for member in others if finished.get(member.uid, -1) >= step]
+
+    def _install(self, decision: Decision, began: float) -> bool:
+        """Makes the session of the decision's view. False if the members have agreed on another one meanwhile."""
+        plane = self.members.plane
+        if decision.joined and self.session is not None:
+            self._has_told.clear()
+        if not plane.install(decision.view, INSTALL_TIMEOUT_S):
+            return False
+        self._admitted |= {member.uid for member in decision.joined}
+        session: Any = self._build(decision.view)
+        if session is None:
+            return False
+        with self._lock:
+            old, self.session = self.session, session
+        if self._is_superseded(decision.view):  # stop_step() may have stopped the session before this one
+            session.synchronizer.abort(CHANGING)
+        self.members.enter(decision.view)
+        plane.barrier.install(decision.view)
+        if old is not None:
+            old.synchronizer.abort(CHANGING)
+            old.synchronizer.leave(CHANGING)
+            if not self._is_needed(old):
+                old.synchronizer.engine.free_workspaces()
+            lost, joined = (tuple(m.address for m in some) for some in (decision.lost, decision.joined))
+            pause_s = time.monotonic() - began
+            size = len(decision.view.members)
+            self._changes.append(Change(decision.view.number, self.step, size, lost, joined, pause_s))
+            self._to_tell.append(decision)
+        return True
+
+    def _build(self, view: View, problem: Exception | None = None) -> Any:
+        """The session of a view; None if the members have agreed on another one meanwhile.
+
+        Raises `problem`, and before the first session what another rank cannot do. Later that is the other rank's end.
+        """
+        errand = Errand(lambda: self._make_session(self.members.group(view, self.device), problem))
+        while not errand.has_ended_within(_POLL_S):
+            if self._is_superseded(view):
+                return None
+        self._has_tried = True
+        try:
+            return errand.result()
+        except Exception as error:
+            is_verdict = isinstance(error, agreement.DisagreementError) and not self._is_superseded(view)
+            if error is problem or (is_verdict and self.session is None):
+                if self.members.joins is None:
+                    # To the others, a rank that leaves before they have the verdict is only a lost one.
+                    self.members.wait_for_others(_NOTICED_S)
+                raise
+            if problem is not None:
+                raise problem from error
+            if not isinstance(error, RuntimeError):
+                raise
+            self._why_not_built = error
+        until = time.monotonic() + _NOTICED_S  # perhaps a rank is lost, and the members have not noticed yet
+        while self.session is None and not self._is_superseded(view):
+            if time.monotonic() > until:
+                raise self._why_not_built
+            time.sleep(_POLL_S)
+        return None
+
+    def _ask(self, members: Sequence[Member], kind: str, header: dict) -> tuple[dict, memoryview] | None:
+        """The answer of one of them, each asked again while it is still ending the step. None if all are lost. Raises
+        LookupError at last."""
+        until = time.monotonic() + ENDING_S
+        for member in members:
+            with contextlib.suppress(MemberLostError):
+                while True:
+                    try:
+                        return self.members.plane.request(member, kind, header)
+                    except LookupError:
+                        if time.monotonic() > until:
+                            raise
+                    time.sleep(_POLL_S)
+        return None
