@@ -97,8 +97,7 @@ class Watch:
         store_text: what the store is and which process hosts it, for people.
         lost: returns the ranks whose connection to this one has ended, as far as the backend tells.
         explains: whether errors wait for a roll call. With few ranks that takes up to 1 s, 3 s if a rank is missing
-        that
-            is not lost, and 18 s at most; with 1,000 ranks 2 s, 5 s and 34 s.
+            that is not lost, and 18 s at most; with 1,000 ranks 2 s, 5 s and 34 s.
 
     Raises RuntimeError if the system has no thread left.
     """
