@@ -31,7 +31,7 @@ class FragmentRow:
     sent_nbytes: int
     """Bytes that this rank sends."""
     line_nbytes: int
-    """Those of them that leave the host, where sums have two levels; else all."""
+    """Bytes of these that leave the host, where sums have two levels; else all."""
 
 
 @dataclasses.dataclass(frozen=True)
