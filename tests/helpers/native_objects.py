@@ -17,9 +17,8 @@ INCLUDE = [f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include", "-isystem", TORC
 INCLUDE += ["-isystem", sysconfig.get_path("include")]
 
 OF_CUDA = [f"tests/native/sim_{name}.cpp" for name in ("accelerator", "backend", "kernels", "python", "torch")]
-OF_CUDA += [
-    f"tests/native/{name}.cpp" for name in ("scenes", "cuda_stress", "lane_scenes", "members_scenes", "fake_cuda")
-]
+OF_CUDA += [f"tests/native/{name}.cpp" for name in ("scenes", "cuda_scenes", "cuda_failures", "fake_cuda")]
+OF_CUDA += [f"tests/native/{name}.cpp" for name in ("lane_scenes", "members_scenes")]
 """Linked into the library of cuda_stress.py."""
 
 OF_BINDINGS = ["tests/native/bindings.cpp"]

@@ -1,5 +1,5 @@
 // Ranks that are lost within a pass, on the CUDA path without a GPU: the synchronizer, its engine, what is kept of a
-// pass, CudaDevice and StreamTransport are the product's, on what cuda_stress.cpp simulates. A lost rank's collective
+// pass, CudaDevice and StreamTransport are the product's, on what cuda_rank.h simulates. A lost rank's collective
 // ends for nobody, or for one rank alone, until the others abort it. Aborted collectives end with bytes of ones, and
 // all that was enqueued behind them runs.
 //

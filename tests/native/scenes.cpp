@@ -34,7 +34,7 @@ extern "C" __attribute__((visibility("default"))) void run(const char* wanted, u
   alarm(kHangS);
   sim::set_seed(seed);
   const auto begin = std::chrono::steady_clock::now();
-  for (const Scenes* const scenes : {&kCudaScenes, &kLaneScenes, &kMembersScenes}) {
+  for (const Scenes* const scenes : {&kCudaScenes, &kCudaFailures, &kLaneScenes, &kMembersScenes}) {
     const auto found = scenes->find(wanted);
     if (found == scenes->end()) continue;
     found->second();

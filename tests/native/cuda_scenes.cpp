@@ -1,0 +1,296 @@
+// The CUDA path without a GPU: results and lifetimes, what the host waits for, times. See cuda_rank.h.
+#include <chrono>
+#include <future>
+#include <map>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda_rank.h"
+#include "gradients/collective_calls.h"
+#include "scenes.h"
+
+using namespace cuda_scenes;
+
+namespace {
+
+// ---- results and lifetimes
+
+// Every kind of sum, with what may go along with it.
+std::vector<Setup> setups() {
+  std::vector<Setup> all;
+  const auto add = [&all](const WireConfig& config) -> Setup& { return all.emplace_back(setup_of(config)); };
+  add(wire_config(Wire::kBf16, Sum::kTwoShot)).passes_float64 = true;
+  Setup& apart = add(wire_config(Wire::kBf16, Sum::kOneShot));
+  apart.config.feedback = ResidualFormat::kFp32;
+  apart.passes_float64 = apart.are_apart = true;
+  Setup& exact = add(wire_config(Wire::kFp32, Sum::kExact));
+  exact.passes_float64 = true;
+  exact.backend.has_own_stream = true;
+  Setup& checked = add(wire_config(Wire::kBf16, Sum::kTwoShot));
+  checked.config.feedback = ResidualFormat::kFp32;
+  checked.measure_every = 1;
+  Setup& measured = add(wire_config(Wire::kBf16, Sum::kTwoShot, 1, 3));
+  measured.measure_every = 1;
+  measured.backend.has_own_stream = true;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot, 2)).measure_every = 2;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot, 2, 1)).num_synced = 4;
+  add(wire_config(Wire::kFp32, Sum::kTwoShot, 1, 1)).world_size = 3;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot)).world_size = 1;
+  return all;
+}
+
+// Training that waits for its buckets, and then looks at all that is counted and measured.
+void training_steps() {
+  for (const Setup& setup : setups()) {
+    with_ranks(setup, [&](Rank& rank, int) {
+      constexpr int kNumSteps = 5;
+      rank.observe();
+      for (int step = 0; step < kNumSteps; ++step) rank.train(step);
+      REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
+      rank.hook().settle();
+      for (const auto& [name, measurement] : rank.hook().monitor().measurements()) {
+        REQUIRE(measurement.error_norm.item<double>() == 0 && measurement.norm.item<double>() > 0,
+                "%s has the error %g", name.c_str(), measurement.error_norm.item<double>());
+      }
+      rank.synchronize();
+      const size_t num_ends = rank.hook_switch().take_pass_ends().size();
+      REQUIRE(setup.are_apart || num_ends == kNumSteps, "%zu passes were observed", num_ends);
+      rank.detach();
+    });
+  }
+}
+
+// Nobody waits for the last pass, and all is dropped while the streams still work.
+void dropped() {
+  for (const Setup& setup : setups()) {
+    for (const bool detaches_first : {false, true}) {
+      with_ranks(setup, [&](Rank& rank, int) {
+        rank.observe();
+        for (int step = 0; step < 2; ++step) rank.train(step);
+        rank.backward(2);
+        if (detaches_first) rank.detach();
+        rank.abandon();
+        if (!detaches_first) rank.detach();
+      });
+    }
+  }
+}
+
+// What a training script may call after a backward pass, without having waited for its buckets.
+void calls() {
+  Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot));
+  setup.measure_every = 1;
+  with_ranks(setup, [&](Rank& rank, int index) {
+    for (int step = 0; step < 6; ++step) {
+      rank.backward(step);
+      if (step % 2 == 0) {
+        REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
+      } else {
+        rank.hook().settle();
+        for (const auto& [name, measurement] : rank.hook().monitor().measurements()) {
+          REQUIRE(measurement.error_norm.item<double>() == 0, "%s has an error", name.c_str());
+        }
+      }
+      rank.take_results(step);
+      const double largest = max_over_ranks(rank.hook(), index + step, "a call of this scene");
+      REQUIRE(largest == step + 1, "the largest value is %g", largest);
+    }
+  });
+}
+
+// A bucket that is passed through in stages, each on its own lane, and summed twice.
+void staged_passthrough() {
+  with_ranks(setup_of(wire_config(Wire::kBf16, Sum::kTwoShot)), [](Rank& rank, int index) {
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor values = at::full({300}, index + 1.0, at::TensorOptions().device(rank.hook().grad_device()));
+      const auto times = [values](double factor) { return [=] { at::Tensor(values).mul_(factor); }; };
+      const auto sum = [&](Channel channel) {
+        return [values, channel, transport = rank.hook().transport()](Lane::Completion done) {
+          transport->all_reduce_tensor(channel, values, std::move(done));
+        };
+      };
+      const auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(),
+                                                                   std::vector<c10::Device>{rank.hook().grad_device()});
+      auto job = std::make_shared<BucketJob>();
+      job->owner = std::make_shared<at::Tensor>(values);
+      job->label = std::make_shared<const BucketLabel>("bucket 0", "bucket 0 of this scene");
+      job->is_last = true;
+      job->on_done = [future, values](std::exception_ptr error) {
+        error ? future->setError(std::move(error)) : future->markCompleted(values);
+      };
+      rank.hook().engine().device().will_use(values);
+      rank.engine().submit_passthrough(
+          std::move(job), {times(0.5), sum(Channel::kScatter), times(3), sum(Channel::kGather), times(0.25)});
+      future->waitAndThrow();
+      sim::optimizer(values, [](size_t, double value) { REQUIRE(value == 2.25, "%g, not 2.25", value); });
+    }
+  });
+}
+
+// ---- the host, and times
+
+void open(std::promise<void>* gate, const c10::Stream& stream) {
+  sim::launch(stream, "gate", {}, [opened = gate->get_future().share()] { opened.wait(); });
+}
+
+// The times of the last `num_steps` of a number of steps.
+void check_times(const EngineStats& stats, size_t num_steps) {
+  REQUIRE(stats.recent_exposed_ms.size() == num_steps && stats.recent_busy_ms.size() == num_steps,
+          "%zu and %zu times of %zu steps", stats.recent_exposed_ms.size(), stats.recent_busy_ms.size(), num_steps);
+  for (size_t i = 0; i < num_steps; ++i) {
+    const float exposed = stats.recent_exposed_ms[i], busy = stats.recent_busy_ms[i];
+    REQUIRE(exposed > 0 && exposed <= busy * 1.0001F && busy < 60000, "exposed %g ms, busy %g ms", exposed, busy);
+  }
+}
+
+// Although the gradients are not ready, all work is enqueued. Times are known only afterwards.
+void host_never_waits() {
+  std::vector<Setup> all = sums();
+  all.push_back(all[0]);
+  all.back().buckets = {{{0}}, {{2000}}};
+  for (const Setup& setup : all) {
+    with_ranks(setup, [&](Rank& rank, int) {
+      rank.train(0);  // makes the buckets' tables
+      rank.synchronize();
+      check_times(rank.engine().stats(), 1);
+      std::promise<void> gate;
+      open(&gate, rank.compute());
+      for (int step = 1; step < 4; ++step) rank.train(step);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));  // gives wrongly ordered work time to run
+      const EngineStats early = rank.engine().stats();
+      REQUIRE(early.num_steps == 4 && early.recent_exposed_ms.size() == 1, "times are known before anything was done");
+      gate.set_value();
+      rank.synchronize();
+      check_times(rank.engine().stats(), 4);
+    });
+  }
+}
+
+// A bucket ends after the bucket before it, on whichever streams they end.
+void end_in_order() {
+  for (const auto& buckets : {std::vector<std::vector<sim::Shape>>{{{5700}}, {{1}}}, {{{900}}, {{0}}}}) {
+    Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot));
+    setup.buckets = buckets;
+    with_ranks(setup, [&](Rank& rank, int) {
+      for (int step = 0; step < 3; ++step) rank.train(step, /*waits_for_all=*/false);
+    });
+  }
+}
+
+// The stages of a chunk, in order.
+std::vector<Stage> stages_of(const Setup& setup, bool is_passed_through) {
+  if (is_passed_through) return {Stage::kAllReduce};
+  if (setup.config.sum == Sum::kExact) return {Stage::kPack, Stage::kAllReduce};
+  if (setup.config.sum == Sum::kOneShot) return {Stage::kPack, Stage::kAllGather, Stage::kUnpack};
+  if (setup.config.ranks_per_host == 1) {
+    return {Stage::kPack, Stage::kAllToAll, Stage::kReduce, Stage::kAllGather, Stage::kUnpack};
+  }
+  return {Stage::kPack,   Stage::kLocalAllToAll, Stage::kLocalReduce,    Stage::kAllToAll,
+          Stage::kReduce, Stage::kAllGather,     Stage::kLocalAllGather, Stage::kUnpack};
+}
+
+void traced() {
+  for (Setup setup : sums()) {
+    setup.passes_float64 = true;
+    with_ranks(setup, [&](Rank& rank, int) {
+      rank.train(0);
+      rank.engine().start_trace();
+      for (int step = 1; step < 4; ++step) rank.train(step);
+      const std::vector<TraceSpan> spans = rank.engine().stop_trace();  // waits for the device
+      rank.train(4);
+      REQUIRE(rank.engine().stop_trace().empty(), "stages were recorded after the trace");
+
+      std::map<std::tuple<int64_t, std::string, int64_t>, std::vector<const TraceSpan*>> chunks;
+      std::map<std::pair<int64_t, std::string>, const TraceSpan*> buckets;
+      int num_exposed = 0;
+      for (const TraceSpan& span : spans) {
+        REQUIRE(0 <= span.begin_ms && span.begin_ms < span.end_ms, "%s of %s from %g to %g ms", stage_name(span.stage),
+                span.label->name.c_str(), span.begin_ms, span.end_ms);
+        if (span.stage == Stage::kExposed) {
+          ++num_exposed;
+        } else if (span.stage == Stage::kBucket) {
+          buckets[{span.step, span.label->name}] = &span;
+        } else {
+          chunks[{span.step, span.label->name, span.chunk}].push_back(&span);
+        }
+      }
+      REQUIRE(buckets.size() == 3 * rank.num_buckets(), "%zu buckets", buckets.size());
+      REQUIRE(num_exposed == 3, "%d steps waited for their last bucket", num_exposed);
+      for (const auto& [key, bucket] : buckets) {
+        REQUIRE(chunks.count({key.first, key.second, 0}) != 0, "no stage of %s was recorded", key.second.c_str());
+      }
+      for (const auto& [key, stages] : chunks) {
+        const auto& [step, name, chunk] = key;
+        const TraceSpan& bucket = *buckets.at({step, name});
+        double before = bucket.begin_ms;
+        std::vector<Stage> order;
+        for (const TraceSpan* stage : stages) {
+          REQUIRE(before <= stage->begin_ms, "%s of %s chunk %ld began too early", stage_name(stage->stage),
+                  name.c_str(), static_cast<long>(chunk));
+          before = stage->end_ms;
+          order.push_back(stage->stage);
+        }
+        REQUIRE(before <= bucket.end_ms, "%s ended before its last stage", name.c_str());
+        REQUIRE(order == stages_of(setup, name == "bucket 0"), "%s chunk %ld has %zu stages", name.c_str(),
+                static_cast<long>(chunk), order.size());
+      }
+    });
+  }
+}
+
+// The calls to the driver that handing over a pass's buckets takes on rank 0, after earlier passes have made events
+// that can be reused. While the pass is handed over, none of its events is reached, and every event of the pass before
+// is.
+sim::Calls calls_of_a_pass(const Setup& setup) {
+  sim::Calls counted;
+  with_ranks(setup, [&](Rank& rank, int index) {
+    for (int step = 0; step < 5; ++step) {
+      std::promise<void> gate;
+      if (step != 0) open(&gate, rank.compute());
+      sim::fail(index, {});  // counts anew
+      rank.train(step);
+      if (index == 0) counted = sim::calls(index);
+      if (step != 0) gate.set_value();
+      rank.synchronize();
+    }
+  });
+  return counted;
+}
+
+// The number of calls for a bucket, those of torch's future included: each takes the thread of the backward pass about
+// a microsecond.
+void driver_calls() {
+  constexpr size_t kNumBuckets = 8;
+  struct Case {
+    Wire wire;
+    Sum sum;
+    double of_several_chunks, of_one_chunk, of_a_small_one;
+  };
+  for (const Case& c :
+       {Case{Wire::kBf16, Sum::kTwoShot, 50.5, 16.5, 11.5}, Case{Wire::kBf16, Sum::kOneShot, 32.5, 14.5, 9.5},
+        Case{Wire::kBf16, Sum::kDirect, 32.5, 14.5, 9.5}, Case{Wire::kFp32, Sum::kExact, 12.5, 12.5, 8.5}}) {
+    for (const auto& [numel, expected] :
+         {std::pair{5700, c.of_several_chunks}, std::pair{1500, c.of_one_chunk}, std::pair{700, c.of_a_small_one}}) {
+      Setup setup = setup_of(wire_config(c.wire, c.sum));
+      setup.buckets.assign(kNumBuckets, {{numel}});
+      const sim::Calls pass = calls_of_a_pass(setup);
+      const double found = static_cast<double>(pass.total()) / kNumBuckets;
+      REQUIRE(pass.on_default == 0, "%ld launches on the caller's stream", static_cast<long>(pass.on_default));
+      REQUIRE(found == expected, "%g calls a bucket of %d elements, not %g", found, numel, expected);
+    }
+  }
+}
+
+}  // namespace
+
+const Scenes kCudaScenes = {{"training_steps", training_steps},
+                            {"dropped", dropped},
+                            {"calls", calls},
+                            {"staged_passthrough", staged_passthrough},
+                            {"host_never_waits", host_never_waits},
+                            {"end_in_order", end_in_order},
+                            {"traced", traced},
+                            {"driver_calls", driver_calls}};
