@@ -31,7 +31,7 @@ class FragmentRow:
     sent_nbytes: int
     """Bytes that this rank sends."""
     line_nbytes: int
-    """Bytes of these that leave the host, where sums have two levels; else all."""
+    """Those of them that leave the host, where sums have two levels; else all."""
 
 
 @dataclasses.dataclass(frozen=True)
