@@ -20,6 +20,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
+from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
@@ -38,6 +39,9 @@ _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 class Session(Runs):
     """A running engine on one process group.
+
+    Attributes:
+        explains: whether an error waits for what the watch finds out about the other ranks.
 
     Args:
         process_group: the group that DDP uses, or one of fusedcomm's own; every rank of it makes a Session at the same
@@ -59,6 +63,8 @@ class Session(Runs):
         ValueError: an option does not fit the device, the machine or the ranks.
         PeerLostError: a rank is lost before it has attached.
     """
+
+    explains = True
 
     def __init__(
         self,
@@ -130,7 +136,7 @@ class Session(Runs):
         self.synchronizer = synchronizer
         self.weights = weights.used(synchronizer, cfg)
         self.use_comparison([(p.name, p.tensor) for p in parameters or []])
-        self._is_watched = False
+        self._end_watch: weakref.finalize | None = None
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         self.recorder = Recorder(synchronizer, self._store, self.peers, place)
         _made.add(self)
@@ -209,29 +215,36 @@ class Session(Runs):
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
 
-        A watch takes two threads and a connection to the store. Of several sessions on the same channels only the
-        running one needs it.
+        A watch takes a thread and a connection to the store. Of several sessions on the same channels only the running
+        one needs it.
         """
-        if self.world_size == 1 or self._is_watched:
+        if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            self.synchronizer.watch(
-                store=self.store("watch"),
+            watch = Watch(
+                self.synchronizer,
+                self.rank,
+                self.world_size,
+                self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
                 store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
+                lost=self.peers.lost,
+                explains=self.explains,
             )
-        except (RuntimeError, NotImplementedError) as error:  # a store written in Python need not have clone()
+        except RuntimeError as error:  # the system has no thread left
+            self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
             return
-        self._is_watched = True
+        self._end_watch = weakref.finalize(self, watch.end)  # a session may be dropped without stop()
 
     def unwatch(self) -> None:
         """Ends what :meth:`watch` began. Idempotent."""
-        if self._is_watched:
-            self._is_watched = False
+        if self._end_watch is not None:
             self.synchronizer.unwatch()
+            self._end_watch()
+            self._end_watch = None
 
     @property
     def ranks_per_host(self) -> int:
@@ -338,7 +351,7 @@ class Session(Runs):
         """
         store = self._store.under(f"{what}/{self._num_gathered + 1}")
         with self.calling(call):
-            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
+            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._end_watch is not None)
         self._num_gathered += 1
         # All ranks have made this call, so each has read the records of the call before, which can be removed.
         if self._gathered is not None:
@@ -374,7 +387,7 @@ class Session(Runs):
         """Calls a collective of torch's over the group, whose error names a rank that is lost. `what`: in reports."""
         with self.calling(what):
             if self.device.type == "cpu":
-                self.peers.call(collective, f"in {what}", is_watched=self._is_watched)
+                self.peers.call(collective, f"in {what}", is_watched=self._end_watch is not None)
             else:
                 collective()  # only enqueues, and does not wait
 
@@ -439,6 +452,7 @@ class Session(Runs):
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""
         self.synchronizer.stop(reason)
+        self.unwatch()
 
 
 @atexit.register

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,7 @@ from fusedcomm.session.session import Session
 class UnexplainedSession(Session):
     """A session that reports stalls, but explains no failure: the members agree at once."""
 
-    def watch(self) -> None:
-        super().watch()
-        synchronizer: Any = self.synchronizer
-        synchronizer.leave_failures_unexplained()
+    explains = False
 
 
 class RecoverySession(UnexplainedSession):
