@@ -31,7 +31,7 @@ class Merged:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of the target, and merges. Shares its memory. Of a DTensor it may be empty."""
+        """What this rank holds of the target, and merges. Shares its memory. A shard of a DTensor may be empty."""
         return local(self.target)
 
 

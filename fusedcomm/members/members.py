@@ -140,8 +140,8 @@ class Members(Sealed):
         self.training: Any = None
         """The training whose ranks these are (training/views.py); None before a reducer is made."""
         self.num_microbatches = 0
-        """Microbatches, or without `microbatches` batches, of all ranks in all steps that have ended: times the size of
-        one, the place in the data."""
+        """Microbatches, or without `microbatches` batches, that all ranks have had so far: times the size of one, the
+        position in the data."""
         self.portion = (0, 1)
         """(first, count): this rank's microbatches of the present step among those of all ranks."""
         self.weighs = True
