@@ -1,13 +1,19 @@
 """A process group's store, every request to which ends."""
 
+import atexit
 import datetime
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_EXIT_S = 2.0
+"""Seconds that the end of the process waits for a store that is silent."""
 
 
 class StoreError(RuntimeError):
@@ -124,6 +130,7 @@ class OwnClient(BoundedStore):
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta, about: str) -> None:
         super().__init__(store, timeout, about)
+        _clients.add(self)
         self._is_own = self._was_renewed = False
         self._late: Errand | None = None
         self._problem = ""
@@ -161,10 +168,26 @@ class OwnClient(BoundedStore):
             self.native = _clone(self.native)
             return request()
 
+    def settle(self, within_s: float) -> None:
+        """Waits for the late request, if there is one and it does not connect again."""
+        if self._late is not None and not self._problem:
+            self._late.has_ended_within(max(within_s, 0.0))
+
     def _silence(self, text: str) -> StoreError:
         error = StoreError(f"{text} of reconnecting after the error: {self._problem}" if self._problem else text)
         error.is_silence = not self._problem
         return error
+
+
+_clients: "weakref.WeakSet[OwnClient]" = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """A thread that comes back from the store while the interpreter ends aborts the process."""
+    until = time.monotonic() + _EXIT_S
+    for client in list(_clients):
+        client.settle(until - time.monotonic())
 
 
 def _clone(store: dist.Store) -> dist.Store:

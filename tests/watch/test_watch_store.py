@@ -17,6 +17,7 @@ import torch.distributed as dist
 from models import Gradients, stderr_to, synchronize
 from patience import HANG_S, patient, wait_for_words
 from ranks import forkserver
+from scripts import python
 from stores import group_over
 from test_watch import SHAPES, are_right, attached
 from torch.nn.parallel import DistributedDataParallel
@@ -136,6 +137,34 @@ def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, server, tmp_path
             assert "rank 1 is slow: it has not handed over bucket 0" in text, text
             assert text.count("the store is silent") in silences, text
         assert "is missing" not in text and "has lost the store" not in text, text
+
+
+# The store answers while the interpreter ends, which takes a second because of `last`.
+ENDS_BESIDE_A_REQUEST = """
+import datetime, os, signal, subprocess, sys, time, torch.distributed as dist
+from fusedcomm.ranks.bounded_store import OwnClient, StoreError
+
+class Last:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+
+last, (server, port) = Last(), map(int, sys.argv[1:])
+client = OwnClient(dist.TCPStore("127.0.0.1", port, is_master=False), datetime.timedelta(seconds=0.2), "a store")
+client.set("key", "")
+os.kill(server, signal.SIGSTOP)
+try:
+    client.get("key")
+except StoreError as error:
+    print(error.is_silence)
+subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {server}"])
+"""
+
+
+def test_a_process_ends_well_although_the_store_answers_just_then(server, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_BESIDE_A_REQUEST)
+    ended = python(script, *server)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
 # ---- the host of the store is gone
