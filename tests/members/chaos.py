@@ -78,17 +78,18 @@ def run(args: argparse.Namespace) -> dict:
     began = time.monotonic()
     feedback = fusedcomm.Feedback("fp32") if args.feedback else None
     config = {"wire": args.wire, "feedback": feedback, "chunks": fusedcomm.Chunks(nbytes=4096, in_flight=2)}
-    folder = tempfile.mkdtemp(prefix="chaos")
-    with Team(Endless, Script(folder, config, num_founders=args.ranks, silence=args.silence)) as team:
-        team.wait_steps(*team.processes)
-        chaos = Chaos(args, team)
-        for number in range(1, args.kills + 1):
-            chaos.change()
-            if args.say:
-                print(f"{number}: pause {chaos.pauses[-1]:.2f} s, join {chaos.joins[-1]:.2f} s", flush=True)
-        team.wait_steps(*chaos.alive)
-        team.check_steps()
-        num_steps = team.steps(chaos.alive[0])[-1]["step"] + 1
+    with tempfile.TemporaryDirectory(prefix="chaos") as folder:
+        script = Script(folder, config, num_founders=args.ranks, silence=args.silence)
+        with Team(Endless, script) as team:
+            team.wait_steps(*team.processes)
+            chaos = Chaos(args, team)
+            for number in range(1, args.kills + 1):
+                chaos.change()
+                if args.say:
+                    print(f"{number}: pause {chaos.pauses[-1]:.2f} s, join {chaos.joins[-1]:.2f} s", flush=True)
+            team.wait_steps(*chaos.alive)
+            team.check_steps()
+            num_steps = team.steps(chaos.alive[0])[-1]["step"] + 1
     return {
         "ranks": args.ranks,
         "kills": args.kills,
