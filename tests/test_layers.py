@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # The layers of csrc/, top to bottom. A layer includes only itself and lower layers.
-CSRC = ("bindings", "frontends", "gradients", "watch", "engine", "devices", "transport", "codec", "lanes", "wire")
+CSRC = ("bindings", "frontends", "gradients", "engine", "devices", "transport", "codec", "lanes", "wire")
 # The layers of fusedcomm/ and kernels/, top to bottom.
 FUSEDCOMM = (
     "__main__",

@@ -1,6 +1,8 @@
 // Binds the synchronizer with its engine and results, and sums of named tensors.
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <map>
@@ -58,6 +60,51 @@ void bind_results(py::module_& m) {
       .def_property_readonly("bucket", [](const Measurement& measurement) { return measurement.label->text; })
       .def_readonly("error_norm", &Measurement::error_norm)
       .def_readonly("norm", &Measurement::norm);
+}
+
+double seconds_since(Board::Clock::time_point then) {
+  return std::chrono::duration<double>(Board::Clock::now() - then).count();
+}
+
+void bind_watched(py::module_& m) {
+  using View = Board::View;
+  // From `label` on, the fields describe the oldest job; the label is empty if there is none. Times are seconds until
+  // they are read. stage, is_on_wire, chunk and stage_s mean something only if `at` is "stage".
+  py::class_<View>(m, "BoardView")
+      .def_readonly("num_handed", &View::num_handed)
+      .def_readonly("num_ended", &View::num_ended)
+      .def_readonly("last_step", &View::last_step)
+      .def_property_readonly("idle_s", [](const View& view) { return seconds_since(view.last_ended); })
+      .def_property_readonly("label", [](const View& view) { return view.label ? view.label->text : std::string(); })
+      .def_readonly("step", &View::step)
+      .def_readonly("num_chunks", &View::num_chunks)
+      .def_property_readonly("waits_s", [](const View& view) { return seconds_since(view.handed); })
+      .def_property_readonly("under_way_s", [](const View& view) { return seconds_since(view.oldest_since); })
+      .def_property_readonly("stalled_s", [](const View& view) { return seconds_since(view.moved); })
+      .def_property_readonly("at",
+                             [](const View& view) {
+                               constexpr std::array<const char*, 3> kNames = {"queue", "stage", "stream"};
+                               return kNames[static_cast<size_t>(view.at)];
+                             })
+      .def_property_readonly("stage", [](const View& view) { return stage_name(view.stage); })
+      .def_property_readonly("is_on_wire", [](const View& view) { return is_on_wire(view.stage); })
+      .def_readonly("chunk", &View::chunk)
+      .def_property_readonly("stage_s", [](const View& view) { return seconds_since(view.stage_began); });
+
+  py::class_<Watched, std::shared_ptr<Watched>>(m, "Watched")
+      .def("enter_thread", &Watched::enter_thread, NoGil())
+      .def(
+          "view", [](const Watched& watched, double still_s) { return watched.view(Watched::Seconds(still_s)); },
+          py::arg("still_s"), NoGil())
+      .def(
+          "wait",
+          [](Watched& watched, double timeout_s, bool for_failure) {
+            return watched.wait(Watched::Seconds(timeout_s), for_failure);
+          },
+          py::arg("timeout_s"), py::arg("for_failure"), NoGil())
+      .def("failure", &Watched::failure, NoGil())
+      .def("answer", &Watched::answer, py::arg("explanation"), NoGil())
+      .def("end", &Watched::end, NoGil());
 }
 
 // The synchronizer owns it, because its end joins threads that may wait for the GIL.
@@ -126,18 +173,9 @@ void bind_synchronizer(py::module_& m) {
       .def("begin_pass", &Synchronizer::begin_pass, NoGil())
       .def(
           "watch",
-          [](Synchronizer& synchronizer, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
-             const std::string& store_text) {
-            const int rank = synchronizer.engine().rank(), world_size = synchronizer.engine().world_size();
-            synchronizer.watch(store, {rank, world_size, stall_after_s, timeout_s, store_port, store_text});
-          },
-          py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_port"),
-          py::arg("store_text"), NoGil())
+          [](Synchronizer& synchronizer, double limit_s) { return synchronizer.watch(Watched::Seconds(limit_s)); },
+          py::arg("limit_s"), NoGil())
       .def("unwatch", &Synchronizer::unwatch, NoGil())
-      // The watch goes on, but a failure does not wait for what it knows of the other ranks.
-      .def(
-          "leave_failures_unexplained",
-          [](Synchronizer& synchronizer) { synchronizer.engine().explain_failures_with(nullptr); }, NoGil())
       .def("stop", &Synchronizer::stop, py::arg("reason"), NoGil())
       .def("abort", &Synchronizer::abort, py::arg("reason"), NoGil())
       .def("leave", &Synchronizer::leave, py::arg("reason"), NoGil())
@@ -241,6 +279,7 @@ void bind_gradients(pybind11::module_& m) {
   bind_results(m);
   bind_weights(m);
   bind_engine(m);
+  bind_watched(m);
   bind_synchronizer(m);
   bind_fused_sum(m);
 }

@@ -1,4 +1,4 @@
-// The board of an engine: which bucket is under way, in which stage, since when. The watch (watch/watch.h) reads it.
+// The board of an engine: which bucket is under way, in which stage, since when. A watch reads it (watched.h).
 // The board is always kept, because a stall is noticed only after it has begun. The cost is small: a mutex that is held
 // briefly, and entries that are reused.
 #pragma once

@@ -37,48 +37,48 @@ Synchronizer::~Synchronizer() {
   const WithoutGil no_gil;
   if (getpid() != process_) {
     // A child of fork() does not have the threads that would be joined.
-    new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
+    new auto(std::make_tuple(std::move(watched_), std::move(engine_), std::move(transport_)));
     return;
   }
-  watch_.reset();
+  unwatch();
   if (engine_->has_failed()) transport_->give_up();
   engine_.reset();
   transport_.reset();
 }
 
-void Synchronizer::watch(const StorePtr& store, const WatchOptions& options) {
-  TORCH_CHECK(!watch(), "fusedcomm: this engine has a watch already: call unwatch() first");
-  const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
+std::shared_ptr<Watched> Synchronizer::watch(Watched::Seconds limit) {
+  TORCH_CHECK(!watched(), "fusedcomm: this engine has a watch already: call unwatch() first");
+  const auto watched = std::make_shared<Watched>(engine_->board(), engine_->shared_device(), limit);
   // The pointer is weak, because transfers that outlive the engine may still fail.
-  engine_->explain_failures_with([weak = std::weak_ptr<Watch>(watch)](const std::string& failure) {
+  engine_->explain_failures_with([weak = std::weak_ptr<Watched>(watched)](const std::string& failure) {
+    const WithoutGil no_gil;  // the watch needs it
     const auto alive = weak.lock();
     return alive ? alive->explain(failure) : std::string();
   });
   std::lock_guard<std::mutex> lock(watch_mutex_);
-  watch_ = watch;
+  watched_ = watched;
+  return watched;
 }
 
 void Synchronizer::unwatch() {
-  std::unique_lock<std::mutex> lock(watch_mutex_);
-  const std::shared_ptr<Watch> watch = std::move(watch_);
-  watch_ = nullptr;
-  lock.unlock();
-  if (watch) watch->stop();
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  if (watched_) watched_->end();
+  watched_ = nullptr;
 }
 
 std::string Synchronizer::explain(const std::string& failure) const {
-  const auto watch = this->watch();
-  return watch ? watch->explain(failure) : std::string();
+  const auto watched = this->watched();
+  return watched ? watched->explain(failure) : std::string();
 }
 
-std::shared_ptr<Watch> Synchronizer::watch() const {
+std::shared_ptr<Watched> Synchronizer::watched() const {
   std::lock_guard<std::mutex> lock(watch_mutex_);
-  return watch_;
+  return watched_;
 }
 
 void Synchronizer::stop(const std::string& reason) {
-  // Stop the watch first: a failure may be waiting for its explanation.
-  if (const auto watch = this->watch()) watch->stop();
+  // End the watch first: a failure may be waiting for its explanation.
+  if (const auto watched = this->watched()) watched->end();
   engine_->stop(reason);
 }
 

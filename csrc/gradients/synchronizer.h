@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/watched.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
 #include "gradients/error_monitor.h"
@@ -23,7 +24,6 @@
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
-#include "watch/watch.h"
 
 namespace fusedcomm {
 
@@ -63,9 +63,10 @@ class Synchronizer {
   // Drops the state of a parameter that will not appear again; its residual is lost.
   void forget(const at::Tensor& parameter);
 
-  // Starts reporting stalls and explaining failures. Throws if there is a watch already.
-  void watch(const StorePtr& store, const WatchOptions& options);
-  // Ends the watch, its threads and its connection to the store. Does nothing if there is no watch.
+  // Returns what a watch sees of the engine; failures wait for it from now on, for `limit` at most. Throws if there is
+  // a watch already.
+  std::shared_ptr<Watched> watch(Watched::Seconds limit);
+  // Ends the watch. Does nothing if there is none.
   void unwatch();
   // Ends the engine; buckets under way fail with `reason`.
   void stop(const std::string& reason);
@@ -85,7 +86,7 @@ class Synchronizer {
   c10::Device grad_device() const { return device_; }
   const std::shared_ptr<TensorTransport>& transport() const { return transport_; }
   // Returns what the watch knows about the other ranks after a failure outside of the engine, for people; see
-  // Watch::explain(). Empty without a watch. Waits for a roll call.
+  // Watched::explain(). Empty without a watch. Waits for a roll call.
   std::string explain(const std::string& failure) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
@@ -159,9 +160,9 @@ class Synchronizer {
   PassWeights weights_;
   KeptPass kept_;
 
-  std::shared_ptr<Watch> watch() const;
+  std::shared_ptr<Watched> watched() const;
   mutable std::mutex watch_mutex_;
-  std::shared_ptr<Watch> watch_;  // null if there is none
+  std::shared_ptr<Watched> watched_;  // null if there is no watch
 };
 
 }  // namespace fusedcomm

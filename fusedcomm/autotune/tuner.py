@@ -5,25 +5,22 @@ import itertools
 import math
 import statistics
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from fusedcomm import log
 from fusedcomm.autotune.auto import name_of
 from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.autotune.turns import Turns, preferred
-from fusedcomm.config import AUTO, OFF, Config, LocalOptions
+from fusedcomm.config import AUTO, OFF, Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
-from fusedcomm.session.parameters import NamedParameter, numbered
-from fusedcomm.session.plan import Plan
-from fusedcomm.session.runs import Runs
-from fusedcomm.session.session import Session
+from fusedcomm.session.parameters import numbered
+from fusedcomm.session.plan import BucketsPlan
+from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import take_over
-from fusedcomm.session.stats import Stats
 
 MAX_STEPS, MAX_TURNS = 40, 3
 """Most steps of a search, and most turns of a candidate."""
@@ -56,7 +53,18 @@ class Target(Protocol):
         """When the last bucket of each pass since the last call was handed over, in ms since the first of them."""
 
 
-class Tuner(Runs):
+def base_of(configs: Sequence[Config], has_off: bool) -> Config:
+    """The configuration of a search's first session."""
+    # What stands in for off sends nothing, so it measures nothing.
+    return Config("fp32", measure_every=0) if has_off else configs[0]
+
+
+def to_agree(configs: Sequence[Config], chosen: str | None = None) -> dict[str, object]:
+    """What ranks that search compare beside their options."""
+    return {AUTO: {"candidates": [name_of(config) for config in configs], "chosen": chosen}}
+
+
+class Tuner:
     """Keeps the sessions of all candidates and switches between them. They share the channels of the first session,
     which stands in for off where off is a candidate.
 
@@ -66,55 +74,37 @@ class Tuner(Runs):
     all-reduce is not.
 
     Args:
+        base: the first session, of base_of(configs, has_off) and not watched, on ranks that have agreed on
+            to_agree(configs).
         configs: the candidates beside off, the preferred ones first.
         has_off: whether DDP's own all-reduce is a candidate, before the others.
         announce: whether rank 0 may print.
         caps: returns the present caps on buckets, in bytes; None when the module is gone.
-        also_agree, problem: as for :class:`Session`.
         chosen: the candidate that an earlier tuner has kept, so that nothing is searched.
 
     Raises: as :class:`Session`, also if no candidate but off can be made.
     """
 
+    weights = None
+    """Candidates weigh all ranks alike."""
+
     def __init__(
         self,
+        base: Session,
         configs: Sequence[Config],
-        process_group: dist.ProcessGroup,
-        parameters: list[NamedParameter],
-        local: LocalOptions,
-        device: torch.device,
         *,
         has_off: bool,
         announce: bool,
         caps: Callable[[], list[int] | None],
-        also_agree: Mapping[str, object] | None = None,
-        problem: Exception | None = None,
         chosen: str | None = None,
     ) -> None:
         self._configs = {name_of(config): config for config in configs}
         self._has_off, self._announce, self._caps = has_off, announce, caps
-        self._also_agree = also_agree or {}
         self._target: Target | None = None
-        try:
-            for config in configs:
-                config.refuse_on(device.type)
-        except ValueError as error:
-            problem = problem or error
-        # What stands in for off sends nothing, so it measures nothing.
-        base = Config("fp32", measure_every=0) if has_off else configs[0]
-        self._base = Session(
-            base,
-            process_group,
-            numbered(parameters, base),
-            local,
-            device,
-            announce,
-            also_agree={AUTO: {"candidates": list(self._configs), "chosen": chosen}, **self._also_agree},
-            watched=False,
-            problem=problem,
-        )
-        self._sessions = {OFF if has_off else name_of(base): self._base}
-        self.session = self._base
+        self._base = base
+        base.is_off = has_off
+        self._sessions = {OFF if has_off else name_of(base.config): base}
+        self.session = base
         """Session of the running candidate. For off it only keeps the state that other candidates handed over."""
         self._failure: Exception | None = None
         self._delivering = False  # whether this pass sends the last wire's residuals, before off
@@ -137,31 +127,26 @@ class Tuner(Runs):
             raise
 
     @property
-    def is_off(self) -> bool:
-        """Whether gradients go through DDP's own all-reduce."""
-        return self._running == OFF
+    def mode(self) -> Mode:
+        """Searching until a choice has been made."""
+        return "searching" if self._tuning is None else self.session.mode
 
     @property
-    def uses_engine(self) -> bool:
+    def _uses_engine(self) -> bool:
         """Whether this pass, or between two passes the last one, goes through the engine. It does once after off was
         chosen, if the engine has residuals to send."""
-        return not self.is_off or self._delivering
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether no choice has been made yet."""
-        return self._tuning is None
+        return self._running != OFF or self._delivering
 
     @property
     def is_off_for_good(self) -> bool:
         """Whether off was chosen and no residuals are left to send, so that DDP needs no hook."""
-        return self.is_off and self._tuning is not None and not self._delivering
+        return self.mode == "off" and not self._uses_engine
 
     def start(self, target: Target) -> None:
         """Gives `target` the synchronizer of the running candidate, now and whenever that changes."""
         self._target = target
         self._set_target()
-        if self.is_searching:
+        if self._tuning is None:
             # Weak: the target must not keep the tuner, which keeps the target.
             begin = weakref.WeakMethod(self._begin_pass)
             target.watch(self._base.native_device, lambda: (method := begin()) and method())
@@ -173,26 +158,37 @@ class Tuner(Runs):
         for session in {*self._sessions.values(), self.session}:
             session.stop(reason)
 
-    def moved(self, process_group: dist.ProcessGroup) -> "Tuner":
-        """Returns a tuner on another group, with the same choice, or with a search that begins again."""
-        old = self.session
-        has_searched = self._tuning is not None and bool(self._tuning.step_ms)
+    def moved(self, base: Session) -> "Tuner":
+        """Returns a tuner on another group, with the same choice, or with a search that begins again.
+
+        base: as for this class, on ranks that have agreed on to_agree().
+        """
         new = Tuner(
+            base,
             list(self._configs.values()),
-            process_group,
-            old.parameters,
-            old.local,
-            old.device,
             has_off=self._has_off,
             announce=self._announce,
             caps=self._caps,
-            also_agree=self._also_agree,
-            chosen=self._running if has_searched else None,
+            chosen=self._kept,
         )
-        if has_searched:
+        if self._kept is not None:
             new._tuning = self._tuning
-        take_over(new.session, old)
+        take_over(new.session, self.session)
         return new
+
+    @property
+    def _kept(self) -> str | None:
+        """The candidate that the search has kept; None before, and where there was nothing to search."""
+        return self._running if self._tuning is not None and self._tuning.step_ms else None
+
+    @property
+    def first(self) -> Config:
+        """The configuration of the first session."""
+        return base_of(list(self._configs.values()), self._has_off)
+
+    def to_agree(self) -> dict[str, object]:
+        """What ranks compare on which this search goes on."""
+        return to_agree(list(self._configs.values()), self._kept)
 
     def tuning(self) -> Tuning:
         """See :meth:`fusedcomm.session.handle.CommHandle.tuning`."""
@@ -237,7 +233,7 @@ class Tuner(Runs):
         if not self._delivering:
             self._free_losers()
         if self._base.rank == 0:
-            log.report(lambda: self.plan(self._caps()), quiet=not self._announce)
+            log.report(self._plan, quiet=not self._announce)
 
     def _run(self, candidate: str) -> None:
         old, self._running = self.session, candidate
@@ -249,24 +245,23 @@ class Tuner(Runs):
 
     def _set_target(self) -> None:
         # DDP's own all-reduce is not watched. At the end of its turn, however, ranks wait for each other.
-        is_watched = self.uses_engine or self.is_searching
+        is_watched = self._uses_engine or self._tuning is None
         for session in {*self._sessions.values(), self.session}:
             if session is not self.session or not is_watched:
                 session.unwatch()
         if is_watched:
             self.session.watch()
-        self._target.set(self.session.synchronizer if self.uses_engine else None, self.session.process_group)
+        self._target.set(self.session.synchronizer if self._uses_engine else None, self.session.process_group)
 
     def _free_losers(self) -> None:
         """Ends the search. Only the chosen session stays; if it stands in for off, only its state stays."""
         if self._target is not None:
             self._target.unwatch()
         for session in self._sessions.values():
-            if session is not self.session or self.is_off:
+            if session is not self.session or self._running == OFF:
                 session.stop("config='auto' has chosen something else")
-        if self.is_off:
+        if self._running == OFF:
             self.session.keeps_residuals = False
-            self.session.is_off = True
             self.session.synchronizer.engine.free_workspaces()
         self._sessions = {self._running: self.session}
         self._base = self.session
@@ -313,14 +308,9 @@ class Tuner(Runs):
 
     # ---- for people
 
-    def stats(self) -> Stats:
-        """The running candidate's statistics, which begin again at each change."""
-        return dataclasses.replace(self.session.stats(), off=self.is_off)
-
-    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
+    def _plan(self) -> BucketsPlan:
         """The running candidate's plan, with what the search has found."""
-        plan = self.session.plan(bucket_nbytes_caps, off=self.is_off)
-        return dataclasses.replace(plan, tuning=self.tuning())
+        return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
 
     def _report(self, finished: bool) -> Tuning:
         candidates = tuple(self._sessions) if self._turns is None else tuple(self._turns.seen)

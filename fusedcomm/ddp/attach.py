@@ -1,12 +1,15 @@
 """``fusedcomm.attach``: gives a DDP module the native communication hook."""
 
+import dataclasses
 import weakref
+from collections.abc import Sequence
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
-from fusedcomm.autotune.tuner import Tuner
+from fusedcomm.autotune.tuner import Tuner, base_of, to_agree
 from fusedcomm.config import OFF, Config, LocalOptions, local_options
 from fusedcomm.ddp.handle import Handle, targets
 from fusedcomm.ddp.module import (
@@ -20,10 +23,9 @@ from fusedcomm.ddp.module import (
     wait_for_delayed,
 )
 from fusedcomm.native import _C
-from fusedcomm.session.off import OffSession, told
-from fusedcomm.session.parameters import device_of, synchronized_parameters
+from fusedcomm.session.parameters import NamedParameter, device_of, numbered, synchronized_parameters
 from fusedcomm.session.served import refuse_served
-from fusedcomm.session.session import Session
+from fusedcomm.session.session import NO_WIRE, Session
 
 
 def attach(
@@ -44,58 +46,72 @@ def attach(
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
-    with told(ddp.process_group if isinstance(ddp, DistributedDataParallel) else None):
-        wanted = chosen(config)
-        _check_module(ddp)
-        named = named_tensors(ddp.module, ddp.parameters_to_ignore)
-        if not in_turns:
-            refuse_served(named, Handle.serves_as, Handle.place)
-        is_off = wanted == OFF
-        local = local_options(local)
-        quiet = quiet or env.quiet()
-        is_search = isinstance(wanted, Auto)
-        configs = wanted.configs if isinstance(wanted, Auto) else (Config("fp32") if is_off else wanted,)
-        device = device_of(named)
-        if ddp in targets:
-            forget_refused_hooks(ddp)
-        refuse_options(ddp)
-        if not is_off:
-            wait_for_delayed(ddp)
-        parameters = synchronized_parameters(named, configs)
-        if not is_off:
-            refuse_unhooked(parameters)
-        if is_search:
-            refuse_sparse(ddp, device)
-    runs: Session | Tuner | OffSession
-    if is_off:
-        runs = OffSession(ddp.process_group, parameters, local, device)
-    elif not is_search:
-        runs = Session(
-            configs[0],
-            ddp.process_group,
-            parameters,
-            local,
-            device,
-            announce=not quiet,
-            also_agree=options_to_agree(ddp),
-        )
-    else:
+    _check_module(ddp)
+    found, problem = _Arguments(), None
+    try:
+        found = _checked(ddp, config, local, in_turns)
+    except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells the others
+        problem = error
+    quiet = quiet or env.quiet()
+    first = base_of(found.configs, has_off=True) if found.is_search else found.configs[0]
+    session = Session(
+        first,
+        ddp.process_group,
+        numbered(found.parameters, first),
+        found.local,
+        found.device,
+        announce=not quiet,
+        also_agree={**(to_agree(found.configs) if found.is_search else {}), **options_to_agree(ddp)},
+        watched=not found.is_search,
+        is_off=found.is_off,
+        problem=problem,
+    )
+    runs: Session | Tuner = session
+    if found.is_search:
         module = weakref.ref(ddp)
-        runs = Tuner(
-            configs,
-            ddp.process_group,
-            parameters,
-            local,
-            device,
-            has_off=True,
-            announce=not quiet,
-            also_agree=options_to_agree(ddp),
-            caps=lambda: bucket_nbytes_caps(module()),
-        )
-    handle = Handle(ddp, runs, None if isinstance(runs, OffSession) else _hook_of(ddp, runs))
-    if ddp.process_group.rank() == 0:
+        caps = lambda: bucket_nbytes_caps(module())  # noqa: E731
+        runs = Tuner(session, found.configs, has_off=True, announce=not quiet, caps=caps)
+    handle = Handle(ddp, runs, None if found.is_off else _hook_of(ddp, runs))
+    if session.rank == 0:
         log.report(handle.plan, quiet)
     return handle
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """What attach() was given, checked. `configs`: the candidates of a search, or the one configuration."""
+
+    configs: Sequence[Config] = (Config("fp32"),)
+    is_search: bool = False
+    is_off: bool = False
+    parameters: Sequence[NamedParameter] = ()
+    local: LocalOptions = dataclasses.field(default_factory=LocalOptions)
+    device: torch.device = torch.device("cpu")
+
+
+def _checked(
+    ddp: DistributedDataParallel, config: ConfigLike | None, local: LocalOptions | None, in_turns: bool
+) -> _Arguments:
+    """The arguments of attach(). Raises as that."""
+    wanted = chosen(config)
+    named = named_tensors(ddp.module, ddp.parameters_to_ignore)
+    if not in_turns:
+        refuse_served(named, Handle.serves_as, Handle.place)
+    is_off, is_search = wanted == OFF, isinstance(wanted, Auto)
+    configs = wanted.configs if isinstance(wanted, Auto) else (NO_WIRE if is_off else wanted,)
+    device = device_of(named)
+    if ddp in targets:
+        forget_refused_hooks(ddp)
+    refuse_options(ddp)
+    parameters = synchronized_parameters(named, configs)
+    if not is_off:
+        wait_for_delayed(ddp)
+        refuse_unhooked(parameters)
+    if is_search:
+        refuse_sparse(ddp, device)
+        for each in configs:
+            each.refuse_on(device.type)
+    return _Arguments(configs, is_search, is_off, parameters, local_options(local), device)
 
 
 def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwitch":

@@ -19,7 +19,6 @@ from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import Config, LocalOptions, Wire, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
-from fusedcomm.session.off import told
 from fusedcomm.session.parameters import NamedParameter, named_parameters
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
@@ -108,9 +107,12 @@ class CommState(Sealed):
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         old = self._session
         if old is None or old.process_group is not group:
-            with told(group):
+            parameters, problem = None, None
+            try:
                 parameters = self._parameters()
-            session, problem = Session(self.config, group, parameters, self._local, device), None
+            except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own module
+                problem = error
+            session = Session(self.config, group, parameters, self._local, device, problem=problem)
             try:
                 if old is not None:
                     take_over(session, old)

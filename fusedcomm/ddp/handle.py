@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.tuner import Tuner
+from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.ddp.module import (
     ACTIVE_RANKS,
     SameParameters,
@@ -21,8 +22,8 @@ from fusedcomm.ddp.module import (
 )
 from fusedcomm.native import _C
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.off import OffSession
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.parameters import numbered
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
@@ -40,9 +41,7 @@ class Handle(CommHandle):
     is what was loaded.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, runs: Session | Tuner | OffSession, target: "_C.HookSwitch | None"
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookSwitch | None") -> None:
         """target: what the module's reducer calls; None with config="off"."""
         super().__init__(runs)
         self._ddp = weakref.ref(ddp)
@@ -59,13 +58,13 @@ class Handle(CommHandle):
         serve(self)
         self._seal()
 
-    def plan(self) -> Plan:
+    def plan(self) -> BucketsPlan:
         """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass.
 
         After detach() it shows DDP's own all-reduce.
         """
         if self._attached:
-            return super().plan()
+            return self._plan()
         plan = self.session.plan(self._caps(), off=True)
         return dataclasses.replace(plan, detached=True)
 
@@ -85,6 +84,10 @@ class Handle(CommHandle):
         ddp._comm_hooks.remove(self._registered)
         _guard_of(ddp).parameters = None
 
+    def tuning(self) -> Tuning | None:
+        """What config="auto" has found so far; printable. None if nothing is searched."""
+        return self.runs.tuning() if isinstance(self.runs, Tuner) else None
+
     def _caps(self) -> list[int] | None:
         return bucket_nbytes_caps(self._ddp())
 
@@ -93,9 +96,9 @@ class Handle(CommHandle):
 
     def _described(self) -> str:
         session = self.session
-        if self.runs.is_off:
+        if self.mode == "off":
             return f"off, DDP's own all-reduce, {session.world_size} ranks"
-        search = "searching, now " if self.runs.is_searching else ""
+        search = "searching, now " if self.mode == "searching" else ""
         return f"{search}wire {session.config.wire}, sum {session.config.sum}, {session.world_size} ranks"
 
     def parameters_now(self) -> list[torch.Tensor]:
@@ -123,23 +126,26 @@ class Handle(CommHandle):
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
-        old = self._runs
-        if isinstance(old, OffSession):
-            old.process_group = ddp.process_group
+        old, runs = self.session, self.runs
+        if not old.has_engine:
+            old.follow(ddp.process_group)
             return
-        if isinstance(old, Tuner):
-            self._runs = old.moved(ddp.process_group)
-        else:
-            self._runs = Session(
-                old.config,
-                ddp.process_group,
-                old.parameters,
-                old.local,
-                old.device,
-                also_agree=options_to_agree(ddp),  # ranks that attach only now compare it
-            )
-            take_over(self._runs, old)
-        old.stop("the module moved to another process group")
+        search = runs if isinstance(runs, Tuner) else None
+        config = old.config if search is None else search.first
+        session = Session(
+            config,
+            ddp.process_group,
+            numbered(old.parameters, config),
+            old.local,
+            old.device,
+            # Ranks that attach only now compare it, too.
+            also_agree={**({} if search is None else search.to_agree()), **options_to_agree(ddp)},
+            watched=search is None,
+        )
+        if search is None:
+            take_over(session, old)
+        self._runs = session if search is None else search.moved(session)
+        runs.stop("the module moved to another process group")
         self._run_on(ddp)
 
     def _run_on(self, ddp: DistributedDataParallel) -> None:

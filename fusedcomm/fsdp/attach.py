@@ -10,9 +10,8 @@ from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
 from fusedcomm.fsdp.modules import Sharded, sharded_modules
-from fusedcomm.session.off import agree_on_off
 from fusedcomm.session.served import refuse_served
-from fusedcomm.session.session import Session
+from fusedcomm.session.session import NO_WIRE, Session
 
 
 def attach_fsdp(
@@ -64,7 +63,7 @@ def attach_fsdp(
             sums = Sums(None, None, wanted.wire_number)
             for group in groups if is_off else ():
                 if group is not None and group.size() > 1:
-                    agree_on_off(group, those[0].device, local, problem)
+                    Session(NO_WIRE, group, None, local, those[0].device, is_off=True, problem=problem)
             if not is_off:
                 sums, problem = _sums(wanted, *groups, problem)
             meshes.append(MeshSums.attached(wanted, sums, those, num_before, local, not quiet, problem, made))

@@ -6,8 +6,10 @@ from torch import nn
 
 import fusedcomm.fsdp.state as state
 from fusedcomm.fsdp.mesh import Meshes, MeshSums
+from fusedcomm.fsdp.plan import FsdpPlan
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.stats import NonFinite
+from fusedcomm.session.stats import NonFinite, Stats, nonfinite_of_all, together
 
 
 class FsdpHandle(CommHandle):
@@ -15,7 +17,7 @@ class FsdpHandle(CommHandle):
 
     With "off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
 
-    ``plan()`` shows how each module's gradients are sent, as a :class:`fusedcomm.fsdp.mesh.FsdpPlan`. In ``stats()`` a
+    ``plan()`` shows how each module's gradients are sent, as a :class:`fusedcomm.fsdp.plan.FsdpPlan`. In ``stats()`` a
     bucket is the reduce-scatter of one module; with replicate(), which has none, its all-reduce. Of modules on several
     meshes the counts are added up, and the times and steps are those of the model's own mesh.
     """
@@ -59,6 +61,22 @@ class FsdpHandle(CommHandle):
         steps = "" if first.is_off else f", {first.num_steps} steps"
         return f"{how}, {ranks}, {len(self.runs.comms)} modules{steps}"
 
+    def plan(self) -> FsdpPlan:
+        """How each module's gradients are sent; printable."""
+        first, *others = self.runs.meshes
+        return first.plan(tuple(mesh.plan() for mesh in others))
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank, of all meshes together."""
+        is_off = self.runs.mode == "off"
+        return together([mesh.stats() for mesh in self.runs.meshes if mesh.is_off == is_off])
+
+    def _compared(self) -> ParameterDifference | None:
+        """The first difference between replicas."""
+        self.runs.pending.finish()
+        found = [mesh.between.session.compare_parameters() for mesh in self.runs.meshes if mesh.between is not None]
+        return next((each for each in found if each is not None), None)
+
     def state_dict(self, consolidated: bool = False) -> dict:
         """What error feedback has left out so far, and the number of steps. A collective call, between steps.
 
@@ -87,7 +105,7 @@ class FsdpHandle(CommHandle):
     def nonfinite_report(self) -> list[NonFinite]:
         """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with
         the shards of this rank's copy. A bucket is a module. Empty with config="off". A collective call."""
-        if self.runs.is_off:
+        if self.runs.mode == "off":
             return []
         rank = dist.get_rank()
         module_of = {p.name: comm.sharded.name for comm in self.runs.comms for p in comm.sharded.parameters}
@@ -96,4 +114,4 @@ class FsdpHandle(CommHandle):
             for mesh in self.runs.meshes
             for name, count in mesh.stats().nonfinite_by_parameter.items()
         ]
-        return self.session.everybodys(own)
+        return nonfinite_of_all(self.session, own)

@@ -1,6 +1,5 @@
 """The sums of the modules that are on one mesh: their sessions, what sends them, and what is told of them."""
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 
@@ -14,84 +13,12 @@ from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
 from fusedcomm.fsdp.grid import Grid, Traffic
 from fusedcomm.fsdp.levels import Sums, check_hosts
 from fusedcomm.fsdp.modules import Sharded
+from fusedcomm.fsdp.plan import FsdpPlan
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.native import _C
-from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.runs import Runs
-from fusedcomm.session.session import Session
-from fusedcomm.session.stats import Stats, together
-
-
-@dataclasses.dataclass(frozen=True)
-class ModuleRow:
-    """The gradients of one module. `numel`: of all ranks' slices, padding included. `sent_nbytes`: that a rank sends
-    in the reduce-scatter of one step; `fp32_nbytes`: with torch's own in fp32. Both are 0 without a reduce-scatter.
-    `wires`: empty where torch reduces."""
-
-    module: str
-    num_parameters: int
-    numel: int
-    wires: tuple[str, ...]
-    sent_nbytes: int
-    fp32_nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class FsdpPlan:
-    """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter, in `wire`;
-    `num_replicas`: ranks of the all-reduce that follows, in `wire_of_replicas`; 1 for neither. `traffic`: of the host
-    that sends most; None with `off`. `residual_nbytes`: of
-    this rank's error feedback in reduce-scatters. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
-    then "off", too. `others`: plans of modules on further meshes."""
-
-    wire: str
-    wire_of_replicas: str
-    num_shards: int
-    num_replicas: int
-    codec: str
-    scratch_nbytes: int
-    residual_nbytes: int
-    rows: tuple[ModuleRow, ...]
-    traffic: Traffic | None
-    off: bool = False
-    others: tuple["FsdpPlan", ...] = ()
-
-    @property
-    def headline(self) -> str:
-        """How gradients are sent, in one line."""
-        sums = []
-        if self.num_shards > 1:
-            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
-        if self.num_replicas > 1:
-            sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
-        if self.off:
-            ranks = self.num_shards * self.num_replicas
-            how = "one rank, which sends no gradients" if ranks == 1 else f"torch's own sums over {ranks} ranks"
-            return f"FSDP2: off, {how}"
-        return f"FSDP2: {' and '.join(sums)}, codec {self.codec}, buffers {self.scratch_nbytes / 2**20:.1f} MiB"
-
-    def __str__(self) -> str:
-        lines = [f"fusedcomm: {self.headline}"]
-        if self.residual_nbytes:
-            lines.append(
-                f"  error feedback: each rank keeps {self.residual_nbytes / 2**20:.2f} MiB of residuals of "
-                "reduce-scatters, as many elements as the unsharded parameters that are sent with errors"
-            )
-        sent, exact = sum(row.sent_nbytes for row in self.rows), sum(row.fp32_nbytes for row in self.rows)
-        if exact and not self.off:
-            lines.append(
-                f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
-            )
-        if self.traffic is not None:
-            gradients, parameters = self.traffic.gradients_nbytes / 2**20, self.traffic.parameters_nbytes / 2**20
-            lines.append(
-                f"  to other hosts a host sends {gradients:.2f} MiB of gradients and {parameters:.2f} MiB of "
-                "parameters in a step"
-            )
-        for row in self.rows:
-            wires = f", {'+'.join(row.wires)}" if row.wires else ""
-            lines.append(f"  {row.module or '(model)'}: {row.num_parameters} parameters, {row.numel:,} elements{wires}")
-        return "\n".join([*lines, *map(str, self.others)])
+from fusedcomm.session.plan import Row
+from fusedcomm.session.session import Mode, Session
+from fusedcomm.session.stats import Stats
 
 
 class MeshSums:
@@ -172,7 +99,7 @@ class MeshSums:
 
     @property
     def weights(self) -> "_C.PassWeights | None":
-        """See :class:`Runs`."""
+        """See :class:`fusedcomm.session.handle.Runs`."""
         return self.sessions[0].weights if self.sessions else None
 
     @property
@@ -231,6 +158,7 @@ class MeshSums:
         return FsdpPlan(
             wire=wire,
             wire_of_replicas=wire_of_replicas,
+            world_size=self.num_shards * self.num_replicas,
             num_shards=self.num_shards,
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
@@ -270,23 +198,25 @@ class MeshSums:
                 stacklevel=4,
             )
 
-    def _row(self, comm: FusedReduceScatter) -> ModuleRow:
+    def _row(self, comm: FusedReduceScatter) -> Row:
         trained = [p for p in comm.sharded.parameters if p.is_trained]
-        numel = sum(p.row_numel for p in trained)
-        fp32_nbytes = 4 * numel * (self.num_shards - 1)
+        nbytes = 4 * self.num_shards * sum(p.row_numel for p in trained)
         wires = []
         if not self.is_off:
             # With two sums, those of the reduce-scatter.
             config, wire_of = self._sums.rows or self.config, self._sums.wire_of
             numbers = [wire_of(p.name, p.tensor) for p in trained]
             wires = ["fp32" if number == _C.EXACT_WIRE else config.numbered_wires[number] for number in numbers]
-        return ModuleRow(
-            module=comm.sharded.name,
-            num_parameters=len(trained),
-            numel=numel * self.num_shards,
-            wires=tuple(dict.fromkeys(wires)),
-            sent_nbytes=fp32_nbytes if self.rows is None else comm.native().sent_nbytes,
-            fp32_nbytes=fp32_nbytes,
+        return Row(
+            label=comm.sharded.title,
+            parameters=tuple(p.name for p in trained),
+            grad_nbytes=nbytes,
+            wire="+".join(dict.fromkeys(wires)),
+            sum="rows" if self.num_shards > 1 else "sum",
+            num_chunks=None,
+            sent_nbytes=nbytes * (self.num_shards - 1) // self.num_shards
+            if self.rows is None
+            else comm.native().sent_nbytes,
         )
 
     def stats(self) -> Stats:
@@ -296,7 +226,7 @@ class MeshSums:
         return self.sessions[0].stats()
 
 
-class Meshes(Runs):
+class Meshes:
     """What runs behind the handle of a model.
 
     Attributes:
@@ -317,34 +247,14 @@ class Meshes(Runs):
         return [comm for mesh in self.meshes for comm in mesh.comms]
 
     @property
-    def is_off(self) -> bool:
-        """Whether torch reduces all gradients."""
-        return self.meshes[0].is_off
-
-    @property
-    def uses_engine(self) -> bool:
-        """Whether gradients go through fusedcomm."""
-        return not self.is_off
+    def mode(self) -> Mode:
+        """Off if torch reduces all gradients."""
+        return "off" if self.meshes[0].is_off else "active"
 
     @property
     def session(self) -> Session:
         """The first session of the model's own mesh."""
         return self.meshes[0].sessions[0]
-
-    def plan(self, bucket_nbytes_caps: None) -> FsdpPlan:
-        """The plan; its buckets are the modules."""
-        first, *others = self.meshes
-        return first.plan(tuple(mesh.plan() for mesh in others))
-
-    def stats(self) -> Stats:
-        """The statistics of all meshes together."""
-        return together([mesh.stats() for mesh in self.meshes if mesh.is_off == self.is_off])
-
-    def compare_parameters(self) -> ParameterDifference | None:
-        """See :meth:`CommHandle.compare_parameters`; the first difference between replicas."""
-        self.pending.finish()
-        found = [mesh.between.session.compare_parameters() for mesh in self.meshes if mesh.between is not None]
-        return next((each for each in found if each is not None), None)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""

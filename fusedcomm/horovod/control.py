@@ -17,7 +17,6 @@ import dataclasses
 import datetime
 import hmac
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 import fusedcomm.horovod.signatures as signatures
 from fusedcomm.log import LOGGER
+from fusedcomm.ranks import own_address
 
 ADDRESSES_KEY = "control/addresses"
 TOKEN_NBYTES = 32
@@ -107,7 +107,7 @@ class _Door:
         self._token, self._proof, self._size = token, proof, size
         self.ranks: dict[int, _Guest] = {}
         self._guests: list[_Guest] = []  # without those in `ranks`; the oldest first
-        self.addresses = own_addresses()
+        self.addresses = own_address.candidates()
         where = self.addresses[0] if len(self.addresses) == 1 else ""
         self._listener = socket.create_server((where, 0), backlog=size + MAX_STRANGERS)
         self._listener.setblocking(False)
@@ -242,35 +242,6 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
                 continue
             return Star([_detach(connection)], answer["about"], published["token"])
         try_s *= 2
-
-
-def own_addresses() -> list[str]:
-    """Addresses at which others may reach this host, the likeliest first: those of the interfaces in
-    GLOO_SOCKET_IFNAME, else those of the host's name and of the interface that leads outside; loopback last."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    found = [address for name in names if (address := _interface_address(name))]
-    if not found:
-        with contextlib.suppress(OSError):
-            infos = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-            found += [info[4][0] for info in infos]
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outside:
-            outside.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
-            found.append(outside.getsockname()[0])
-    # A host's name often stands for loopback.
-    return list(dict.fromkeys([*(each for each in found if not each.startswith("127.")), "127.0.0.1"]))
-
-
-def _interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface; None if there is no such interface or it has none."""
-    import fcntl
-
-    SIOCGIFADDR = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _left(deadline: float, text) -> float:

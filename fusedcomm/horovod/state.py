@@ -4,7 +4,6 @@ import atexit
 import ctypes
 import dataclasses
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +23,8 @@ from fusedcomm.horovod.process_sets import forget_sets, make_first_sets, parse_s
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
 from fusedcomm.log import LOGGER
 from fusedcomm.native import _C
+from fusedcomm.ranks import own_address
+from fusedcomm.ranks.agreement import difference
 
 __all__ = ["Launch", "World", "init", "is_initialized", "set_launch", "shutdown", "world"]
 
@@ -86,7 +87,7 @@ def _wait_for_all(new: World) -> None:
 
 def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) -> World:
     store = launch.fresh(found)
-    hostname = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    hostname = os.environ.get("HOROVOD_HOSTNAME") or own_address.host_name()
     about = {"host": hostname, "sets": asked_for[1], "problem": str(settings.problem or "")}
     star = connect(store, found.rank, found.size, found.timeout, about)
     hosts = [each["host"] for each in star.about]
@@ -137,13 +138,8 @@ def _problem_of(abouts: list[dict[str, Any]]) -> str:
     for rank, about in enumerate(abouts):
         if about["problem"]:
             return f"hvd.init(): rank {rank} cannot start: {about['problem']}"
-        first, sets = (_lists(each["sets"]) for each in (abouts[0], about))
-        if sets != first:
-            return (
-                f"hvd.init(process_sets=…): rank 0 has the sets {first}, and rank {rank} {sets}: give every rank the "
-                "same sets in the same order"
-            )
-    return ""
+    found = difference({f"rank {rank}": {"process_sets": about["sets"]} for rank, about in enumerate(abouts)})
+    return f"hvd.init(): {found}. Give every rank the same sets in the same order" if found else ""
 
 
 def _lists(sets: Sequence[Sequence[int]]) -> list[list[int]]:

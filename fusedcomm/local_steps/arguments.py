@@ -17,7 +17,7 @@ from fusedcomm.native import _C
 
 MERGES: tuple[Merge, ...] = ("corrected", "nesterov", "average")
 DECAY = 0.95
-"""Of the residuals of wires with scales, where only the wire's name is given."""
+"""The decay of residuals where only the name of a wire with scales is given."""
 DELAY = 5
 """Steps that a message may travel, where nothing is given and `every` allows it."""
 _MOST = 2**31 - 1

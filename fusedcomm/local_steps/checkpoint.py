@@ -57,7 +57,7 @@ def save(of: Progress, session: Session) -> dict:
 
 
 def _checksums(of: Progress) -> list[int]:
-    """Of the parameters of each fragment, as they are on this rank."""
+    """Checksums of each fragment's parameters, as they are on this rank."""
     return [int(fragment.checksum(fragment.read())) for fragment in of.fragments]
 
 

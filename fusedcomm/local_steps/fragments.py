@@ -11,6 +11,7 @@ from fusedcomm.config import Config
 from fusedcomm.local_steps.shards import local, reshard
 from fusedcomm.local_steps.shards import place as shard_of
 from fusedcomm.native import _C
+from fusedcomm.session.checksums import quick
 from fusedcomm.session.session import Session
 
 _ROW_NUMEL = 1024
@@ -31,7 +32,7 @@ class Merged:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of the target, and merges. Shares its memory. Of a DTensor it may be empty."""
+        """What this rank holds of the target, and merges. Shares its memory. A shard of a DTensor may be empty."""
         return local(self.target)
 
 
@@ -83,10 +84,7 @@ class Fragment:
     def checksum(self, flat: torch.Tensor | None = None) -> torch.Tensor:
         """32 bits of the merged state, or of `flat`, as an int64 without dimensions where they lie: those of different
         states differ, but by chance."""
-        flat = self.anchor if flat is None else flat
-        even = flat.numel() // 2 * 2
-        # Sums of 64 bits, which are many times as fast as those of 32; they wrap around.
-        total = flat[:even].view(torch.int64).sum() + flat[even:].view(torch.int32).sum()
+        total = quick(self.anchor if flat is None else flat)
         return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 

@@ -174,7 +174,7 @@ class LocalSteps(Surface):
 
     @property
     def session(self) -> Session:
-        """That of the present ranks."""
+        """The session of the present ranks."""
         return self._session if self._merging is None else self._merging.session
 
     def _refuse_changed(self, fragment: Fragment) -> None:

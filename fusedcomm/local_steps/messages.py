@@ -37,27 +37,27 @@ class Message:
     mean: torch.Tensor
     """fp32: the ranks' mean difference, once the message has arrived."""
     checksum: torch.Tensor | None = None
-    """Of the merged state before it, as Fragment.checksum() has it; None once the message is read."""
+    """The merged state's before the merge, as Fragment.checksum() has it; None once the message is read."""
     number: int = 0
     """Counts the messages of all fragments."""
     weight: float = 1.0
-    """This rank's, in the unit that all ranks share."""
+    """This rank's weight, in the unit that all ranks share."""
     world_size: int = 0
     """Ranks that the message was sent to, this one included."""
     is_finishing: bool = False
     """Whether this rank has ended its training."""
     future: object | None = None
-    """Of the message; None once it has arrived."""
+    """Done when the message has arrived; None from then on."""
     control: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     residuals: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """This rank's as they were before the message, where it may have to be sent again."""
+    """This rank's residuals before the message, where it may have to be sent again."""
     is_read: bool = False
     all_finish: bool = False
     """Whether all ranks had ended their training, once the message is read."""
 
     @property
     def names(self) -> set[str]:
-        """Of the message's tensors, as the engine knows them."""
+        """The names of the message's tensors, as the engine knows them."""
         return set(self.fragment.tensors(self.own))
 
 

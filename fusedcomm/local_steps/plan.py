@@ -9,6 +9,7 @@ from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.messages import CONTROL_NUMEL
 from fusedcomm.local_steps.progress import Progress
 from fusedcomm.native import _C
+from fusedcomm.session.plan import Plan, Row, planned_row
 from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
@@ -16,32 +17,12 @@ _MARGIN = 1.1
 """What a message takes beside its bytes: headers of packets, and encoding before and decoding after them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FragmentRow:
-    """A message of one fragment."""
-
-    index: int
-    first: str
-    """The name of its first parameter."""
-    num_parameters: int
-    numel: int
-    wire: str
-    """As its message is sent: few elements travel in fp32 whatever the wire is."""
-    sum: str
-    sent_nbytes: int
-    """Bytes that this rank sends."""
-    line_nbytes: int
-    """Those of them that leave the host, where sums have two levels; else all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalPlan:
-    """What LocalSteps does. ``print(plan)`` shows it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalPlan(Plan):
+    """What LocalSteps does. A row is the message of a fragment: few elements travel in fp32 whatever the wire is."""
 
     schedule: Schedule
     wire: str
-    world_size: int
-    fragments: tuple[FragmentRow, ...]
     state_nbytes: int
     """Bytes that stay: the merged state."""
     under_way_nbytes: int
@@ -55,15 +36,17 @@ class LocalPlan:
     step_s: float | None
     """Seconds of a step, as given or as measured; None if not known."""
 
+    _of = "fragment"
+
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends from one merge of a parameter to the next."""
-        return sum(row.sent_nbytes for row in self.fragments)
+    def fragments(self) -> tuple[Row, ...]:
+        """The rows."""
+        return self.rows
 
     @property
     def line_s(self) -> float:
         """Seconds that the bytes take on the line, if nothing else is sent."""
-        return sum(row.line_nbytes for row in self.fragments) * self.s_per_byte
+        return sum(map(line_nbytes, self.rows)) * self.s_per_byte
 
     @property
     def is_waited_for(self) -> bool:
@@ -82,23 +65,19 @@ class LocalPlan:
         """The smallest `delay` that hides the largest message. None if `step_s` is not known, or if none can."""
         if self.is_waited_for:
             return None
-        return self._steps_for(max(row.line_nbytes for row in self.fragments) * self.s_per_byte)
+        return self._steps_for(max(map(line_nbytes, self.rows)) * self.s_per_byte)
 
     def _steps_for(self, line_s: float) -> int | None:
         return None if self.step_s is None else max(1, math.ceil(line_s * _MARGIN / self.step_s))
 
-    def __str__(self) -> str:
-        of, wires = self.schedule, " and ".join(dict.fromkeys(row.wire for row in self.fragments))
-        lines = [
-            f"fusedcomm: local steps, merge {of.merge!r} every {of.period}, {of.delay} steps late, {wires}, "
-            f"{self.world_size} ranks",
-            f"  {'fragment':>8} {'elements':>12} {'wire':>9} {'sum':>9} {'sends MiB':>9}  parameters",
-        ]
-        for row in self.fragments:
-            lines.append(
-                f"  {row.index:>8} {row.numel:>12} {row.wire:>9} {row.sum:>9} {row.sent_nbytes / _MIB:>9.3f}  "
-                f"{row.first}, … ({row.num_parameters})"
-            )
+    @property
+    def headline(self) -> str:
+        of, wires = self.schedule, " and ".join(dict.fromkeys(row.wire for row in self.rows))
+        how = f"local steps, merge {of.merge!r} every {of.period}, {of.delay} steps late"
+        return f"{how}, {wires}, {self.world_size} ranks"
+
+    def _ends(self) -> list[str]:
+        of = self.schedule
         hides = "; every merge waits for them" if self.is_waited_for else ""
         if self.step_s is not None and self.least_every is not None:
             least = f'"{self.least_every * self.step_s:.3g}s"' if of.seconds is not None else str(self.least_every)
@@ -106,16 +85,22 @@ class LocalPlan:
                 f"; a step takes {self.step_s:.3g} s, so every={least} is the least that hides them, with "
                 f"delay={self.least_delay}"
             )
-        lines.append(
+        lines = [
             f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB in {of.period}, {self.line_s:.3g} s on the line"
             + hides
-        )
+        ]
         parts = (self.state_nbytes, self.under_way_nbytes, self.outer_nbytes, self.residual_nbytes)
         lines.append(
             "  memory, MiB: merged state {:.1f}, a merge under way {:.1f}, outer optimizer {:.1f}, residuals "
             "{:.1f}".format(*(part / _MIB for part in parts))
         )
-        return "\n".join(lines)
+        return lines
+
+
+def line_nbytes(row: Row) -> int:
+    """The sent bytes that leave the host, where sums have two levels; else all."""
+    between = row.sent_between_hosts_nbytes
+    return row.sent_nbytes if between is None else between
 
 
 def make_plan(
@@ -127,19 +112,16 @@ def make_plan(
     """See :meth:`fusedcomm.LocalSteps.plan`."""
     fragments = of.fragments
     rows, residual_nbytes = [], 0
+    own_host = session.levels.own_host if session.hosts is not None and session.ranks_per_host > 1 else None
     for fragment in fragments:
         slices = [(each.local.numel(), each.wire) for each in fragment.merged if each.local.numel()]
         slices.append((CONTROL_NUMEL, _C.EXACT_WIRE))
         like = torch.empty(0, dtype=torch.float32)
         plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
-        name = fragment.merged[0].name
-        sent = line = plan.sent_nbytes
-        if session.hosts is not None and session.ranks_per_host > 1:
-            own = session.levels.own_host
-            line = plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links)
-        wire = "+".join(layout.wire for layout in plan.layouts)
-        rows.append(FragmentRow(fragment.index, name, len(fragment.merged), fragment.numel, wire, plan.sum, sent, line))
-        if session.config.residual_format is not None and wire != "fp32":
+        names = tuple(each.name for each in fragment.merged)
+        row = planned_row(own_host, fragment.index, names, like.dtype, fragment.numel, plan)
+        rows.append(row)
+        if session.config.residual_format is not None and row.wire != "fp32":
             lossy = sum(each.local.numel() for each in fragment.merged if each.wire != _C.EXACT_WIRE)
             second = lossy // session.world_size if plan.sum == "two-shot" else 0
             residual_nbytes += _C.residual_nbytes(session.config.residual_format, lossy + second)
@@ -148,7 +130,7 @@ def make_plan(
         schedule=of.schedule,
         wire=session.config.wire,
         world_size=session.world_size,
-        fragments=tuple(rows),
+        rows=tuple(rows),
         state_nbytes=sum(fragment.anchor.nbytes for fragment in fragments),
         under_way_nbytes=max(2 * fragment.anchor.nbytes for fragment in fragments),
         outer_nbytes=0 if of.outer is None else of.outer.nbytes,

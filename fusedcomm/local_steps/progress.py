@@ -20,21 +20,21 @@ class Progress:
     window: Window | None
     """Where `every` is a time."""
     steps: int = 0
-    """Of the optimizer."""
+    """The optimizer's steps."""
     turns: int = 0
-    """Of fragments."""
+    """Turns that fragments have had."""
     num_messages: int = 0
     finished_at: int = 0
     """Messages when finish() ended last."""
     merges: list[int] = dataclasses.field(default_factory=list)
-    """By fragment: how often it was sent."""
+    """How often each fragment was sent."""
     snapshots: list[int] = dataclasses.field(default_factory=list)
-    """By fragment: the steps at its last snapshot. Of a rank that has joined at least those at which it did."""
+    """The steps at each fragment's last snapshot; before the first in a rank that has joined, those at which it did."""
     under_way: list[Message] = dataclasses.field(default_factory=list)
     rest: list[int] = dataclasses.field(default_factory=list)
     """The fragments of the last messages of finish() that are still to be sent."""
     spread: Spread | None = None
-    """Of the last merge."""
+    """How far the ranks were apart at the last merge."""
 
     def __post_init__(self) -> None:
         self.merges, self.snapshots = [0] * self.schedule.fragments, [0] * self.schedule.fragments

@@ -17,7 +17,7 @@ class LocalStats:
 
     steps: int = 0
     merges: int = 0
-    """Of fragments."""
+    """Merges of fragments."""
     under_way: int = 0
     sent_nbytes: int = 0
     sent_between_hosts_nbytes: int = 0
@@ -26,12 +26,12 @@ class LocalStats:
     step_ms: float | None = None
     """Median time from one step to the next, without what was waited for messages. None before the second step."""
     drift: float | None = None
-    """See :class:`fusedcomm.local_steps.messages.Spread`. Of the last merge; None before the first."""
+    """See :class:`fusedcomm.local_steps.messages.Spread`. The last merge's; None before the first."""
     agreement: float | None = None
     nonfinite: int = 0
     """Elements of this rank's differences that were NaN or Inf. A merge brings them to every rank."""
     changes: tuple[Change, ...] = ()
-    """Of the ranks, with `members`."""
+    """The ranks' changes, with `members`."""
 
     def scalars(self) -> dict[str, float]:
         """The numbers, for TensorBoard or Prometheus; without those that are None."""

@@ -22,8 +22,8 @@ def seconds_of(every: str) -> float:
 
 
 class Window:
-    """The time since the last message arrived, which it does on all ranks at once. So their windows begin together, and
-    no clocks are compared; one rank's next message is at most a step later than another's.
+    """The time since the last message arrived, at once on all ranks: windows begin together, though no clocks are
+    compared, and one rank's next message is at most a step later than another's.
 
     Args:
         every: as LocalSteps got it.

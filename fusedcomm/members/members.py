@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from fusedcomm.members.plane.control import ControlPlane, new_uid
 from fusedcomm.members.plane.listener import numeric_host
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training.place import check_state, share_of
-from fusedcomm.ranks import agreement, groups, torch_groups
+from fusedcomm.ranks import agreement, groups, own_address, torch_groups
 from fusedcomm.ranks.objects import pack
 from fusedcomm.ranks.own_group import OwnGroup, served_store
 from fusedcomm.ranks.peers import Peers, private_store
@@ -121,11 +120,11 @@ class Members(Sealed):
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
         near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
-        own_host = _host_towards(near) if host is None else numeric_host(host)
+        own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
         self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
-            "process": groups.describe_own_process(),
+            "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
         gather = None if join is not None else _gathering(timeout)
@@ -140,8 +139,8 @@ class Members(Sealed):
         self.training: Any = None
         """The training whose ranks these are (training/views.py); None before a reducer is made."""
         self.num_microbatches = 0
-        """Microbatches, or without `microbatches` batches, of all ranks in all steps that have ended: times the size of
-        one, the place in the data."""
+        """Microbatches, or without `microbatches` batches, that all ranks have had so far: times the size of one, the
+        position in the data."""
         self.portion = (0, 1)
         """(first, count): this rank's microbatches of the present step among those of all ranks."""
         self.weighs = True
@@ -418,13 +417,3 @@ def _init_process_group() -> None:
             "to a member's address to join"
         )
     dist.init_process_group("gloo")
-
-
-def _host_towards(near: tuple[str, int] | None) -> str:
-    """The address of the interface that leads there; nothing is sent."""
-    if near is None:
-        return numeric_host(None)
-    family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]

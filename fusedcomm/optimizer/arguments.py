@@ -34,7 +34,7 @@ def check_reducer(reducer: object) -> None:
             "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves: "
             "make the GradReducer without members"
         )
-    if reducer.runs is not reducer.session:
+    if reducer.tuning() is not None:
         raise ValueError(
             "fusedcomm: a ShardedOptimizer needs its wire from the start, and this GradReducer searches for it: name "
             "its config in place of 'auto'"
@@ -86,11 +86,12 @@ def record(
 
 def why_unequal(session: Session, rates: list[dict[str, Any]]) -> str:
     """Names the first of this rank's `rates` that another rank has otherwise. A collective call."""
-    found = agreement.difference(session.gather("rates", {"param_groups": rates}, "backward()"), session.peers)
+    of_all = session.gather("rates", {"param_groups": rates}, "backward()")
+    found = agreement.difference({session.peers.title(rank): each for rank, each in enumerate(of_all)})
     return (
-        f"fusedcomm: hyperparameters differ: {found}. Each rank steps a part of the parameters, with its own: give "
-        "every rank the same, also where a scheduler changes them. Then call detach(), and make the GradReducer and "
-        "the ShardedOptimizer anew on every rank"
+        f"fusedcomm: {found}. Each rank steps a part of the parameters, with its own hyperparameters: give every rank "
+        "the same, also where a scheduler changes them. Then call detach(), and make the GradReducer and the "
+        "ShardedOptimizer anew on every rank"
     )
 
 

@@ -6,7 +6,8 @@ import torch
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.optimizer.parts import Piece, Target, Unit, fingerprint, in_memory_order, laid_out, shaped
+from fusedcomm.optimizer.parts import Piece, Target, Unit, laid_out, shaped
+from fusedcomm.session.checksums import in_memory_order, quick
 from fusedcomm.session.session import Session
 
 _SAME = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,8 +22,8 @@ def _is_exact(update: Config, target: Target) -> bool:
 
 
 def written_bits(target: Target) -> torch.Tensor:
-    """A fingerprint of the parameter's values, however they lie in memory."""
-    return fingerprint(target.tensor.detach().contiguous())
+    """A checksum of the parameter's values, however they lie in memory."""
+    return quick(target.tensor.detach().contiguous())
 
 
 def _in_row(row: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -82,7 +83,7 @@ class Exchange:
         for piece in unit.pieces:
             place = self._in_rows(self._rows, piece)
             self._of_target.setdefault(piece.target, []).append((piece, place))
-        self._loaded: dict[int, int] = {}  # of targets with a loaded master: fingerprint of the parameter it belongs to
+        self._loaded: dict[int, int] = {}  # of targets with a loaded master: checksum of the parameter it belongs to
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         self.refresh(everything=True)
 
@@ -188,11 +189,11 @@ class Exchange:
 
     def begin(self) -> None:
         """Before a pass in which this unit is stepped while parameters can still be written; see is_changed()."""
-        self._seen = fingerprint(self.refresh())
+        self._seen = quick(self.refresh())
 
     def is_changed(self) -> torch.Tensor:
         """Whether this rank's elements of the parameters are others than at begin(), from which it has stepped."""
-        return fingerprint(self._now()) != self._seen
+        return quick(self._now()) != self._seen
 
     def names(self) -> list[str]:
         """The parameters of which this rank owns elements here."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from fusedcomm.session.checksums import is_dense
+
 ELEMENTWISE = (
     *("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     "SignSGD",
@@ -207,11 +209,6 @@ def index_by_id(targets: Sequence[Target]) -> dict[int, int]:
     return {id(target.tensor): i for i, target in enumerate(targets)}
 
 
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view [numel] of a dense tensor, in the order of its memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
 def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`tensor`, which has the shape of `like`, or a copy of it that lies in memory as `like` does."""
     sides = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
@@ -223,15 +220,6 @@ def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A view of `flat`, which has the elements of `like` in the order of its memory, with its shape."""
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the tensor's bits, 64 at a time: an int64 that says, without a copy, whether something has changed."""
-    flat = in_memory_order(tensor) if _is_dense(tensor) else tensor.detach().flatten()
-    per_word = 8 // flat.element_size()
-    if flat.numel() % per_word or flat.storage_offset() % per_word:
-        flat = torch.nn.functional.pad(flat, (0, per_word - flat.numel() % per_word))  # memory of its own
-    return flat.view(torch.int64).sum()
 
 
 def refuse(targets: Iterable[Target], is_sparse: Callable[[torch.Tensor], bool]) -> None:
@@ -253,18 +241,6 @@ def refuse(targets: Iterable[Target], is_sparse: Callable[[torch.Tensor], bool])
                 f"fusedcomm: {target.name} is on {tensor.device} and {device[0]} on {device[1]}: the parameters of a "
                 "ShardedOptimizer are on one device"
             )
-        if tensor.numel() != math.prod(tensor.shape) or not _is_dense(tensor):
+        if tensor.numel() != math.prod(tensor.shape) or not is_dense(tensor):
             raise ValueError(f"fusedcomm: {target.name} has gaps in memory: make it contiguous")
         device = device or (target.name, tensor.device)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a run of memory, in any order."""
-    numel = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
-        if size == 1:
-            continue
-        if stride != numel:
-            return False
-        numel *= size
-    return True

@@ -11,23 +11,23 @@ from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner
 from fusedcomm.optimizer.parts import Target, index_by_id
 from fusedcomm.optimizer.trial import fresh_state, stand_in
+from fusedcomm.session.plan import Plan, Row
 from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
 _MOST_SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardedPlan:
-    """``str(plan)`` is what rank 0 prints. Bytes are of one rank.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedPlan(Plan):
+    """Who owns what, and what it costs. A row is a unit, both halves of its sum together. Bytes are of one rank.
 
     `state_nbytes`: of this rank's optimizers; `replicated_nbytes`: where every rank has all. `master_nbytes`: fp32
     copies of what it owns. `buffer_nbytes`: rows of gradients and updates. `residual_nbytes`: of gradients.
-    `sent_nbytes`: in a step, both halves. `padding`: the part of the rows' elements that is no parameter's.
+    `padding`: the part of the rows' elements that is no parameter's.
     `owners`: of each parameter, its elements on each rank."""
 
     optimizers: tuple[str, ...]
-    world_size: int
     rank: int
     wire: str
     update: str
@@ -37,16 +37,22 @@ class ShardedPlan:
     master_nbytes: int
     buffer_nbytes: int
     residual_nbytes: int
-    sent_nbytes: int
     padding: float
     owners: dict[str, tuple[int, ...]]
 
-    def __str__(self) -> str:
+    _of = "unit"
+
+    @property
+    def headline(self) -> str:
+        return (
+            f"{', '.join(self.optimizers)} on the owners of {len(self.owners)} parameters, {self.world_size} ranks, "
+            f"gradients in {self.wire}, updates in {self.update}"
+            + (", while the backward pass goes on" if self.overlaps else ", in step()")
+        )
+
+    def _ends(self) -> list[str]:
         share = self.state_nbytes / self.replicated_nbytes if self.replicated_nbytes else 0.0
         lines = [
-            f"fusedcomm: {', '.join(self.optimizers)} on the owners of {len(self.owners)} parameters, "
-            f"{self.world_size} ranks, gradients in {self.wire}, updates in {self.update}"
-            + (", while the backward pass goes on" if self.overlaps else ", in step()"),
             f"  state of rank {self.rank}: {self.state_nbytes / _MIB:.2f} MiB, {share:.3f} of "
             f"{self.replicated_nbytes / _MIB:.2f} MiB without owners; fp32 copies {self.master_nbytes / _MIB:.2f} MiB, "
             f"rows {self.buffer_nbytes / _MIB:.2f} MiB, residuals {self.residual_nbytes / _MIB:.2f} MiB",
@@ -57,7 +63,7 @@ class ShardedPlan:
             lines.append(f"  {name}: {of_ranks or 'no elements'}")
         if len(self.owners) > _MOST_SHOWN:
             lines.append(f"  … {len(self.owners)} parameters in all: plan().owners")
-        return "\n".join(lines)
+        return lines
 
 
 def make_plan(
@@ -70,9 +76,15 @@ def make_plan(
 ) -> ShardedPlan:
     """The plan of this rank."""
     owners = {target.name: [0] * sums.world_size for target in targets}
-    rows = padding = 0
-    for exchange in exchanges:
-        rows += exchange.unit.row_numel * sums.world_size
+    rows: list[Row] = []
+    numel = padding = 0
+    for index, exchange in enumerate(exchanges):
+        of_all = exchange.unit.row_numel * sums.world_size
+        names = tuple(targets[i].name for i in exchange.unit.targets)
+        nbytes = of_all * exchange.unit.dtype.itemsize
+        wires = f"{sums.config.wire}, {update.wire}"
+        rows.append(Row(f"unit {index}", names, nbytes, wires, "two-shot", None, exchange.sent_nbytes))
+        numel += of_all
         padding += exchange.unit.padding
         for piece in exchange.unit.pieces:
             owners[targets[piece.target].name][piece.owner] += piece.end - piece.begin
@@ -86,6 +98,7 @@ def make_plan(
             replicated_nbytes += per_element * p.numel()
             own_nbytes += per_element * owners[targets[index].name][sums.rank]
     return ShardedPlan(
+        rows=tuple(rows),
         optimizers=tuple(type(optimizer).__name__ for optimizer in owner.optimizers),
         world_size=sums.world_size,
         rank=sums.rank,
@@ -97,8 +110,7 @@ def make_plan(
         master_nbytes=sum(exchange.owned.nbytes for exchange in exchanges),
         buffer_nbytes=sum(exchange.buffer_nbytes for exchange in exchanges),
         residual_nbytes=sum(exchange.residual_nbytes for exchange in exchanges),
-        sent_nbytes=sum(exchange.sent_nbytes for exchange in exchanges),
-        padding=padding / rows if rows else 0.0,
+        padding=padding / numel if numel else 0.0,
         owners={name: tuple(numels) for name, numels in owners.items()},
     )
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedcomm.optimizer.parts import Target, fingerprint
+from fusedcomm.optimizer.parts import Target
+from fusedcomm.session.checksums import quick
 
 
 class SeenGradients:
-    """The gradients of a pass: their ids and versions, and fingerprints, because a write through .data moves no
+    """The gradients of a pass: their ids and versions, and checksums, because a write through .data moves no
     version."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -36,4 +37,4 @@ class SeenGradients:
         tensor = self._targets[target].tensor
         if tensor.grad is None:
             return (0, 0), torch.zeros((), dtype=torch.int64, device=tensor.device)
-        return (id(tensor.grad), tensor.grad._version), fingerprint(tensor.grad)
+        return (id(tensor.grad), tensor.grad._version), quick(tensor.grad)

@@ -397,7 +397,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def state_dict(self) -> State:
         """The state in torch's format. Tensors of a parameter's shape are DTensors, Shard(0) over the ranks, which
         torch.distributed.checkpoint loads on any number of ranks; torch's get_optimizer_state_dict() takes it, too. An
-        owner's fp32 copy is "master", beside a fingerprint of the parameter, "written". A collective call between
+        owner's fp32 copy is "master", beside a checksum of the parameter, "written". A collective call between
         steps. Raises RuntimeError, on every rank, if not all ranks call it, or if one calls it between backward() and
         step() with overlap."""
         self._reducer.meet("state_dict()", self._why_within(), self._is_ready)

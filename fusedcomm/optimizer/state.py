@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fusedcomm.optimizer.exchange import Exchange, written_bits
 from fusedcomm.optimizer.owner import Owner, State
-from fusedcomm.optimizer.parts import Target, in_memory_order, index_by_id, laid_out, shaped
+from fusedcomm.optimizer.parts import Target, index_by_id, laid_out, shaped
 from fusedcomm.optimizer.trial import fresh_state
+from fusedcomm.session.checksums import in_memory_order
 from fusedcomm.session.objects import everybodys
 from fusedcomm.session.session import Session
 
 MASTER = "master"
 """The key of an owner's fp32 copy."""
 WRITTEN = "written"
-"""The key of the fingerprint of the parameter that had the fp32 copy."""
+"""The key of the checksum of the parameter that had the fp32 copy."""
 
 
 def state_dict(

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -27,6 +27,7 @@ IS_VERDICT = "is verdict"
 # Key of the time of that problem, in seconds since the epoch. The first problem may have caused later ones. Infinite
 # for a rank that only follows another one, whatever its clock says.
 AT = "at"
+_WHAT = "attaching"  # what ranks are doing that agree, for reports
 _MAX_SHOWN = 300  # characters of a value in an error
 # How much longer than rank 0 the others wait: it takes a moment to notice and publish that a rank is missing.
 _MARGIN = datetime.timedelta(seconds=15)
@@ -65,55 +66,27 @@ def versions() -> dict[str, object]:
     }
 
 
-def agree(peers: Peers, store: BoundedStore, record: dict, what: str) -> Verdict:
-    """Returns the verdict on whether all ranks have published an equal `record` (JSON-serializable, with equal keys).
-
-    If not, its text names the first rank that differs, the field and both values; or the ranks that are lost or did not
-    attach within the group's timeout; or the rank with the earliest problem, and that problem.
+def agree(peers: Peers, store: BoundedStore, record: dict, problem: Exception | None = None) -> None:
+    """Returns once all ranks have published an equal `record` (JSON-serializable, with equal keys).
 
     Args:
         store: a store that only this call uses.
         record: each field stands before those whose values follow from it, because the first difference is named.
-        what: what this rank is doing, for reports; "attaching" for example.
-
-    Raises:
-        RuntimeError: rank 0 gave no verdict within the group's timeout, or the store has failed.
-        PeerLostError: rank 0 is lost.
-    """
-    store.set(f"record/{peers.rank}", json.dumps(record))
-    if peers.rank == 0:
-        try:
-            verdict = _compare(peers, store, record, what)
-        except PeerLostError as error:
-            verdict = Verdict(str(error), is_loss=True)
-        store.set("verdict", json.dumps(dataclasses.asdict(verdict)))
-        return verdict
-    timeout = peers.timeout + _MARGIN
-    if peers.wait(store, {0: "verdict"}, what, timeout):
-        raise RuntimeError(
-            f"fusedcomm: rank {peers.rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
-            f"{what}: attach must be called on every rank of the process group"
-        )
-    return Verdict(**json.loads(store.get("verdict")))
-
-
-def agree_to_attach(peers: Peers, store: BoundedStore, record: dict, problem: Exception | None) -> None:
-    """As :func:`agree`, and raises what the verdict says.
-
-    Args:
         problem: why this rank cannot attach; the other ranks are told. None: it can.
 
     Raises:
         Exception: this rank's `problem`, unless that is a GivenUpError, which only follows another rank's.
-        DisagreementError: another rank's problem, or a difference of records.
-        RuntimeError, PeerLostError: as :func:`agree`.
+        DisagreementError: the earliest problem of another rank; or the first rank that differs, the field and both
+            values; or the ranks that did not attach within the group's timeout.
+        RuntimeError: rank 0 gave no verdict within the group's timeout, or the store has failed.
+        PeerLostError: a rank is lost.
     """
     if problem is not None:
         at = math.inf if isinstance(problem, GivenUpError) else time.time()
         record = {PROBLEM: str(problem), IS_VERDICT: isinstance(problem, DisagreementError), AT: at}
     verdict = None
     try:
-        verdict = agree(peers, store, record, "attaching")
+        verdict = _verdict(peers, store, record)
         verdict.raise_problem()
     except RuntimeError as error:
         if problem is None or isinstance(problem, GivenUpError):
@@ -121,6 +94,25 @@ def agree_to_attach(peers: Peers, store: BoundedStore, record: dict, problem: Ex
         # Another rank's earlier problem may have caused this one, unless both are the same.
         is_same = verdict is not None and verdict.cause == record[PROBLEM]
         raise problem from (None if is_same else error)
+
+
+def _verdict(peers: Peers, store: BoundedStore, record: dict) -> Verdict:
+    """Publishes this rank's record, and returns what rank 0 says of all. Raises as agree()."""
+    store.set(f"record/{peers.rank}", json.dumps(record))
+    if peers.rank == 0:
+        try:
+            verdict = _compare(peers, store, record)
+        except PeerLostError as error:
+            verdict = Verdict(str(error), is_loss=True)
+        store.set("verdict", json.dumps(dataclasses.asdict(verdict)))
+        return verdict
+    timeout = peers.timeout + _MARGIN
+    if peers.wait(store, {0: "verdict"}, _WHAT, timeout):
+        raise RuntimeError(
+            f"fusedcomm: rank {peers.rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
+            f"{_WHAT}: attach must be called on every rank of the process group"
+        )
+    return Verdict(**json.loads(store.get("verdict")))
 
 
 def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watched: bool = False) -> list[object]:
@@ -152,39 +144,38 @@ def forget(store: BoundedStore, rank: int) -> None:
         store.delete_key(f"record/{rank}")
 
 
-def _compare(peers: Peers, store: BoundedStore, own: dict, what: str) -> Verdict:
+def _compare(peers: Peers, store: BoundedStore, own: dict) -> Verdict:
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
     # No rank can attach; another rank's problem may be earlier. A rank that only follows waits for that one's record.
     if PROBLEM in own and own[AT] != math.inf:
         records = [json.loads(store.get(key)) if store.check([key]) else {} for key in keys.values()]
         return _first_problem(peers, records)
-    missing = peers.wait(store, keys, what)
+    missing = peers.wait(store, keys, _WHAT)
     if missing:
         return Verdict(
             f"fusedcomm: rank(s) {missing} did not attach within {peers.timeout.total_seconds():.0f} s: attach must be "
             "called on every rank of the process group, the same number of times"
         )
-    # The others' records went through JSON, which makes tuples lists. This one must, too, to compare equal.
-    own = json.loads(json.dumps(own))
     records = [json.loads(store.get(key)) for key in keys.values()]
     if any(PROBLEM in record for record in records):
         return _first_problem(peers, records)
-    found = difference([own, *records[1:]], peers)
-    if not found:
-        return Verdict()
-    return Verdict(
-        f"fusedcomm: the ranks do not agree: {found}. Give every rank the same arguments, model and versions."
-    )
+    found = difference({peers.title(rank): record for rank, record in enumerate(records)})
+    return Verdict(f"fusedcomm: {found}. Give every rank the same arguments, model and versions." if found else "")
 
 
-def difference(records: Sequence[object], peers: Peers) -> str:
-    """The first difference of a rank's record from rank 0's, as "lr is 0.1 on rank 0 and 0.2 on rank 1"; empty if all
-    are equal. records: what :func:`gather` returns."""
-    for rank, record in enumerate(records):
-        found = _first_difference(records[0], record)
+def difference(records: Mapping[str, object]) -> str:
+    """The first field in which a record is not equal to the first one, as "the ranks do not agree: lr is 0.1 on rank 0
+    and 0.2 on rank 1"; empty if all are equal.
+
+    records: JSON-serializable values, by whose they are: "rank 0" for example.
+    """
+    # What has travelled has been JSON, which makes tuples lists. What has not must be, too, to compare equal.
+    (first, expected), *others = ((whose, json.loads(json.dumps(record))) for whose, record in records.items())
+    for whose, record in others:
+        found = _first_difference(expected, record)
         if found:
-            field, on_rank_0, on_rank = found[0], repr(found[1])[:_MAX_SHOWN], repr(found[2])[:_MAX_SHOWN]
-            return f"{field} is {on_rank_0} on {peers.title(0)} and {on_rank} on {peers.title(rank)}"
+            field, here, there = found[0], repr(found[1])[:_MAX_SHOWN], repr(found[2])[:_MAX_SHOWN]
+            return f"the ranks do not agree: {field} is {here} on {first} and {there} on {whose}"
     return ""
 
 

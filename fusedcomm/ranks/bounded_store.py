@@ -13,6 +13,9 @@ T = TypeVar("T")
 class StoreError(RuntimeError):
     """The process group's store has failed, or has not answered in time."""
 
+    is_silence = False
+    """Whether the store has not answered yet, but still may."""
+
 
 class Errand:
     """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
@@ -83,12 +86,15 @@ class BoundedStore:
     def add(self, key: str, amount: int) -> int:
         return self._ask(lambda: self.native.add(key, amount), f"adding to {key!r}")
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._ask(lambda: self.native.compare_set(key, expected, desired), f"setting {key!r}")
+
     def delete_key(self, key: str) -> bool:
         return self._ask(lambda: self.native.delete_key(key), f"removing {key!r}")
 
     def failure(self, error: Exception | str, asked: str, or_else: str = "") -> StoreError:
         """The error of a request. asked: what was asked for; "reading 'key'" for example. or_else: another cause."""
-        reason = (str(error).splitlines() or [type(error).__name__])[0]  # torch's text continues with a backtrace
+        reason = error if isinstance(error, str) else _first_line(error)
         return StoreError(
             f"fusedcomm: the process group's store failed ({asked}): {reason}. It is {self._about}. That process was "
             f"killed, has left, is stopped or is cut off{or_else}: look at its log, and restart the job"
@@ -105,3 +111,69 @@ class BoundedStore:
             raise
         except RuntimeError as error:
             raise self.failure(error, asked) from error
+
+
+class OwnClient(BoundedStore):
+    """A store over a connection of its own, which a wait of other code on the same store does not delay.
+
+    Requests are made one at a time: while one is late, others raise StoreError with `is_silence`, so that a store that
+    is silent for hours keeps one thread waiting. A failed connection is made again, once. A request may therefore be
+    made twice. A clone of a TCPStore whose host is gone tries to connect for the store's whole timeout: it is made by
+    the first request's thread.
+    """
+
+    def __init__(self, store: dist.Store, timeout: datetime.timedelta, about: str) -> None:
+        super().__init__(store, timeout, about)
+        self._is_own = self._was_renewed = False
+        self._late: Errand | None = None
+        self._problem = ""
+        """Of the request under way: the error after which it connects again."""
+        self.loss = ""
+        """Why no more requests are made: the store has failed again after it was connected again. Empty: they are."""
+
+    def _ask(self, request: Callable[[], T], asked: str) -> T:
+        if self.loss:
+            raise StoreError(self.loss)
+        timeout_s = self._timeout.total_seconds()
+        if self._late is not None and not self._late.has_ended_within(0.0):
+            raise self._silence("it has not answered yet")
+        self._late = errand = Errand(lambda: self._connected(request))
+        if not errand.has_ended_within(timeout_s):
+            raise self._silence(f"no answer within {1e3 * timeout_s:.0f} ms")
+        self._late = None
+        try:
+            return errand.result()
+        except RuntimeError as error:
+            self.loss = _first_line(error)
+            raise StoreError(self.loss) from error
+
+    def _connected(self, request: Callable[[], T]) -> T:
+        """Runs on a request's thread."""
+        self._problem = ""
+        if not self._is_own:
+            self._is_own, self.native = True, _clone(self.native)
+        try:
+            return request()
+        except RuntimeError as error:
+            if self._was_renewed:
+                raise
+            self._was_renewed, self._problem = True, _first_line(error)
+            self.native = _clone(self.native)
+            return request()
+
+    def _silence(self, text: str) -> StoreError:
+        error = StoreError(f"{text} of reconnecting after the error: {self._problem}" if self._problem else text)
+        error.is_silence = not self._problem
+        return error
+
+
+def _clone(store: dist.Store) -> dist.Store:
+    """The store over another connection, if it has one: other stores have nothing that a wait keeps busy."""
+    innermost = store
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    return store.clone() if isinstance(innermost, dist.TCPStore) else store
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]  # torch's text continues with a backtrace

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import socket
 from typing import TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import torch_groups
+from fusedcomm.ranks import own_address, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.hosts import Hosts
 from fusedcomm.ranks.own_group import OwnGroup
@@ -171,16 +170,11 @@ def innermost_store(process_group: Group) -> dist.Store:
     return store
 
 
-def describe_own_process() -> str:
-    """Names this process and its host, for people."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 def describe_process(process_group: Group) -> str:
     """Names this rank's process and host, for people. Never empty."""
     if isinstance(process_group, OwnGroup):
         return process_group.describe_process()
-    text = describe_own_process()
+    text = own_address.own_process()
     return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
 
 

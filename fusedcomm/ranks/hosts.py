@@ -1,9 +1,9 @@
 """Which ranks share a host. A sum on two levels adds within hosts first, then between them."""
 
 import dataclasses
-import socket
 from collections.abc import Iterable, Sequence
 
+from fusedcomm.ranks import own_address
 from fusedcomm.ranks.bounded_store import BoundedStore
 
 AUTO = "auto"
@@ -113,7 +113,7 @@ def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
 
 def publish_name(store: BoundedStore, rank: int) -> None:
     """Publishes this rank's host name for :func:`published_names`."""
-    store.set(f"host/{rank}", socket.gethostname())
+    store.set(f"host/{rank}", own_address.host_name())
 
 
 def published_names(store: BoundedStore, world_size: int) -> list[str]:

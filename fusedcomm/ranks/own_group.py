@@ -2,12 +2,13 @@
 
 import dataclasses
 import datetime
-import os
 import socket
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+
+from fusedcomm.ranks import own_address
 
 _TORCHS = datetime.timedelta(seconds=300)
 """Timeout of a TCPStore's requests where none is given."""
@@ -76,6 +77,6 @@ class OwnGroup:
 
     def describe_process(self) -> str:
         """Names this rank's process and host, for people. Never empty."""
-        text = f"process {os.getpid()} on {socket.gethostname()}"
+        text = own_address.own_process()
         different = self.rank_in_job not in (None, self.group_rank)
         return f"{text}, rank {self.rank_in_job} of the job" if different else text

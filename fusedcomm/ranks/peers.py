@@ -1,6 +1,6 @@
 """Waits for other ranks outside of a step: while attaching, searching or saving.
 
-Within a step the transport notices that a rank is lost, and the watch says which one is slow (csrc/watch/watch.h).
+Within a step the transport notices that a rank is lost, and the watch says which one is slow (watch.py).
 Every other wait for ranks is made here. It ends when a rank that it needs is lost, and is reported when it takes long.
 Both texts say what that rank was last seen doing.
 """
@@ -72,6 +72,10 @@ class Peers:
     def title(self, rank: int) -> str:
         """A rank of the group as all ranks of the job know it: "rank 1", of a smaller group "rank 5 of the job"."""
         return f"rank {rank}" if self._in_job is None else f"rank {self._in_job[rank]} of the job"
+
+    def lost(self) -> list[int]:
+        """The ranks whose connection to this one has ended. Over gloo only."""
+        return list(self._connections.lost())
 
     def doing(self, what: str) -> None:
         """Publishes what this rank is doing from now on, for the reports of other ranks."""

@@ -15,9 +15,7 @@ from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
-from fusedcomm.ranks.bounded_store import StoreError
-from fusedcomm.ranks.peers import PeerLostError, warn_alone
-from fusedcomm.reducer import replicas
+from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.ddp_arguments import (
     check_devices,
     check_flags,
@@ -27,9 +25,9 @@ from fusedcomm.reducer.ddp_arguments import (
     refuse_given,
 )
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
+from fusedcomm.reducer.parameters import ignored_names, replicas_to_agree
 from fusedcomm.reducer.reducer import GradReducer, release
 from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB
-from fusedcomm.session.off import told
 from fusedcomm.session.served import servers_of
 from fusedcomm.session.surface import Spelled
 
@@ -159,13 +157,10 @@ class DataParallel(Spelled, DistributedDataParallel):
             self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        with told(None if members is not None else self.process_group):
-            self.parameters_to_ignore = replicas.ignored_names(module)
-            self.device = check_module(module, self.parameters_to_ignore)
-            self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
-        self.module = module
+        self.module, self._devices_given = module, (device_ids, output_device)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        begins_with_buffers = broadcast_buffers or forward_sync_buffers is not None
         self._options = {
             "config": config,
             "bucket_mib": USUAL_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb,
@@ -173,12 +168,17 @@ class DataParallel(Spelled, DistributedDataParallel):
             "quiet": quiet,
             "members": members,
         }
+        self._to_agree = {
+            "init_sync": init_sync,
+            "broadcast_buffers": [begins_with_buffers, self.forward_sync_buffers],
+            "static_graph": static_graph,
+        }
         self._set_what_ddp_has()
         self._make_comm()
-        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
-        self.bucket_bytes_cap = self.comm.bucket_nbytes
+        self._assign_modules_buffers()
         try:
-            self._begin_equal(init_sync, broadcast_buffers or forward_sync_buffers is not None)
+            if init_sync and not self._joins:  # a rank that joins has the members' parameters already
+                self._begin_equal(begins_with_buffers)
         except BaseException:
             self.comm.detach()
             raise
@@ -189,22 +189,31 @@ class DataParallel(Spelled, DistributedDataParallel):
         self.logger, self._use_python_reducer = None, False
         self.require_forward_param_sync = self._requires_sync = True
         self._last_was_local = False  # whether the last forward pass with gradients was in no_sync()
-        self._assign_modules_buffers()
 
     def _make_comm(self) -> None:
         """Makes the reducer. Every rank must call it at the same point."""
-        self._take_over()
         self.comm = GradReducer(
             self.module,
             process_group=None if self._options["members"] else self.process_group,
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
+            also_agree=self._checked,
             **self._options,
         )
+        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
+        self.bucket_bytes_cap = self.comm.bucket_nbytes
         release(self.module)  # the hooks end with this object, as those of DDP do
         self.reducer = DdpReducer(self.comm)
         self.comm.native.is_on = False  # until a forward pass
         self.comm.serves_as, self.comm.place = "a fusedcomm.DataParallel", "in hosts"
         self._tell_whether_local()
+
+    def _checked(self) -> dict[str, object]:
+        """Checks what is wrapped, and takes it over. Returns what all ranks must have equal."""
+        self.parameters_to_ignore = ignored_names(self.module)
+        self.device = check_module(self.module, self.parameters_to_ignore)
+        self.device_ids, self.output_device = check_devices(self.device, *self._devices_given)
+        self._take_over()
+        return {**self._to_agree, **replicas_to_agree(self.module, self.parameters_to_ignore)}
 
     def _take_over(self) -> None:
         """Detaches the older wrappers of the module's parameters."""
@@ -219,29 +228,14 @@ class DataParallel(Spelled, DistributedDataParallel):
                 stacklevel=5,
             )
 
-    def _begin_equal(self, init_sync: bool, with_buffers: bool) -> None:
-        """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`.
-        A rank that joins has the members' already."""
-        if self._joins:
-            return
-        options = {
-            "init_sync": init_sync,
-            "broadcast_buffers": [with_buffers, self.forward_sync_buffers],
-            "static_graph": self.static_graph,
-        }
-        session, ignored = self.comm.session, self.parameters_to_ignore
-        try:
-            replicas.compare(session, self.module, ignored, options)
-        except (PeerLostError, StoreError):
-            if self._options["members"] is None:  # else the others begin without the lost rank
-                raise
-        if not init_sync:
-            return
+    def _begin_equal(self, with_buffers: bool) -> None:
+        """Gives all ranks rank 0's parameters, and its buffers if `with_buffers`."""
+        ignored = self.parameters_to_ignore
         if isinstance(self.comm.runs, Training):
             names = [name for name, _ in self.module.named_buffers() if not with_buffers or name in ignored]
             self.comm.runs.begin_equal(without=[f"buffer {name}" for name in names])
             return
-        session.call(
+        self.comm.session.call(
             lambda: _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,

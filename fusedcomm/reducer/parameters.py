@@ -71,6 +71,23 @@ def is_ignored(name: str, ignored: Collection[str]) -> bool:
     return name in ignored or ("." not in name and f".{name}" in ignored)
 
 
+def ignored_names(module: nn.Module) -> set[str]:
+    """Parameters and buffers that DDP would leave alone; see _set_params_and_buffers_to_ignore_for_model."""
+    given = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return given | {name.removeprefix(".") for name in given}
+
+
+def replicas_to_agree(module: nn.Module, ignored: Collection[str]) -> dict[str, object]:
+    """The shapes and dtypes of the parameters, frozen ones included, and buffers that all ranks must have, by name."""
+    named = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+    return {
+        f"{kind} {name}": [list(tensor.shape), str(tensor.dtype)]
+        for kind, tensors in named.items()
+        for name, tensor in tensors
+        if not is_ignored(name, ignored)
+    }
+
+
 def refuse(named: Named) -> None:
     """Raises ValueError or RuntimeError for a parameter that a reducer cannot take; names it."""
     for name, tensor in named:

@@ -1,9 +1,11 @@
 """``fusedcomm.GradReducer``: averages gradients over the ranks, without DistributedDataParallel."""
 
 import contextlib
+import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,9 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import LocalOptions, check, local_options
+from fusedcomm.autotune.tuner import Tuner, to_agree
+from fusedcomm.autotune.tuning import Tuning
+from fusedcomm.config import Config, LocalOptions, check, local_options
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
 from fusedcomm.native import _C
@@ -20,21 +23,22 @@ from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import (
     ids_of_sparse,
+    ignored_names,
     named_tensors,
     refuse,
     refuse_with_members,
     strides_to_agree,
     tensors_of,
 )
-from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps, configs_of
+from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.off import told
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
-from fusedcomm.session.plan import Plan
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
+from fusedcomm.session.stats import Stats
 
 _FIRST_PAUSE_S, _PAUSE_S = 1e-4, 0.5
 """Seconds between two looks of :meth:`GradReducer.wait_for`, at first and later. Only the later ones ask the store."""
@@ -79,6 +83,8 @@ class GradReducer(CommHandle):
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs. Takes the place of
             `process_group`.
+        also_agree: makes the checks of whoever makes this object, and returns what else must be equal on all ranks, by
+            name; values that can be JSON.
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
@@ -116,77 +122,97 @@ class GradReducer(CommHandle):
         local: LocalOptions | None = None,
         quiet: bool = False,
         members: Members | None = None,
+        also_agree: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        with told(None if members is not None else process_group or dist.group.WORLD):
-            check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
-            configs, is_search = configs_of(config)
-            local, quiet = local_options(local), quiet or env.quiet()
-            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
-            check.flag("find_unused_parameters", find_unused_parameters)
-            named = named_tensors(module_or_named_parameters)
-            sparse = ids_of_sparse(module_or_named_parameters)
-            if members is not None:
-                refuse_with_members(named, sparse, process_group, is_search, find_unused_parameters)
         if members is None and process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
-        parameters, problem = [], None
+        configs: Sequence[Config] = (Config("fp32"),)
+        options, more, problem = LocalOptions(), {}, None
+        is_search, named, sparse, parameters, caps = False, [], set(), [], [0]
+        try:
+            more = also_agree()
+            check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
+            caps = bucket_caps(bucket_mib)
+            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
+            check.flag("find_unused_parameters", find_unused_parameters)
+            (configs, is_search), options = configs_of(config), local_options(local)
+            named, sparse = named_tensors(module_or_named_parameters), ids_of_sparse(module_or_named_parameters)
+            if members is not None:
+                refuse_with_members(named, sparse, process_group, is_search, find_unused_parameters)
+        except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells others
+            if members is not None:
+                raise
+            problem = error
         try:
             refuse(named)
             parameters = synchronized_parameters(named, configs)
-        except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
-            problem = error
-        caps = self._bucket_caps = bucket_caps(bucket_mib)
-        also_agree = {
+        except (RuntimeError, ValueError) as error:
+            problem = problem or error
+        quiet = quiet or env.quiet()
+        agreed: dict[str, object] = {
             "reducer": {
                 "bucket_mib": bucket_mib,
                 "every": every,
                 "find_unused_parameters": find_unused_parameters,
                 "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
                 "strides": strides_to_agree(named),
-            }
+            },
+            **more,
         }
-        arguments = (process_group or dist.group.WORLD, parameters, local, device_of(named))
-        options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
+        first, device, announce = configs[0], device_of(named), not quiet
+        runs: Session | Tuner | Training
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
-            super().__init__(Training(members, configs[0], *arguments[1:], also_agree, model, problem))
-        elif is_search:
-            super().__init__(Tuner(configs, *arguments, has_off=False, caps=lambda: caps, **options))
+            runs = Training(members, first, parameters, options, device, agreed, model, problem)
         else:
-            super().__init__(Session(configs[0], *arguments, **options))
+            group = process_group or dist.group.WORLD
+            agreed |= to_agree(configs) if is_search else {}
+            how: Any = {"announce": announce, "also_agree": agreed, "watched": not is_search, "problem": problem}
+            runs = Session(first, group, parameters, options, device, **how)
+            if is_search:
+                runs = Tuner(runs, configs, has_off=False, announce=announce, caps=lambda: caps)
+        super().__init__(runs)
+        self._bucket_caps = caps
         self._store, self._num_meetings = self.session.store("reducer"), 0
-        self.native = _C.GradReducer(
-            synchronizer=self.session.synchronizer,
-            # Gradients arrive from the model's end to its beginning.
-            parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
-            first_bucket_nbytes=caps[0],
-            bucket_nbytes=caps[1],
-            find_unused=find_unused_parameters,
-            every=every,
-            store=self._store,
-            say=_say,
-        )
-        if isinstance(self.runs, Tuner):
-            self.runs.start(ReducerTarget(self.native))
-        elif isinstance(self.runs, Training):
-            self.runs.start(self.native)
+        # Gradients arrive from the model's end to its beginning.
+        backwards = [(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)]
+        self.native = self._made_native(backwards, find_unused_parameters, every)
+        if isinstance(runs, Tuner):
+            runs.start(ReducerTarget(self.native))
+        elif isinstance(runs, Training):
+            runs.start(self.native)
         self.finds_unused, self._sparse = find_unused_parameters, sparse
         self._end_owner: Callable[[], None] | None = None
-        watch_steps(self)
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
-        self._module_of: Callable[[], nn.Module | None] = lambda: None
-        self._watch: ParameterWatch | None = None
-        if isinstance(module_or_named_parameters, nn.Module):
-            _of_modules[module_or_named_parameters] = self
-            self._module_of = weakref.ref(module_or_named_parameters)
-            self._watch = ParameterWatch(module_or_named_parameters)
-            self._ignored = ignored_names(module_or_named_parameters)
+        watch_steps(self)
+        self._keep_with(module_or_named_parameters)
         serve(self)
         self._seal()
         if every > 1:
             self.note_passes()
         if self.session.rank == 0:
             log.report(self.plan, quiet)
+
+    def _made_native(self, backwards: list[tuple], find_unused: bool, every: int) -> "_C.GradReducer":
+        return _C.GradReducer(
+            synchronizer=self.session.synchronizer,
+            parameters=backwards,
+            first_bucket_nbytes=self._bucket_caps[0],
+            bucket_nbytes=self._bucket_caps[1],
+            find_unused=find_unused,
+            every=every,
+            store=self._store,
+            say=_say,
+        )
+
+    def _keep_with(self, module: object) -> None:
+        """A module keeps this object alive, and is asked for its parameters."""
+        self._module_of: Callable[[], nn.Module | None] = lambda: None
+        self._watch: ParameterWatch | None = None
+        if isinstance(module, nn.Module):
+            _of_modules[module] = self
+            self._module_of = weakref.ref(module)
+            self._watch, self._ignored = ParameterWatch(module), ignored_names(module)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -203,10 +229,23 @@ class GradReducer(CommHandle):
         finally:
             self.native.is_on = before and self._attached
 
-    def plan(self) -> Plan:
+    def plan(self) -> BucketsPlan:
         """How each bucket is sent; see :meth:`fusedcomm.Handle.plan`. Raises RuntimeError after detach()."""
         self.refuse_detached("nothing is sent")
-        return super().plan()
+        return self._plan()
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank; see :meth:`fusedcomm.Handle.stats`."""
+        runs = self.runs
+        return dataclasses.replace(super().stats(), changes=runs.changes if isinstance(runs, Training) else ())
+
+    def tuning(self) -> Tuning | None:
+        """What config="auto" has found so far; printable. None if nothing is searched."""
+        return self.runs.tuning() if isinstance(self.runs, Tuner) else None
+
+    def _compared(self) -> ParameterDifference | None:
+        runs = self.runs
+        return runs.compare_parameters() if isinstance(runs, Training) else super()._compared()
 
     # ---- for a ShardedOptimizer
 

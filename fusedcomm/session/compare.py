@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.session.checksums import checksums, local
 
 if TYPE_CHECKING:
     from fusedcomm.session.session import Session
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-_CHUNK_NUMEL, _CHUNK_NUMEL_ON_CPU = 1 << 22, 1 << 16
-"""Elements that are multiplied at once. On a CPU they stay in its cache, so memory is read once."""
-_WORDS = {1: torch.int8, 2: torch.int16}
-"""By bytes of an element; longer ones are several int32. In these a sum of 64 bits loses no element's bit."""
+_CHUNK_NUMEL = 1 << 22
+"""Elements whose distances are found at once."""
 _STANDS_IN = -(2**63)
 """In place of a checksum: this rank's parameters are behind those of the others, as they should be."""
 _MOST_SHOWN = 3
@@ -56,33 +54,6 @@ class ParameterDifference:
 
     def __str__(self) -> str:
         return self.text
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter, in one dimension of real numbers."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1)
-
-
-def checksums(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """int64 [number of tensors] on `device`: of each tensor the sum of its words, times 1, 3, 5, … modulo 2^64. One
-    changed element, and two in each other's place, change it."""
-    weights: dict[torch.device, torch.Tensor] = {}
-
-    def checksum(flat: torch.Tensor) -> torch.Tensor:
-        words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
-        numel = _CHUNK_NUMEL_ON_CPU if words.device.type == "cpu" else _CHUNK_NUMEL
-        if words.device not in weights:
-            weights[words.device] = torch.arange(1, 2 * numel, 2, dtype=torch.int64, device=words.device)
-        odd = weights[words.device]
-        sums = torch.stack([(chunk * odd[: chunk.numel()]).sum() for chunk in words.split(numel)])
-        return sums[0] if sums.numel() == 1 else checksum(sums)
-
-    with torch.no_grad():
-        found = [checksum(local(tensor)).to(device) for tensor in tensors]
-        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def outvoted(values: Sequence[Hashable]) -> tuple[int, ...]:

@@ -1,27 +1,43 @@
 """What every front end returns: its lifetime, plan, statistics, traces, state and copies."""
 
 import contextlib
+import dataclasses
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.plan import Plan
-from fusedcomm.session.runs import Runs
+from fusedcomm.session.plan import BucketsPlan, Plan
 from fusedcomm.session.served import Place
-from fusedcomm.session.session import Session
+from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
-from fusedcomm.session.stats import NonFinite, Stats
+from fusedcomm.session.stats import NonFinite, Stats, nonfinite_of_all, nonfinite_rows
 from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import AddedPasses, give
 
 if TYPE_CHECKING:
     from fusedcomm.autotune.tuning import Tuning
     from fusedcomm.native import _C
+
+
+class Runs(Protocol):
+    """What runs behind a handle: a session, or what goes from one session to another."""
+
+    session: Any
+    """The session that runs now."""
+    weights: Any
+    """The engine's weights, to which the rank's weight is given. None without Config(weighted=…)."""
+
+    @property
+    def mode(self) -> Mode:
+        """What gradients go through now."""
+
+    def stop(self, reason: str) -> None:
+        """Stops what runs; buckets under way fail with `reason`. Idempotent."""
 
 
 class CommHandle(Surface):
@@ -66,6 +82,14 @@ class CommHandle(Surface):
     def _module(self) -> nn.Module | None:
         """The module whose passes are traced."""
         return None
+
+    def _plan(self) -> BucketsPlan:
+        """The plan of the session that runs."""
+        return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
+
+    def _compared(self) -> ParameterDifference | None:
+        """See :meth:`compare_parameters`."""
+        return self.session.compare_parameters()
 
     def parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and frozen ones."""
@@ -140,6 +164,11 @@ class CommHandle(Surface):
         return self._runs
 
     @property
+    def mode(self) -> Mode:
+        """What gradients go through: the engine, an engine or torch in turns, torch's own sums, or nothing of ours."""
+        return self.runs.mode if self._attached else "ended"
+
+    @property
     def session(self) -> Session:
         """The running session, for fusedcomm itself. Raises RuntimeError if this object is a copy."""
         return self.runs.session
@@ -170,22 +199,25 @@ class CommHandle(Surface):
         On cuda this waits for the kernels under way, whose counts it reads. With "auto" the counts begin again at each
         change of candidate, and nothing is counted during DDP's own all-reduce.
         """
-        return self.runs.stats()
+        return self.session.stats()
 
     def plan(self) -> Plan:
         """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
-        return self.runs.plan(self._caps())
+        return self._plan()
 
     def tuning(self) -> "Tuning | None":
         """What config="auto" has found so far; printable. None if nothing is searched."""
-        return self.runs.tuning()
+        return None
 
     def nonfinite_report(self) -> list[NonFinite]:
         """Every rank's NaN and Inf counts by parameter, worst first. A collective call.
 
         Counting does not make the host wait, but this call waits for the kernels under way.
         """
-        return self.session.nonfinite_report()
+        session = self.session
+        if not session.has_engine:
+            return []
+        return nonfinite_of_all(session, nonfinite_rows(session.synchronizer, session.rank))
 
     def compare_parameters(self) -> ParameterDifference | None:
         """Compares the parameters of all ranks now, bit for bit by checksums; None if they are equal. What is left out
@@ -200,7 +232,7 @@ class CommHandle(Surface):
             DamagedError: with members, this rank's parameters are not those of most ranks.
         """
         self.refuse_detached("its ranks' parameters are not compared")
-        return self.runs.compare_parameters()
+        return self._compared()
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records when the module's passes, each stage of each bucket and the optimizer ran. Writes a Chrome trace for
@@ -224,12 +256,12 @@ class CommHandle(Surface):
                 leave it within the group's timeout.
         """
         self.refuse_detached("there is nothing to trace")
-        if self.runs.is_searching:
+        if self.mode == "searching":
             raise RuntimeError(
                 "fusedcomm: config='auto' is still searching, and would change what is traced: wait for "
                 "comm.tuning().finished"
             )
-        if self.runs.is_off:
+        if self.mode == "off":
             raise RuntimeError(
                 "fusedcomm: torch's own sums run, so fusedcomm has nothing to trace. Use "
                 "torch.profiler, or attach with the wire that you want to trace, config='bf16' for example"

@@ -2,41 +2,105 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fusedcomm import env
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts, OwnHost, advice
-from fusedcomm.session.parameters import NamedParameter
+from fusedcomm.session.parameters import NamedParameter, trainable
+
+if TYPE_CHECKING:
+    from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
 
 # Buckets that a printed plan has one by one; of more it has the first, the last, and a line for each way of the rest.
 _MOST_SHOWN = 12
 _FIRST_SHOWN, _LAST_SHOWN = 3, 2
+_LEAST_WIDTH = 6  # characters of the first column
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketRow:
-    """One bucket. `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm."""
+class Row:
+    """What is sent together: a bucket, a module of FSDP2's, a fragment of LocalSteps, a unit of a ShardedOptimizer.
+
+    `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm.
+    """
 
     label: str
-    """The bucket as statistics, traces, errors and warnings name it, "bucket 0 (a … b; 2 parameters, 1 MiB)"."""
+    """A bucket as statistics, traces, errors and warnings name it, "bucket 0 (a … b; 2 parameters, 1 MiB)"."""
     parameters: tuple[str, ...]
     grad_nbytes: int
     wire: str
     sum: str
-    num_chunks: int
+    num_chunks: int | None
+    """None where it is not known."""
     sent_nbytes: int
-    """Bytes that this rank sends for the bucket in one step; for sparse gradients, the bytes of a dense bucket."""
-    reason: str
-    """Why the bucket is not sent in the configured wire; empty if it is."""
+    """Bytes that this rank sends for it in one step; for sparse gradients, the bytes of a dense bucket."""
+    reason: str = ""
+    """Why it is not sent in the configured wire; empty if it is."""
     sent_between_hosts_nbytes: int | None = None
     """The sent bytes that go to other hosts, as the mean of the ranks of this rank's host; None with ``hosts=None``. An
     all-reduce counts as a ring in the order of ranks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How each row is sent; each front end has what it adds. ``str(plan)`` is what rank 0 prints."""
+
+    rows: tuple[Row, ...]
+    world_size: int
+    """Ranks that sum together."""
+
+    _of = "bucket"
+    """What a row is, for people."""
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of all rows' gradients."""
+        return sum(row.grad_nbytes for row in self.rows)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends in a step."""
+        return sum(row.sent_nbytes for row in self.rows)
+
+    @property
+    def headline(self) -> str:
+        """How it is sent, in one line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join([f"fusedcomm: {self.headline}", *self._table(), *self._ends()])
+
+    def _ends(self) -> list[str]:
+        """What is told under the rows."""
+        return []
+
+    def _table(self) -> list[str]:
+        head = f"{'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"
+        rows = [(str(index), _line(row)) for index, row in enumerate(self.rows)]
+        if len(rows) > _MOST_SHOWN:
+            rows[_FIRST_SHOWN:-_LAST_SHOWN] = [("…", line) for line in self._rest()]
+        width = max(len(self._of), _LEAST_WIDTH)
+        return [f"  {first:>{width}} {line}" for first, line in [(self._of, head), *rows]]
+
+    def _rest(self) -> list[str]:
+        """The rows that are not shown one by one: a line for all that are sent in the same way."""
+        like: dict[tuple[str, str, str], int] = {}  # of each way, the first row
+        rest: dict[tuple[str, str, str], list[int]] = {}
+        for index, row in enumerate(self.rows):
+            way = (row.wire, row.sum, row.reason)
+            like.setdefault(way, index)
+            if _FIRST_SHOWN <= index < len(self.rows) - _LAST_SHOWN:
+                rest.setdefault(way, []).append(index)
+        return [
+            _line_of_many(self._of, like[way], [self.rows[index] for index in indices]) for way, indices in rest.items()
+        ]
 
 
 class Found(Protocol):
@@ -47,21 +111,19 @@ class Found(Protocol):
         """The choice, or how far the search is; never empty."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The effective plan. ``str(plan)`` is what rank 0 prints."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketsPlan(Plan):
+    """The effective plan of DDP's or a reducer's buckets."""
 
     config: Config
     """The effective configuration: both numbers of its `chunks` are set."""
-    world_size: int
     device_type: str
     codec: str
     """What the codec stages run on; on cuda also where the workspaces are."""
     scratch_nbytes: int
     exempt: tuple[str, ...]
-    buckets: tuple[BucketRow, ...]
     predicted: bool
-    """Whether `buckets` is a prediction: before the first backward pass, and when `off`. DDP may cut others."""
+    """Whether `rows` is a prediction: before the first backward pass, and when `off`. DDP may cut others."""
     hosts: Hosts | None = None
     """The hosts of the ranks. None with ``hosts=None``, and if hosts have different numbers of ranks."""
     one_level_reason: str = ""
@@ -74,26 +136,21 @@ class Plan:
     ranks_on_host: int | None = None
     """Ranks on this host, as torchrun sets them; None if not set."""
     frozen: bool = False
-    """Whether no parameter requires gradients now. `buckets` is then empty, or shows the last backward pass."""
+    """Whether no parameter requires gradients now. `rows` is then empty, or shows the last backward pass."""
     detached: bool = False
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
     kept_nbytes: int = 0
     """With members: bytes of the codes and means that this rank keeps of all buckets."""
 
     @property
-    def grad_nbytes(self) -> int:
-        """Bytes of all buckets' gradients."""
-        return sum(row.grad_nbytes for row in self.buckets)
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends in a step."""
-        return sum(row.sent_nbytes for row in self.buckets)
+    def buckets(self) -> tuple[Row, ...]:
+        """The rows."""
+        return self.rows
 
     @property
     def sent_between_hosts_nbytes(self) -> int | None:
         """None with ``hosts=None``."""
-        rows = [row.sent_between_hosts_nbytes for row in self.buckets]
+        rows = [row.sent_between_hosts_nbytes for row in self.rows]
         return None if None in rows or not (rows or self.hosts) else sum(rows)
 
     @property
@@ -108,8 +165,8 @@ class Plan:
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
-        if self.buckets or not self.frozen:
-            lines += self._table()
+        if self.rows or not self.frozen:
+            lines += self._table() + self._sent()
         if self.exempt:
             shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
             lines.append(f"  exact in the same payload: {shown}")
@@ -147,34 +204,19 @@ class Plan:
             + (f", kept for lost ranks {self.kept_nbytes / _MIB:.1f} MiB" if self.kept_nbytes else "")
         )
 
-    def _table(self) -> list[str]:
-        lines = [f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"]
-        rows = [_line(index, row) for index, row in enumerate(self.buckets)]
-        if len(rows) > _MOST_SHOWN:
-            rows[_FIRST_SHOWN:-_LAST_SHOWN] = self._rest()
-        lines += rows
+    def _sent(self) -> list[str]:
+        """What a step sends in all."""
         plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
         ratio = f", {self.sent_nbytes / plain:.3f} of an uncompressed all-reduce" if plain else ""
-        lines.append(f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}")
+        lines = [f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}"]
         if (between := self.sent_between_hosts_nbytes) is not None:
             lines.append(
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
             )
-        elif any(row.sum == "two-shot" for row in self.buckets):
+        elif any(row.sum == "two-shot" for row in self.rows):
             lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         return lines
-
-    def _rest(self) -> list[str]:
-        """The buckets that are not shown one by one: a line for all that are sent in the same way."""
-        like: dict[tuple[str, str, str], int] = {}  # of each way, the first bucket
-        rest: dict[tuple[str, str, str], list[int]] = {}
-        for index, row in enumerate(self.buckets):
-            way = (row.wire, row.sum, row.reason)
-            like.setdefault(way, index)
-            if _FIRST_SHOWN <= index < len(self.buckets) - _LAST_SHOWN:
-                rest.setdefault(way, []).append(index)
-        return [_line_of_many(like[way], [self.buckets[index] for index in indices]) for way, indices in rest.items()]
 
     def _ranks(self) -> str:
         if self.hosts is None or self.one_level_reason:
@@ -184,24 +226,25 @@ class Plan:
         )
 
 
-def _line(index: int, row: BucketRow) -> str:
+def _line(row: Row) -> str:
     first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
     names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
+    chunks = "" if row.num_chunks is None else row.num_chunks
     return (
-        f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>9} {row.sum:>9} {row.num_chunks:>6} "
+        f"{row.grad_nbytes / _MIB:>9.3f} {row.wire:>9} {row.sum:>9} {chunks:>6} "
         f"{row.sent_nbytes / _MIB:>9.3f}  {names}{_in_brackets(row.reason)}"
     )
 
 
-def _line_of_many(like: int, rows: Sequence[BucketRow]) -> str:
-    """One line for buckets that are sent as bucket `like` is, which may be one of them."""
+def _line_of_many(of: str, like: int, rows: Sequence[Row]) -> str:
+    """One line for rows that are sent as row `like` is, which may be one of them. of: what a row is."""
     sizes = sorted(row.grad_nbytes for row in rows)
     total, sent = sum(sizes), sum(row.sent_nbytes for row in rows)
     least, most = f"{sizes[0] / _MIB:.3f}", f"{sizes[-1] / _MIB:.3f}"
     each = least if least == most else f"{least} to {most}"
-    buckets = "1 bucket" if len(rows) == 1 else f"{len(rows)} buckets"
+    these = f"1 {of}" if len(rows) == 1 else f"{len(rows)} {of}s"
     return (
-        f"       … {buckets} like bucket {like}: {rows[0].wire}, {rows[0].sum}, {each} MiB each, "
+        f"{these} like {of} {like}: {rows[0].wire}, {rows[0].sum}, {each} MiB each, "
         f"{total / _MIB:.3f} MiB in all, sends {sent / _MIB:.3f} MiB{_in_brackets(rows[0].reason)}"
     )
 
@@ -211,13 +254,44 @@ def _in_brackets(reason: str) -> str:
     return f"  [{reason}]" if reason else ""
 
 
+def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool) -> BucketsPlan:
+    """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
+
+    Args:
+        bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
+        off: whether the buckets go through DDP's own all-reduce and not through this session.
+    """
+    now = trainable(session.parameters)
+    own_host = None if session.config.hosts is None else session.levels.own_host
+    rows = () if off else actual_rows(session.world_size, own_host, session.synchronizer)
+    predicted = not rows
+    if predicted and session.parameters is not None and bucket_nbytes_caps is not None:
+        native = None if off else session.native_config
+        rows = predicted_rows(native, session.world_size, own_host, now, bucket_nbytes_caps)
+    return BucketsPlan(
+        config=session.effective_config,
+        world_size=session.world_size,
+        device_type=session.device.type,
+        codec=session.codec,
+        scratch_nbytes=session.synchronizer.engine.scratch_nbytes if session.has_engine else 0,
+        exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
+        rows=rows,
+        predicted=predicted,
+        hosts=session.hosts,
+        one_level_reason=session.levels.one_level_reason,
+        off=off,
+        ranks_on_host=env.local_world_size(),
+        frozen=session.parameters is not None and not now,
+    )
+
+
 def predicted_rows(
     native: "_C.WireConfig | None",
     world_size: int,
     own_host: OwnHost | None,
     parameters: Sequence[NamedParameter],
     bucket_nbytes_caps: list[int],
-) -> tuple[BucketRow, ...]:
+) -> tuple[Row, ...]:
     """Rows for the buckets that DDP is expected to make of `parameters`, from the last parameter to the first.
 
     Args:
@@ -239,7 +313,7 @@ def predicted_rows(
     return tuple(rows)
 
 
-def actual_rows(world_size: int, own_host: OwnHost | None, synchronizer: "_C.Synchronizer") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, own_host: OwnHost | None, synchronizer: "_C.Synchronizer") -> tuple[Row, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
     for index, record in enumerate(synchronizer.buckets()):
@@ -247,7 +321,7 @@ def actual_rows(world_size: int, own_host: OwnHost | None, synchronizer: "_C.Syn
         if record.passthrough:
             rows.append(_passthrough_row(world_size, own_host, index, names, record.dtype, record.numel))
         else:
-            rows.append(_planned_row(own_host, index, names, record.dtype, record.numel, record.plan))
+            rows.append(planned_row(own_host, index, names, record.dtype, record.numel, record.plan))
     return tuple(rows)
 
 
@@ -259,24 +333,25 @@ def _row(
     names: tuple[str, ...],
     dtype: torch.dtype,
     slices: list[tuple[int, int]],
-) -> BucketRow:
+) -> Row:
     numel = sum(numel for numel, _ in slices)
     if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _passthrough_row(world_size, own_host, index, names, dtype, numel)
     plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), slices)
-    return _planned_row(own_host, index, names, dtype, numel, plan)
+    return planned_row(own_host, index, names, dtype, numel, plan)
 
 
-def _planned_row(
+def planned_row(
     own_host: OwnHost | None,
     index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
     numel: int,
     plan: "_C.BucketPlan",
-) -> BucketRow:
+) -> Row:
+    """The row of a bucket with this plan. own_host: None: bytes between hosts are not counted."""
     nbytes = numel * dtype.itemsize
-    return BucketRow(
+    return Row(
         label=_C.bucket_label(index, names, nbytes),
         parameters=names,
         grad_nbytes=nbytes,
@@ -291,10 +366,10 @@ def _planned_row(
 
 def _passthrough_row(
     world_size: int, own_host: OwnHost | None, index: int, names: tuple[str, ...], dtype: torch.dtype, numel: int
-) -> BucketRow:
+) -> Row:
     nbytes = numel * dtype.itemsize
     sent = 2 * nbytes * (world_size - 1) // world_size
     between = own_host and sent * own_host.num_links // own_host.num_ranks
     name = str(dtype).removeprefix("torch.")
     label = _C.bucket_label(index, names, nbytes)
-    return BucketRow(label, names, nbytes, name, "exact", 1, sent, "sent as it is", between)
+    return Row(label, names, nbytes, name, "exact", 1, sent, "sent as it is", between)

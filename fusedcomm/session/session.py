@@ -6,38 +6,40 @@ import dataclasses
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm import chunks, env
-from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm import chunks
+from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts
-from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
-from fusedcomm.ranks.peers import GivenUpError, Peers, private_store, warn_alone
+from fusedcomm.ranks.bounded_store import BoundedStore
+from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan, weights
 from fusedcomm.session.compare import Comparison, ParameterDifference
-from fusedcomm.session.parameters import NamedParameter, grad_dtypes, trainable
-from fusedcomm.session.record import record_of
-from fusedcomm.session.runs import Runs
-from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
+from fusedcomm.session.parameters import NamedParameter, grad_dtypes
+from fusedcomm.session.ranks import Ranks
+from fusedcomm.session.stats import Stats, collect
 from fusedcomm.trace.recorder import Recorder
 
 T = TypeVar("T")
+Mode: TypeAlias = Literal["active", "searching", "off", "ended"]
+"""What gradients go through: the engine, an engine or torch in turns, torch's own sums, or nothing of fusedcomm's."""
 
-_GIVEN_UP = "given up"
-"""Store key at which a rank says why it cannot attach. Ranks that are connecting then stop waiting for it."""
+NO_WIRE = Config("fp32", "exact", hosts=None)
+"""Describes torch's own sums, for a session that is off."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
-class Session(Runs):
-    """A running engine on one process group.
+class Session:
+    """A running engine on one process group; with `is_off` the ranks' agreement alone, and a state that is only kept.
 
     Args:
         process_group: the group that DDP uses, or one of fusedcomm's own; every rank of it makes a Session at the same
@@ -51,7 +53,15 @@ class Session(Runs):
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
+        is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
+
+    Attributes:
+        explains: whether an error waits for what the watch finds out about the other ranks.
+        ranks: of the group; a session beside another one shares them.
+        levels: of its sums.
+        synchronizer: the engine; None with `is_off`.
+        kept: without an engine, what was loaded of its state: the step, and counts of NaN and Inf by parameter.
 
     Raises:
         RuntimeError: fusedcomm has no path for the device over the group's backend, torch.distributed does not know the
@@ -59,6 +69,8 @@ class Session(Runs):
         ValueError: an option does not fit the device, the machine or the ranks.
         PeerLostError: a rank is lost before it has attached.
     """
+
+    explains = True
 
     def __init__(
         self,
@@ -70,49 +82,100 @@ class Session(Runs):
         announce: bool = False,
         *,
         beside: "Session | None" = None,
-        also_agree: dict | None = None,
+        also_agree: Mapping[str, object] | None = None,
         watched: bool = True,
         reduces_rows: bool = False,
+        is_off: bool = False,
         problem: Exception | None = None,
     ) -> None:
-        groups.refuse_unknown(process_group)
-        self.config = cfg
-        self.keeps_residuals = cfg.feedback is not None
-        self._reduces_rows = reduces_rows
-        self.local = local
-        self.device = device
-        self.process_group = process_group
+        self.config, self.process_group, self.parameters = cfg, process_group, parameters
+        self.local, self.device = local, device
+        self.is_off, self.has_engine = is_off, not is_off
+        self.synchronizer: Any = None
+        self.weights: Any = None
+        self.kept: tuple[int, dict[str, int]] = (0, {})
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.parameters = parameters
-        self._num_gathered = self._num_beside = 0
+        self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
+        self._announces = announce and self.rank == 0
+        self._num_gathered = 0
+        self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
-        if beside is None:
-            path = self._agree_on_plan(announce, also_agree, problem)
-        else:
-            beside._num_beside += 1
-            self.peers = beside.peers
-            self._store = beside._store.under(f"beside/{beside._num_beside}")
-            self.host_names = beside.host_names
-            self.levels = levels.find(cfg, self.host_names, self.rank)
+        self.ranks = Ranks(process_group, device, local.stall_after) if beside is None else beside.ranks
+        self.peers = self.ranks.peers
+        self._store = self.ranks.store if beside is None else self.ranks.part()
+        path = self._agree(also_agree or {}, problem) if beside is None else None
+        self.levels = levels.find(cfg, self.ranks.host_names, self.rank)
+        if is_off:
+            self.codec, self.s_per_byte = "none", None
+            self.peers.doing("in training, with config='off'")
+            return
+        self.synchronizer = self._engine(path, beside)
+        self.weights = weights.used(self.synchronizer, cfg)
+        self.use_comparison([(p.name, p.tensor) for p in parameters or []])
+        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
+        self.recorder = Recorder(self.synchronizer, self._store, self.peers, place)
+        _made.add(self)
+        self.peers.doing("in training, attached")
+        if watched:
+            self.watch()
+
+    def _agree(self, also_agree: Mapping[str, object], problem: Exception | None) -> "CpuPath | CudaPath | None":
+        """Returns this rank's path, None with `is_off`, once the ranks have agreed."""
+        # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
+        record, path = {}, None
+        try:
+            if problem is not None:
+                raise problem
+            if self.has_engine:
+                self.config.refuse_on(self.device.type)
+                groups.check_backend(self.process_group, self.device)
+                path = self._path()
+            record = self._record(also_agree)
+        except Exception as error:
+            problem = error
+        self.ranks.agree(record, problem)
+        return path
+
+    def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
+        """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
+        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
+        record = {
+            **agreement.versions(),
+            "device": self.device.type,
+            "world size": self.world_size,
+            "wire": AUTO if searched else self.config.wire if self.has_engine else OFF,
+        }
+        if not self.has_engine:
+            return record
+        record |= {**searched, "config": self.config.record(), **also_agree}
+        if self.parameters is not None:
+            record["parameters"] = {
+                "count": len(self.parameters),
+                "list": [[p.name, list(p.tensor.shape), str(p.tensor.dtype), p.wire] for p in self.parameters],
+            }
+        return record
+
+    def _engine(self, path: "CpuPath | CudaPath | None", beside: "Session | None") -> "_C.Synchronizer":
+        """Connects the ranks and makes the engine. Raises if any rank cannot."""
+        synchronizer, problem = None, None
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        synchronizer, problem = None, None
         try:
             self.peers.doing("attaching: connecting with the other ranks")
-            transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
-            fitting = chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host)
-            with fitting:
+            transport = self._connect(path) if path is not None else self._connect_beside(beside)
+            config, world_size = self.effective_config, self.world_size
+            with chunks.fitting_memory(config, world_size, self.device.type, self.ranks_per_host):
                 synchronizer = _C.Synchronizer(
                     config=self.native_config,
                     device=self.native_device,
                     transport=transport,
-                    parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
-                    wire_1d=cfg.wire_number_1d,
-                    grad_device=device,
-                    measure_every=cfg.measure_every,
+                    parameters=[(p.tensor, p.name, p.wire) for p in self.parameters or []],
+                    wire_1d=config.wire_number_1d,
+                    grad_device=self.device,
+                    measure_every=config.measure_every,
                 )
-            if self.world_size > 1:
-                self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
+            if world_size > 1:
+                self._store.set(f"watch/who/{self.rank}", groups.describe_process(self.process_group))
         except Exception as error:
             problem = error
         found = {
@@ -121,54 +184,17 @@ class Session(Runs):
         }
         try:
             self.peers.doing("attaching: its engine is ready")
-            self._agree(self._store, "ready", found, problem)  # raises if any rank could not make its engine
+            self.ranks.ready(self._store, found, problem)
         except Exception:
             if synchronizer is not None:  # freed now, because a caller may keep the error and with it the synchronizer
                 synchronizer.stop("another rank has no engine")
                 synchronizer.engine.free_workspaces()
             raise
-        self.synchronizer = synchronizer
-        self.weights = weights.used(synchronizer, cfg)
-        self.use_comparison([(p.name, p.tensor) for p in parameters or []])
-        self._is_watched = False
-        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        self.recorder = Recorder(synchronizer, self._store, self.peers, place)
-        _made.add(self)
-        self.peers.doing("in training, attached")
-        if watched:
-            self.watch()
+        return synchronizer
 
-    def _agree_on_plan(
-        self, announce: bool, also_agree: dict | None, problem: Exception | None
-    ) -> "CpuPath | CudaPath":
-        """Returns this rank's path once the ranks have agreed. Sets the session's stores, peers and hosts."""
-        # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
-        record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
-        with contextlib.suppress(Exception):  # no backend for the device: check_backend says so below
-            timeout = groups.group_timeout(self.process_group, self.device)
-        self._store = store = private_store(self.process_group, timeout)
-        try:
-            if problem is not None:
-                raise problem
-            self.config.refuse_on(self.device.type)
-            groups.check_backend(self.process_group, self.device)
-            stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
-            path = self._path(announce and self.rank == 0)
-            record = record_of(self, also_agree or {})
-        except Exception as error:
-            problem = error
-        self.peers = Peers(self.process_group, store, timeout, stall_after_s)
-        self.peers.doing("attaching: comparing its configuration with the others'")
-        hosts.publish_name(store, self.rank)
-        self._agree(store, "plan", record, problem)
-        # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        self.host_names = hosts.published_names(store, self.world_size)
-        self.levels = levels.find(self.config, self.host_names, self.rank)
-        return path
-
-    def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
+    def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
         if self.ranks_per_host > 1 and not path.has_two_levels:
-            path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
+            path = self._path(two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
         self.s_per_byte, self.codec = path.s_per_byte, path.codec
         return self._connect_hosts()
@@ -184,17 +210,13 @@ class Session(Runs):
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
                 return connect()
 
-        return self.peers.call(
-            on_device,
-            "connecting with the other ranks to attach",
-            given_up=lambda: self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else "",
-        )
+        return self.ranks.connect(self._store, on_device)
 
-    def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
+    def _connect_beside(self, beside: "Session") -> "_C.C10dTransport":
         if isinstance(beside.native_device, _C.CpuDevice) or self._kernels() == beside._kernels():
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
-            path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
+            path = self._path(two_levels=self.ranks_per_host > 1)
             self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
         self.s_per_byte = beside.s_per_byte
@@ -209,29 +231,45 @@ class Session(Runs):
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
 
-        A watch takes two threads and a connection to the store. Of several sessions on the same channels only the
-        running one needs it.
+        A watch takes a thread and a connection to the store. Of several sessions on the same channels only the running
+        one needs it.
         """
-        if self.world_size == 1 or self._is_watched:
+        if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            self.synchronizer.watch(
-                store=self.store("watch"),
+            watch = Watch(
+                self.synchronizer,
+                self.rank,
+                self.world_size,
+                self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
                 store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
+                lost=self.peers.lost,
+                explains=self.explains,
             )
-        except (RuntimeError, NotImplementedError) as error:  # a store written in Python need not have clone()
+        except RuntimeError as error:  # the system has no thread left
+            self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
             return
-        self._is_watched = True
+        self._end_watch = weakref.finalize(self, watch.end)  # a session may be dropped without stop()
 
     def unwatch(self) -> None:
         """Ends what :meth:`watch` began. Idempotent."""
-        if self._is_watched:
-            self._is_watched = False
+        if self._end_watch is not None:
             self.synchronizer.unwatch()
+            self._end_watch()
+            self._end_watch = None
+
+    def follow(self, process_group: groups.Group) -> None:
+        """Goes on as the session of another group, without an engine."""
+        self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
+
+    @property
+    def mode(self) -> Mode:
+        """Whether gradients go through the engine."""
+        return "off" if self.is_off else "active"
 
     @property
     def ranks_per_host(self) -> int:
@@ -276,26 +314,12 @@ class Session(Runs):
             cross_gather=channels.cross_gather,
         )
 
-    def _agree(self, store: BoundedStore, what: str, record: dict, problem: Exception | None) -> None:
-        """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
-        if problem is not None and what == "ready" and not isinstance(problem, GivenUpError):
-            with contextlib.suppress(RuntimeError):  # the store has failed, too
-                why = f"{self.peers.title(self.rank)} cannot attach: {problem}"
-                self._store.set(_GIVEN_UP, why.replace("fusedcomm: ", ""))
-        agreement.agree_to_attach(self.peers, store.under(what), record, problem)
-
     def confirm(self, problem: Exception | None, stop: Callable[[str], object] | None = None) -> None:
         """Raises what a rank has found since its session was made, this rank's `problem` first, once `stop` was called.
         A collective call, at most one for each session."""
-        try:
-            self._agree(self._store, "confirmed", {}, problem)
-        except StoreError:
-            pass  # training needs no store; this rank has no problem, or that would have been raised
-        except Exception:
-            (stop or self.stop)("a rank could not attach")
-            raise
+        self.ranks.confirm(self._store, problem, stop or self.stop)
 
-    def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":
+    def _path(self, two_levels: bool | None = None) -> "CpuPath | CudaPath":
         """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
         them, because the hosts are not known yet."""
         if self.device.type == "cpu":
@@ -306,7 +330,7 @@ class Session(Runs):
             self.process_group,
             self.device,
             grad_dtypes(self.parameters, self._reduces_rows),
-            announce,
+            self._announces,
             self.config.needs_two_levels if two_levels is None else two_levels,
             self._reduces_rows,
         )
@@ -316,18 +340,9 @@ class Session(Runs):
         return self._store.under(name).native
 
     def stats(self) -> Stats:
-        """Counts and times of this rank."""
-        return collect(self.synchronizer, self.world_size)
-
-    def nonfinite_report(self) -> list[NonFinite]:
-        """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
-        return self.everybodys(nonfinite_rows(self.synchronizer, self.rank))
-
-    def everybodys(self, own: list[NonFinite]) -> list[NonFinite]:
-        """The rows of all ranks, the greatest counts first. A collective call."""
-        rows = [dataclasses.astuple(row) for row in own]
-        everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows, "nonfinite_report()") for row in rows]
-        return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
+        """Counts and times of this rank. Without an engine nothing is counted."""
+        counted = collect(self.synchronizer, self.world_size) if self.has_engine else Stats()
+        return dataclasses.replace(counted, off=self.is_off)
 
     def gather(self, what: str, record: object, call: str) -> list:
         """Returns every rank's `record` (JSON-serializable), in rank order. A collective call.
@@ -338,7 +353,7 @@ class Session(Runs):
         """
         store = self._store.under(f"{what}/{self._num_gathered + 1}")
         with self.calling(call):
-            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
+            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._end_watch is not None)
         self._num_gathered += 1
         # All ranks have made this call, so each has read the records of the call before, which can be removed.
         if self._gathered is not None:
@@ -374,7 +389,7 @@ class Session(Runs):
         """Calls a collective of torch's over the group, whose error names a rank that is lost. `what`: in reports."""
         with self.calling(what):
             if self.device.type == "cpu":
-                self.peers.call(collective, f"in {what}", is_watched=self._is_watched)
+                self.peers.call(collective, f"in {what}", is_watched=self._end_watch is not None)
             else:
                 collective()  # only enqueues, and does not wait
 
@@ -387,37 +402,16 @@ class Session(Runs):
 
     def compare_parameters(self) -> ParameterDifference | None:
         """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
+        if not self.has_engine:
+            raise RuntimeError(
+                "fusedcomm: with config='off' no engine runs that could compare parameters: attach with "
+                "Config('fp32', compare_every=…)"
+            )
         return self._comparison.now()
 
-    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
-        """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
-
-        Args:
-            bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
-            off: whether the buckets go through DDP's own all-reduce and not through this session.
-        """
-        now = trainable(self.parameters)
-        own_host = None if self.config.hosts is None else self.levels.own_host
-        rows = () if off else plan.actual_rows(self.world_size, own_host, self.synchronizer)
-        predicted = not rows
-        if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
-            native = None if off else self.native_config
-            rows = plan.predicted_rows(native, self.world_size, own_host, now, bucket_nbytes_caps)
-        return plan.Plan(
-            config=self.effective_config,
-            world_size=self.world_size,
-            device_type=self.device.type,
-            codec=self.codec,
-            scratch_nbytes=self.synchronizer.engine.scratch_nbytes,
-            exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
-            buckets=rows,
-            predicted=predicted,
-            hosts=self.hosts,
-            one_level_reason=self.levels.one_level_reason,
-            off=off,
-            ranks_on_host=env.local_world_size(),
-            frozen=self.parameters is not None and not now,
-        )
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:
+        """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""
+        return plan.plan_of(self, bucket_nbytes_caps, self.is_off if off is None else off)
 
     def max_over_ranks(self, value: float, what: str) -> float:
         """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
@@ -438,7 +432,9 @@ class Session(Runs):
 
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""
-        self.synchronizer.stop(reason)
+        if self.has_engine:
+            self.synchronizer.stop(reason)
+            self.unwatch()
 
 
 @atexit.register

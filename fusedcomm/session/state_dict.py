@@ -15,18 +15,21 @@ KEYS = {"version", "rank", "world_size", "step", "nonfinite", "error_feedback", 
 
 def state_dict(session: Session, consolidated: bool) -> dict:
     """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
-    # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        residuals = session.synchronizer.residuals()
-        of_encoders = {} if consolidated else session.synchronizer.residuals_of_encoders()
-        if consolidated and session.uses_engine:
-            residuals = _mean_over_ranks(session, residuals)
+    (step, nonfinite), residuals, of_encoders = session.kept, {}, {}
+    if session.has_engine:
+        step, nonfinite = session.synchronizer.step, session.synchronizer.nonfinite_by_parameter()
+        # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            residuals = session.synchronizer.residuals()
+            of_encoders = {} if consolidated else session.synchronizer.residuals_of_encoders()
+            if consolidated:
+                residuals = _mean_over_ranks(session, residuals)
     return {
         "version": VERSION,
         "rank": None if consolidated else session.rank,
         "world_size": None if consolidated else session.world_size,
-        "step": session.synchronizer.step,
-        "nonfinite": session.synchronizer.nonfinite_by_parameter(),
+        "step": step,
+        "nonfinite": nonfinite,
         "error_feedback": session.config.residual_format,
         "residuals": residuals,
         **({"residuals_of_encoders": of_encoders} if of_encoders else {}),
@@ -36,6 +39,9 @@ def state_dict(session: Session, consolidated: bool) -> dict:
 def load_state_dict(session: Session, state: dict) -> None:
     """See :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`."""
     check(state, session.parameters, session.keeps_residuals, session.is_off)
+    if not session.has_engine:
+        session.kept = (state["step"], dict(state["nonfinite"]))
+        return
     residuals, saved_by = state["residuals"], (state["rank"], state["world_size"])
     if residuals and saved_by not in ((session.rank, session.world_size), (None, None)):
         warnings.warn(

@@ -4,9 +4,12 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
 MAX_BUCKETS_SHOWN = 16
@@ -245,6 +248,13 @@ def _name_of(label: str) -> str:
 
 def _ratio(error: float, norm: float) -> float:
     return error / norm if norm != 0 else 0.0 if error == 0 else float("inf")
+
+
+def nonfinite_of_all(session: "Session", own: Iterable[NonFinite]) -> list[NonFinite]:
+    """The rows of all ranks, the greatest counts first. A collective call."""
+    of_all = session.gather("nonfinite", [dataclasses.astuple(row) for row in own], "nonfinite_report()")
+    rows = [NonFinite(*row) for rows in of_all for row in rows]
+    return sorted(rows, key=lambda row: (-row.count, row.rank, row.parameter))
 
 
 def nonfinite_rows(synchronizer: "_C.Synchronizer", rank: int) -> list[NonFinite]:

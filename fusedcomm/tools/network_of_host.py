@@ -1,11 +1,12 @@
 """The network of this host as gloo and NCCL use it: the interface, and TCP's congestion control. Loads no torch."""
 
-import fcntl
+import contextlib
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
+
+from fusedcomm.ranks import own_address
 
 INTERFACES = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -13,8 +14,6 @@ ROUTES = Path("/proc/net/route")
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 LOOPBACK = "lo"
-SIOCGIFADDR = 0x8915
-"""Linux's request for an interface's address, in sockios.h."""
 
 
 def lines() -> list[tuple[str, str]]:
@@ -32,7 +31,7 @@ def gloo() -> str:
             wrong = f"GLOO_SOCKET_IFNAME={named}, and there is no {missing[0]}"
             return f"nothing: {wrong}; name one of {_names()}, or unset it"
         return f"{named}, which GLOO_SOCKET_IFNAME names"
-    name, address = socket.gethostname(), _own_address()
+    name, address = own_address.host_name(), _own_address()
     other = f"for several hosts set GLOO_SOCKET_IFNAME={default_interface() or 'eth0'}"
     if address is None:
         return f"{LOOPBACK}, which other hosts cannot reach: this host's name, {name}, has no address; {other}"
@@ -98,23 +97,15 @@ def _state(name: str) -> str:
 
 def _interface_of(address: str) -> str:
     """The interface that has this IPv4 address; the address itself if that is not found."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has none
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return f"the interface with {address}"
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if own_address.of_interface(name) == address), f"the interface with {address}")
 
 
 def _own_address() -> str | None:
     """The first address of this host's name, where gloo listens; None if the name has none."""
-    try:
-        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return own_address.numeric(own_address.host_name())
+    return None
 
 
 def _read(path: Path) -> str | None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from fusedcomm.ranks import own_address
 from fusedcomm.tools.errors import UsageError
 
 POLL_S = 0.05
@@ -70,7 +71,7 @@ def places(hosts: str | None, num_ranks: int) -> list[str]:
 
 def is_here(host: str) -> bool:
     """Whether the host is this machine, by its name."""
-    return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+    return host in ("localhost", "127.0.0.1", own_address.host_name(), socket.getfqdn())
 
 
 class Workers:
@@ -83,14 +84,13 @@ class Workers:
 
     def __init__(self, args: argparse.Namespace, slots: list[str], address: str | None = None) -> None:
         from fusedcomm.horovod import signatures
-        from fusedcomm.horovod.control import own_addresses
         from fusedcomm.ranks.own_group import served_store
 
         self.args, self.slots, self.key_name = args, slots, signatures.KEY
         # This process signs, and so do local workers, which inherit its variables.
         os.environ[self.key_name] = secrets.token_hex(32)
         is_local = address is None and all(map(is_here, slots))
-        self.address = address or ("127.0.0.1" if is_local else own_addresses()[0])
+        self.address = address or ("127.0.0.1" if is_local else own_address.candidates()[0])
         if not is_local and address is None and self.address == "127.0.0.1":
             raise UsageError(
                 f"--hosts {args.hosts}: other hosts cannot reach this one, which has found no address of its own but "

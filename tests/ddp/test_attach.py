@@ -267,7 +267,7 @@ def lifetimes(rank, world_size):
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_detach_ends_the_threads(ranks):
     for before, during, after, _ in ranks.run(lifetimes, world_size=2):
-        assert during == before + 3 + 2 and after == before  # three lanes that compute; the watch and its courier
+        assert during == before + 3 + 1 and after == before  # three lanes that compute, and the watch
 
 
 FORGETTING_SCRIPT = """

@@ -59,7 +59,7 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
 @pytest.mark.sampled(by=lambda victim, is_backward: {})  # make test runs one: a death takes patience
 @pytest.mark.parametrize(("victim", "is_backward"), [(0, False), (2, True)], ids=["0 in forward", "2 in backward"])
 def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backward):
-    pid = ranks.processes[victim].pid
+    pid = ranks.pid_of(victim)
     outcomes = ranks.outcomes(_die_before_an_all_gather, victim, is_backward, world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, error = outcomes[rank]

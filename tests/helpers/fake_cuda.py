@@ -156,7 +156,7 @@ class FakeCuda:
         self.grids.clear()
         self.errors.clear()
         own = session.Session._path
-        session.Session._path = lambda of, announce, two_levels=None: Path(of)
+        session.Session._path = lambda of, two_levels=None: Path(of)
         try:
             yield self
         finally:

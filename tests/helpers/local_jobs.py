@@ -90,9 +90,8 @@ class Job:
             merge=run.merge,
             fragments=run.fragments,
             config=config,
-            weights=run.weights,
             quiet=True,
-            **options,
+            **{"weights": run.weights, **options},
         )
 
     def train(self, steps: Sequence[int]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ gradients with known means."""
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -307,8 +308,9 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
 def threads_of_engine() -> int:
     """The number of engine threads in this process. Channel threads do not count: they exist as long as any object
     holds the handle."""
-    names = []
-    for thread in os.listdir("/proc/self/task"):
+    of_python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names = [name for name in of_python.values() if name == "fc-watch"]
+    for thread in {*os.listdir("/proc/self/task")} - {*map(str, of_python)}:
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
             names.append(file.read())
     of_channels = ("fc-post", "fc-wait")

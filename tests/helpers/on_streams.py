@@ -53,7 +53,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
         devices=[DEVICE],
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
-    session.Session._path = lambda of, announce, two_levels=None: _Path()
+    session.Session._path = lambda of, two_levels=None: _Path()
     library.sim_count()
     _libraries.append(library)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from jobs import raised
 
 from fusedcomm.horovod import control, signatures
+from fusedcomm.ranks import own_address
 
 KEY = "0123456789abcdef" * 4
 SOON = datetime.timedelta(seconds=60)
@@ -275,6 +276,6 @@ def test_missing_ranks_and_addresses_that_cannot_be_reached_are_named_when_the_t
 
 def test_the_addresses_of_a_named_interface_come_first(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert control.own_addresses() == ["127.0.0.1"]
+    assert own_address.candidates() == ["127.0.0.1"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
-    assert control.own_addresses()[-1] == "127.0.0.1"
+    assert own_address.candidates()[-1] == "127.0.0.1"

@@ -139,10 +139,10 @@ def test_statistics_plan_and_trace(ranks, tmp_path):
         assert stats.scalars()["merges"] == 5 and "drift" in str(stats)
         # The first fragment has few elements.
         assert [row.wire for row in plan.fragments] == ["fp32", "int4"] and "late, fp32 and int4, 2 ranks" in text
-        assert plan.state_nbytes == plan.outer_nbytes == 4 * sum(row.numel for row in plan.fragments)
+        assert plan.state_nbytes == plan.outer_nbytes == plan.grad_nbytes
         assert plan.sent_nbytes == sum(row.sent_nbytes for row in plan.fragments)
         assert plan.line_s == pytest.approx(8e-6 * plan.sent_nbytes)
-        of_message = max(row.line_nbytes for row in plan.fragments) * plan.s_per_byte
+        of_message = max(row.sent_nbytes for row in plan.fragments) * plan.s_per_byte
         assert (plan.least_delay - 1) * 1e-3 < 1.1 * of_message <= plan.least_delay * 1e-3
         assert plan.least_every == max(plan.least_delay + 1, -(-1.1 * plan.line_s // 1e-3))
         assert "memory" in text and f"every={plan.least_every} is the least" in text

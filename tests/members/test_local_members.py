@@ -173,4 +173,4 @@ def test_a_process_with_another_schedule_is_sent_away(team):
     run = team(Merger, run=dataclasses.replace(RUN, steps=4), num_founders=2, hold={"0": 2, "1": 2})
     run.join("j", of="1", run=dataclasses.replace(RUN, every=5))
     failure = run.failure("j")
-    assert "JoinRefusedError" in failure and "it has every 5, and the members have 4" in failure
+    assert "JoinRefusedError" in failure and "every is 4 on the members' ranks and 5 on this one" in failure

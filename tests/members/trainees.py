@@ -228,6 +228,7 @@ class Endless(Trainee):
     def tell(self, step: int, means: list[torch.Tensor]) -> None:
         value = hashlib.sha1(b"".join(parameter.detach().numpy().tobytes() for parameter in self.parameters))
         told = {"step": step, "view": self.members.view, "ranks": self.members.ranks, "value": value.hexdigest()}
+        told["at"] = time.monotonic()
         self.lines.write(json.dumps(told) + "\n")
 
     def run(self) -> None:
@@ -266,6 +267,8 @@ class Team:
 
     def __init__(self, kind: type[Rank], script: Script) -> None:
         self.script, self.folder, self._kind = script, Path(script.folder), kind
+        self._steps: dict[str, list[dict]] = {}  # what has been read of the files of an Endless
+        self._read: dict[str, int] = {}  # and how many bytes that is
         self.processes = {str(rank): self._start(str(rank), None, {}) for rank in range(script.num_founders)}
 
     def __enter__(self) -> "Team":
@@ -327,8 +330,14 @@ class Team:
 
     def steps(self, name: str) -> list[dict]:
         """What an Endless has told of its steps."""
-        path = self.folder / f"{name}.steps"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        path, told = self.folder / f"{name}.steps", self._steps.setdefault(name, [])
+        if path.exists():
+            with open(path) as file:
+                file.seek(self._read.get(name, 0))
+                whole = file.read().rpartition("\n")[0]
+            told += map(json.loads, whole.splitlines())
+            self._read[name] = self._read.get(name, 0) + len(whole) + bool(whole)
+        return told
 
     def wait_steps(self, *names: str, more: int = 5) -> None:
         """Waits until each of `names` has made `more` further steps with the others of `names` and with nobody else."""

@@ -4,7 +4,6 @@ rank alone refuses, or what prevents it, is an error on all."""
 import datetime
 import sys
 import time
-import types
 import warnings
 
 import pytest
@@ -19,7 +18,7 @@ from fusedcomm import version
 from fusedcomm.config import Blocks, Config, Feedback, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups, peers
-from fusedcomm.ranks.agreement import _first_difference
+from fusedcomm.ranks.agreement import _first_difference, agree
 from fusedcomm.session import session
 
 
@@ -246,11 +245,10 @@ def with_problems_of_their_own(rank, world_size):
     for number, later in enumerate(LATER):
         store = groups.private_store(dist.group.WORLD).under(f"problem {number}")
         waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), 60)
-        attaching = types.SimpleNamespace(peers=waiting, rank=rank, _store=store)
-        while rank == 0 and not store.check(["plan/record/1"]):
+        while rank == 0 and not store.check(["record/1"]):
             time.sleep(0.01)
         with pytest.raises(OSError) as error:
-            session.Session._agree(attaching, store, "plan", {}, OSError(FIRST if rank == 1 else later))
+            agree(waiting, store, {}, OSError(FIRST if rank == 1 else later))
         cause = error.value.__cause__
         found.append((str(error.value), cause and str(cause)))
         dist.barrier()

@@ -107,13 +107,17 @@ def of_mlp(**kwargs):
     wrapped(Mlp(), **kwargs)
 
 
+AGREE = "DisagreementError ... the ranks do not agree:"
 DIFFERENT = [  # beside what GradReducer refuses
-    (differ(of_buffered, {}, {"size": 3}), "RuntimeError ... mark"),
-    (differ(of_buffered, {}, {"dtype": torch.int32}), "RuntimeError ... torch.int32"),
-    (differ(of_buffered, {}, {"name": "other"}), "RuntimeError ... other"),
-    (differ(of_buffered, {}, {"counts": 5}), "RuntimeError ... counts"),
-    (differ(of_mlp, {"broadcast_buffers": True}, {"broadcast_buffers": False}), "RuntimeError ... broadcast_buffers"),
-    (differ(of_mlp, {"init_sync": False}, {"init_sync": True}), "RuntimeError ... different init_sync"),
+    (differ(of_buffered, {}, {"size": 3}), f"{AGREE} buffer mark[0][0] is 2 on rank 0 and 3 on rank 1"),
+    (differ(of_buffered, {}, {"dtype": torch.int32}), f"{AGREE} buffer mark[1] is 'torch.float32' ... torch.int32"),
+    (differ(of_buffered, {}, {"name": "other"}), f"{AGREE} buffer mark is ... None on rank 1"),
+    (differ(of_buffered, {}, {"counts": 5}), f"{AGREE} parameter counts[0][0] is 4 on rank 0 and 5 on rank 1"),
+    (
+        differ(of_mlp, {"broadcast_buffers": True}, {"broadcast_buffers": False}),
+        f"{AGREE} broadcast_buffers[0] is True",
+    ),
+    (differ(of_mlp, {"init_sync": False}, {"init_sync": True}), f"{AGREE} init_sync is False on rank 0"),
     (
         differ(of_mlp, {"static_graph": False}, {"static_graph": True}),
         "DisagreementError ... find_unused_parameters is False on rank 0",

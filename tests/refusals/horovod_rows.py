@@ -130,7 +130,7 @@ INITS = [
     (wrong_sets([[0, 1]]), "there is a process set of the ranks [0, 1] already"),
     (wrong_sets("static"), "hvd.init(process_sets='static'): expected a list of process sets, or 'dynamic'"),
     (wrong_sets([[0, 0]]), "ProcessSet([0, 0]): a rank appears twice"),
-    (wrong_sets([[0]], [[1]]), "hvd.init(process_sets=…): rank 0 has the sets [[0]], and rank 1 [[1]]"),
+    (wrong_sets([[0]], [[1]]), "hvd.init(): the ranks do not agree: process_sets[0][0] is 0 on rank 0 and 1 on rank 1"),
     (in_job(lambda _: hvd.init(process_sets=[[0]])), "hvd.init() was called before with ... process_sets=[[0]]"),
     (
         in_job(lambda _: (hvd.add_process_set([1]), hvd.add_process_set([1])), "dynamic"),

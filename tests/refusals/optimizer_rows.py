@@ -349,7 +349,7 @@ for number, (mistake, only, text) in enumerate(MISTAKES):
 DIFFER = [
     (
         mistaken(rank_1_sets(**values), overlap, (0, 1, 2), changes_parameters=False),
-        f"RuntimeError ... hyperparameters differ: param_groups[0].{text}.",
+        f"RuntimeError ... the ranks do not agree: param_groups[0].{text}. Each rank steps",
     )
     for values, overlap, text in HYPERPARAMETERS
 ]

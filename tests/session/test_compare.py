@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Config
-from fusedcomm.session.compare import checksums, outvoted
+from fusedcomm.session.checksums import checksums
+from fusedcomm.session.compare import outvoted
 
 EVERY, FAULT, STEPS = 3, 4, 12
 BAD = 1

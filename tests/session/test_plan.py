@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fusedcomm import chunks
 from fusedcomm.config import WIRES, Blocks, Chunks, Config
 from fusedcomm.native import _C
-from fusedcomm.session.plan import BucketRow, Plan
+from fusedcomm.session.plan import BucketsPlan, Row
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
 LARGE = 1 << 20
@@ -98,10 +98,19 @@ def test_on_an_accelerator_ddps_default_bucket_is_one_chunk(wire, world_size):
 def printed(*rows: tuple[str, str, float, str]) -> list[str]:
     """The lines for buckets in a printed plan. `rows`: each bucket's wire, sum, MiB and reason."""
     buckets = tuple(
-        BucketRow(f"bucket {i}", (f"p{i}",), int(mib * (1 << 20)), wire, sum, 2, int(mib * (1 << 19)), reason)
+        Row(f"bucket {i}", (f"p{i}",), int(mib * (1 << 20)), wire, sum, 2, int(mib * (1 << 19)), reason)
         for i, (wire, sum, mib, reason) in enumerate(rows)
     )
-    shown = Plan(Config("int8", chunks=Chunks(1 << 20, 4)), 2, "cpu", "avx2", 0, (), buckets, predicted=False)
+    shown = BucketsPlan(
+        rows=buckets,
+        world_size=2,
+        config=Config("int8", chunks=Chunks(1 << 20, 4)),
+        device_type="cpu",
+        codec="avx2",
+        scratch_nbytes=0,
+        exempt=(),
+        predicted=False,
+    )
     assert shown.buckets == buckets
     return str(shown).splitlines()[2:-1]
 

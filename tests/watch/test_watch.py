@@ -1,6 +1,8 @@
 """The report that names the rank that delays a step, on every rank that waits. test_watch_store.py: over a store whose
 connections fail. test_watch_hosts.py: between hosts. tests/engine/test_failures.py: of ranks that are lost."""
 
+import ctypes
+import datetime
 import functools
 import itertools
 import os
@@ -11,6 +13,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Gradients, stderr_to, synchronize
 from patience import patient, wait_for_words
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm import config
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.ranks import roll_call
 
 pytestmark = pytest.mark.check
 
@@ -56,18 +60,21 @@ def test_a_rank_that_is_late_for_the_end_of_a_turn_is_named(ranks, tmp_path):
     assert "the times of config='auto' trying off" in warned
 
 
-def paused(rank, world_size, victim, folder):
-    """Trains. In step 3 the `victim` is stopped until the others have warned of it; then five more steps follow.
-    Returns whether the means were right and what was written to stderr."""
+def paused(rank, world_size, victim, folder, is_stopped):
+    """Trains. In step 3 the `victim` is stopped, or in a call that holds the interpreter, until the others have warned
+    of it; then five more steps follow. Returns whether the means were right and what was written to stderr."""
     ddp, comm, steps = attached(rank, patient(1))
     steps(3)
     logs = [folder / f"{other}.log" for other in range(world_size)]
 
     def pause(gradient):
         hook.remove()
-        waits = [f"until grep -qs missing {log}; do sleep 0.1; done; " for log in logs if log != logs[victim]]
-        subprocess.Popen(["sh", "-c", f"{''.join(waits)}kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        waits = "".join(f"until grep -qs missing {log}; do sleep 0.1; done; " for log in logs if log != logs[victim])
+        if is_stopped:
+            subprocess.Popen(["sh", "-c", f"{waits}kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            ctypes.PyDLL(None).system(waits.encode())
         return gradient
 
     hook = ddp.module.weights[0].register_hook(pause) if rank == victim else None
@@ -77,12 +84,13 @@ def paused(rank, world_size, victim, folder):
     return are_right(means, world_size), logs[rank].read_text()
 
 
-def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks, tmp_path):
-    for rank, (right, warned) in enumerate(ranks.run(paused, 2, tmp_path, world_size=3)):
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "holds the interpreter"])
+def test_a_rank_that_cannot_answer_and_goes_on_is_named_by_the_others_alone(ranks, tmp_path, is_stopped):
+    for rank, (right, warned) in enumerate(ranks.run(paused, 2, tmp_path, is_stopped, world_size=3)):
         assert right
         assert warned.count("Warning: fusedcomm") == (rank != 2), warned
         if rank != 2:
-            assert "rank 2 (process" in warned and "is missing" in warned
+            assert "rank 2 (process" in warned and "is missing" in warned and "holds Python's interpreter" in warned
 
 
 def slow(rank, world_size, victim, stall_after, folder, forged=None, is_slow_twice=False):
@@ -101,7 +109,7 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None, is_slow_twi
 
     def wait_for_a_call(gradient):
         number = next(number for number in itertools.count(1) if not store.check([f"call/{number}"]))
-        while not store.check([f"report/{number}"]):
+        while not store.check([f"over/{number}"]):
             time.sleep(0.1)
         return gradient
 
@@ -141,13 +149,39 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
 
 
 @pytest.mark.sampled(by=lambda forged: {})
-@pytest.mark.parametrize("forged", ["", "opened by rank 2, after a failure: ", "call 1 0123456789abcdef\n1:2,"])
+@pytest.mark.parametrize("forged", ["", "opened by rank 2, after a failure: ", '{"rank": "0", "why": 1, "text": 2}'])
 def test_a_roll_call_that_cannot_be_read_is_answered_and_passed_over(ranks, tmp_path, forged):
     outcomes = ranks.run(slow, 1, patient(2), tmp_path, forged, world_size=3)
     assert all(right for right, _, _ in outcomes) and outcomes[1][1] == ""
     for _, warned, _ in (outcomes[0], outcomes[2]):
         assert "Warning: fusedcomm: roll call 2 of 3 ranks, opened by rank " in warned
         assert "rank 1 is slow: it has not handed over bucket 0" in warned and "missing" not in warned
+
+
+def explained_alone(rank, world_size):
+    """Rank 1 opens a roll call and leaves it, as a rank does that detaches. Returns the explanation of rank 0's
+    failure, and the seconds it took."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=patient(60)))
+    ddp = DistributedDataParallel(Gradients(*SHAPES), process_group=group)
+    session = fusedcomm.attach(ddp, "int8").session
+    dist.barrier()
+    if rank == 1:
+        session.unwatch()
+        opening = roll_call.Opening(1, roll_call.FAILED, "after a failure of a test")
+        session.store("watch").set("call/1", roll_call.encode(opening))
+    dist.barrier()
+    began = time.monotonic()
+    text = session.synchronizer.explain("the test failed") if rank == 0 else ""
+    taken_s = time.monotonic() - began
+    dist.barrier()
+    return text, taken_s
+
+
+def test_an_error_does_not_wait_for_the_report_of_a_rank_that_has_left(ranks):
+    (text, taken_s), _ = ranks.run(explained_alone, world_size=2)
+    assert "of 2 ranks, opened by rank " in text and "after a failure" in text
+    assert "rank 1 (process" in text and "is missing" in text
+    assert taken_s < 3 + patient(2)  # the time for answers is the same on any machine
 
 
 def test_nothing_is_said_of_a_wait_within_stall_after(ranks, tmp_path):

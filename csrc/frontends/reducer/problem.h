@@ -2,36 +2,40 @@
 // until the process group's timeout.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
-
-#include "watch/courier.h"
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace fusedcomm {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 class Problem {
  public:
   // `store`: has a prefix that only the ranks of one reducer use.
-  explicit Problem(StorePtr store) : store_(std::move(store)) {}
+  explicit Problem(StorePtr store);
 
-  // Publishes `text`, unless another rank was first. A store that does not answer within kStoreTimeout is left alone.
+  // Publishes `text`, unless another rank was first.
   void publish(const std::string& text);
   // Tells that `rank` waits in backward pass number `pass`: a rank that waits for it elsewhere then knows where it is.
   void note_pass(int rank, int64_t pass);
-  // What a rank has published; empty if none has, or if the store does not answer within kStoreTimeout.
+  // What a rank has published; empty if none has, or if the store does not answer.
   std::string read();
 
  private:
-  static constexpr std::chrono::seconds kStoreTimeout{2};
+  // A request to the store may never end, and then goes on when its function here has returned: it must own what it
+  // captures.
+  using Request = std::function<void(c10d::Store&)>;
+  struct Desk;
 
-  // The thread that asks the store: made when it is first needed. If the store cannot be cloned, as one that was
-  // written in Python, its errands fail, and the others learn by the group's timeout.
-  Courier& courier();
+  // Runs `request` with a connection of this object's own, on a thread, and waits two seconds for it at most. Returns
+  // whether it has succeeded. It is not begun while an earlier one is late. If the store cannot be cloned, as one that
+  // was written in Python, it fails, and the others learn by the group's timeout.
+  bool ask(Request request);
 
-  StorePtr store_;
-  std::unique_ptr<Courier> courier_;
+  std::shared_ptr<Desk> desk_;
 };
 
 }  // namespace fusedcomm

@@ -140,7 +140,7 @@ class Answer(NamedTuple):
 
 
 def ask(addresses: Iterable[str]) -> dict[str, Answer]:
-    """Asks all at once who they are. Those that do not answer within ANSWER_S are missing."""
+    """Asks all at once who they are. An address that does not answer within ANSWER_S is missing."""
     found: dict[str, Answer] = {}
 
     async def ask_one(address: str) -> None:

@@ -96,7 +96,7 @@ class Links:
         return self.dead.get(uid) or (self._links[uid].why if uid in self._links else "")
 
     def set_members(self, members: tuple[Member, ...], farewell: dict | None = None) -> None:
-        """The members of the view by rank. Those that are left out get the message `farewell` as the last one."""
+        """The members of the view by rank. Links to others end, with the message `farewell`."""
         uids = [member.uid for member in members]
         own = uids.index(self._me.uid)
         for rank, member in enumerate(members):

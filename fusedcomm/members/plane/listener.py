@@ -9,6 +9,7 @@ from fusedcomm.log import report
 from fusedcomm.members.errors import FrameError
 from fusedcomm.members.plane import frames
 from fusedcomm.members.plane.network import Connection
+from fusedcomm.ranks import own_address
 
 # Seconds within which whoever connects says who it is.
 HELLO_S = 5.0
@@ -21,9 +22,9 @@ _MAX_LOGGED = 20
 def numeric_host(host: str | None) -> str:
     """A numeric address of `host`; of this host if None, and 127.0.0.1 if its name has no address that it owns."""
     if host is not None:
-        return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+        return own_address.numeric(host)
     with contextlib.suppress(OSError):
-        own = numeric_host(socket.gethostname())
+        own = own_address.numeric(own_address.host_name())
         listen(own).close()
         return own
     return "127.0.0.1"

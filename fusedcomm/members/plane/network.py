@@ -82,7 +82,7 @@ class Connection:
 
 
 _CONNECTIONS: "weakref.WeakSet[Connection]" = weakref.WeakSet()
-"""Those of this process, open or not."""
+"""All connections of this process, open or not."""
 
 
 async def connect(host: str, port: int) -> Connection:

@@ -58,7 +58,7 @@ class Roster:
         return [uid for uid in self.committed.uids if uid not in self.dead and uid not in self.silent]
 
     def established(self, uids: list[str]) -> list[str]:
-        """Those of them that are in the active view."""
+        """The members of the active view among them."""
         return [uid for uid in uids if uid in self.active]
 
     def together(self) -> list[str]:

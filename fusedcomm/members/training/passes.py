@@ -8,7 +8,6 @@ a rank is lost      the control thread stops the engine, and aborts collectives 
 a rank joins        at a boundary between two steps: before_pass()
 """
 
-import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Collection
@@ -26,15 +25,13 @@ from fusedcomm.ranks import agreement
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.parameters import NamedParameter
-from fusedcomm.session.plan import Plan
-from fusedcomm.session.runs import Runs
-from fusedcomm.session.stats import Stats
+from fusedcomm.session.session import Mode
 
 _MEANS = "means"
 _MODEL, _BUFFERS = "model", "buffers"
 
 
-class Training(Views, Runs):
+class Training(Views):
     """The sessions of one reducer.
 
     Args:
@@ -89,23 +86,13 @@ class Training(Views, Runs):
         native.use(finish=self.finish, recover=self.recover)
         native.observe(self.session.native_device, self.before_pass)
 
-    # ---- Runs
+    # ---- what a handle asks of what runs behind it
+
+    mode: Mode = "active"
 
     @property
-    def weights(self) -> Any:  # type: ignore[override]
+    def weights(self) -> Any:
         return None if self.session.weights is None else self
-
-    def stats(self) -> Stats:
-        return dataclasses.replace(self.session.stats(), changes=self.changes)
-
-    def plan(self, bucket_nbytes_caps: list[int] | None) -> Plan:
-        found = self.session.plan(bucket_nbytes_caps)
-        # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
-        ranks = found.world_size
-        kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
-        if self.session.device.type != "cpu":  # the means of two passes; see KeptMessages in job.h
-            kept_nbytes = kept_nbytes * 3 // 2
-        return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     # ---- weights, of whichever session runs; see session/weights.py
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,16 +9,15 @@ import torch.distributed as dist
 from fusedcomm.config import Config
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
+from fusedcomm.ranks.agreement import difference
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.session import Session
 
 
 class UnexplainedSession(Session):
     """A session that reports stalls, but explains no failure: the members agree at once."""
 
-    def watch(self) -> None:
-        super().watch()
-        synchronizer: Any = self.synchronizer
-        synchronizer.leave_failures_unexplained()
+    explains = False
 
 
 class RecoverySession(UnexplainedSession):
@@ -27,6 +25,15 @@ class RecoverySession(UnexplainedSession):
 
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
+
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> BucketsPlan:
+        found = super().plan(bucket_nbytes_caps, off)
+        # A rank sends (p-1)/p of its codes and, p-1 times, its part of the means: as much as (p-1)/p of both.
+        ranks = found.world_size
+        kept_nbytes = found.sent_nbytes * ranks // (ranks - 1) if ranks > 1 else 0
+        if self.device.type != "cpu":  # the means of two passes; see KeptMessages in job.h
+            kept_nbytes = kept_nbytes * 3 // 2
+        return dataclasses.replace(found, kept_nbytes=kept_nbytes)
 
     @property
     def native_config(self) -> "_C.WireConfig":
@@ -72,13 +79,12 @@ def why_refused(joiner: dict, own: dict[str, object], members: Members) -> str:
 
     joiner, own: what it and a member say of themselves, by field.
     """
-    for field, value in own.items():
-        theirs = joiner.get(field)
-        if theirs != value:
-            return (
-                f"it has {field} {theirs!r:.200}, and the members have {value!r:.200}: start it with the model, the "
-                "configuration and the versions of torch and fusedcomm that the members have"
-            )
+    found = difference({"the members' ranks": own, "this one": {field: joiner.get(field) for field in own}})
+    if found:
+        return (
+            f"{found}. Start it with the model, the configuration and the versions of torch and fusedcomm that the "
+            "members have"
+        )
     if members.microbatches is not None and members.size + 1 > members.microbatches:
         return (
             f"{members.microbatches} microbatches of a step are too few for {members.size + 1} ranks: start all with a "

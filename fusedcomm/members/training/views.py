@@ -90,7 +90,7 @@ class Views(abc.ABC):
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """Of this rank's views, oldest first."""
+        """The changes of this rank's views, oldest first."""
         return tuple(self._changes)
 
     # ---- what a subclass says

@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import platform
-import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.ranks import own_address
 from fusedcomm.ranks.hosts import OwnHost, of_names
 from fusedcomm.tools.arguments import ACCEPT, COMPARED
 from fusedcomm.tools.errors import ProbeError
@@ -187,26 +187,15 @@ class _Probe:
         }
 
 
-def _agree_on_settings(team: Team, settings: Settings) -> None:
-    """Raises ProbeError on every rank if settings differ. Only `script` may differ."""
-    own = {name: value for name, value in dataclasses.asdict(settings).items() if name != "script"}
-    everybodys = team.gather(own)
-    for name, value in everybodys[0].items():
-        for rank, theirs in enumerate(everybodys):
-            if theirs[name] != value:
-                raise ProbeError(
-                    f"the ranks' command lines differ: {OPTIONS.get(name, '--' + name)} is {value} on rank 0 and "
-                    f"{theirs[name]} on rank {rank}; give every host the same"
-                )
-
-
 def agreed_task(team: Team, settings: Settings) -> Task:
     """The script's task, or a synthetic one. A collective call.
 
     Raises:
         ProbeError: on every rank, if settings or models differ, or if a rank cannot use its task.
     """
-    _agree_on_settings(team, settings)
+    record = dataclasses.asdict(settings)
+    del record["script"]  # each host may have it elsewhere
+    team.agree({OPTIONS.get(name, f"--{name}"): value for name, value in record.items()}, "give every host the same")
     error = ""
     try:
         if settings.script is not None:
@@ -222,17 +211,15 @@ def agreed_task(team: Team, settings: Settings) -> Task:
     team.agree_on_errors(error)
     if settings.backward_s > 0 and isinstance(task[0], Synthetic):
         tune_backward(team, task, settings.backward_s)
-    everybodys = team.gather([tuple(p.shape) for p in task[0].parameters() if p.requires_grad])
-    different = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
-    if different:
-        raise ProbeError(f"the ranks' models differ: rank {different[0]} has other parameters than rank 0")
+    shapes = {name: p.shape for name, p in task[0].named_parameters() if p.requires_grad}
+    team.agree({"parameters": shapes}, "the script has to make the same model on every rank")
     return task
 
 
 def hosts_of(team: Team) -> tuple[OwnHost, bool, str]:
     """(this rank's host, of one rank if all are on one or hosts are uneven; whether sums can have two levels; why
     hosts are uneven, empty if they are not). A collective call."""
-    names = team.gather(socket.gethostname())
+    names = team.gather(own_address.host_name())
     try:
         hosts = of_names(names)
     except ValueError as error:

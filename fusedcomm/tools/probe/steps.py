@@ -14,6 +14,7 @@ from fusedcomm.autotune.turns import Turns
 from fusedcomm.ddp.attach import attach
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.ranks.hosts import OwnHost
+from fusedcomm.session.checksums import checksums
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.choices import Candidate, Seen, config_of, own_cap_mb, way_of
 from fusedcomm.tools.probe.team import Team
@@ -190,8 +191,9 @@ def check_gradients(team: Team, model: nn.Module, way: str) -> None:
         ProbeError: on every rank; names a rank and a parameter with another gradient.
     """
     named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
-    own = [_digest(gradient) for _, gradient in named]
-    everybodys = team.gather(torch.stack(own).tolist() if own else [])
+    values = [each.coalesce().values() if each.is_sparse else each for _, each in named]
+    own = checksums([torch.nan_to_num(each) for each in values], team.device)  # NaNs of all kinds count alike
+    everybodys = team.gather(own.tolist())
     for rank, theirs in enumerate(everybodys):
         for (name, _), first, other in zip(named, everybodys[0], theirs, strict=False):
             if first != other:
@@ -200,9 +202,3 @@ def check_gradients(team: Team, model: nn.Module, way: str) -> None:
                     "pass, where all ranks must have the same: nothing is recommended. Please report it, with the "
                     "output of `fusedcomm doctor`"
                 )
-
-
-def _digest(gradient: Tensor) -> Tensor:
-    """int64 []: the sum of all elements' bits. NaNs of all kinds count alike."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.nan_to_num(values.detach()).contiguous().view(torch.int32).sum(dtype=torch.int64)

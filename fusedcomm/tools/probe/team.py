@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from fusedcomm.ranks.agreement import difference
 from fusedcomm.tools.errors import ProbeError
 
 
@@ -52,6 +53,13 @@ class Team:
         everybodys = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(everybodys, padded, group=self.group)
         return [json.loads(bytes(theirs.tolist()).rstrip(b"\0")) for theirs in everybodys]
+
+    def agree(self, record: object, advice: str) -> None:
+        """Raises ProbeError, with the advice, on every rank if their records (JSON-serializable) are not equal. A
+        collective call."""
+        found = difference({f"rank {rank}": theirs for rank, theirs in enumerate(self.gather(record))})
+        if found:
+            raise ProbeError(f"{found}: {advice}")
 
     def agree_on_errors(self, error: str) -> None:
         """Raises ProbeError on every rank if `error` is not empty on one of them. A collective call."""

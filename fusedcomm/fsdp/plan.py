@@ -1,0 +1,64 @@
+"""The plan of an FSDP2 model: its modules' sums, and what hosts send to each other."""
+
+import dataclasses
+
+from fusedcomm.fsdp.grid import Traffic
+from fusedcomm.session.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FsdpPlan(Plan):
+    """How gradients are sent. A row is a module: `grad_nbytes` in fp32, of all ranks' slices with their padding;
+    `sent_nbytes` in its reduce-scatter, 0 without one; `wire` is empty where torch reduces.
+
+    `num_shards`: ranks of a reduce-scatter, in `wire`; `num_replicas`: ranks of the all-reduce that follows, in
+    `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
+    this rank's error feedback in reduce-scatters. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
+    then "off", too. `others`: plans of modules on further meshes."""
+
+    wire: str
+    wire_of_replicas: str
+    num_shards: int
+    num_replicas: int
+    codec: str
+    scratch_nbytes: int
+    residual_nbytes: int
+    traffic: Traffic | None
+    off: bool = False
+    others: tuple["FsdpPlan", ...] = ()
+
+    _of = "module"
+
+    @property
+    def headline(self) -> str:
+        sums = []
+        if self.num_shards > 1:
+            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
+        if self.num_replicas > 1:
+            sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
+        if self.off:
+            ranks = self.num_shards * self.num_replicas
+            how = "one rank, which sends no gradients" if ranks == 1 else f"torch's own sums over {ranks} ranks"
+            return f"FSDP2: off, {how}"
+        return f"FSDP2: {' and '.join(sums)}, codec {self.codec}, buffers {self.scratch_nbytes / 2**20:.1f} MiB"
+
+    def _ends(self) -> list[str]:
+        lines = []
+        if self.residual_nbytes:
+            lines.append(
+                f"  error feedback: each rank keeps {self.residual_nbytes / 2**20:.2f} MiB of residuals of "
+                "reduce-scatters, as many elements as the unsharded parameters that are sent with errors"
+            )
+        exact = self.grad_nbytes * (self.num_shards - 1) // self.num_shards
+        if exact and not self.off:
+            sent = self.sent_nbytes
+            lines.append(
+                f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
+            )
+        if self.traffic is not None:
+            gradients, parameters = self.traffic.gradients_nbytes / 2**20, self.traffic.parameters_nbytes / 2**20
+            lines.append(
+                f"  to other hosts a host sends {gradients:.2f} MiB of gradients and {parameters:.2f} MiB of "
+                "parameters in a step"
+            )
+        return [*lines, *map(str, self.others)]
