@@ -3,13 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patience import HANG_S
 from sampling import few
+from scripts import python
 
 import fusedcomm
 from fusedcomm.version import BUILT_FOR, minor
@@ -24,7 +23,7 @@ def imported(package: Path, built_for: str, statement: str) -> subprocess.Comple
     # An editable install would find the checkout first.
     here = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
     code = f"{here}; sys.path.insert(0, {str(package.parent)!r}); {statement}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    return python("-c", code)
 
 
 def test_another_minor_version_of_torch_is_refused(tmp_path):
@@ -60,9 +59,7 @@ def test_an_unbuilt_checkout_that_hides_the_installed_package_is_named(tmp_path)
     ):
         others = "[each for each in sys.path if each and not __import__('glob').glob(each + '/fusedcomm')]"
         code = f"{here}; sys.path = {list(map(str, places))} + {others}; import fusedcomm.native"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path
-        )
+        done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 1 and words in done.stderr, done.stderr
         if installed in places:
             assert f"is installed in {installed}: " in done.stderr

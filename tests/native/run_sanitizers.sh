@@ -43,13 +43,14 @@ exchange_stress() {
   local folder="$build/exchange-${sanitizer//,/-}" python runtime
   mkdir -p "$folder"
   python=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -std=c++20 -shared -fPIC -isystem "$python" -isystem "$torch/include" \
-    -isystem "$torch/include/torch/csrc/api/include" tests/native/bindings.cpp csrc/transport/exchange.cpp \
-    csrc/transport/peer_sentinels.cpp -o "$folder/test_bindings.so" \
+  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -std=c++20 -shared -fPIC -fvisibility=hidden -isystem "$python" \
+    -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" tests/native/bindings.cpp \
+    csrc/transport/exchange.cpp csrc/transport/peer_sentinels.cpp -o "$folder/test_bindings.so" \
     -L"$torch/lib" -ltorch_python -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
-  # Python is not linked with the sanitizer, whose library must come first.
-  runtime=$("$CXX" -print-file-name="lib$([[ $sanitizer == thread ]] && echo tsan || echo asan).so")
-  LD_PRELOAD=$runtime ASAN_OPTIONS="detect_leaks=0 ${ASAN_OPTIONS:-}" "$PYTHON" tests/native/exchange_stress.py "$folder"
+  # Python is linked with neither: the sanitizer's library must come first, and finds what it replaces in the other.
+  runtime=$([ "$sanitizer" = thread ] && echo libtsan.so || echo libasan.so)
+  LD_PRELOAD="$("$CXX" -print-file-name="$runtime") $("$CXX" -print-file-name=libstdc++.so.6)" \
+    ASAN_OPTIONS="detect_leaks=0 ${ASAN_OPTIONS:-}" "$PYTHON" tests/native/exchange_stress.py "$folder"
 }
 
 for sanitizer in ${SANITIZERS:-thread address,undefined}; do
