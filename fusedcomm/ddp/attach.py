@@ -46,7 +46,7 @@ def attach(
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
-    _check_module(ddp)
+    _check_module(ddp, config)
     found, problem = _Arguments(), None
     try:
         found = _checked(ddp, config, local, in_turns)
@@ -133,8 +133,9 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
     return target
 
 
-def _check_module(ddp: DistributedDataParallel) -> None:
+def _check_module(ddp: DistributedDataParallel, config: ConfigLike | None) -> None:
     if not isinstance(ddp, DistributedDataParallel):
+        chosen(config)  # a configuration that is not possible is said first
         raise TypeError(
             f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
             "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"

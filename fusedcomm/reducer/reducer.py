@@ -126,6 +126,7 @@ class GradReducer(CommHandle):
         also_agree: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         if members is None and process_group is None and not dist.is_initialized():
+            configs_of(config)  # a configuration that is not possible is said first: ranks would not help
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
         configs: Sequence[Config] = (Config("fp32"),)
         options, more, problem = LocalOptions(), {}, None
