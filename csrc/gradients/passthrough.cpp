@@ -58,8 +58,8 @@ PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, Gradi
 
 // The tensors of one sparse bucket under way.
 struct SparseExchange {
-  at::Tensor local;                 // coalesced and scaled; indices (sparse_dim, nnz) int64, values (nnz, …)
-  at::Tensor nnz, all_nnz;          // (1 + head,) and (world_size, 1 + head) float64: the entries, and the rank's head
+  at::Tensor local;         // coalesced and scaled; indices (sparse_dim, nnz) int64, values (nnz, …)
+  at::Tensor nnz, all_nnz;  // (1 + head,), and all ranks' one after another, float64: the entries, and the rank's head
   at::Tensor payload, all_payload;  // bytes of the indices, then of the values, each padded to the longest rank's nnz
   int64_t longest = 0;              // nnz of the longest rank, at least 1
 };
@@ -96,15 +96,16 @@ PassthroughStages sparse_stages(std::shared_ptr<TensorTransport> transport, at::
     const auto options = at::TensorOptions().dtype(at::kDouble).device(buffer.device());
     exchange->nnz = at::full({1}, static_cast<double>(exchange->local._nnz()), options);
     if (head.weight) exchange->nnz = at::cat({exchange->nnz, head.own.to(at::kDouble)});
-    exchange->all_nnz = at::empty({world_size, exchange->nnz.numel()}, options);
+    exchange->all_nnz = at::empty({world_size * exchange->nnz.numel()}, options);
   };
   stages.scatter = [exchange, transport](Lane::Completion done) {
     transport->all_gather_tensor(Channel::kScatter, exchange->all_nnz, exchange->nnz, std::move(done));
   };
   stages.reduce = [exchange, world_size, head] {
     at::NoGradGuard no_grad;
-    if (head.weight) head.sum.copy_(exchange->all_nnz.narrow(1, 1, head.numel()).sum(0));
-    exchange->all_nnz = exchange->all_nnz.select(1, 0).to(at::kLong);
+    const at::Tensor by_rank = exchange->all_nnz.view({world_size, -1});
+    if (head.weight) head.sum.copy_(by_rank.narrow(1, 1, head.numel()).sum(0));
+    exchange->all_nnz = by_rank.select(1, 0).to(at::kLong);
     // Not every backend can send an empty message, so at least one entry is sent, if only padding.
     exchange->longest = std::max<int64_t>(exchange->all_nnz.max().item<int64_t>(), 1);
     exchange->payload = at::cat({padded_bytes(exchange->local._indices(), 1, exchange->longest),
