@@ -70,6 +70,7 @@ def resumed(rank, world_size, cases):
     return found
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_loaded_state_goes_on_as_if_nothing_had_been_interrupted(ranks, world_size, subtests):
     cases = RESUMED[world_size]

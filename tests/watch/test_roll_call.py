@@ -335,6 +335,7 @@ def test_of_a_thousand_ranks_the_missing_one_and_the_late_one_are_found_with_few
     assert slow.num_requests < 200
 
 
+@pytest.mark.check
 def test_what_a_slow_store_does_not_hand_out_is_neither_missing_nor_late():
     call = read_from(Slow(0.2))
     assert not call.absent and not call.late_s and 900 in call.unread
