@@ -4,7 +4,7 @@
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
 #                in which every value appears. Compiles nothing. 5 minutes on two cores     ARGS="-k codec -x"
 #   make check   what else guards a merge: lost and late ranks, jobs that lose and gain ranks, torch's own tests, stand-ins
-#                for a GPU, the pages' code, times. 6 minutes
+#                for a GPU, the pages' code, times. 7 minutes
 #   make test-all    both with every case: more than an hour
 #   make test-torches    build with each torch of TORCHES, in a copy of this folder, and run a few tests with it. Each is
 #                a version, for which build/torches gets an environment, or the folder of one that has torch and pytest
