@@ -311,6 +311,7 @@ def given_up(rank, world_size):
     """Rank 0 calls a collective alone, and both give up the group. Seconds until the last of it has ended here."""
     group = dist.new_group()
     sentinels = _C.PeerSentinels(backend=groups.gloo_backend(group), tag=peers._TAG)
+    dist.barrier()  # both are connected
     if rank == 0:
         dist.barrier(group, async_op=True)
     dist.destroy_process_group(group)
