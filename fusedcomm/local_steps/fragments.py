@@ -104,8 +104,7 @@ def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config,
     """
     if fragments > len(found):
         raise ValueError(
-            f"fragments={fragments} is more than the {len(found)} parameters that require gradients: use at most "
-            f"{len(found)}"
+            f"fragments={fragments}: use at most {len(found)}, one for each of the {len(found)} parameters"
         )
     merged = [Merged(name, own, target, config.wire_number(name, own)) for name, own, target in found]
     modules = list(dict.fromkeys(each.name.rpartition(".")[0] for each in merged))

@@ -39,8 +39,7 @@ class MembersSampler(Sampler[list[int]]):
     ) -> None:
         if len(dataset) == 0 or batch_size < 1:
             raise ValueError(
-                f"fusedcomm.MembersSampler: {len(dataset)} samples in batches of {batch_size} are not possible: use at "
-                "least one of each"
+                f"fusedcomm.MembersSampler: {len(dataset)} samples in batches of {batch_size}: use 1 or more"
             )
         self._num_samples, self._members, self.batch_size = len(dataset), members, batch_size
         self._shuffle, self._seed = shuffle, seed
@@ -73,7 +72,7 @@ class MembersSampler(Sampler[list[int]]):
             if state[name] != value:
                 raise ValueError(
                     f"fusedcomm.MembersSampler: the state was saved with {name}={state[name]!r}, and here it is "
-                    f"{value!r}: samples would come twice, or never. Use the same, or begin anew without the state"
+                    f"{value!r}: use the same, or begin anew without the state"
                 )
         self._members.go_on_at(self._members.step, state["num_microbatches"])
 
