@@ -326,7 +326,7 @@ def _levels(config: Config, world_size: int) -> Hosts | None:
         return None
     groups = config.groups
     if groups == hosts.AUTO:
-        raise ValueError(f"hosts={config.hosts!r} is not possible here: give the number of ranks on each host")
+        raise ValueError(f"hosts={config.hosts!r} is not possible in one process: use a number of ranks")
     found = hosts.given(groups, world_size)
     return None if found.flat_reason else found
 

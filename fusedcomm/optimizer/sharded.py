@@ -336,7 +336,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         Raises RuntimeError if error_if_nonfinite, and the norm is not finite."""
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"fusedcomm: the norm of the means is {norm.item()}: or error_if_nonfinite=False")
+            raise RuntimeError(f"fusedcomm: the norm of the means is {norm.item()}: use error_if_nonfinite=False")
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         for sums in self._own_sums():
             sums.mul_(factor)

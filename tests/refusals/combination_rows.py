@@ -1,11 +1,7 @@
-"""Every row of fusedcomm/config/combinations.py, refused by the front end that it names, in one process.
+"""Every row of fusedcomm/config/combinations.py, refused by the front end that it names, in one process. What needs a
+GPU or several ranks is a stand-in."""
 
-What a row calls by a name with a space is made here; what needs a GPU or several ranks is a stand-in.
-"""
-
-import functools
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +10,7 @@ import torch.distributed as dist
 from attach_rows import with_mixed_precision, with_optimizer_in_backward, with_python_reducer
 from models import Mlp, reducer_of
 from plain_simulation import Net
-from refusals import rows
+from refusals import Row, rows
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -32,38 +28,33 @@ from fusedcomm.members.training.recovery import with_recovery_codes
 from fusedcomm.session import levels
 
 Given = dict[str, object]
-UNSHARDED = "Feedback(unsharded=True)"
-# Values where a row leaves them open; for arguments that are not looked at, any object.
+# Of these arguments, values where a row leaves them open; of others any text will do.
 SAMPLES: Given = {
-    "wire": "int8",
-    "wires": {"a*": "int8"},
-    "sum": "one-shot",
-    "weighted": "sum",
-    "blocks": Blocks(64),
-    "predivide": 2.0,
-    "feedback": Feedback(),
-    "hosts": 1,
-    "local_wire": "bf16",
-    "measure_every": 2,
-    "compare_every": 5,
-    "compare": "raise",
-    "microbatches": 4,
-    "isa": "portable",
-    "codec_threads": 2,
-    "skip_all_reduce_unused_params": True,
-    "batched_grad_copy": True,
-    "dim": 1,
-    "delay": 2,
-    "outer": torch.optim.SGD,
-    "merge": "average",
-    "every as a time": "20s",
+    **{"wire": "int8", "wires": {"a*": "int8"}, "sum": "one-shot", "weighted": "sum", "predivide": 2.0, "hosts": 1},
+    **{"blocks": Blocks(64), "feedback": Feedback(), "local_wire": "bf16", "measure_every": 2, "compare_every": 5},
+    **{"compare": "raise", "microbatches": 4, "isa": "portable", "codec_threads": 2, "dim": 1, "delay": 2},
+    **{"outer": torch.optim.SGD, "merge": "average", "every as a time": "20s"},
 }
 OPTIONS = {"wire", "wires", "sum", "weighted", "feedback", "hosts", "measure_every", "compare_every", "compare"}
+UNSHARDED = Config(feedback=Feedback(unsharded=True))
+IN_BACKWARD = "parameters of _apply_optimizer_in_backward()"
+CUDA, TWO = torch.device("cuda"), SimpleNamespace(size=lambda: 2)
+ON_CUDA = SimpleNamespace(process_group=TWO, replicas=TWO, device=CUDA)
+DDP_ON_CUDA = SimpleNamespace(
+    module=nn.Sequential(nn.Embedding(5, 3, sparse=True)),
+    parameters_to_ignore=set(),
+    _join_config=SimpleNamespace(enable=True),
+    _divide_by_initial_world_size=False,
+)
+
+
+def chosen(given: Given, *names: str) -> Given:
+    return {name: given[name] for name in names if name in given}
 
 
 def config_of(given: Given) -> object:
     """What is given as config=: a word, or the Config of what is an option of it."""
-    return given.get("config", Config(**{name: value for name, value in given.items() if name in OPTIONS}))
+    return given.get("config", Config(**chosen(given, *OPTIONS)))
 
 
 def by_config(given: Given) -> None:
@@ -75,86 +66,52 @@ def by_config(given: Given) -> None:
     Config(**options)
 
 
-def by_all(given: Given) -> None:
-    if ADDED_PASSES in given:
-        reducer_of(Mlp(), config_of(given), every=2)
-    local = LocalOptions(**{name: value for name, value in given.items() if name in ("isa", "codec_threads")})
-    CudaPath(Config(), local, None, torch.device("cuda"), [], False, False, False)
+def by_cuda(given: Given) -> None:
+    CudaPath(Config(), LocalOptions(**chosen(given, "isa", "codec_threads")), None, CUDA, [], False, False, False)
 
 
-def by_trace(given: Given) -> None:
-    with reducer_of(Mlp()).trace("{rank}.json", all_ranks=True):
-        raise AssertionError
+def by_attribute(name: str):
+    """attach() of a DDP module that has set this attribute."""
+
+    def attach(_: Given) -> None:
+        ddp = DistributedDataParallel(Mlp())
+        setattr(ddp, name, True)
+        fusedcomm.attach(ddp)
+
+    return attach
 
 
-def by_attach(given: Given) -> None:
-    made = {
-        "mixed_precision": with_mixed_precision,
-        "parameters of _apply_optimizer_in_backward()": with_optimizer_in_backward,
-        "optimize_ddp": with_python_reducer,
-    }
-    attributes = {
-        "skip_all_reduce_unused_params": "skip_all_reduce_unused_params",
-        "delay_all_reduce_named_params of all parameters": "_delay_all_reduce_all_params",
-    }
-    for name in given:
-        if name in made:
-            made[name](0)
-        if name in attributes:
-            ddp = DistributedDataParallel(Mlp())
-            setattr(ddp, attributes[name], True)
-            fusedcomm.attach(ddp)
-    if "members" in given:
-        fusedcomm.attach(DistributedDataParallel(Mlp()), members=given["members"])
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    join = {"_join_config": SimpleNamespace(enable=True), "_divide_by_initial_world_size": False}
-    ddp = SimpleNamespace(module=model, parameters_to_ignore=set(), **join)
-    (refuse_sparse(ddp, torch.device("cuda")) if "sparse gradients on cuda" in given else refuse_join(ddp))
+def by_attachment(_: Given) -> None:
+    with mock.patch.object(attachment, "attach", return_value=SimpleNamespace(detach=lambda: None)):
+        attachment.Attachment(None, every_rank=True).attach(Mlp(), 2, "")
 
 
-def by_fsdp2(given: Given) -> None:
-    model, config = fully_shard(nn.Linear(8, 8)), config_of(given)
-    if "every_rank" in given:
-        with mock.patch.object(attachment, "attach", return_value=SimpleNamespace(detach=lambda: None)):
-            attachment.Attachment(None, every_rank=True).attach(model, 2, "")
-    if "members" in given:
-        fusedcomm.attach(model, members=given["members"])
-    two = SimpleNamespace(size=lambda: 2)
-    sharded = SimpleNamespace(process_group=two, replicas=two, device=torch.device("cuda"))
-    if "modules on several meshes" in given or "HSDP on cuda" in given:
-        _refuse_weighted(config, [[sharded]] * (1 + ("modules on several meshes" in given)))
-    if UNSHARDED in given:
-        config = Config(feedback=Feedback(unsharded=True))
-    if "replicas without shards" in given or "shards without replicas" in given:
-        sums_of(config, *((None, two) if "replicas without shards" in given else (two, None)))
-    fusedcomm.attach(model, config, quiet=True)
-
-
-def by_grad_reducer(given: Given) -> None:
+def by_reducer(given: Given) -> None:
     model = Mlp()
-    if "config" not in given:
+    if IN_BACKWARD in given:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    reducer_of(model, config_of(given))
+    options = chosen(given, "process_group", "find_unused_parameters") | {"every": 1 + (ADDED_PASSES in given)}
+    reducer_of(model, config_of(given), members=given.get("members"), **options)
+
+
+def by_reducer_of_members(given: Given) -> None:
+    by_reducer({**given, "members": "any"})
+
+
+def by_recovery_codes(given: Given) -> None:
+    members = SimpleNamespace(microbatches=given.get("microbatches"))
+    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
+        with_recovery_codes(config_of(given), members, CUDA if "gradients on cuda" in given else torch.device("cpu"))
 
 
 def by_data_parallel(given: Given) -> None:
-    arguments = {name: value for name, value in given.items() if " " not in name}
-    fusedcomm.DataParallel(nn.BatchNorm1d(3), **({"broadcast_buffers": len(arguments) == len(given) - 1} | arguments))
-
-
-def by_members(given: Given) -> None:
-    if {"process_group", "find_unused_parameters", "config"} & given.keys():
-        reducer_of(Mlp(), **given, members=object())
-    members = SimpleNamespace(microbatches=given.get("microbatches"))
-    device = torch.device("cuda" if "gradients on cuda" in given else "cpu")
-    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-        with_recovery_codes(config_of(given), members, device)
+    arguments = {name: value for name, value in given.items() if name.isidentifier()}
+    fusedcomm.DataParallel(nn.BatchNorm1d(3), **{"broadcast_buffers": arguments != given, **arguments})
 
 
 def by_sharded_optimizer(given: Given) -> None:
     with fusedcomm.Members() as members:
-        options = {"find_unused_parameters": True} if "overlap" in given else {}
-        options |= {"members": members} if "members" in given else {}
+        options = chosen(given, "find_unused_parameters") | ({"members": members} if "members" in given else {})
         reducer = reducer_of(Mlp(), config_of(given), **options)
         try:
             fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, quiet=True, overlap=given.get("overlap"), lr=0.1)
@@ -165,55 +122,67 @@ def by_sharded_optimizer(given: Given) -> None:
 def by_local_steps(given: Given) -> None:
     model = DistributedDataParallel(Net()) if "DDP or FSDP2 inside a host" in given else Net()
     model.to("meta" if "parameters on an accelerator" in given else "cpu")
-    names = ("merge", "delay", "outer", "process_group")
-    options = {name: given[name] for name in names if name in given}
-    options |= {"every": given.get("every as a time", 10), "config": config_of(given), "quiet": True}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if "members" not in given:
-        fusedcomm.LocalSteps(model, optimizer, **options)
+    options = chosen(given, "merge", "delay", "outer", "process_group") | {"config": config_of(given), "quiet": True}
     with fusedcomm.Members(microbatches=given.get("microbatches")) as members:
-        fusedcomm.LocalSteps(model, optimizer, **options, members=members)
+        options |= {"members": members} if "members" in given else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fusedcomm.LocalSteps(model, optimizer, given.get("every as a time", 10), **options)
 
 
-MAKERS: dict[str, tuple[int, Callable[[Given], object]]] = {
-    "Config": (0, by_config),
-    "sums on two levels": (0, lambda given: levels.find(Config("int8", **given | {"hosts": 2}), list("aabb"), 0)),
-    "gradients without shards": (
-        *(1, lambda _: fusedcomm.attach(DistributedDataParallel(Mlp()), Config(feedback=Feedback(unsharded=True)))),
-    ),
-    "every front end": (1, by_all),
-    "trace": (1, by_trace),
-    "Auto": (0, lambda given: fusedcomm.Auto((config_of(given),))),
-    "simulate": (0, lambda given: fusedcomm.simulate([torch.zeros(3)] * 2, config_of(given))),
-    "CommState": (0, lambda given: fusedcomm.CommState(config_of(given))),
-    "attach": (1, by_attach),
-    "FSDP2": (1, by_fsdp2),
-    "GradReducer": (1, by_grad_reducer),
-    "DataParallel": (1, by_data_parallel),
-    "Members": (1, by_members),
-    "ShardedOptimizer": (1, by_sharded_optimizer),
-    "LocalSteps": (1, by_local_steps),
+WITHOUT_RANKS = {
+    "Config": by_config,
+    "sums on two levels": lambda given: levels.find(Config("int8", **given | {"hosts": 2}), list("aabb"), 0),
+    "Auto": lambda given: fusedcomm.Auto((config_of(given),)),
+    "simulate": lambda given: fusedcomm.simulate([torch.zeros(3)] * 2, config_of(given)),
+    "CommState": lambda given: fusedcomm.CommState(config_of(given)),
 }
-"""By front end: ranks, of which 0 are none, and what is called with a row's settings."""
+WITH_ONE_RANK = {
+    "gradients without shards": lambda _: fusedcomm.attach(DistributedDataParallel(Mlp()), UNSHARDED),
+    "every front end": by_cuda,
+    "trace": lambda _: reducer_of(Mlp()).trace("{rank}.json", all_ranks=True).__enter__(),
+    "attach": lambda given: fusedcomm.attach(DistributedDataParallel(Mlp()), members=given["members"]),
+    "FSDP2": lambda given: fusedcomm.attach(fully_shard(nn.Linear(8, 8)), config_of(given), **chosen(given, "members")),
+    "GradReducer": by_reducer,
+    "DataParallel": by_data_parallel,
+    "Members": by_recovery_codes,
+    "ShardedOptimizer": by_sharded_optimizer,
+    "LocalSteps": by_local_steps,
+}
+"""What is called with a row's settings, by front end; below, where a row has one of these settings."""
+BY_SETTING = {
+    ("every front end", ADDED_PASSES): by_reducer,
+    ("attach", "mixed_precision"): with_mixed_precision,
+    ("attach", IN_BACKWARD): with_optimizer_in_backward,
+    ("attach", "optimize_ddp"): with_python_reducer,
+    ("attach", "skip_all_reduce_unused_params"): by_attribute("skip_all_reduce_unused_params"),
+    ("attach", "delay_all_reduce_named_params of all parameters"): by_attribute("_delay_all_reduce_all_params"),
+    ("attach", "Join(…, divide_by_initial_world_size=False)"): lambda _: refuse_join(DDP_ON_CUDA),
+    ("attach", "sparse gradients on cuda"): lambda _: refuse_sparse(DDP_ON_CUDA, CUDA),
+    ("FSDP2", "modules on several meshes"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]] * 2),
+    ("FSDP2", "HSDP on cuda"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]]),
+    ("FSDP2", "shards without replicas"): lambda given: sums_of(config_of(given), TWO, None),
+    ("FSDP2", "replicas without shards"): lambda _: sums_of(UNSHARDED, None, TWO),
+    ("FSDP2", "every_rank"): by_attachment,
+    **{("Members", name): by_reducer_of_members for name in ("process_group", "find_unused_parameters", "config")},
+}
 
 
 def samples(row: Combination) -> list[Given]:
     """The row's settings with values that it is about, each of those that it lists."""
     possible = []
     for name, values in row.settings.items():
-        if isinstance(values, Besides):
-            possible.append([SAMPLES.get(name, "object")])
-        else:
-            possible.append(values if isinstance(values, tuple) else [values])
+        is_open = isinstance(values, Besides)
+        possible.append([SAMPLES.get(name, "any")] if is_open else values if isinstance(values, tuple) else [values])
     return [dict(zip(row.settings, values, strict=True)) for values in itertools.product(*possible)]
 
 
-def rows_of(row: Combination) -> list:
-    num_ranks, make = MAKERS[row.front_end]
-    words = " ... ".join([*row.settings, "does not go with", f"({row.why})", row.instead])
-    text = f"{row.error.__name__} ... {words}"
-    calls = [lambda _, given=given: functools.partial(make, given)() for given in samples(row)]
-    return rows(row.front_end, num_ranks, [(call, text) for call in calls])
+def rows_of(row: Combination) -> list[Row]:
+    front_end = row.front_end
+    makers = [BY_SETTING.get((front_end, name)) for name in row.settings]
+    make = next(filter(None, makers), None) or (WITHOUT_RANKS | WITH_ONE_RANK)[front_end]
+    text = " ... ".join([row.error.__name__, *row.settings, "does not go with", f"({row.why})", row.instead])
+    calls = [(lambda _, given=given: make(given), text) for given in samples(row)]
+    return rows(front_end, 0 if front_end in WITHOUT_RANKS else 1, calls)
 
 
 ROWS = [each for row in TABLE for each in rows_of(row)]
