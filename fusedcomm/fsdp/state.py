@@ -94,10 +94,7 @@ def _check(comms: list[FusedReduceScatter], state: dict[str, Any]) -> None:
     shapes = {p.name: p.tensor.shape for comm in comms for p in comm.with_residuals()}
     if shapes.keys() != state["residuals"].keys():
         different = min(shapes.keys() ^ state["residuals"].keys())
-        raise ValueError(
-            f"fusedcomm: either the state or this attachment has residuals of {different}: use the Config(feedback=…, "
-            "wires=…) of the run that saved it"
-        )
+        raise ValueError(f"fusedcomm: only one of state and attachment has residuals of {different}: use one Config")
     for name, shape in shapes.items():
         found = state["residuals"][name]
         if not isinstance(found, torch.Tensor) or found.shape != shape:

@@ -219,9 +219,7 @@ class LocalSteps(Surface):
         self._refuse_ended()
         progress = self.progress
         if progress.window is not None and progress.num_messages != progress.finished_at:
-            raise RuntimeError(
-                f"fusedcomm: every={progress.schedule.every!r}: call finish() on all ranks before saving"
-            )
+            raise RuntimeError(f"fusedcomm: every={progress.schedule.every!r}: call finish() before saving")
         self.merges.read_all()
         return checkpoint.save(progress, self.session)
 

@@ -410,8 +410,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def join_hook(self, **kwargs: object) -> JoinHook:
         """Raises RuntimeError, for ``torch.distributed.algorithms.join.Join``: every rank has to step what it owns."""
         raise RuntimeError(
-            "fusedcomm: Join is not possible with a ShardedOptimizer: a rank without batches has to step what it owns, "
-            "too. Leave Join out, and let it go on with any batch and comm.weight = 0"
+            "fusedcomm: Join is not possible with a ShardedOptimizer: let a rank without batches go on with any batch "
+            "and comm.weight = 0"
         )
 
     def stats(self) -> Stats:

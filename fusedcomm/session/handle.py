@@ -160,10 +160,7 @@ class CommHandle(Surface):
     def runs(self) -> Runs:
         """What runs behind this object, for fusedcomm itself. Raises RuntimeError if this object is a copy."""
         if self._runs is None:
-            raise RuntimeError(
-                f"fusedcomm: this {self._kind} is a copy, made with copy or pickle, and is attached to nothing: for "
-                f"the copied module {self._anew}"
-            )
+            raise RuntimeError(f"fusedcomm: this {self._kind} is a copy: for the copied module {self._anew}")
         return self._runs
 
     @property

@@ -91,9 +91,7 @@ async def receive(
             seen = zlib.crc32(block, seen)
         sent = await _read(reader, _CRC.size)
         if _CRC.pack(seen) != sent:
-            raise FrameError(
-                f"fusedcomm: the CRC of {payload_nbytes} bytes is {seen:#010x}, and 0x{sent.hex()} was sent"
-            )
+            raise FrameError(f"fusedcomm: a payload's CRC is {seen:#010x}, and 0x{sent.hex()} was sent")
     return kind, header, payload
 
 

@@ -38,9 +38,7 @@ class MembersSampler(Sampler[list[int]]):
         self, dataset: Sized, members: Members, batch_size: int, *, shuffle: bool = True, seed: int = 0
     ) -> None:
         if len(dataset) == 0 or batch_size < 1:
-            raise ValueError(
-                f"fusedcomm.MembersSampler: {len(dataset)} samples in batches of {batch_size}: use 1 or more"
-            )
+            raise ValueError(f"fusedcomm.MembersSampler: {len(dataset)} samples in batches of {batch_size}")
         self._num_samples, self._members, self.batch_size = len(dataset), members, batch_size
         self._shuffle, self._seed = shuffle, seed
         self._orders: dict[int, list[int]] = {}
