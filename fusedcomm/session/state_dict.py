@@ -118,7 +118,7 @@ def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residu
     if state["residuals"] and not keeps_residuals:
         why = "config='off'" if is_off else "feedback=None"
         raise ValueError(
-            f"the state has residuals (error_feedback={saved_in!r}) and this attachment keeps none ({why}): attach with "
+            f"the state has residuals (error_feedback={saved_in!r}) and this attachment keeps none ({why}): use "
             "feedback=fusedcomm.Feedback(…), or empty state['residuals']"
         )
 

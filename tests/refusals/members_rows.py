@@ -141,7 +141,6 @@ ROWS = [
                 for front_end in FRONT_ENDS
             ),
             (given(steps_in_a_hook), "RuntimeError ... SGD.step() was called within a backward pass"),
-            (given(steps_in_backward), f"RuntimeError: ... {IN_BACKWARD}"),
             (steps_in_backward_alone, f"RuntimeError: ... {IN_BACKWARD}"),
             (given(lambda members: members.share), "RuntimeError ... needs Members(microbatches=…)"),
             (given(lambda members: (parallel(members), parallel(members))), "ValueError ... another reducer"),
