@@ -75,10 +75,11 @@ def _matches(value: object, values: object) -> bool:
 
 
 def _shown(name: str, value: object) -> str:
-    if value is True and not name.isidentifier():
-        return name
     text = repr(value)
-    return f"{name}={text if len(text) <= _MOST_SHOWN else '…'}"
+    text = text if len(text) <= _MOST_SHOWN else "…"
+    if name.isidentifier():
+        return f"{name}={text}"
+    return name if value is True else f"{name} ({text})"
 
 
 ADDED_PASSES = "passes that add up gradients (no_sync(), every=, backward_passes_per_step=)"
@@ -118,11 +119,11 @@ TABLE = tuple(Combination(*row) for row in (
     ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, "weighted": GIVEN},
      "residuals of a host's ranks have no weight", "use hosts=None, or leave one of them out"),
     ("gradients without shards", {"Feedback(unsharded=True)": True},
-     "it is of reduce-scatters", "leave it out"),
+     "it is for reduce-scatters", "leave it out"),
     ("every front end", {"isa": GIVEN, _ON_CUDA: True},
-     "it is of the CPU's codec", "leave it out"),
+     "it is for the CPU's codec", "leave it out"),
     ("every front end", {"codec_threads": GIVEN, _ON_CUDA: True},
-     "they are of the CPU's codec", "leave it out"),
+     "they are for the CPU's codec", "leave it out"),
     ("every front end", {"weighted": "mean", ADDED_PASSES: True},
      "each pass would have to be multiplied by its weight", "let losses be sums, and use weighted='sum'"),
     ("trace", {"all_ranks": True, "path of each rank": GIVEN},
@@ -170,7 +171,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("FSDP2", {"measure_every": Besides((1000,))},
      "errors of its sums are not measured", "leave it out"),
     ("FSDP2", {"Feedback(unsharded=True)": True, "replicas without shards": True},
-     "it is of reduce-scatters", "leave unsharded out"),
+     "it is for reduce-scatters", "leave unsharded out"),
     ("FSDP2", {"feedback": GIVEN, "shards without replicas": True},
      "residuals are as large as all gradients, which it shards to save memory",
      "use Feedback(unsharded=True) if there is memory for it, or leave it out"),
@@ -197,7 +198,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("DataParallel", {"members": GIVEN, "buffers that are broadcast": True},
      "they need a process group", "use broadcast_buffers=False; each rank then has its own"),
     ("DataParallel", {"mixed_precision": GIVEN},
-     "it is of DDP's own reducer", "use torch.autocast; config= is the dtype that is sent"),
+     "it is for DDP's own reducer", "use torch.autocast; config= is the dtype that is sent"),
     ("DataParallel", {"delay_all_reduce_named_params": GIVEN},
      "gradients leave when their bucket is complete", "leave it out"),
     ("DataParallel", {"param_to_hook_all_reduce": GIVEN},
@@ -242,7 +243,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("LocalSteps", {"config": "off"},
      "it would merge nothing", "name the wire"),
     ("LocalSteps", {"weighted": GIVEN},
-     "it is of backward passes", "use LocalSteps(weights='steps')"),
+     "it is for backward passes", "use LocalSteps(weights='steps')"),
     ("LocalSteps", {"compare_every": Besides((None, 1000))},
      "ranks differ between merges, and merged states are always compared", "leave it out"),
     ("LocalSteps", {"compare": Besides(("warn",))},
