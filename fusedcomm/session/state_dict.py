@@ -107,7 +107,7 @@ def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residu
     known = {parameter.name for parameter in parameters or []}
     for name, count in state["nonfinite"].items():
         if not _is_count(count) or (known and name not in known):
-            raise ValueError(f"state['nonfinite'][{name!r}] is {count!r}: use the count of one of the parameters")
+            raise ValueError(f"state['nonfinite'][{name!r}] is {count!r}: use a count of a parameter of this model")
     for name, values in state["residuals"].items():
         if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
             raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
