@@ -1,5 +1,5 @@
 """Tables of docs/benchmarks.md: local steps, the owner's step, ranks that are lost, kernels and hooks on GPUs.
-bench/_report.py writes them, from the JSON of bench/local_steps.py, optimizer.py, members.py and _gpu.py."""
+bench/_report.py writes them, from the JSON of bench/local_steps.py, optimizer.py, members.py, scale.py and _gpu.py."""
 
 import statistics
 
@@ -21,6 +21,7 @@ OWNER_WAYS = {
 REPLICATED = "replicated int8"
 """The way whose time others are compared with."""
 GPUS = {"H100": "nvidia-h100-80gb-hbm3-torch2.11.json", "H200": "nvidia-h200-torch2.11.json"}
+MANY_RANKS = 4096
 KERNEL_NUMELS = (16 << 20, 64 << 20)
 TENSORS = ("flat", "10 tensors", "100 tensors", "1000 tensors", "10000 tensors")
 KERNELS = {
@@ -100,6 +101,25 @@ def members_table() -> str:
     return markdown(["", "SIGKILL to next step, median, s", "worst", "survivors' passes lost, mean"], body)
 
 
+def scale_table() -> str:
+    """At the most ranks that were measured, and by the line through the last two sizes at MANY_RANKS."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for row in load("scale.json")["rows"]:
+        if row["case"].endswith(" ranks"):
+            found.setdefault(row["impl"], {})[int(row["case"].split()[0])] = row["figures"]
+    body = []
+    for way, by_size in found.items():
+        (few, a), (most, b) = sorted(by_size.items())[-2:]
+        slope = {name: (b[name] - a[name]) / (most - few) for name in b}
+        many = {name: b[name] + slope[name] * (MANY_RANKS - most) for name in b}
+        cells = [f"{b['attach_s']:.1f}", f"{b['threads']:.0f}", f"{b['mib']:.0f}"]
+        for name in ("sockets", "idle_nbytes_s"):
+            cells += [f"{b[name]:,.0f}", f"{many[name]:,.0f}"]
+        body.append([f"{way}, {most} ranks", *cells])
+    heads = ["", "attach, s", "threads", "MiB", "sockets", f"of {MANY_RANKS:,}", "idle, B/s", f"of {MANY_RANKS:,}"]
+    return markdown(heads, body)
+
+
 def gpu_kernels_table() -> str:
     """Speed relative to a device copy of the same bytes."""
     body = []
@@ -124,6 +144,7 @@ TABLES = {
     "local-speed": local_speed_table,
     "owner": owner_table,
     "members": members_table,
+    "scale": scale_table,
     "gpu-kernels": gpu_kernels_table,
     "gpu-hooks": gpu_hooks_table,
 }

@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401  DDP would import it on each rank
 import torch.distributed as dist
 from lib.common import Report, Row, run_command
 from torch.distributed.fsdp import fully_shard
@@ -99,12 +100,9 @@ def state() -> dict[str, float]:
 
 
 def sent() -> int:
-    """Bytes that all ranks have sent. A collective call."""
-    dist.barrier()
+    """Bytes that all ranks have sent."""
     (loopback,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
-    nbytes = int(loopback.split()[1])
-    dist.barrier()
-    return nbytes
+    return int(loopback.split()[1])
 
 
 def rank_of(job: argparse.Namespace, rank: int, results: multiprocessing.SimpleQueue) -> None:
@@ -128,12 +126,18 @@ def rank_of(job: argparse.Namespace, rank: int, results: multiprocessing.SimpleQ
         optimizer.step()
 
     step()
+    dist.barrier()
     numbers = [sent()]
+    dist.barrier()
     for _ in range(STEPS):
         step()
+    dist.barrier()
+    numbers.append(sent())
+    time.sleep(1.0)  # the last rank leaves the barrier
     numbers.append(sent())
     time.sleep(IDLE_S)
     numbers.append(sent())
+    dist.barrier()
     after = state()
     weight = model[0].weight
     own = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach()
@@ -161,11 +165,11 @@ def processes(arguments: argparse.Namespace, report: Report) -> None:
                 report.missing(f"{size} ranks", way, "a rank failed")
                 continue
             found = [results.get() for _ in ranks]
-            begun, stepped, rested = found[0]["sent"]
+            begun, stepped, idle, rested = found[0]["sent"]
             figures = {name: max(each[name] for each in found) for name in ("attach_s", "sockets", "threads")}
             figures["mib"] = sum(each["mib"] for each in found) / size
             figures["step_nbytes"] = (stepped - begun) / STEPS / size
-            figures["idle_nbytes_s"] = (rested - stepped) / IDLE_S / size
+            figures["idle_nbytes_s"] = (rested - idle) / IDLE_S / size
             checked = all(each["equal"] for each in found)
             attach_s = figures["attach_s"]
             report.add([Row(f"{size} ranks", way, 4 * 128 * 129, 0, attach_s, attach_s, checked, figures=figures)])

@@ -58,6 +58,7 @@ SCRIPTS = {
     "ddp_step": "--quick --model resnet",
     "fsdp": "--quick",
     "horovod": "--quick --params 1e5 --batch 1",
+    "scale": "--quick --ways ddp fsdp members",
     "hosts": "--quick --link 100mbit",
     "local_speed": f"{SMALL} --wires int4",
     "local_steps": f"{SMALL} --finetune 2",
