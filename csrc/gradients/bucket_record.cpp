@@ -384,9 +384,10 @@ void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients,
     const BucketLayout& layout = record.has_rows ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
     for (const bool exact : {false, true}) {
       const BucketRecord::Kept& kept = record.kept[payload];
-      const SlicePlaces slices = !record.has_rows ? slices_of(record, gradients.places(), payload, exact)
-                                 : exact          ? kept.exact
-                                                  : kept.lossy;
+      const SlicePlaces slices = !record.has_rows      ? slices_of(record, gradients.places(), payload, exact)
+                                 : record.plan.gathers ? (exact ? kept.own_exact : kept.own_lossy)
+                                 : exact               ? kept.exact
+                                                       : kept.lossy;
       const Range range = of_chunk(layout, chunk, exact);
       int64_t before = 0;  // elements before the slice
       for (size_t i = 0; i < slices.places.size(); ++i) {

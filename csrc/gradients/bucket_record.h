@@ -112,7 +112,7 @@ class BucketRecords {
 };
 
 // Adds the non-finite elements of a packed chunk to their parameters' counts. It reads the chunk a second time, which
-// is affordable because it is rare.
+// is affordable because it is rare. gradients: what is packed, of an all-gather this rank's row.
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk);
 
 }  // namespace fusedcomm

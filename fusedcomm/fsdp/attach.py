@@ -46,7 +46,7 @@ def attach_fsdp(
         problem = error
     try:
         if not is_off:
-            wanted = _checked(config, named)
+            wanted = _checked(config, named, sharded)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         problem = problem or error
     try:
@@ -92,13 +92,32 @@ def attach_fsdp(
     return handle
 
 
-def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]]) -> Config:
+def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]], sharded: list[Sharded]) -> Config:
     """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
     no_search = "fusedcomm: FSDP2's reduce-scatters have one wire from the start: name it, for example config='bf16'"
     wanted = chosen(config, no_search=no_search)
     refuse_options(wanted)
     wanted.check_patterns(named)
+    _refuse_gathers(wanted, sharded)
     return wanted
+
+
+def _refuse_gathers(config: Config, sharded: list[Sharded]) -> None:
+    """Raises ValueError where parameters cannot be gathered in codes."""
+    if config.params == "fp32":
+        return
+    if all(each.process_group is None for each in sharded):
+        raise ValueError(
+            f"fusedcomm: params={config.params!r} is for all-gathers of shards, and this model is not sharded: leave "
+            "it out"
+        )
+    for each in sharded:
+        if each.has_own_all_gather:
+            raise ValueError(
+                f"fusedcomm: params={config.params!r} needs the all-gather of {each.name or 'the model'}, which is "
+                f"{type(each.all_gather).__name__} already: attach before set_custom_all_gather(), or leave one of "
+                "them out"
+            )
 
 
 def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:

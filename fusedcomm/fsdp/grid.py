@@ -48,12 +48,15 @@ class Grid:
         rows = (names[first : first + self.num_shards] for first in range(0, len(names), self.num_shards))
         return Grid(self.ranks, tuple(map(tuple, rows)))
 
-    def traffic(self, scattered_nbytes: int, gathered_nbytes: int, sums: Sequence["_C.BucketPlan"]) -> "Traffic":
+    def traffic(
+        self, scattered_nbytes: int, ring_nbytes: int, coded_nbytes: int, sums: Sequence["_C.BucketPlan"]
+    ) -> "Traffic":
         """Traffic of the host that sends most to other hosts.
 
         Args:
             scattered_nbytes: that a rank sends in reduce-scatters.
-            gathered_nbytes: of its own parameters that a rank sends in all-gathers, which are rings.
+            ring_nbytes: that a rank sends in torch's all-gathers, which are rings.
+            coded_nbytes: that a rank sends in all-gathers in codes, to each other rank as much.
             sums: of the all-reduces between replicas.
         """
         gradients: Counter[str] = Counter()
@@ -62,8 +65,9 @@ class Grid:
             for host in set(row):
                 own = OwnHost.of(row, row.index(host))
                 to_others = own.num_ranks * (len(row) - own.num_ranks)
-                gradients[host] += to_others * scattered_nbytes // max(len(row) - 1, 1)
-                parameters[host] += own.num_links * (len(row) - 1) * gathered_nbytes
+                num_others = max(len(row) - 1, 1)
+                gradients[host] += to_others * scattered_nbytes // num_others
+                parameters[host] += own.num_links * ring_nbytes + to_others * coded_nbytes // num_others
         for column in zip(*self.hosts, strict=True):
             for host in set(column):
                 own = OwnHost.of(column, column.index(host))

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.fsdp.all_gather import WatchedAllGather
+from fusedcomm.fsdp.all_gather import CodedAllGather, WatchedAllGather
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
 from fusedcomm.fsdp.grid import Grid, Traffic
 from fusedcomm.fsdp.levels import Sums, check_hosts
@@ -43,6 +44,9 @@ class MeshSums:
         self.comms = [
             FusedReduceScatter(rows, between, each, first_index + place, sharded[:place], sums.wire_of)
             for place, each in enumerate(sharded)
+        ]
+        self._all_gathers = [
+            self._all_gather_of(each, first_index + len(sharded) + place) for place, each in enumerate(sharded)
         ]
         self._share_weights()
         if self.sessions:
@@ -90,6 +94,28 @@ class MeshSums:
             between = ReplicaSums(session, wires)
         return MeshSums(config, sums, rows, between, sharded, first_index)
 
+    def _all_gather_of(self, sharded: Sharded, index: int) -> AllGather:
+        """What FSDP2 will call to gather a module's parameters. index: of its rows in the session."""
+        found, config = sharded.all_gather, self.config
+        if self.rows is None:
+            return found
+        if sharded.device.type == "cpu":
+            what = f"the all-gather of the parameters of {sharded.title}"
+            found = WatchedAllGather(self.rows, found, what)
+        if config.params == "fp32":
+            return found
+        number = self.rows.config.number_of(config.params)
+
+        def wire_of(name: str, parameter: torch.Tensor) -> int:
+            return _C.EXACT_WIRE if config.gathers_exactly(name, parameter) else number
+
+        return CodedAllGather(self.rows, sharded, index, wire_of, found)
+
+    @property
+    def coded_all_gathers(self) -> list[CodedAllGather]:
+        """Those that send parameters in codes."""
+        return [each for each in self._all_gathers if isinstance(each, CodedAllGather)]
+
     def _share_weights(self) -> None:
         """With both sums, the reduce-scatter gives its ranks' sum of weights to the all-reduce, which divides."""
         if self.weights is not None and self.rows is not None and self.between is not None:
@@ -129,22 +155,18 @@ class MeshSums:
         return next((comm.num_calls for comm in self.comms if comm.sharded.is_trained), 0)
 
     def start(self, pending: Pending) -> None:
-        """Takes the place of torch's own reduce-scatters, and watches its all-gathers."""
-        for comm in [] if self.is_off else self.comms:
+        """Takes the place of torch's own reduce-scatters and all-gathers."""
+        for comm, all_gather in [] if self.is_off else zip(self.comms, self._all_gathers, strict=True):
             comm.use(pending)
-            sharded = comm.sharded
-            all_gather = sharded.all_gather
-            if self.rows is not None and sharded.device.type == "cpu":
-                what = f"the all-gather of the parameters of {sharded.title}"
-                all_gather = WatchedAllGather(self.rows, all_gather, what)
-            sharded.use(comm, all_gather)
+            comm.sharded.use(comm, all_gather)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""
         for comm in [] if self.is_off else self.comms:
             all_gather = comm.sharded.all_gather
-            is_ours = isinstance(all_gather, WatchedAllGather)
-            comm.sharded.use(DefaultReduceScatter(), all_gather.inner if is_ours else all_gather)
+            while isinstance(all_gather, (CodedAllGather, WatchedAllGather)):
+                all_gather = all_gather.inner
+            comm.sharded.use(DefaultReduceScatter(), all_gather)
         for session in self.sessions:
             session.stop(reason)
 
@@ -164,6 +186,9 @@ class MeshSums:
             codec="none" if self.is_off else self.sessions[0].codec,
             scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
+            params="fp32" if self.is_off else self.config.params,
+            gathered_nbytes=sum(self._gathered_nbytes),
+            exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
             off=self.is_off,
@@ -179,11 +204,23 @@ class MeshSums:
                 trained = [p for p in comm.sharded.parameters if p.is_trained]
                 slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
                 sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
-        return grid.traffic(
-            0 if self.rows is None else sum(comm.native().sent_nbytes for comm in self.comms),
-            0 if self.rows is None else sum(comm.sharded.gathered_nbytes for comm in self.comms),
-            sums,
-        )
+        scattered = 0 if self.rows is None else sum(comm.native().sent_nbytes for comm in self.comms)
+        return grid.traffic(scattered, *self._gathered_nbytes, sums)
+
+    @property
+    def _gathered_nbytes(self) -> tuple[int, int]:
+        """Bytes that a rank sends in the all-gathers of a step: of torch's, and of those in codes."""
+        rings, coded = 0, 0
+        for comm, all_gather in zip(self.comms, self._all_gathers, strict=True):
+            if isinstance(all_gather, CodedAllGather):
+                coded += comm.sharded.num_gathers * all_gather.sent_nbytes
+            else:
+                rings += self._ring_nbytes([comm.sharded])
+        return rings, coded
+
+    def _ring_nbytes(self, sharded: Sequence[Sharded]) -> int:
+        """Bytes that a rank sends in a step's all-gathers of these modules if torch gathers all of them."""
+        return (self.num_shards - 1) * sum(each.num_gathers * each.row_nbytes for each in sharded)
 
     def warn_of_hosts(self) -> None:
         """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more."""

@@ -13,8 +13,10 @@ class FsdpPlan(Plan):
 
     `num_shards`: ranks of a reduce-scatter, in `wire`; `num_replicas`: ranks of the all-reduce that follows, in
     `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
-    this rank's error feedback in reduce-scatters. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
-    then "off", too. `others`: plans of modules on further meshes."""
+    this rank's error feedback in reduce-scatters. `params`: the wire in which parameters are gathered.
+    `gathered_nbytes`: that this rank sends in the all-gathers of a step, `exact_gathered_nbytes` if all were torch's
+    own. `off`: whether torch reduces, as it does without fusedcomm; `wire` is then "off", too. `others`: plans of
+    modules on further meshes."""
 
     wire: str
     wire_of_replicas: str
@@ -24,6 +26,9 @@ class FsdpPlan(Plan):
     scratch_nbytes: int
     residual_nbytes: int
     traffic: Traffic | None
+    params: str = "fp32"
+    gathered_nbytes: int = 0
+    exact_gathered_nbytes: int = 0
     off: bool = False
     others: tuple["FsdpPlan", ...] = ()
 
@@ -54,6 +59,12 @@ class FsdpPlan(Plan):
             sent = self.sent_nbytes
             lines.append(
                 f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
+            )
+        if self.params != "fp32" and self.exact_gathered_nbytes:
+            share = self.gathered_nbytes / self.exact_gathered_nbytes
+            lines.append(
+                f"  all-gathers of parameters in {self.params}: a rank sends {self.gathered_nbytes / 2**20:.2f} MiB in "
+                f"a step, {share:.3f} of torch's"
             )
         if self.traffic is not None:
             gradients, parameters = self.traffic.gradients_nbytes / 2**20, self.traffic.parameters_nbytes / 2**20

@@ -52,7 +52,8 @@ class Session:
             have already agreed there. Only one of the two sessions may have buckets under way.
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
-        reduces_rows: whether its sums are reduce-scatters and not all-reduces.
+        reduces_rows: whether its sums are reduce-scatters and not all-reduces: FSDP2's shards, and beside another
+            session a ShardedOptimizer's.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
@@ -127,7 +128,7 @@ class Session:
             if problem is not None:
                 raise problem
             if self.has_engine:
-                self.config.refuse_on(self.device.type)
+                self.config.refuse_on(self.device.type, self._reduces_rows)
                 groups.check_backend(self.process_group, self.device)
                 path = self._path()
             record = self._record(also_agree)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, ProcessGroupAllocReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -29,6 +29,12 @@ def attached_twice(_):
     kept.detach()
 
 
+def with_own_gather(_):
+    model = fully_shard(nn.Linear(8, 8))
+    model.set_custom_all_gather(type("Own", (DefaultAllGather,), {"__call__": DefaultAllGather.__call__})())
+    fusedcomm.attach(model, PARAMS, quiet=True)
+
+
 def with_own_comm(*ranks):
     def wrong(rank):
         model = fully_shard(nn.Linear(8, 8))
@@ -40,6 +46,7 @@ def with_own_comm(*ranks):
 
 
 UNSHARDED = Config("int8", feedback=Feedback(unsharded=True))
+PARAMS = Config("int8", params="int4")
 OPTIONS = [
     ("auto", "one wire from the start"),
     (fusedcomm.Auto(), "one wire from the start"),
@@ -62,10 +69,17 @@ MODELS = [
     (with_own_comm(1), f"DisagreementError: fusedcomm: rank 1 / ValueError ... {OWN}"),
     (lambda _: of_shards(8), "TypeError: ... config=8 is not possible: use a wire's name"),
     (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... needs a reduce-scatter"),
+    (lambda _: of_shards(PARAMS, replicate), "ValueError ... params='int4' ... this model is not sharded"),
+    (with_own_gather, "ValueError ... params='int4' needs the all-gather of the model, which is Own already"),
     (
         lambda _: fusedcomm.attach(DistributedDataParallel(Gradients((2, 2))), UNSHARDED),
         "ValueError ... is for FSDP2",
     ),
+    (
+        lambda _: fusedcomm.attach(DistributedDataParallel(Gradients((2, 2))), PARAMS),
+        "ValueError ... params='int4' is for FSDP2's all-gathers",
+    ),
+    (lambda _: fusedcomm.GradReducer(Gradients((2, 2)), PARAMS), "ValueError ... params='int4' is for FSDP2's"),
 ]
 TOLD = "DisagreementError: fusedcomm: rank 1"
 DIFFERENT = [
