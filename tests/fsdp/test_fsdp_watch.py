@@ -56,22 +56,24 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     return ""
 
 
-IN_CODES = "all-gather of bucket 4 (1.weight (value) … 1.bias (value); 2 parameters"
-WHATS = {"fp32": "the all-gather of the parameters of 1", "int8": IN_CODES}
+WAITS = {
+    "fp32": "the others in the all-gather of the parameters of 1",
+    "int8": "the all-gather of chunk 1/1 of bucket 3 (1.weight (value) … 1.bias (value); 2 parameters",
+}
 
 
 @pytest.mark.sampled(by=lambda victim, is_backward, params: {})  # make test runs one: a death takes patience
-@pytest.mark.parametrize("params", WHATS)
+@pytest.mark.parametrize("params", WAITS)
 @pytest.mark.parametrize(("victim", "is_backward"), [(0, False), (2, True)], ids=["0 in forward", "2 in backward"])
 def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backward, params):
-    pid, what = ranks.pid_of(victim), WHATS[params]
+    pid = ranks.pid_of(victim)
     outcomes = ranks.outcomes(_die_before_an_all_gather, victim, is_backward, params, world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, error = outcomes[rank]
         assert kind == "value", error
         assert f"rank {rank} of 3: the all-gather of the parameters of 1 failed" in error or params != "fp32", error
         assert f"rank {victim} (process {pid} on " in error and "is missing: no answer within" in error, error
-        assert f"in step 2 for the others in {what}" in error, error
+        assert f"in step 2 for {WAITS[params]}" in error, error
 
 
 def _late_for_an_all_gather(rank: int, world_size: int, folder: Path) -> str:
