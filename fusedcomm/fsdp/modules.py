@@ -126,7 +126,7 @@ class Sharded:
     @property
     def has_own_all_gather(self) -> bool:
         """Whether something else has replaced its all-gather."""
-        return not isinstance(self.all_gather, (DefaultAllGather, ProcessGroupAllocAllGather))
+        return type(self.all_gather) not in (DefaultAllGather, ProcessGroupAllocAllGather)
 
     @property
     def all_gather(self) -> AllGather:
