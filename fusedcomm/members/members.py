@@ -18,7 +18,7 @@ from fusedcomm.members.plane.control import ControlPlane, new_uid
 from fusedcomm.members.plane.listener import numeric_host
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training.place import check_state, share_of
-from fusedcomm.ranks import agreement, groups, own_address, torch_groups
+from fusedcomm.ranks import agreement, channels, group_store, groups, own_address, torch_groups
 from fusedcomm.ranks.objects import pack
 from fusedcomm.ranks.own_group import OwnGroup, served_store
 from fusedcomm.ranks.peers import Peers, private_store
@@ -119,7 +119,7 @@ class Members(Sealed):
         if join is None:
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
-        near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
+        near = addresses.split(join.split(",")[0]) if join is not None else group_store.store_address(dist.group.WORLD)
         own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
         self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
@@ -346,7 +346,7 @@ class Members(Sealed):
         store = dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=60))
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
-        backends = {"cpu": groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)}
+        backends = {"cpu": channels.connect_gloo(of_view, "members", rank, size, own_timeout)}
         if device.type == "cuda":
             nccl = torch_groups.own_nccl(of_view, "members", rank, size, own_timeout, device, is_supervised=False)
             backends["cuda"] = nccl
@@ -393,7 +393,7 @@ class Members(Sealed):
 
     def _found(self, gather: Callable[[str, object], list]) -> None:
         told = gather("members", vars(self.plane.member))
-        store = groups.innermost_store(dist.group.WORLD)
+        store = group_store.innermost_store(dist.group.WORLD)
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
