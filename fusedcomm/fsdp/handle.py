@@ -38,6 +38,7 @@ class FsdpHandle(CommHandle):
     def _let_go(self) -> None:
         if self._guard is not None:
             self._guard.remove()
+        self._gather_exactly(True)
 
     def _refuse_adding(self, module: nn.Module, inputs: tuple) -> None:
         """Raises RuntimeError before a pass that only adds up gradients, whose weight would not be counted."""
@@ -119,12 +120,13 @@ class FsdpHandle(CommHandle):
             self._gather_exactly(False)
 
     def _gather_exactly(self, is_exact: bool) -> None:
-        for module in self._model.modules():
+        """From the next all-gather on; drops what has been gathered."""
+        coded = [each for mesh in self.runs.meshes for each in mesh.coded_all_gathers]
+        for each in coded:
+            each.is_exact = is_exact
+        for module in self._model.modules() if coded else ():
             if isinstance(module, FSDPModule):
-                module.reshard()  # drops what is gathered
-        for mesh in self.runs.meshes:
-            for each in mesh.coded_all_gathers:
-                each.is_exact = is_exact
+                module.reshard()
 
     def nonfinite_report(self) -> list[NonFinite]:
         """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with

@@ -81,12 +81,13 @@ def _compute(rank, world_size, shape, config, options):
         evaluated = _seen(model.eval(), x)
         with comm.exact_params(), torch.no_grad():
             exactly = _seen(model, x)
-        again = _seen(model, x)
-    after = _whole(model)
+        with torch.no_grad():  # the model keeps the whole parameters
+            again = _seen(model, x)
+    detached, after = _seen(model, x), _whole(model)
     assert all(torch.equal(exact[name], after[name]) for name in exact), "rounding has changed a shard"
     dtype = options["mp_policy"].param_dtype if options else torch.float32
     exact = {name: whole.to(dtype) for name, whole in exact.items()}
-    assert all(torch.equal(exactly[name], exact[name]) for name in exact)
+    assert all(torch.equal(each[name], exact[name]) for name in exact for each in (exactly, detached))
     errors = {
         name: ((seen[name].double() - whole.double()).norm() / (whole.double().norm() + 1e-30)).item()
         for name, whole in exact.items()
