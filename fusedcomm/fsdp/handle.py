@@ -23,8 +23,9 @@ class FsdpHandle(CommHandle):
     With "off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
 
     ``plan()`` shows how each module's gradients are sent, as a :class:`fusedcomm.fsdp.plan.FsdpPlan`. In ``stats()`` a
-    bucket is the reduce-scatter of one module; with replicate(), which has none, its all-reduce. Of modules on several
-    meshes the counts are added up, and the times and steps are those of the model's own mesh.
+    bucket is the reduce-scatter of one module; with replicate(), which has none, its all-reduce; with
+    ``Config(params=…)`` also each all-gather, whose rows count as gradients. Of modules on several meshes the counts
+    are added up, and the times and steps are those of the model's own mesh.
     """
 
     _runs: Meshes | None
