@@ -111,9 +111,7 @@ class Members(Sealed):
                 "'host:port', the address of a member of running training"
             )
         if join is None and min_ranks > dist.get_world_size():
-            raise ValueError(
-                f"fusedcomm: min_ranks={min_ranks} is not possible with {dist.get_world_size()} ranks: start more"
-            )
+            raise ValueError(f"fusedcomm: min_ranks={min_ranks} with {dist.get_world_size()} ranks: start more")
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
         timeout = dist.default_pg_timeout
         if join is None:
@@ -221,9 +219,7 @@ class Members(Sealed):
                 raise TypeError(f"fusedcomm: carry({name}=…) needs an object with state_dict() and load_state_dict()")
             pack(carried.state_dict(), f"carry({name}=…).state_dict()")
         if self.training is None:
-            raise RuntimeError(
-                "fusedcomm: members.carry() comes after the reducer: give members= to DataParallel or GradReducer first"
-            )
+            raise RuntimeError("fusedcomm: members.carry() comes after DataParallel or GradReducer(…, members=members)")
         for name, carried in objects.items():
             self.carried[name] = carried
             self.training.receive(name, carried)
@@ -275,9 +271,8 @@ class Members(Sealed):
     def __getattr__(self, name: str) -> Any:
         if "plane" not in vars(self) and not name.startswith("__"):
             raise RuntimeError(
-                f"fusedcomm: {name!r} was asked of a copy of Members, made with copy or pickle, as of a model that has "
-                "them. A copy is none of the members: wrap the copied module with Members of its own, or only call it "
-                "without gradients"
+                f"fusedcomm: {name!r} was asked of a copy of Members, as of a model that has them: wrap the copied "
+                "module with Members of its own, or only call it without gradients"
             )
         raise AttributeError(f"fusedcomm.Members has no {name!r}, but {', '.join(dir(self))}")
 
@@ -292,9 +287,8 @@ class Members(Sealed):
             return
         if self.joins is not None:
             raise RuntimeError(
-                f"fusedcomm: this rank joins, and has the members' place, step {self.step} after "
-                f"{self.num_microbatches} microbatches, not that of the state, {step} after {num_microbatches}: load "
-                "checkpoints only where members.joins is None"
+                f"fusedcomm: this rank joins at step {self.step} after {self.num_microbatches} microbatches, not at "
+                f"{step} after {num_microbatches}: load checkpoints only where members.joins is None"
             )
         if self.training is not None and self.training.step > 0:
             raise RuntimeError(

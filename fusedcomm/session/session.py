@@ -129,7 +129,8 @@ class Session:
             if problem is not None:
                 raise problem
             if self.has_engine:
-                self.config.refuse_on(self.device.type, self._reduces_rows)
+                if not self._reduces_rows:
+                    self.config.refuse_unsharded()
                 groups.check_backend(self.process_group, self.device)
                 path = self._path()
             record = self._record(also_agree)
@@ -405,10 +406,7 @@ class Session:
     def compare_parameters(self) -> ParameterDifference | None:
         """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
         if not self.has_engine:
-            raise RuntimeError(
-                "fusedcomm: with config='off' no engine runs that could compare parameters: attach with "
-                "Config('fp32', compare_every=…)"
-            )
+            raise RuntimeError("fusedcomm: config='off' compares no parameters: use Config('fp32', compare_every=…)")
         return self._comparison.now()
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, ProcessGroupAllocReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -29,12 +29,6 @@ def attached_twice(_):
     kept.detach()
 
 
-def with_own_gather(_):
-    model = fully_shard(nn.Linear(8, 8))
-    model.set_custom_all_gather(type("Own", (DefaultAllGather,), {"__call__": DefaultAllGather.__call__})())
-    fusedcomm.attach(model, PARAMS, quiet=True)
-
-
 def with_own_comm(*ranks):
     def wrong(rank):
         model = fully_shard(nn.Linear(8, 8))
@@ -46,17 +40,11 @@ def with_own_comm(*ranks):
 
 
 UNSHARDED = Config("int8", feedback=Feedback(unsharded=True))
-PARAMS = Config("int8", params="int4")
-OPTIONS = [
-    ("auto", "one wire from the start"),
-    (fusedcomm.Auto(), "one wire from the start"),
-    (Config("int8", sum="one-shot"), "sum='one-shot' is not possible with FSDP2"),
-    (Config("int8", feedback=Feedback()), "Feedback(unsharded=True)"),
-    (Config("int8", measure_every=2), "measure_every"),
-    (Config("int8", hosts=2), "one level"),
+ON_ONE_RANK = [
+    (fusedcomm.Auto(), "config='auto'"),
+    (Config("int8", sum="one-shot"), "sum='one-shot'"),
     (Config("int8", wires={"no.such.*": "bf16"}), "no.such"),
 ]
-ON_ONE_RANK = [OPTIONS[index] for index in (0, 2, 6)]
 OWN = "the reduce-scatter of the model is ProcessGroupAllocReduceScatter already"
 MODELS = [
     (
@@ -68,18 +56,12 @@ MODELS = [
     (with_own_comm(0), f"ValueError / DisagreementError: fusedcomm: rank 0 ... {OWN}"),
     (with_own_comm(1), f"DisagreementError: fusedcomm: rank 1 / ValueError ... {OWN}"),
     (lambda _: of_shards(8), "TypeError: ... config=8 is not possible: use a wire's name"),
-    (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... needs a reduce-scatter"),
-    (lambda _: of_shards(PARAMS, replicate), "ValueError ... params='int4' ... this model is not sharded"),
-    (with_own_gather, "ValueError ... params='int4' needs the all-gather of the model, which is Own already"),
+    (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... Feedback(unsharded=True)"),
+    (lambda _: of_shards(Config("int8", feedback=Feedback())), "ValueError ... Feedback(unsharded=True)"),
     (
         lambda _: fusedcomm.attach(DistributedDataParallel(Gradients((2, 2))), UNSHARDED),
-        "ValueError ... is for FSDP2",
+        "ValueError ... Feedback(unsharded=True) does not go with gradients without shards",
     ),
-    (
-        lambda _: fusedcomm.attach(DistributedDataParallel(Gradients((2, 2))), PARAMS),
-        "ValueError ... params='int4' is for FSDP2's all-gathers",
-    ),
-    (lambda _: fusedcomm.GradReducer(Gradients((2, 2)), PARAMS), "ValueError ... params='int4' is for FSDP2's"),
 ]
 TOLD = "DisagreementError: fusedcomm: rank 1"
 DIFFERENT = [
@@ -90,11 +72,6 @@ DIFFERENT = [
     for one, other in (("int8", "bf16"), ("off", "int8"))
 ]
 ROWS = [
-    *rows(
-        "FSDP2",
-        2,
-        [(lambda _, config=config: of_shards(config), f"ValueError: ... {text}") for config, text in OPTIONS],
-    ),
     *rows("FSDP2", 2, MODELS),
     *rows("FSDP2", 3, DIFFERENT, is_same=True),
     *(
