@@ -40,14 +40,9 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
     of_sums = None if feedback is None else dataclasses.replace(feedback, unsharded=False)
     of_rows = of_sums if feedback is not None and feedback.unsharded else None
     between = dataclasses.replace(config, feedback=of_sums) if has_replicas else None
-    if config.hosts in (hosts.AUTO, None) or not has_rows:
-        rows = dataclasses.replace(config, sum="two-shot", hosts=None, feedback=of_rows) if has_rows else None
+    if config.hosts in (hosts.AUTO, None) or not (has_rows and has_replicas):
+        rows = dataclasses.replace(config, sum="two-shot", feedback=of_rows) if has_rows else None
         return Sums(rows, between, config.wire_number)
-    if not has_replicas:
-        raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} is not possible: a reduce-scatter has one level. A mesh of two "
-            "dimensions (HSDP) has two: shards within a host, replicas between hosts"
-        )
     within = Config(config.local_wire, sum="two-shot", hosts=None, chunks=config.chunks, feedback=of_rows)
 
     def wire_of(name: str, parameter: object) -> int:

@@ -166,6 +166,8 @@ class MeshSums:
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
+            levels="" if self.rows is None else self.rows.levels.described(self._sums.rows.local_wire),
+            one_level_reason="" if self.rows is None else self.rows.levels.why_not_two,
             off=self.is_off,
             others=others,
         )
@@ -180,14 +182,18 @@ class MeshSums:
                 slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
                 sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
         return grid.traffic(
-            0 if self.rows is None else sum(comm.native().sent_nbytes for comm in self.comms),
+            [] if self.rows is None else [comm.native().plan(gathers=False) for comm in self.comms],
             0 if self.rows is None else sum(comm.sharded.gathered_nbytes for comm in self.comms),
             sums,
         )
 
     def warn_of_hosts(self) -> None:
-        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more."""
-        if self.rows is None or self.between is None or self.grid.ranks[0][0] != dist.get_rank():
+        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more, or if
+        reduce-scatters on one level send more between hosts than torch's."""
+        if self.rows is None or self.grid.ranks[0][0] != dist.get_rank():
+            return
+        if self.between is None:
+            self._warn_of_one_level()
             return
         now, by_host = self._traffic(self.grid).nbytes, self._traffic(self.grid.by_host()).nbytes
         if by_host < now:
@@ -196,6 +202,19 @@ class MeshSums:
                 f"others in a step, and {by_host / 2**20:.2f} MiB if the last dimension of the mesh is the ranks of a "
                 "host",
                 stacklevel=4,
+            )
+
+    def _warn_of_one_level(self) -> None:
+        """Warns if reduce-scatters send more between hosts than torch's: gloo's is an all-reduce, NCCL's a ring."""
+        passes = 2 if self.comms[0].sharded.device.type == "cpu" else 1
+        torchs = self.grid.traffic([], passes * sum(comm.sharded.reduced_nbytes for comm in self.comms), [])
+        now = self._traffic(self.grid).gradients_nbytes
+        if now > torchs.nbytes:
+            why = self.rows.levels.one_level_reason or f"hosts={self.config.hosts!r}"
+            warnings.warn(
+                f"fusedcomm: a host sends {now / 2**20:.2f} MiB of gradients to others in a step, and with torch's own "
+                f"reduce-scatter {torchs.nbytes / 2**20:.2f} MiB, because sums have one level, not two: {why}",
+                stacklevel=5,
             )
 
     def _row(self, comm: FusedReduceScatter) -> Row:

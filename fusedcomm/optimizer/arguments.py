@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.config import AUTO, Config
+from fusedcomm.config import AUTO, Config, TwoLevels
 from fusedcomm.literals import Wire
 from fusedcomm.members.training.passes import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
@@ -108,12 +108,13 @@ def rows_config(reducer: GradReducer) -> Config:
             f"fusedcomm: sum={config.sum!r} has no second half in which an owner could step: use sum='auto' or "
             "'two-shot'"
         )
-    if config.hosts not in (None, AUTO):
-        raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} asks for sums on two levels, and a ShardedOptimizer's have one: leave "
-            "it out"
-        )
-    return dataclasses.replace(config, sum="two-shot", hosts=None)
+    return dataclasses.replace(config, sum="two-shot")
+
+
+def update_config(wire: Wire, sums: Config) -> Config:
+    """The configuration of the all-gathers of updates, on the hosts that `sums` have."""
+    hosts = sums.hosts if sums.hosts in (None, AUTO) else TwoLevels(sums.groups)
+    return Config(wire, sum="two-shot", hosts=hosts)
 
 
 def groups(

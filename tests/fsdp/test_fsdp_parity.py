@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fusedcomm
+from fusedcomm.config import Config
 
 NUM_STEPS = 3
 
@@ -152,12 +153,12 @@ WAYS = {
     "prefetching": Way(change=_prefetch, layouts=SHARDS),
     "sharded by two after forward": Way({"reshard_after_forward": 2}, layouts=("shards",)),
 }
-PLACES = [("shards", 2), ("shards", 4), ("hsdp", 4), ("replicate", 2)]
+PLACES = [("shards", 2), ("shards", 4), ("shards by host", 4), ("hsdp", 4), ("replicate", 2)]
 CASES = [
     (name, layout, world_size)
     for name, way in WAYS.items()
     for layout, world_size in PLACES
-    if layout in way.layouts and (world_size > 2 or "by two" not in name)
+    if layout.removesuffix(" by host") in way.layouts and (world_size > 2 or "by two" not in name)
 ]
 
 
@@ -198,7 +199,7 @@ def _train(rank: int, world_size: int, name: str, layout: str) -> tuple[float, i
     they are."""
     errors = []
     plain, ours = (_made(name, layout, world_size, is_ours) for is_ours in (False, True))
-    with fusedcomm.attach(ours, "fp32") as comm:
+    with fusedcomm.attach(ours, Config("fp32", hosts=2 if layout.endswith("by host") else "auto")) as comm:
         for step in range(NUM_STEPS):
             for model in (plain, ours):
                 model.zero_grad()

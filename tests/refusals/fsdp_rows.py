@@ -46,7 +46,7 @@ OPTIONS = [
     (Config("int8", sum="one-shot"), "sum='one-shot' is not possible with FSDP2"),
     (Config("int8", feedback=Feedback()), "Feedback(unsharded=True)"),
     (Config("int8", measure_every=2), "measure_every"),
-    (Config("int8", hosts=2), "one level"),
+    (Config("int8", hosts=5), "hosts=5 ranks on each host"),
     (Config("int8", wires={"no.such.*": "bf16"}), "no.such"),
 ]
 ON_ONE_RANK = [OPTIONS[index] for index in (0, 2, 6)]
