@@ -34,7 +34,7 @@
 namespace fusedcomm {
 
 // Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 8;
+inline constexpr int kWireLayoutVersion = 9;
 
 // Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
 // twelve times slower.

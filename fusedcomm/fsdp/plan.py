@@ -13,9 +13,9 @@ class FsdpPlan(Plan):
 
     `num_shards`: ranks of a reduce-scatter, in `wire`; `num_replicas`: ranks of the all-reduce that follows, in
     `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
-    this rank's error feedback in reduce-scatters. `levels`: the hosts, where reduce-scatters add within them first; empty
-    on one level, of which `one_level_reason` says why, if several ranks share a host and not all. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
-    then "off", too. `others`: plans of modules on further meshes."""
+    this rank's error feedback in reduce-scatters. `levels`: the hosts, where reduce-scatters add within them first;
+    empty on one level, of which `one_level_reason` says why, if several hosts have several ranks. `off`: whether torch
+    reduces, as it does without fusedcomm; `wire` is then "off", too. `others`: plans of modules on further meshes."""
 
     wire: str
     wire_of_replicas: str

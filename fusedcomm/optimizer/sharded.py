@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
-from fusedcomm.config import Config
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows

@@ -1,4 +1,4 @@
-"""All-gathers and reduce-scatters of rows, on one level and on two, bit for bit the oracle's: every rank has each rank's
+"""All-gathers and reduce-scatters of rows, on one level and on two, have the oracle's bits: every rank has each rank's
 row as its encoder has rounded it, or the sum of the rows for it."""
 
 import pytest
