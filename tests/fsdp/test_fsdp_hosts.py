@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import on_host, refusal
+from on_hosts import needs_hosts, printed_by
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -132,3 +133,77 @@ def test_one_level_that_sends_more_to_other_hosts_than_torch_is_warned_of_once(r
         assert "sends 2.00 MiB of gradients" in text and "1.50 MiB" in text and "hosts=None" in text
     else:
         assert not said
+
+
+SENDS = """
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fusedcomm
+from fusedcomm.ranks import groups
+
+dist.init_process_group("gloo")
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+NUMEL = 4 * 512 * 512
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+
+
+def sent_by(call):
+    dist.barrier()
+    time.sleep(0.2)
+    before = int(SENT.read_text())
+    call()
+    dist.barrier()
+    time.sleep(0.2)  # the last acknowledgements
+    return int(SENT.read_text()) - before
+
+
+def say(what, sent, planned):
+    if os.environ["LOCAL_RANK"] == "0":
+        print(f"SENT {what} {sent / planned:.4f} {sent / 4 / NUMEL:.4f}", flush=True)
+
+
+model = fully_shard(layers())
+comm = fusedcomm.attach(model, "int8", quiet=True)
+for step in range(3):
+    loss = model(torch.randn(2, 512)).square().mean()
+    sent = sent_by(loss.backward)  # the model itself is not gathered again
+say("gradients", sent, comm.plan().traffic.gradients_nbytes)
+comm.detach()
+
+model = fusedcomm.DataParallel(layers(), config="int8", quiet=True)
+optimizer = fusedcomm.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, update="int8", quiet=True)
+
+
+def step():
+    model(torch.randn(2, 512)).square().mean().backward()
+    optimizer.step()
+
+
+for _ in range(3):
+    sent = sent_by(step)
+say("owner", sent, 2 * optimizer.plan().sent_between_hosts_nbytes)
+model.comm.detach()
+groups.end_together()
+"""
+
+
+@needs_hosts
+@pytest.mark.check
+def test_a_host_sends_what_the_plan_says_a_quarter_of_one_byte_each_way(tmp_path, capsys):
+    printed = printed_by(SENDS, tmp_path, capsys, ranks_per_host=2)
+    lines = [line.split()[-4:] for line in printed.splitlines() if " SENT " in line]
+    assert sorted(what for _, what, *_ in lines) == ["gradients", "gradients", "owner", "owner"], printed
+    for _, what, of_plan, of_fp32 in lines:
+        assert 1 <= float(of_plan) < 1.03, printed
+        assert float(of_fp32) < {"gradients": 0.135, "owner": 0.27}[what], printed
