@@ -93,7 +93,7 @@ def engine_variants(
         measured: in some steps the error of each first encoder is measured, through an fp32 residual.
         local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
-        one_shot: unpack sums several messages, and there is no reduce.
+        one_shot: unpack sums several messages, and there is no reduce but within a host.
         gathered: the wire of all-gathers beside a one-shot's sums; None: there are none.
         keeps_residuals: in some passes pack leaves the residuals as they are: those in which this rank has no weight.
     """
@@ -108,8 +108,7 @@ def engine_variants(
         sums = [] if one_shot else [{"wire": wire, **encoder}]
         if local_wire is not None:
             packs.append({"wire": local_wire})
-            if not one_shot:
-                sums += [{"wire": wire, "rotated": rotated, "in_wire": local_wire, **how} for how in first_encoders]
+            sums += [{"wire": wire, "rotated": rotated, "in_wire": local_wire, **how} for how in first_encoders]
         unpack = {"wire": wire, "rotated": rotated, "sums": one_shot}
         for dtype in grad_dtypes:
             variants += [Variant("pack", block=block, grad_dtype=dtype, **how) for how in packs]

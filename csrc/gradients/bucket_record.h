@@ -67,7 +67,7 @@ struct BucketRecord {
 
   std::vector<std::string> parameter_names() const;
   // Rows only: the layouts of all rows.
-  const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.packed_rows; }
+  const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.encoded_rows; }
 };
 
 using BucketRecordPtr = std::shared_ptr<const BucketRecord>;

@@ -179,8 +179,6 @@ TABLE = tuple(Combination(*row) for row in (
     ("FSDP2", {"feedback": GIVEN, "shards without replicas": True},
      "residuals are as large as all gradients, which it shards to save memory",
      "use Feedback(unsharded=True) if there is memory for it, or leave it out"),
-    ("FSDP2", {"hosts": GIVEN, "shards without replicas": True},
-     "a reduce-scatter has one level", "use a mesh of two dimensions (HSDP): shards within hosts, replicas between"),
     ("FSDP2", {"params": Besides(("fp32",)), "replicas without shards": True},
      "nothing is gathered", "leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "a module's own all-gather": GIVEN},
@@ -243,8 +241,6 @@ TABLE = tuple(Combination(*row) for row in (
      "what was used is known when the backward pass ends", "leave one of them out"),
     ("ShardedOptimizer", {"sum": SINGLE_LEVEL},
      "it has no second half in which an owner could step", "use sum='auto' or 'two-shot'"),
-    ("ShardedOptimizer", {"hosts": GIVEN},
-     "its sums have one level", "leave it out"),
 
     ("LocalSteps", {"config": "auto"},
      "merges are too seldom for a search", "name the wire"),

@@ -81,9 +81,9 @@ class CodedAllGather(AllGather):
         self._native.set_row(list(range(len(pieces))))
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends in one call."""
-        return self._native.sent_nbytes
+    def plan(self) -> "_C.BucketPlan":
+        """What one call sends."""
+        return self._native.plan(gathers=True)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for an input or output, as torch's own all-gather allocates it."""

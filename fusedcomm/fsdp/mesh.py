@@ -177,6 +177,7 @@ class MeshSums:
         else:
             wire_of_replicas = self.config.wire
             wire = wire_of_replicas if self._sums.rows is None else self._sums.rows.wire
+        gathered, rings_nbytes = self._gathered()
         return FsdpPlan(
             wire=wire,
             wire_of_replicas=wire_of_replicas,
@@ -187,10 +188,12 @@ class MeshSums:
             scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             params="fp32" if self.is_off else self.config.params,
-            gathered_nbytes=sum(self._gathered_nbytes),
+            gathered_nbytes=rings_nbytes + sum(plan.sent_nbytes for plan in gathered),
             exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
+            levels="" if self.rows is None else self.rows.levels.described(self._sums.rows.local_wire),
+            one_level_reason="" if self.rows is None else self.rows.levels.why_not_two,
             off=self.is_off,
             others=others,
         )
@@ -204,27 +207,31 @@ class MeshSums:
                 trained = [p for p in comm.sharded.parameters if p.is_trained]
                 slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
                 sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
-        scattered = 0 if self.rows is None else sum(comm.native().sent_nbytes for comm in self.comms)
-        return grid.traffic(scattered, *self._gathered_nbytes, sums)
+        scattered = [] if self.rows is None else [comm.native().plan(gathers=False) for comm in self.comms]
+        return grid.traffic(scattered, *self._gathered(), sums)
 
-    @property
-    def _gathered_nbytes(self) -> tuple[int, int]:
-        """Bytes that a rank sends in the all-gathers of a step: of torch's, and of those in codes."""
-        rings, coded = 0, 0
+    def _gathered(self) -> tuple[list["_C.BucketPlan"], int]:
+        """The plans of a step's all-gathers in codes, and the bytes that a rank sends in those of torch."""
+        plans: list[_C.BucketPlan] = []
+        rings = []
         for comm, all_gather in zip(self.comms, self._all_gathers, strict=True):
             if isinstance(all_gather, CodedAllGather):
-                coded += comm.sharded.num_gathers * all_gather.sent_nbytes
+                plans += [all_gather.plan] * comm.sharded.num_gathers
             else:
-                rings += self._ring_nbytes([comm.sharded])
-        return rings, coded
+                rings.append(comm.sharded)
+        return plans, self._ring_nbytes(rings)
 
     def _ring_nbytes(self, sharded: Sequence[Sharded]) -> int:
         """Bytes that a rank sends in a step's all-gathers of these modules if torch gathers all of them."""
         return (self.num_shards - 1) * sum(each.num_gathers * each.row_nbytes for each in sharded)
 
     def warn_of_hosts(self) -> None:
-        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more."""
-        if self.rows is None or self.between is None or self.grid.ranks[0][0] != dist.get_rank():
+        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more, or if
+        reduce-scatters on one level send more between hosts than torch's."""
+        if self.rows is None or self.grid.ranks[0][0] != dist.get_rank():
+            return
+        if self.between is None:
+            self._warn_of_one_level()
             return
         now, by_host = self._traffic(self.grid).nbytes, self._traffic(self.grid.by_host()).nbytes
         if by_host < now:
@@ -233,6 +240,20 @@ class MeshSums:
                 f"others in a step, and {by_host / 2**20:.2f} MiB if the last dimension of the mesh is the ranks of a "
                 "host",
                 stacklevel=4,
+            )
+
+    def _warn_of_one_level(self) -> None:
+        """Warns if reduce-scatters send more between hosts than torch's: gloo's is an all-reduce, NCCL's a ring."""
+        passes = 2 if self.comms[0].sharded.device.type == "cpu" else 1
+        ring_nbytes = (self.num_shards - 1) * sum(comm.sharded.reduced_nbytes for comm in self.comms)
+        torchs = self.grid.traffic([], [], passes * ring_nbytes, [])
+        now = self._traffic(self.grid).gradients_nbytes
+        if now > torchs.nbytes:
+            why = self.rows.levels.one_level_reason or f"hosts={self.config.hosts!r}"
+            warnings.warn(
+                f"fusedcomm: a host sends {now / 2**20:.2f} MiB of gradients to others in a step, and with torch's own "
+                f"reduce-scatter {torchs.nbytes / 2**20:.2f} MiB, because sums have one level, not two: {why}",
+                stacklevel=5,
             )
 
     def _row(self, comm: FusedReduceScatter) -> Row:

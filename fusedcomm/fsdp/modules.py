@@ -100,6 +100,13 @@ class Sharded:
         return any(hasattr(p.native._sharded_local_tensor, "fsdp_pre_all_gather") for p in self.parameters)
 
     @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of a rank's slices of the gradients, as torch itself would reduce them."""
+        policy = self.group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype
+        return sum(p.row_numel * (dtype or p.tensor.dtype).itemsize for p in self.parameters if p.is_trained)
+
+    @property
     def reduces_further(self) -> bool:
         """Whether an all-reduce follows: HSDP, and replicate()."""
         return isinstance(self.group.mesh_info, DDPMeshInfo)

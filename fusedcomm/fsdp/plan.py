@@ -15,8 +15,9 @@ class FsdpPlan(Plan):
     `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
     this rank's error feedback in reduce-scatters. `params`: the wire in which parameters are gathered.
     `gathered_nbytes`: that this rank sends in the all-gathers of a step, `exact_gathered_nbytes` if all were torch's
-    own. `off`: whether torch reduces, as it does without fusedcomm; `wire` is then "off", too. `others`: plans of
-    modules on further meshes."""
+    own. `levels`: the hosts, where reduce-scatters add within them first; empty on one level, of which
+    `one_level_reason` says why, if several hosts have several ranks. `off`: whether torch reduces, as it does without
+    fusedcomm; `wire` is then "off", too. `others`: plans of modules on further meshes."""
 
     wire: str
     wire_of_replicas: str
@@ -29,6 +30,8 @@ class FsdpPlan(Plan):
     params: str = "fp32"
     gathered_nbytes: int = 0
     exact_gathered_nbytes: int = 0
+    levels: str = ""
+    one_level_reason: str = ""
     off: bool = False
     others: tuple["FsdpPlan", ...] = ()
 
@@ -38,7 +41,8 @@ class FsdpPlan(Plan):
     def headline(self) -> str:
         sums = []
         if self.num_shards > 1:
-            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
+            ranks = self.levels or f"{self.num_shards} ranks"
+            sums.append(f"reduce-scatters in {self.wire} over {ranks}")
         if self.num_replicas > 1:
             sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
         if self.off:
@@ -60,6 +64,8 @@ class FsdpPlan(Plan):
             lines.append(
                 f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
             )
+        if self.one_level_reason:
+            lines.append(f"  reduce-scatters have one level, not two: {self.one_level_reason}")
         if self.params != "fp32" and self.exact_gathered_nbytes:
             share = self.gathered_nbytes / self.exact_gathered_nbytes
             lines.append(

@@ -211,18 +211,22 @@ def _sent(rank, world_size, hosts, reshards):
         with fusedcomm.attach(model, Config("int8", params="int8"), quiet=True) as comm:
             plan, before = comm.plan(), comm.stats()
             model(torch.ones(2, 256)).sum().backward()
-            counted = comm.stats().sent_nbytes - before.sent_nbytes
-        return counted - sum(row.sent_nbytes for row in plan.rows), plan
+            counted = comm.stats()
+        rows = sum(row.sent_nbytes for row in plan.rows)
+        between = counted.sent_between_hosts_nbytes - before.sent_between_hosts_nbytes
+        return counted.sent_nbytes - before.sent_nbytes - rows, between, plan
 
 
 @pytest.mark.parametrize(("reshards", "num_gathers"), [(True, 2), (False, 1), (2, 1)])
-def test_the_plan_says_what_all_gathers_send(ranks, reshards, num_gathers):
-    ((sent, plan), *_) = ranks.run(_sent, "aabb", reshards, world_size=4)
-    assert sent == plan.gathered_nbytes
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_the_plan_says_what_all_gathers_send(ranks, hosts, reshards, num_gathers):
+    ((sent, between, plan), *_) = ranks.run(_sent, hosts, reshards, world_size=4)
     exact = num_gathers * 3 * 4 * (256 * 256 + 256)  # of 4 layers, a quarter of each
-    assert plan.exact_gathered_nbytes == exact and 0.25 < sent / exact < 0.28
+    assert sent == plan.gathered_nbytes and plan.exact_gathered_nbytes == exact and 0.25 < sent / exact < 0.28
     assert f"all-gathers of parameters in int8: a rank sends {sent / 2**20:.2f} MiB in a step, 0.2" in str(plan)
-    assert plan.traffic.parameters_nbytes == sent * 2 * 2 // 3  # two ranks send to two of three others
+    # A shard goes to the other host once, or on one level to both of its ranks.
+    assert plan.traffic.parameters_nbytes == pytest.approx(sent * 2 * (1 if hosts == "aabb" else 2) / 3, rel=0.01)
+    assert plan.traffic.nbytes == 2 * between
 
 
 # ---- left to torch

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fusedcomm
+from fusedcomm.config import Config
 
 NUM_STEPS = 3
 
@@ -152,13 +153,14 @@ WAYS = {
     "prefetching": Way(change=_prefetch, layouts=SHARDS),
     "sharded by two after forward": Way({"reshard_after_forward": 2}, layouts=("shards",)),
 }
-PLACES = [("shards", 2), ("shards", 4), ("hsdp", 4), ("replicate", 2)]
+PLACES = [("shards", 2), ("shards", 4), ("shards by host", 4), ("hsdp", 4), ("replicate", 2)]
 CASES = [
     (name, layout, world_size, params)
     for name, way in WAYS.items()
     for layout, world_size in PLACES
     for params in ("fp32", "int8")
-    if layout in way.layouts and (world_size > 2 or "by two" not in name) and (params, layout) != ("int8", "replicate")
+    if layout.removesuffix(" by host") in way.layouts and (world_size > 2 or "by two" not in name)
+    if (params, layout) != ("int8", "replicate")
 ]
 
 
@@ -210,7 +212,8 @@ def _train(rank: int, world_size: int, name: str, layout: str, params: str) -> t
     plain, ours = (_made(name, layout, world_size, is_ours) for is_ours in (False, True))
     for model in (plain, ours) if params != "fp32" else ():
         _of_one_magnitude(model)
-    with fusedcomm.attach(ours, fusedcomm.Config("fp32", params=params)) as comm:
+    hosts = 2 if layout.endswith("by host") else "auto"
+    with fusedcomm.attach(ours, Config("fp32", hosts=hosts, params=params)) as comm:
         for step in range(NUM_STEPS):
             for model in (plain, ours):
                 model.zero_grad()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fusedcomm
-from fusedcomm.config import LocalOptions
+from fusedcomm.config import Config, LocalOptions
 
 pytestmark = pytest.mark.check
 
@@ -37,7 +37,7 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     pass. Returns the other ranks' error."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
     model = _model(group)
-    fusedcomm.attach(model, fusedcomm.Config("int8", params=params))
+    fusedcomm.attach(model, Config("int8", params=params))
     for _ in range(2):
         model(torch.ones(2, 300)).sum().backward()
 
@@ -54,6 +54,32 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     except RuntimeError as caught:
         return str(caught)
     return ""
+
+
+def _die_before_a_reduce_scatter(rank: int, world_size: int, victim: int) -> str:
+    """In step 2 the victim is killed in the backward pass of a model that is one layer. Sums are by host."""
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    model = fully_shard(nn.Linear(300, 300), mesh=DeviceMesh.from_group(group, "cpu"))
+    fusedcomm.attach(model, Config("int8", hosts=2))
+    for step in range(3):
+        loss = model(torch.ones(2, 300)).sum()
+        if rank == victim and step == 2:
+            loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            loss.backward()
+        except RuntimeError as caught:
+            return str(caught)
+    return ""
+
+
+def test_a_rank_that_dies_before_a_reduce_scatter_by_host_is_named(ranks):
+    victim = 2
+    pid = ranks.pid_of(victim)
+    outcomes = ranks.outcomes(_die_before_a_reduce_scatter, victim, world_size=4, lost=victim)
+    for rank in (0, 1, 3):
+        kind, error = outcomes[rank]
+        assert kind == "value" and f"rank {victim} (process {pid} on " in error, error
+        assert "is missing: no answer within" in error, error
 
 
 WAITS = {
