@@ -38,7 +38,7 @@ def _refused(rank, world_size, names, hosts, shape):
     [
         ("aaab", TwoLevels("auto"), (2, 2), "of ranks [2, 3] are on ['a', 'b']"),
         ("abab", TwoLevels("auto"), (2, 2), "of ranks [0, 1] are on ['a', 'b']"),
-        ("aaaa", TwoLevels("auto"), (2, 2), "needs replicas on different hosts, and 2 of them are on ['a']"),
+        ("aaaa", TwoLevels("auto"), (2, 2), "2 replicas are on ['a']"),
         ("aaaa", [[0, 2], [1, 3]], (2, 2), "does not fit the mesh"),
         ("aaaa", [[0, 2], [1, 3]], (4,), "does not fit the shards"),
     ],
