@@ -95,7 +95,8 @@ def rows_config(reducer: GradReducer) -> Config:
 
 def update_config(wire: Wire, sums: Config) -> Config:
     """The configuration of the all-gathers of updates, on the hosts that `sums` have."""
-    hosts = sums.hosts if sums.hosts in (None, AUTO) else TwoLevels(sums.groups)
+    levels = sums.two_levels
+    hosts = sums.hosts if levels is None or sums.hosts == AUTO else TwoLevels(levels.groups)
     return Config(wire, sum="two-shot", hosts=hosts)
 
 
