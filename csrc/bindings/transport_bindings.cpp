@@ -71,8 +71,9 @@ void bind_store_client(py::module_& m) {
            })
       .def("compare_set",
            [](StoreClient& of, const Text& key, const Text& expected, const Text& desired) {
-             return py::bytes(answer_of(
-                 of, [key, expected, desired](c10d::Store& store) { return store.compareSet(key, expected, desired); }));
+             return py::bytes(answer_of(of, [key, expected, desired](c10d::Store& store) {
+               return store.compareSet(key, expected, desired);
+             }));
            })
       .def_property_readonly("problem", &StoreClient::problem);
 }

@@ -3,13 +3,14 @@
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from fusedcomm.native import _C
 
 T = TypeVar("T")
+
 
 class StoreError(RuntimeError):
     """The process group's store has failed, or has not answered in time."""
@@ -116,14 +117,15 @@ class BoundedStore:
 
 class OwnClient(BoundedStore):
     """A store over a connection of its own, which a wait of other code on the same store does not delay; see
-    csrc/transport/store_client.h. Not every request is possible.
+    csrc/transport/store_client.h. Possible are check(), get(), multi_get(), set() and compare_set().
 
     While a request is late, others raise StoreError with `is_silence`. A failed connection is made again; a request may
     therefore be made twice.
     """
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta, about: str) -> None:
-        super().__init__(_C.StoreClient(store=store, timeout_s=timeout.total_seconds()), timeout, about)
+        self._client = _C.StoreClient(store=store, timeout_s=timeout.total_seconds())
+        super().__init__(cast("dist.Store", self._client), timeout, about)  # it has the requests that are possible
         self.loss = ""
         """Why no more requests are made: the store has failed again after it was connected again. Empty: they are."""
 
@@ -133,7 +135,7 @@ class OwnClient(BoundedStore):
         try:
             return request()
         except TimeoutError:
-            text, problem = f"no answer within {self._timeout.total_seconds():g} s", self.native.problem
+            text, problem = f"no answer within {self._timeout.total_seconds():g} s", self._client.problem
             error = StoreError(f"{text} of reconnecting after the error: {problem}" if problem else text)
             error.is_silence = not problem
             raise error from None
