@@ -13,7 +13,7 @@ only a dead link takes as long."""
 
 
 class ProcessSet:
-    """Some ranks of the job. It can be used once hvd.init() or add_process_set() has given it a `process_set_id`.
+    """Some ranks of the job. It can be used once hvd.init() has given it a `process_set_id`.
 
     Raises ValueError if `ranks` are not numbers, or a rank appears twice.
     """
@@ -67,9 +67,7 @@ def _in_use(process_set: ProcessSet) -> ProcessSet:
     """Raises ValueError if this init knows no such set."""
     known = world().sets.get(process_set.process_set_id)
     if known is None or known.ranks != process_set.ranks:
-        raise ValueError(
-            f"{process_set} is not in use: pass it to hvd.init(process_sets=…), or to add_process_set() after each init"
-        )
+        raise ValueError(f"{process_set} is not in use: pass it to hvd.init(process_sets=[…])")
     return known
 
 
@@ -100,10 +98,12 @@ def _short(ranks: Sequence[int]) -> str:
 
 def parse_sets(process_sets: Any) -> list[ProcessSet]:
     """The sets given to hvd.init(). Raises ValueError for what is none, and for sets of the same ranks."""
-    if process_sets is None or process_sets == "dynamic":
+    if process_sets is None:
         return []
     if isinstance(process_sets, str):
-        raise ValueError(f"hvd.init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
+        raise ValueError(
+            f"hvd.init(process_sets={process_sets!r}): expected a list of process sets; none can be made later"
+        )
     sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
     for i, each in enumerate(sets):
         if any(each.ranks == other.ranks for other in sets[:i]):
@@ -120,7 +120,6 @@ def make_first_sets(new: World, sets: list[ProcessSet]) -> None:
     make_set(new, global_process_set, set_id=0)
     for set_id, each in enumerate(sets, 1):
         make_set(new, each, set_id)
-    new.num_sets_made = 1 + len(sets)
 
 
 def check_ranks(ranks: list[int], found: World, sets_so_far: Iterable[ProcessSet]) -> None:

@@ -2,7 +2,6 @@
 
 import atexit
 import ctypes
-import dataclasses
 import os
 import threading
 import weakref
@@ -33,18 +32,18 @@ _lock = threading.RLock()
 _is_shut_down_at_exit = False
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None) -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None = None) -> None:
     """Connects the ranks of the job. A collective call; calls after the first have no effect.
 
     comm: the ranks that take part, all others must not call; None: every rank.
-    process_sets: process sets that exist from the start, or "dynamic", which lets add_process_set() make more.
+    process_sets: the process sets of the job, besides that of all ranks.
 
     Raises ValueError for arguments that are not possible, for other arguments than those of an earlier call, and for
     variables that contradict each other. Raises TimeoutError that names the ranks that did not call.
     """
     global _is_shut_down_at_exit
     sets = parse_sets(process_sets)
-    asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets), process_sets == "dynamic")
+    asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets))
     with _lock:
         if (old := world_if_any()) is not None:
             if isinstance(old.coordinator, Ended):
@@ -56,8 +55,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
                 )
             return
         settings = environment.settings()
-        if process_sets == "dynamic":
-            settings = dataclasses.replace(settings, dynamic_process_sets=True)
         if settings.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
         found = launch.find(settings)
@@ -125,8 +122,6 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         say=LOGGER.warning,
         open_engine=open_engine,
     )
-    if found.rank == 0 and (ignored := environment.without_effect(os.environ)):
-        LOGGER.warning("fusedcomm.horovod: %s", ignored)
     if problem := _problem_of(star.about):
         new.coordinator.shutdown()
         raise ValueError(problem)
@@ -156,8 +151,8 @@ def _parse_comm(comm: Any) -> tuple[int, ...] | None:
 
 
 def _said(asked_for: tuple) -> str:
-    comm, sets, is_dynamic = asked_for
-    return f"comm={comm and list(comm)} and process_sets={'dynamic' if is_dynamic else _lists(sets) or None}"
+    comm, sets = asked_for
+    return f"comm={comm and list(comm)} and process_sets={_lists(sets) or None}"
 
 
 def _start_timeline(new: World) -> None:
