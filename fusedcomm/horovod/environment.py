@@ -37,7 +37,6 @@ DEFAULTS = {
     "FUSEDCOMM_HOROVOD_CHECK": "0",
     "FUSEDCOMM_HOROVOD_STATE": "",
     "FUSEDCOMM_HOROVOD_WORKER": "",
-    "FUSEDCOMM_HOROVOD_KEY": "",
 }
 """The variables that are read, with their defaults. The page of the documentation says what each does."""
 

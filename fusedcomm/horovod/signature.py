@@ -1,0 +1,161 @@
+"""What the ranks must agree on for one operation, and the messages in which they tell each other."""
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedcomm.horovod.checks import OP_NAMES, Sum
+
+DTYPES = {
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Short": torch.int16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Bool": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NO_NAME = "noname"
+"""Begins the names of operations that were given none."""
+ROWS_MAY_DIFFER = ("allgather", "alltoall")
+"""Kinds whose ranks may give tensors that differ in their first dimension."""
+
+
+class Signature(NamedTuple):
+    """A rank's request: an operation by its name. A grouped operation is one request with several tensors.
+
+    kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
+    root: in the process set.
+    wire: empty: the tensors' own dtype; see wire_texts.py.
+    device: the type of the tensors' device.
+    tensors: dtype and shape of each; without the first dimension where that may differ.
+    tensor_names: by which a configuration chooses wires; empty: `name`, and its number in a group.
+    """
+
+    kind: str
+    name: str
+    op: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    wire: str = ""
+    device: str = "cpu"
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tensor_names: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}.{self.name}"
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> "Signature":
+        """This signature, with these tensors' dtypes, shapes and device."""
+        if not tensors:
+            return self
+        first = 1 if self.kind in ROWS_MAY_DIFFER else 0
+        described = tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
+        return self._replace(tensors=described, device=tensors[0].device.type)
+
+    def names_of_tensors(self) -> Sequence[str]:
+        """A name for each tensor."""
+        if self.tensor_names:
+            return self.tensor_names
+        return [self.name] if len(self.tensors) == 1 else [f"{self.name}.{i}" for i in range(len(self.tensors))]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors' elements, where their rows are the same on every rank."""
+        return sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
+
+    def fuses(self) -> tuple | None:
+        """Operations with the same value may share a bucket; with None they share none."""
+        dtypes = {dtype for dtype, _ in self.tensors}
+        if self.kind != "allreduce" or len(dtypes) != 1:
+            return None
+        return self.op, self.prescale, self.postscale, self.wire, self.device, *dtypes
+
+    @staticmethod
+    def read(fields: list) -> "Signature":
+        """From what json makes of one."""
+        *others, tensors, names = fields
+        return Signature(*others, tuple((dtype, tuple(shape)) for dtype, shape in tensors), tuple(names))
+
+
+def mismatch(a: Signature, rank_a: int, b: Signature, rank_b: int) -> str:
+    """Why two ranks' requests of one name cannot be one operation; empty if they can. Ranks are of the job."""
+    for what, one, other in _compared(a, b):
+        if one != other:
+            return (
+                f"fusedcomm: the ranks do not agree on {a.key}: its {what} is {one} on rank {rank_a} and {other} on "
+                f"rank {rank_b}. Submit the same on every rank, or use another name"
+            )
+    return ""
+
+
+def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = [
+        ("number of tensors", len(a.tensors), len(b.tensors)),
+        ("op", OP_NAMES[a.op], OP_NAMES[b.op]),
+        ("root rank", a.root, b.root),
+        ("prescale_factor", f"{a.prescale:.17g}", f"{b.prescale:.17g}"),
+        ("postscale_factor", f"{a.postscale:.17g}", f"{b.postscale:.17g}"),
+        ("compression", a.wire or "none", b.wire or "none"),
+    ]
+    found += [("name of a tensor", *names) for names in zip(a.tensor_names, b.tensor_names, strict=False)]
+    found.append(("device", a.device, b.device))
+    differs, shape = a.kind in ROWS_MAY_DIFFER, "shape"
+    if differs:
+        shape = "shape past the first dimension"
+    for i, (one, other) in enumerate(zip(a.tensors, b.tensors, strict=False)):
+        of = f" of tensor {i}" if len(a.tensors) > 1 else ""
+        found += [("dtype" + of, one[0], other[0]), (shape + of, list(one[1]), list(other[1]))]
+    return found
+
+
+class Entry(NamedTuple):
+    """What one rank says of an operation. `rows`: what may differ between ranks: the rows of each tensor (allgather),
+    or to each rank of the set (alltoall). `problem`: why this rank cannot take part; empty: it can."""
+
+    signature: Signature
+    rows: tuple[int, ...] = ()
+    problem: str = ""
+
+
+class Response(NamedTuple):
+    """One operation that all members of a set issue next, or its failure. `id`: the signature's number; None: it has
+    none. `is_new`: the set's ranks do not know the number yet. `rows`: those of every member; empty for kinds without.
+    `number`: the rank that joined last."""
+
+    id: int | None
+    is_new: bool
+    signature: Signature
+    rows: tuple[tuple[int, ...], ...] = ()
+    error: str = ""
+    number: int = 0
+
+
+READY, LEAVING, EXECUTE, END, BYE = range(5)
+"""Types of messages. To rank 0: operations that this rank has submitted; this rank ends the communication of all, and
+why; it has heard of the end. From rank 0: buckets of operations to issue, in this order; nothing more is issued, and
+why."""
+_HEAD = struct.Struct("<BiII")
+NEWS = 0xFFFFFFFF
+"""Among the numbers of a message: the next of its news, instead of a known signature's id."""
+
+
+def encoded(kind: int, set_id: int, numbers: Sequence[int] = (), news: object = None) -> bytes:
+    """A message: numbers of 32 bits, and what has no number as JSON."""
+    text = b"" if news is None else json.dumps(news).encode()
+    return _HEAD.pack(kind, set_id, len(numbers), len(text)) + struct.pack(f"<{len(numbers)}I", *numbers) + text
+
+
+def decoded(message: bytes) -> tuple[int, int, tuple[int, ...], Any]:
+    """What encoded() was given."""
+    kind, set_id, count, nbytes = _HEAD.unpack_from(message)
+    numbers = struct.unpack_from(f"<{count}I", message, _HEAD.size)
+    return kind, set_id, numbers, json.loads(message[-nbytes:]) if nbytes else None
