@@ -9,19 +9,22 @@ import datetime
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
-from fusedcomm.horovod.order import Request
-from fusedcomm.horovod.signature import DTYPES, Response, Signature
+from fusedcomm.horovod.signature import DTYPES, Signature
 from fusedcomm.native import _C
 from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 
+if TYPE_CHECKING:
+    from fusedcomm.horovod.order import Request
+
 Tensors = Sequence[torch.Tensor]
+Rows = Sequence[Sequence[int]]
 _REDUCE_OPS = {Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX, Product: dist.ReduceOp.PRODUCT}
 
 
@@ -70,9 +73,16 @@ class Bucket:
         """Whether nothing is under way."""
         return all(work.is_completed() for work in self.works)
 
+    def futures(self) -> list[torch.futures.Future]:
+        """What is under way."""
+        return [work.get_future() for work in self.works]
+
     def then(self, function: Callable[[], None]) -> None:
         """Calls the function when the last work ends, on any thread."""
-        self.works[-1].get_future().add_done_callback(lambda _: function())
+        if futures := self.futures():
+            futures[-1].add_done_callback(lambda _: function())
+        else:
+            function()
 
     def has_ended_within(self, seconds: float) -> bool:
         """Waits for so long; on an accelerator, the current stream waits instead. Raises RuntimeError if a work has
@@ -112,22 +122,18 @@ class SumBucket(Bucket):
         super().__init__(device)
         self._is_under_way, self._failure = threading.Lock(), ""
         self._is_under_way.acquire()
-        self._then: list[Callable[[], None]] = []
+        self.future: torch.futures.Future | None = None
 
     def done(self, failure: str) -> None:
         """For the engine. failure: empty if the sum is there."""
         self._failure = failure
         self._is_under_way.release()
-        for function in self._then:
-            function()
+
+    def futures(self) -> list[torch.futures.Future]:
+        return [] if self.future is None else [self.future]
 
     def is_done(self) -> bool:
         return not self._is_under_way.locked()
-
-    def then(self, function: Callable[[], None]) -> None:
-        self._then.append(function)
-        if self.is_done():
-            function()
 
     def has_ended_within(self, seconds: float) -> bool:
         if not self._is_under_way.acquire(timeout=seconds):
@@ -139,21 +145,21 @@ class SumBucket(Bucket):
 
 
 @torch.no_grad()
-def start(members: Members, responses: Sequence[Response], requests: list[Request]) -> Bucket:
+def start(members: Members, rows: Rows, requests: list["Request"]) -> Bucket:
     """Begins the operations of a bucket."""
-    signature = responses[0].signature
+    signature = requests[0].signature
     for request in requests:
         if not request.inputs:
-            request.inputs = request.outputs = neutral(request.entry.signature)
+            request.inputs = request.outputs = neutral(request.signature)
     device = requests[0].inputs[0].device
     if device.type == "cpu":
-        return CALLS[signature.kind](members, signature, responses, requests)
+        return CALLS[signature.kind](members, signature, rows, requests)
     stream = members.streams.setdefault(device, torch.Stream(device))
     with stream:
         for request in requests:
             if request.event is not None:
                 request.event.wait(stream)
-        return CALLS[signature.kind](members, signature, responses, requests)
+        return CALLS[signature.kind](members, signature, rows, requests)
 
 
 def neutral(signature: Signature) -> list[torch.Tensor]:
@@ -216,11 +222,11 @@ def sum_dtype(tensor: torch.Tensor) -> torch.dtype:
 # ---- the operations
 
 
-def allreduce(members: Members, signature: Signature, responses: Sequence[Response], requests: list[Request]) -> Bucket:
+def allreduce(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
     """One sum for each dtype; in a wire, the engine's."""
     inputs = [each for request in requests for each in request.inputs]
     outputs = [each for request in requests for each in request.outputs]
-    if signature.wire and members.size > 1 and is_carried(signature):
+    if members.size > 1 and is_carried(signature):
         return sum_in_wire(members, signature, requests, inputs, outputs)
     bucket = Bucket(inputs[0].device)
     if len(inputs) == 1:
@@ -263,16 +269,18 @@ def reduce_alike(members: Members, signature: Signature, inputs: Tensors, output
 def is_carried(signature: Signature) -> bool:
     """Whether the engine carries the operation in its wire. One sum has one dtype."""
     dtypes = {DTYPES[name] for name, _ in signature.tensors}
-    return signature.op in (Sum, Average) and len(dtypes) == 1 and dtypes.issubset(_C.GRAD_DTYPES)
+    return (
+        signature.wire != "" and signature.op in (Sum, Average) and len(dtypes) == 1 and dtypes.issubset(_C.GRAD_DTYPES)
+    )
 
 
 def sum_in_wire(
-    members: Members, signature: Signature, requests: list[Request], inputs: Tensors, outputs: Tensors
+    members: Members, signature: Signature, requests: list["Request"], inputs: Tensors, outputs: Tensors
 ) -> Bucket:
     """Sums in the engine."""
     bucket = SumBucket(inputs[0].device)
     bucket.outputs = [list(request.outputs) for request in requests]
-    names = [name for request in requests for name in request.entry.signature.names_of_tensors()]
+    names = [name for request in requests for name in request.signature.names_of_tensors()]
     sent = [(name, given, taken) for name, given, taken in zip(names, inputs, outputs, strict=True) if given.numel()]
     for _, given, taken in sent:
         if taken.data_ptr() != given.data_ptr():
@@ -283,20 +291,20 @@ def sum_in_wire(
     if signature.wire not in members.sums:
         members.sums[signature.wire] = members.open_sums(signature.wire)
     factor = signature.prescale * signature.postscale * (1 if signature.op == Average else members.size)
-    members.sums[signature.wire].run(
+    bucket.future = members.sums[signature.wire].run(
         names=[name for name, _, _ in sent], tensors=[taken for _, _, taken in sent], factor=factor, done=bucket.done
     )
     return bucket
 
 
-def allgather(members: Members, signature: Signature, responses: Sequence[Response], requests: list[Request]) -> Bucket:
+def allgather(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
     """A backend gathers equal parts: shorter ones are filled up, and cut off again."""
     inputs = requests[0].inputs
     bucket = Bucket(inputs[0].device)
     bucket.outputs = [[]]
     for i, given in enumerate(inputs):
-        rows = [of_member[i] for of_member in responses[0].rows]
-        most, is_even = max(rows), len(set(rows)) == 1
+        counts = [of_member[i] for of_member in rows]
+        most, is_even = max(counts), len(set(counts)) == 1
         gathered = given.new_empty((most * members.size, *given.shape[1:]))
         part = given
         if not is_even:
@@ -308,17 +316,17 @@ def allgather(members: Members, signature: Signature, responses: Sequence[Respon
             backend = members.backend(given.device)
             bucket.works.append(backend._allgather_base(as_bytes(gathered), as_bytes(part)))
 
-        def write(gathered: torch.Tensor = gathered, rows: list[int] = rows, most: int = most) -> None:
+        def write(gathered: torch.Tensor = gathered, counts: list[int] = counts, most: int = most) -> None:
             whole = gathered
-            if any(count != most for count in rows):
-                whole = torch.cat([gathered[j * most : j * most + count] for j, count in enumerate(rows)])
+            if any(count != most for count in counts):
+                whole = torch.cat([gathered[j * most : j * most + count] for j, count in enumerate(counts)])
             bucket.outputs[0].append(whole)
 
         bucket.write(write)
     return bucket
 
 
-def broadcast(members: Members, signature: Signature, responses: Sequence[Response], requests: list[Request]) -> Bucket:
+def broadcast(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
     """From the root to the outputs."""
     bucket = Bucket(requests[0].inputs[0].device)
     bucket.outputs = [list(requests[0].outputs)]
@@ -332,9 +340,9 @@ def broadcast(members: Members, signature: Signature, responses: Sequence[Respon
     return bucket
 
 
-def alltoall(members: Members, signature: Signature, responses: Sequence[Response], requests: list[Request]) -> Bucket:
+def alltoall(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
     """Rows to each member, and from each."""
-    (given,), rows = requests[0].inputs, responses[0].rows
+    (given,) = requests[0].inputs
     bucket = Bucket(given.device)
     sent, received = list(rows[members.rank]), [of_member[members.rank] for of_member in rows]
     taken = given.new_empty((sum(received), *given.shape[1:]))
@@ -348,9 +356,7 @@ def alltoall(members: Members, signature: Signature, responses: Sequence[Respons
     return bucket
 
 
-def reducescatter(
-    members: Members, signature: Signature, responses: Sequence[Response], requests: list[Request]
-) -> Bucket:
+def reducescatter(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
     """Every member sums the rows that it gets. The first ones get one more if they cannot be divided equally."""
     inputs = requests[0].inputs
     bucket = Bucket(inputs[0].device)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.order import Request
-from fusedcomm.horovod.signature import NO_NAME, Entry, Signature
+from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.world import World
 
 
@@ -58,18 +57,19 @@ def joined() -> None:
 
 def submit(
     found: World,
-    entry: Entry,
+    signature: Signature,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     finish: Callable[[Request], Any],
     written: Sequence[torch.Tensor] = (),
     set_id: int = 0,
     at_once: bool = False,
+    rows: Sequence[int] = (),
 ) -> int:
     """As begin(), for an operation that the script waits for: returns its handle. Raises ValueError if its name is
     pending."""
     global _num_handles
-    place = (set_id, entry.signature.key)
+    place = (set_id, signature.key)
     last = _pending.get(_last_of_name.get(place, -1))
     # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
     if last is not None and last.world is found and not last.is_seen_done:
@@ -77,7 +77,7 @@ def submit(
             f"{place[1]} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
-    pending = begin(found, entry, inputs, outputs, finish, written, set_id, at_once)
+    pending = begin(found, signature, inputs, outputs, finish, written, set_id, at_once, rows)
     with _lock:
         handle, _num_handles = _num_handles, _num_handles + 1
     _pending[handle] = pending
@@ -87,13 +87,14 @@ def submit(
 
 def begin(
     found: World,
-    entry: Entry,
+    signature: Signature,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     finish: Callable[[Request], Any],
     written: Sequence[torch.Tensor],
     set_id: int,
     at_once: bool = False,
+    rows: Sequence[int] = (),
 ) -> Pending:
     """Submits an operation. at_once: the caller is about to wait for it.
 
@@ -104,11 +105,8 @@ def begin(
         # Writes of the results must not count: these share the memory, but not the version.
         given = [each.data for each in inputs], [each.data for each in outputs]
         versions = [each._version for each in inputs]
-    request = Request(set_id, entry, *given)
-    try:
-        found.order.submit(request, at_once)
-    except RuntimeError as error:
-        raise HorovodInternalError(str(error)) from error
+    request = Request(set_id, signature, *given, rows)
+    found.order.submit(request, at_once)
     return Pending(found, request, inputs, written, finish, versions)
 
 
@@ -124,7 +122,7 @@ def poll(handle: int) -> bool:
 def refuse(found: World, kind: str, name: str, problem: str, set_id: int) -> None:
     """Tells the ranks that submit the operation why this one does not: they get it as a HorovodInternalError."""
     with contextlib.suppress(ValueError, RuntimeError):  # its name is pending, or the job has failed
-        found.order.submit(Request(set_id, Entry(Signature(kind, name), problem=problem)), at_once=True)
+        found.order.submit(Request(set_id, Signature(kind, name), problem=problem), at_once=True)
 
 
 def _checked(handle: int) -> int:
@@ -162,9 +160,9 @@ def _check_versions(pending: Pending) -> None:
     for i, (tensor, before) in enumerate(zip(pending.inputs, pending.versions, strict=True)):
         if tensor._version != before:
             raise RuntimeError(
-                f"rank {pending.world.rank}: {pending.request.key}: tensor {i}, of shape {tuple(tensor.shape)}, was "
-                "changed in place after it was submitted and before it was synchronized, so the result may hold old or "
-                "new values. Submit a clone, or change it after synchronize()"
+                f"rank {pending.world.rank}: {pending.request.signature.key}: tensor {i}, of shape "
+                f"{tuple(tensor.shape)}, was changed in place after it was submitted and before it was synchronized, "
+                "so the result may hold old or new values. Submit a clone, or change it after synchronize()"
             )
 
 

@@ -24,7 +24,7 @@ from fusedcomm.horovod.checks import (
 from fusedcomm.horovod.handles import next_name, refuse, submit, synchronize
 from fusedcomm.horovod.order import Request
 from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set
-from fusedcomm.horovod.signature import Entry, Signature
+from fusedcomm.horovod.signature import Signature
 
 Tensors = Sequence[torch.Tensor]
 
@@ -101,8 +101,8 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
             return results[0], received.to(splits.device) if isinstance(splits, torch.Tensor) else received
         return results if call.is_group else results[0]
 
-    return submit(found, Entry(signature, rows), inputs, _as_moved(outputs), finish, outputs if in_place else (),
-                  set_id, at_once)  # fmt: skip
+    return submit(found, signature, inputs, _as_moved(outputs), finish, outputs if in_place else (),
+                  set_id, at_once, rows)  # fmt: skip
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

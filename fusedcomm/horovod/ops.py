@@ -33,7 +33,7 @@ from fusedcomm.horovod.compression import Compression, check_compression, wire_o
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.operations import Call, finished, run
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
-from fusedcomm.horovod.signature import NO_NAME, Entry, Signature
+from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.world import world
 
 Tensors = Sequence[torch.Tensor]
@@ -211,8 +211,8 @@ def join(device: int = -1) -> int:
 
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
-    entry = Entry(Signature("join", NO_NAME))
-    number = synchronize(submit(found, entry, [], [], lambda request: request.number, at_once=True))
+    join = Signature("join", NO_NAME)
+    number = synchronize(submit(found, join, [], [], lambda request: request.number, at_once=True))
     joined()
     return number
 
@@ -222,5 +222,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
-    entry, set_id = Entry(Signature("barrier", NO_NAME)), process_set.process_set_id or 0
-    synchronize(submit(found, entry, [], [], lambda _: None, set_id=set_id, at_once=True))
+    barrier, set_id = Signature("barrier", NO_NAME), process_set.process_set_id or 0
+    synchronize(submit(found, barrier, [], [], lambda _: None, set_id=set_id, at_once=True))

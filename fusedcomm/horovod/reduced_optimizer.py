@@ -18,7 +18,7 @@ from fusedcomm.horovod.handles import Pending, begin, synchronize, wait
 from fusedcomm.horovod.objects import broadcast_object
 from fusedcomm.horovod.process_sets import ProcessSet, member_of
 from fusedcomm.horovod.served import Served, new_parameters
-from fusedcomm.horovod.signature import Entry, Signature
+from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.weighted import OptimizerWeight
 from fusedcomm.horovod.world import World, world
@@ -293,7 +293,7 @@ class ReducedOptimizer(Served):
                 wire=wire,
                 tensor_names=tuple(gradient.name for gradient in unit.gradients),
             ).of(tensors)
-        return begin(found, Entry(signature), tensors, tensors, _none, tensors, self.process_set.process_set_id)
+        return begin(found, signature, tensors, tensors, _none, tensors, self.process_set.process_set_id)
 
     def _receive(self, unit: Unit) -> None:
         """Waits for the unit's sums and writes the gradients. A group with a sparse one travels as sparse ones."""

@@ -1,7 +1,5 @@
-"""What the ranks must agree on for one operation, and the messages in which they tell each other."""
+"""What the ranks must agree on for one operation."""
 
-import json
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,11 +52,16 @@ class Signature(NamedTuple):
     def key(self) -> str:
         return f"{self.kind}.{self.name}"
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether ranks may give tensors that differ in their first dimension."""
+        return self.kind in ROWS_MAY_DIFFER
+
     def of(self, tensors: Sequence[torch.Tensor]) -> "Signature":
         """This signature, with these tensors' dtypes, shapes and device."""
         if not tensors:
             return self
-        first = 1 if self.kind in ROWS_MAY_DIFFER else 0
+        first = 1 if self.has_rows else 0
         described = tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
         return self._replace(tensors=described, device=tensors[0].device.type)
 
@@ -108,54 +111,8 @@ def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
     ]
     found += [("name of a tensor", *names) for names in zip(a.tensor_names, b.tensor_names, strict=False)]
     found.append(("device", a.device, b.device))
-    differs, shape = a.kind in ROWS_MAY_DIFFER, "shape"
-    if differs:
-        shape = "shape past the first dimension"
+    shape = "shape past the first dimension" if a.has_rows else "shape"
     for i, (one, other) in enumerate(zip(a.tensors, b.tensors, strict=False)):
         of = f" of tensor {i}" if len(a.tensors) > 1 else ""
         found += [("dtype" + of, one[0], other[0]), (shape + of, list(one[1]), list(other[1]))]
     return found
-
-
-class Entry(NamedTuple):
-    """What one rank says of an operation. `rows`: what may differ between ranks: the rows of each tensor (allgather),
-    or to each rank of the set (alltoall). `problem`: why this rank cannot take part; empty: it can."""
-
-    signature: Signature
-    rows: tuple[int, ...] = ()
-    problem: str = ""
-
-
-class Response(NamedTuple):
-    """One operation that all members of a set issue next, or its failure. `id`: the signature's number; None: it has
-    none. `is_new`: the set's ranks do not know the number yet. `rows`: those of every member; empty for kinds without.
-    `number`: the rank that joined last."""
-
-    id: int | None
-    is_new: bool
-    signature: Signature
-    rows: tuple[tuple[int, ...], ...] = ()
-    error: str = ""
-    number: int = 0
-
-
-READY, LEAVING, EXECUTE, END, BYE = range(5)
-"""Types of messages. To rank 0: operations that this rank has submitted; this rank ends the communication of all, and
-why; it has heard of the end. From rank 0: buckets of operations to issue, in this order; nothing more is issued, and
-why."""
-_HEAD = struct.Struct("<BiII")
-NEWS = 0xFFFFFFFF
-"""Among the numbers of a message: the next of its news, instead of a known signature's id."""
-
-
-def encoded(kind: int, set_id: int, numbers: Sequence[int] = (), news: object = None) -> bytes:
-    """A message: numbers of 32 bits, and what has no number as JSON."""
-    text = b"" if news is None else json.dumps(news).encode()
-    return _HEAD.pack(kind, set_id, len(numbers), len(text)) + struct.pack(f"<{len(numbers)}I", *numbers) + text
-
-
-def decoded(message: bytes) -> tuple[int, int, tuple[int, ...], Any]:
-    """What encoded() was given."""
-    kind, set_id, count, nbytes = _HEAD.unpack_from(message)
-    numbers = struct.unpack_from(f"<{count}I", message, _HEAD.size)
-    return kind, set_id, numbers, json.loads(message[-nbytes:]) if nbytes else None

@@ -18,12 +18,10 @@ import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
 import fusedcomm.horovod.timeline as timeline
 from fusedcomm.horovod.launch import Launch, set_launch
-from fusedcomm.horovod.negotiator import Negotiator
 from fusedcomm.horovod.order import Order, Request
 from fusedcomm.horovod.process_sets import ProcessSet, forget_sets, make_sets, parse_sets
-from fusedcomm.horovod.signature import Entry, Response, Signature
+from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
-from fusedcomm.log import LOGGER
 from fusedcomm.ranks import own_address
 from fusedcomm.ranks.agreement import difference
 from fusedcomm.ranks.connections import kept_alive
@@ -79,7 +77,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None =
 
 
 def _wait_for_all(new: World) -> None:
-    barrier = Request(0, Entry(Signature("barrier", "init")))
+    barrier = Request(0, Signature("barrier", "init"))
     new.order.submit(barrier, at_once=True)
     new.order.wait(barrier)
 
@@ -117,22 +115,13 @@ def _connect(found: Launch, settings: environment.Settings, sets: list[ProcessSe
     control = None
     if new.size > 1:
         control, new.sockets = kept_alive(lambda: gloo_backend_over(store, "control", new.rank, new.size, new.timeout))
-    new.order = Order(new.rank, new.size, control, _negotiator(new), functools.partial(_start, new.members))
+    ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
+    new.order = Order(new.rank, new.size, ranks, control, settings, functools.partial(_start, new.members))
     return new
 
 
-def _negotiator(new: World) -> Negotiator | None:
-    if new.rank != 0:
-        return None
-    sets = {set_id: each.ranks for set_id, each in new.sets.items()}
-    settings = new.settings
-    return Negotiator(
-        new.size, sets, settings.fusion_nbytes, settings.stall_warning_s, settings.stall_shutdown_s, LOGGER.warning
-    )
-
-
-def _start(members: dict[int, Any], set_id: int, responses: Sequence[Response], requests: list[Request]) -> Any:
-    return calls.start(members[set_id], responses, requests)
+def _start(members: dict[int, Any], set_id: int, rows: calls.Rows, requests: list[Request]) -> Any:
+    return calls.start(members[set_id], rows, requests)
 
 
 def _problem_of(abouts: list[dict[str, Any]]) -> str:
@@ -207,12 +196,10 @@ def _leave_to_parent() -> None:
         return
     import fusedcomm.horovod.engines as engines
 
-    ended, old.order = (
-        old.order,
-        Ended(
-            f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
-            "its job"
-        ),
+    ended = old.order
+    old.order = Ended(
+        f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
+        "its job"
     )
     # The end of an engine, or a backend, waits for threads.
     _keep(ended)

@@ -82,27 +82,24 @@ class Writer:
         self._processes: dict[str, int] = {}
         self._began_s = time.perf_counter()
         if order is not None:
-            order.on_issued = self.note
+            order.watch(self)
 
-    def note(self, requests: list[Request]) -> None:
-        """These requests are issued together. Their spans are written when they have ended."""
-        issued_s, bucket = time.perf_counter(), requests[0].bucket
+    def issued(self, requests: list[Request]) -> None:
+        """Notes the moment, and marks it as a cycle."""
+        now_s = time.perf_counter()
+        for request in requests:
+            request.issued_s = now_s
         if self._marks_cycles:
-            self._write([self._event(CYCLES, "CYCLE_START", issued_s)])
+            self._write([self._event(CYCLES, "CYCLE_START", now_s)])
 
-        def ended() -> None:
-            now_s = time.perf_counter()
-            events = []
-            for request in requests:
-                phase = request.entry.signature.kind.upper()
-                events.append(self._event(request.key, f"NEGOTIATE_{phase}", request.submitted_s, issued_s))
-                events.append(self._event(request.key, phase, issued_s, now_s))
-            self._write(events)
-
-        if bucket is None or bucket.is_done():
-            ended()
-        else:
-            bucket.then(ended)
+    def ended(self, requests: list[Request]) -> None:
+        """Writes the requests' spans."""
+        now_s, events = time.perf_counter(), []
+        for request in requests:
+            key, phase = request.signature.key, request.signature.kind.upper()
+            events.append(self._event(key, f"NEGOTIATE_{phase}", request.submitted_s, request.issued_s))
+            events.append(self._event(key, phase, request.issued_s, now_s))
+        self._write(events)
 
     def _event(self, name: str, phase: str, begin_s: float, end_s: float | None = None) -> dict:
         """A span of a name, or without an end a mark."""
@@ -144,7 +141,7 @@ class Writer:
     def end(self) -> None:
         """Completes the file. What has not ended is left out."""
         if self._order is not None:
-            self._order.on_issued = None
+            self._order.watch(None)
         with self._lock:
             self._is_ended = True
             self._say("\n]\n" if self._processes else "[]\n")

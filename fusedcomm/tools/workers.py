@@ -29,8 +29,8 @@ exec 3<&0
 setsid env {variables} {program} </dev/null 3<&- & worker=$!
 (cat <&3; kill -s TERM -- -$worker; sleep {end_s:g}; kill -s KILL -- -$worker) >/dev/null 2>&1 &
 wait $worker"""
-"""The script that `sh` runs on another host. Its input stays open as long as this launcher and ssh live; the worker, with
-its own processes, ends with them."""
+"""The script that `sh` runs on another host. Its input stays open as long as this launcher and ssh live; the worker,
+with its own processes, ends with them."""
 
 
 @dataclasses.dataclass

@@ -12,7 +12,6 @@ from refusals import rows
 import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
-from fusedcomm.horovod import signatures
 from fusedcomm.horovod.wire_texts import config_of
 
 Call = Callable[[int], object]
@@ -328,7 +327,6 @@ READ = [
         (PLACE | {"HOROVOD_RANK": "first"}, "HOROVOD_RANK='first' is not possible"),
     ]
 ]
-GUESSED = with_variables(lambda _: signatures.signed(b"", "x"), **{signatures.KEY: "secret-of-mine"})
 
 
 def wrong_on_rank_1(rank: int) -> None:
@@ -364,7 +362,6 @@ ALONE = [
     *NAMES_NOTHING,
     *OF_CONFIGS,
     *READ,
-    (GUESSED, "has 14 characters: use at least 32"),
 ]
 ROWS = [
     *rows("horovod", 2, OF_TWO),
