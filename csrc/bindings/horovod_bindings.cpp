@@ -103,19 +103,19 @@ void bind_horovod(pybind11::module_& m) {
   m.def("gradient_as_sent", &gradient_as_sent, py::arg("parameter"), py::arg("arriving"), NoGil());
   bind_operation(m);
   py::class_<Order, std::shared_ptr<Order>>(m, "Order")
-      .def(py::init(&make_order), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sets"),
-           py::arg("control"), py::arg("fusion_nbytes"), py::arg("stall_warning_s"),
-           py::arg("stall_shutdown_s"), py::arg("start"), py::arg("mismatch"), py::arg("say"))
+      .def(py::init(&make_order), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sets"), py::arg("control"),
+           py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("start"),
+           py::arg("mismatch"), py::arg("say"))
       .def(
           "submit",
-          [](Order& order, int64_t ticket, int set, std::shared_ptr<horovod::Operation> operation, std::vector<int64_t> rows,
-             std::string problem, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
-             bool at_once) {
+          [](Order& order, int64_t ticket, int set, std::shared_ptr<horovod::Operation> operation,
+             std::vector<int64_t> rows, std::string problem, const std::vector<at::Tensor>& inputs,
+             std::vector<at::Tensor> outputs, bool at_once) {
             order.submit(ticket, set, {horovod::kNoId, std::move(operation), std::move(rows), std::move(problem)},
                          inputs, std::move(outputs), at_once);
           },
-          py::arg("ticket"), py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"), py::arg("inputs"),
-          py::arg("outputs"), py::arg("at_once"), NoGil())
+          py::arg("ticket"), py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"),
+          py::arg("inputs"), py::arg("outputs"), py::arg("at_once"), NoGil())
       .def("poll", &Order::poll, py::arg("ticket"), NoGil())
       .def("set_watch", &Order::set_watch, py::arg("watch").none(true), NoGil())
       // Returns the error's text, empty if there is none, and of a join the rank that joined last.

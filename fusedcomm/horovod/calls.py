@@ -58,12 +58,14 @@ class Bucket:
     """Operations that are issued together. `error`: None until it is finished, then empty if it has worked."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lock, self.error = threading.Lock(), None
+        self.lock = threading.Lock()
+        self.error: str | None = None
         self.outputs: list[list[torch.Tensor]] = []
         """Of each request, once the bucket is finished."""
         self.works: list[dist.Work] = []
         self._writes: list[Callable[[], None]] = []
-        self._device, self._written = device, None
+        self._device = device
+        self._written: torch.Event | None = None
 
     def write(self, function: Callable[[], None]) -> None:
         """Calls the function when all works have ended."""

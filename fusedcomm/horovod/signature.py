@@ -85,8 +85,9 @@ class Signature(NamedTuple):
     @staticmethod
     def read(fields: list) -> "Signature":
         """From what json makes of one."""
-        *others, tensors, names = fields
-        return Signature(*others, tuple((dtype, tuple(shape)) for dtype, shape in tensors), tuple(names))
+        tensors, names = fields[-2:]
+        described = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
+        return Signature._make([*fields[:-2], described, tuple(names)])
 
 
 def mismatch(a: Signature, rank_a: int, b: Signature, rank_b: int) -> str:

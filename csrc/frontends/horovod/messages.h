@@ -20,11 +20,11 @@ struct Operation {
   std::string signature;  // all that must be the same on every rank: a text of the caller's
   std::string fuses;      // operations with the same text may share a bucket; empty: none
   int64_t nbytes = 0;
-  bool has_number = true;         // whether rank 0 may give it a number
-  bool may_lack_joined = false;   // whether it takes place although some ranks have joined
-  bool is_call = true;            // whether it moves data: barrier and join do not
+  bool has_number = true;        // whether rank 0 may give it a number
+  bool may_lack_joined = false;  // whether it takes place although some ranks have joined
+  bool is_call = true;           // whether it moves data: barrier and join do not
   bool is_join = false;
-  bool is_small = false;          // a sum that travels with the messages
+  bool is_small = false;  // a sum that travels with the messages
   Reduction reduction;
 };
 using OperationPtr = std::shared_ptr<const Operation>;

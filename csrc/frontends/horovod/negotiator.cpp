@@ -39,8 +39,7 @@ void Negotiator::add(int number, int rank, Entry entry) {
              pending.first->signature != entry.operation->signature) {
     pending.problem = mismatch_(pending.first->signature, pending.first_rank, entry.operation->signature, rank);
   }
-  const auto member =
-      static_cast<size_t>(std::find(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin());
+  const auto member = static_cast<size_t>(std::find(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin());
   if (member == set.ranks.size() || pending.has[member]) return;
   pending.has[member] = true;
   --pending.num_missing;
