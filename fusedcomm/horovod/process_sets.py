@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fusedcomm.horovod.calls import Members
 from fusedcomm.horovod.world import World, world
-from fusedcomm.ranks.groups import gloo_backend_over
+from fusedcomm.ranks.channels import connect_gloo
 from fusedcomm.ranks.own_group import OwnGroup
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -130,7 +130,7 @@ def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[int, str]
         if new.rank not in each.ranks:
             continue
         rank, store = each.ranks.index(new.rank), dist.PrefixStore(f"sets/{set_id}", new.store)
-        backend = gloo_backend_over(store, "cpu", rank, len(each.ranks), TIMEOUT)
+        backend = connect_gloo(store, "cpu", rank, len(each.ranks), TIMEOUT)
         group = OwnGroup(store, rank, len(each.ranks), TIMEOUT, {"cpu": backend}, new.rank)
         new.members[set_id] = Members(group, functools.partial(open_sums, set_id))
 

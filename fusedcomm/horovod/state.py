@@ -24,8 +24,8 @@ from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
 from fusedcomm.ranks import own_address
 from fusedcomm.ranks.agreement import difference
+from fusedcomm.ranks.channels import connect_gloo
 from fusedcomm.ranks.connections import kept_alive
-from fusedcomm.ranks.groups import gloo_backend_over
 
 __all__ = ["Launch", "World", "init", "is_initialized", "set_launch", "shutdown", "world"]
 
@@ -114,7 +114,7 @@ def _connect(found: Launch, settings: environment.Settings, sets: list[ProcessSe
     make_sets(new, sets, open_sums)
     control = None
     if new.size > 1:
-        control, new.sockets = kept_alive(lambda: gloo_backend_over(store, "control", new.rank, new.size, new.timeout))
+        control, new.sockets = kept_alive(lambda: connect_gloo(store, "control", new.rank, new.size, new.timeout))
     ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
     new.order = Order(new.rank, new.size, ranks, control, settings, functools.partial(_start, new.members))
     return new

@@ -80,7 +80,7 @@ class Process:
     def send_away(self, uid):
         pass
 
-    def heard_dead(self, uid):
+    def heard_dead(self, uid, reason):
         self.prove(uid)
 
     def failed(self, error):
