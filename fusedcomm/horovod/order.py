@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -116,7 +117,7 @@ class Order:
             fusion_nbytes=settings.fusion_nbytes,
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
-            start=self._begin,
+            start=_weakly(self._begin),
             mismatch=_mismatch,
             say=LOGGER.warning,
         )
@@ -248,7 +249,7 @@ class Order:
     def watch(self, watcher: Watcher | None) -> None:
         """Tells the watcher of all operations from now on. None: tells nobody."""
         self._watcher = watcher
-        self._native.set_watch(None if watcher is None else self._tell)
+        self._native.set_watch(None if watcher is None else _weakly(self._tell))
 
     def _tell(self, tickets: Sequence[int]) -> None:
         """Small sums have ended."""
@@ -264,6 +265,12 @@ class Order:
             with contextlib.suppress(RuntimeError):
                 has_ended &= bucket.has_ended_within(max(0.0, deadline - time.monotonic()))
         return has_ended
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, for the native object that its own object keeps: neither must keep the other alive."""
+    found = weakref.WeakMethod(method)
+    return lambda *args: found()(*args)  # type: ignore[misc]
 
 
 def _mismatch(a: str, rank_a: int, b: str, rank_b: int) -> str:
