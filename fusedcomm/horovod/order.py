@@ -80,6 +80,8 @@ class Watcher(Protocol):
         """The results of these are there."""
 
 
+Said = tuple[str, int, Sequence[int]]
+"""What a rank has submitted: its signature as JSON, the rank, and its rows."""
 Start = Callable[[int, Sequence[Sequence[int]], list[Request]], Any]
 """Begins a bucket of a set on this rank: (set, rows of each member, requests) -> a calls.Bucket."""
 
@@ -159,17 +161,19 @@ class Order:
         if len(self._known) == MAX_KNOWN:
             self._known.clear()
         kind, fuses = signature.kind, signature.fuses()
+        nbytes = signature.nbytes()
         is_small = fuses is not None and signature.device == "cpu" and not calls.is_carried(signature)
+        is_small = is_small and 0 < nbytes <= SMALL_NBYTES
         operation = self._known[signature] = _C.AgreedOperation(
             key=signature.key,
             signature=json.dumps(signature),
-            fuses="" if fuses is None else json.dumps(fuses),
-            nbytes=signature.nbytes(),
+            fuses="" if fuses is None else json.dumps([is_small, *fuses]),
+            nbytes=nbytes,
             has_number=not (signature.has_rows or signature.name.startswith(NO_NAME)),
             may_lack_joined=kind == "allreduce",
             is_call=kind not in ("barrier", "join"),
             is_join=kind == "join",
-            is_small=is_small and 0 < signature.nbytes() <= SMALL_NBYTES,
+            is_small=is_small,
             op=signature.op,
             prescale=signature.prescale,
             postscale=signature.postscale,
@@ -181,7 +185,7 @@ class Order:
     ) -> list[torch.futures.Future]:
         """At the turn of a bucket. Returns what is under way."""
         requests = [
-            self._requests[ticket] if ticket >= 0 else Request(set_id, Signature.read(json.loads(signature)))
+            self._requests[ticket] if ticket >= 0 else Request(set_id, _read(signature))
             for ticket, signature in zip(tickets, signatures, strict=True)
         ]
         bucket = self._start(set_id, rows, requests)
@@ -273,5 +277,10 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: found()(*args)  # type: ignore[misc]
 
 
-def _mismatch(a: str, rank_a: int, b: str, rank_b: int) -> str:
-    return mismatch(Signature.read(json.loads(a)), rank_a, Signature.read(json.loads(b)), rank_b)
+def _mismatch(a: Said, b: Said) -> str:
+    (one, rank, rows), (other, other_rank, other_rows) = a, b
+    return mismatch(_read(one).with_rows(rows), rank, _read(other).with_rows(other_rows), other_rank)
+
+
+def _read(signature: str) -> Signature:
+    return Signature.read(json.loads(signature))

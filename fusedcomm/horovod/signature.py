@@ -85,9 +85,30 @@ class Signature(NamedTuple):
     @staticmethod
     def read(fields: list) -> "Signature":
         """From what json makes of one."""
-        tensors, names = fields[-2:]
+        kind, name, op, prescale, postscale, root, wire, device, tensors, names = fields
         described = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
-        return Signature._make([*fields[:-2], described, tuple(names)])
+        return Signature(kind, name, op, prescale, postscale, root, wire, device, described, tuple(names))
+
+    def with_rows(self, rows: Sequence[int]) -> "Signature":
+        """This signature with the tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
+        if not self.has_rows:
+            return self
+        whole = [sum(rows)] if self.kind == "alltoall" else rows
+        named = zip(self.tensors, whole, strict=False)
+        return self._replace(tensors=tuple((dtype, (count, *shape)) for (dtype, shape), count in named))
+
+
+class Shape:
+    """For people; equal to others that agree from the dimension `first` on."""
+
+    def __init__(self, sizes: Sequence[int], first: int) -> None:
+        self.sizes, self.first = list(sizes), first
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shape) and self.sizes[self.first :] == other.sizes[self.first :]
+
+    def __repr__(self) -> str:
+        return str(self.sizes)
 
 
 def mismatch(a: Signature, rank_a: int, b: Signature, rank_b: int) -> str:
@@ -112,8 +133,8 @@ def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
     ]
     found += [("name of a tensor", *names) for names in zip(a.tensor_names, b.tensor_names, strict=False)]
     found.append(("device", a.device, b.device))
-    shape = "shape past the first dimension" if a.has_rows else "shape"
+    first, shape = (1, "shape past the first dimension") if a.has_rows else (0, "shape")
     for i, (one, other) in enumerate(zip(a.tensors, b.tensors, strict=False)):
         of = f" of tensor {i}" if len(a.tensors) > 1 else ""
-        found += [("dtype" + of, one[0], other[0]), (shape + of, list(one[1]), list(other[1]))]
+        found += [("dtype" + of, one[0], other[0]), (shape + of, Shape(one[1], first), Shape(other[1], first))]
     return found

@@ -28,7 +28,7 @@ void Negotiator::add(int number, int rank, Entry entry) {
   if (!pending.first) {
     pending.first = entry.operation;
     pending.first_rank = rank;
-    pending.id = entry.id;
+    pending.first_rows = entry.rows;
     pending.has.resize(set.ranks.size());
     pending.num_missing = set.ranks.size();
     pending.since = Clock::now();
@@ -37,7 +37,8 @@ void Negotiator::add(int number, int rank, Entry entry) {
     pending.problem = "fusedcomm: rank " + std::to_string(rank) + " cannot take part: " + entry.problem;
   } else if (pending.problem.empty() && pending.first != entry.operation &&
              pending.first->signature != entry.operation->signature) {
-    pending.problem = mismatch_(pending.first->signature, pending.first_rank, entry.operation->signature, rank);
+    pending.problem = mismatch_({pending.first->signature, pending.first_rank, pending.first_rows},
+                                {entry.operation->signature, rank, entry.rows});
   }
   const auto member = static_cast<size_t>(std::find(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin());
   if (member == set.ranks.size() || pending.has[member]) return;

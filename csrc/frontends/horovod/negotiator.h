@@ -10,8 +10,8 @@
 #include <functional>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -31,8 +31,10 @@ struct NegotiatorOptions {
 class Negotiator {
  public:
   using Say = std::function<void(const std::string& text)>;
+  // What a rank has submitted: the signature, the rank, and the rows.
+  using Said = std::tuple<std::string, int, std::vector<int64_t>>;
   // Why two ranks' operations of one name cannot be one; empty if they can.
-  using Mismatch = std::function<std::string(const std::string& a, int rank_a, const std::string& b, int rank_b)>;
+  using Mismatch = std::function<std::string(const Said& a, const Said& b)>;
 
   // sets: the ranks of each process set.
   Negotiator(int size, const std::vector<std::vector<int>>& sets, const NegotiatorOptions& options, Mismatch mismatch,
@@ -56,7 +58,7 @@ class Negotiator {
   struct Pending {
     OperationPtr first;
     int first_rank = 0;
-    Id id = kNoId;
+    std::vector<int64_t> first_rows;
     std::vector<bool> has;  // by member
     size_t num_missing = 0;
     std::vector<std::vector<int64_t>> rows;

@@ -54,7 +54,7 @@ std::string text_of(const at::Tensor& tensor) {
 at::Tensor tensor_of(const std::string& text) {
   const auto dtype = static_cast<at::ScalarType>(text.front());
   const auto numel = static_cast<int64_t>((text.size() - 1) / c10::elementSize(dtype));
-  const at::Tensor tensor = at::empty({numel}, dtype);
+  const at::Tensor tensor = at::empty({numel}, at::TensorOptions().dtype(dtype));
   std::memcpy(tensor.data_ptr(), text.data() + 1, text.size() - 1);
   return tensor;
 }
