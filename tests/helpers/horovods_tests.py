@@ -33,6 +33,7 @@ CANNOT = {
     "No GPU available": "needs a CUDA GPU",
     "Only one worker available": "needs several ranks; it runs with 2, 3 and 4",
     "This test does not apply if there is only one worker.": "needs several ranks; it runs with 2, 3 and 4",
+    "Adasum requires MPI": "is of Adasum, which is not here",
     "MPI not enabled": "asks for MPI, although it would not use it here",
     "Number of ranks is 1. Skipping test.": "needs several ranks; it runs with 2, 3 and 4",
     "https://github.com/horovod/horovod/issues/2496": "Horovod always skips it (test_timeline_api)",
