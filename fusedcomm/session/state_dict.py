@@ -53,7 +53,7 @@ def load_state_dict(session: Session, state: dict) -> None:
         residuals = {}
     of_encoders = state.get("residuals_of_encoders", {}) if residuals else {}
     # Each call checks its names before it changes anything. check() has checked everything else.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         session.synchronizer.restore_residuals(residuals, of_encoders=of_encoders)
     session.synchronizer.restore_nonfinite(state["nonfinite"])
     session.synchronizer.step = state["step"]

@@ -321,6 +321,9 @@ class Agreement:
         self.proposal, self._margin = None, _MARGIN
         views = [*roster.may_be_active(acks), view]
         self._adopt(commit_message(Decision(view, finished, lost, joined), proposal.immediate, views))
+        for uid in proposal.participants:
+            if uid != self._uid:
+                self._effects.send(uid, self.commit)
 
     # ---- the members
 
@@ -333,13 +336,15 @@ class Agreement:
         if told.committed < self.view.number and (sender in self.view or told.committed >= 0):
             self._effects.send(sender, self.commit)
         self._see_active(told.active)
-        self._see_ready()
+        if told.ready == self.view.number:
+            self._see_ready()
         promise = self._promise
         if promise.to == sender and told.proposes != promise.number > told.committed:
             self._barrier.resume(promise.number)  # its abort was lost with a connection
         self._hear_dead(told.dead)
         fields = ("silent", "wants", "ready", "active", "promised")
-        if known is None or any(getattr(known, each) != getattr(told, each) for each in fields):
+        is_new = known is None or any(getattr(known, each) != getattr(told, each) for each in fields)
+        if is_new and self.roster.lowest() == self._uid:
             self._consider()
 
     def _reasons(self) -> dict[str, str]:
