@@ -16,35 +16,29 @@ if TYPE_CHECKING:
     from fusedcomm.horovod.world import World
 
 _NO_TIMEOUT = datetime.timedelta(days=365)
-"""A slow rank is no error: the coordinator reports stalls, and notices lost ranks."""
+"""A slow rank is no error: rank 0 reports stalls, and lost ranks are noticed."""
 
 opened: "list[tuple[World, Session]]" = []
 
 
-def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchronizer":
+def open_sums(world: "World", set_id: int, wire: str) -> "_C.FusedSum":
     """Opens the engine of a process set for a wire. Every member of the set calls it, in the same order.
 
     Raises RuntimeError, with the same text on every member, if one of them cannot open it.
     """
-    ranks = list(world.sets[set_id].ranks)
-    backend = world.backends.get(set_id)
-    group = OwnGroup(
-        dist.PrefixStore(f"engines/{set_id}", world.store),
-        ranks.index(world.rank),
-        len(ranks),
-        _NO_TIMEOUT,
-        {} if backend is None else {"cpu": backend},
-        world.rank,
-    )
+    of_set = world.members[set_id].group
+    store = dist.PrefixStore(f"engines/{set_id}", world.store)
+    backends = {"cpu": of_set.backends["cpu"]}
+    group = OwnGroup(store, of_set.group_rank, of_set.group_size, _NO_TIMEOUT, backends, world.rank)
     session = open_session(group, wire)
     opened.append((world, session))
-    return session.synchronizer
+    return _C.FusedSum(session.synchronizer)
 
 
 def open_session(group: OwnGroup, wire: str) -> Session:
-    """As :func:`open_engine`, for any group. `wire`: see wire_texts.py."""
+    """The session of a wire, for any group. `wire`: see wire_texts.py."""
     config = config_of(wire)
-    # The coordinator looks for stalls, and knows the names of operations.
+    # Rank 0's negotiator looks for stalls, and knows the names of operations.
     session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
     if config.name_patterns:
         session.synchronizer.choose_wires(

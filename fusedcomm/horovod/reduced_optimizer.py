@@ -18,6 +18,7 @@ from fusedcomm.horovod.handles import Pending, begin, synchronize, wait
 from fusedcomm.horovod.objects import broadcast_object
 from fusedcomm.horovod.process_sets import ProcessSet, member_of
 from fusedcomm.horovod.served import Served, new_parameters
+from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.weighted import OptimizerWeight
 from fusedcomm.horovod.world import World, world
@@ -66,7 +67,7 @@ class Unit:
     is_sparse: bool = False
     sum: Pending | list[Callable[[], torch.Tensor]] | None = None
     compressed: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
-    signatures: dict[str, _C.CollectiveSignature] = dataclasses.field(default_factory=dict)
+    signatures: dict[str, Signature] = dataclasses.field(default_factory=dict)
 
 
 def _none(_: Any) -> None:
@@ -283,15 +284,15 @@ class ReducedOptimizer(Served):
             for tensor in tensors:
                 check_tensor("allreduce", tensor, REDUCED)
         if signature is None:
-            signature = unit.signatures[wire] = _C.CollectiveSignature(
+            signature = unit.signatures[wire] = Signature(
                 kind="allreduce",
                 name=f"grouped.{unit.name}" if unit.is_group else unit.name,
                 op=self.op,
                 prescale=self._scales[0],
                 postscale=self._scales[1],
                 wire=wire,
-                tensor_names=[gradient.name for gradient in unit.gradients],
-            )
+                tensor_names=tuple(gradient.name for gradient in unit.gradients),
+            ).of(tensors)
         return begin(found, signature, tensors, tensors, _none, tensors, self.process_set.process_set_id)
 
     def _receive(self, unit: Unit) -> None:
