@@ -60,7 +60,9 @@ def three_steps(model, rank, device):
     """The bits of this rank's gradients in three steps, and of the parameters that a pass has. In the second step two
     gradients are not finite."""
     seen = []
-    model.register_forward_hook(lambda of, *_: seen.extend(p.detach().flatten().float().cpu() for p in of.parameters()))
+    model.register_forward_hook(
+        lambda of, *_: seen.extend(p.detach().clone().flatten().float().cpu() for p in of.parameters())
+    )
     for step in range(3):
         gradients = gradients_of(model, rank, step)
         if step == 1:
