@@ -1,11 +1,8 @@
 // Binds the coordinator of Horovod's calls.
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <functional>
 #include <memory>
-#include <numeric>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -13,7 +10,6 @@
 
 #include "bindings/bindings.h"
 #include "frontends/horovod/coordinator.h"
-#include "gradients/parameter_gradient.h"
 #include "transport/without_gil.h"
 
 namespace fusedcomm {
@@ -74,21 +70,6 @@ int submit(Coordinator& coordinator, const horovod::Signature& signature, std::v
   return coordinator.submit(std::move(request));
 }
 
-// A parameter's dense gradient, or a copy (see bucket_gradient()), and a view of it whose dimensions are in the order
-// of memory, which is contiguous.
-std::pair<at::Tensor, at::Tensor> gradient_as_sent(const at::Tensor& parameter,
-                                                   const std::optional<at::Tensor>& arriving) {
-  const at::NoGradGuard no_grad;
-  at::Tensor gradient =
-      bucket_gradient(parameter, /*is_sparse=*/false, /*is_kept=*/false, arriving.value_or(at::Tensor())).tensor;
-  if (gradient.is_contiguous()) return {gradient, gradient};
-  std::vector<int64_t> dims(static_cast<size_t>(gradient.dim()));
-  std::iota(dims.begin(), dims.end(), int64_t{0});
-  std::stable_sort(dims.begin(), dims.end(),
-                   [&](int64_t a, int64_t b) { return gradient.stride(a) > gradient.stride(b); });
-  return {gradient, gradient.permute(dims).contiguous()};  // copies nothing
-}
-
 void bind_collective_results(py::module_& m) {
   py::class_<horovod::Result>(m, "CollectiveResult")
       .def_readonly("error", &horovod::Result::error)
@@ -101,7 +82,6 @@ void bind_collective_results(py::module_& m) {
 
 void bind_horovod(pybind11::module_& m) {
   bind_collective_results(m);
-  m.def("gradient_as_sent", &gradient_as_sent, py::arg("parameter"), py::arg("arriving"), NoGil());
   // The facts that ranks must agree on, without the tensors' shapes and dtypes, which submit() adds.
   py::class_<horovod::Signature>(m, "CollectiveSignature")
       .def(py::init(&make_signature), py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("op") = 1,

@@ -1,12 +1,11 @@
 """The engines that sum in a wire: one for each process set and wire, opened when the first operation needs it."""
 
-import datetime
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.config import LocalOptions
+from fusedcomm.horovod.step_reducer import group_for
 from fusedcomm.horovod.wire_texts import config_of
 from fusedcomm.native import _C
 from fusedcomm.ranks.own_group import OwnGroup
@@ -14,9 +13,6 @@ from fusedcomm.session.session import Session
 
 if TYPE_CHECKING:
     from fusedcomm.horovod.world import World
-
-_NO_TIMEOUT = datetime.timedelta(days=365)
-"""A slow rank is no error: the coordinator reports stalls, and notices lost ranks."""
 
 opened: "list[tuple[World, Session]]" = []
 
@@ -26,16 +22,7 @@ def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchronizer":
 
     Raises RuntimeError, with the same text on every member, if one of them cannot open it.
     """
-    ranks = list(world.sets[set_id].ranks)
-    backend = world.backends.get(set_id)
-    group = OwnGroup(
-        dist.PrefixStore(f"engines/{set_id}", world.store),
-        ranks.index(world.rank),
-        len(ranks),
-        _NO_TIMEOUT,
-        {} if backend is None else {"cpu": backend},
-        world.rank,
-    )
+    group = group_for(world, world.sets[set_id], torch.device("cpu"), "engines")
     session = open_session(group, wire)
     opened.append((world, session))
     return session.synchronizer

@@ -34,6 +34,7 @@ from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
 from fusedcomm.horovod.compression import Compression, check_compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
+from fusedcomm.horovod.step_reducer import join_all
 from fusedcomm.horovod.world import world
 from fusedcomm.native import _C
 
@@ -216,13 +217,15 @@ def grouped_reducescatter(
 
 def join(device: int = -1) -> int:
     """Tells the others that this rank has no more data, and waits until every rank has joined. Until then this rank
-    adds nothing to the others' allreduces; Average divides by all ranks still. Returns the rank that joined last, the
-    same on every rank. `device` is accepted for Horovod's sake and has no effect.
+    adds nothing to the others' allreduces and optimizers' steps; Average divides by all ranks still. Returns the rank
+    that joined last, the same on every rank. `device` is accepted for Horovod's sake and has no effect.
 
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
     signature = _C.CollectiveSignature(kind="join", name="noname")
-    number = synchronize(submit(found, signature, [], [], lambda result: result.number))
+    handle = submit(found, signature, [], [], lambda result: result.number)
+    join_all()
+    number = synchronize(handle)
     joined()
     return number
 

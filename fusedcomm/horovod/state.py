@@ -176,7 +176,9 @@ def shutdown() -> None:
         if not isinstance(old.coordinator, Ended):  # this process is no child of fork()
             timeline.stop()
             import fusedcomm.horovod.engines as engines
+            import fusedcomm.horovod.step_reducer as step_reducer
 
+            step_reducer.leave_all(old.coordinator.failure or "hvd.shutdown() was called")
             if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
                 engines.close_engines(old, old.coordinator.failure)
             old.coordinator.shutdown()

@@ -33,6 +33,8 @@ class World:
     # Process sets by id; 0 is every rank. Their backends must live as long as the coordinator.
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
     backends: dict[int, dist.Backend] = dataclasses.field(default_factory=dict)
+    # NCCL over the ranks of a set, by purpose and set; made when the first tensor on cuda needs it.
+    nccl: dict[str, dist.Backend] = dataclasses.field(default_factory=dict)
     num_sets_made: int = 1
     # Objects sent so far, by call, members and name: a signed one belongs in one place of this order.
     num_objects: collections.Counter = dataclasses.field(default_factory=collections.Counter)
