@@ -7,19 +7,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.config import Config, LocalOptions, Off, Wire
+from fusedcomm.config import Config, LocalOptions, Off, Wire, combinations
 from fusedcomm.ddp.attach import attach as attach_ddp
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.reducer.data_parallel import DataParallel
-from fusedcomm.reducer.parameters import SHARDED
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
-
-NO_MEMBERS = (
-    "fusedcomm: attach() takes no members=, because DDP's own reducer ends when a rank is lost: wrap the module in "
-    "fusedcomm.DataParallel(module, config=…, members=members) in place of DistributedDataParallel"
-)
 
 
 @overload
@@ -92,8 +86,7 @@ def attach(
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has modules of it only if it has been imported
     is_module = isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel)
     is_sharded = fsdp is not None and is_module and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
-    if members is not None:
-        raise ValueError(SHARDED if is_sharded else NO_MEMBERS)
+    combinations.refuse("FSDP2" if is_sharded else "attach", {"members": members})
     if is_sharded:
         from fusedcomm.fsdp.attach import attach_fsdp  # imports FSDP2, which takes a while
 

@@ -105,9 +105,8 @@ def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> N
         other = next(((name, used) for name, used in matching if used.wire != rule.wire), None)
         if other is not None:
             raise ValueError(
-                f"{rule} has no effect: all {len(matching)} parameters that it matches already match patterns before "
-                f"it: {other[0]!r} matches the {other[1]}, for example. Put it before that pattern in wires (the "
-                "default '1d' comes first unless wires contains '1d'), or leave it out"
+                f"{rule} has no effect: all {len(matching)} parameters that it matches match patterns before it, as "
+                f"{other[0]!r} the {other[1]}. Put it before that (the default '1d' comes first), or leave it out"
             )
 
 

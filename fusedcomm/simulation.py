@@ -16,6 +16,7 @@ from fusedcomm.config import (
     Wire,
     choose_codec_threads,
     choose_isa,
+    combinations,
 )
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
@@ -69,11 +70,7 @@ def simulate(
         ValueError: arguments that cannot be combined, or that attach() would refuse; the message says what is possible.
         TypeError: `config` is of another type, `grads` is not a sequence of tensors, or `exempt_mask` is not a tensor.
     """
-    config = chosen(
-        config,
-        no_search="config='auto' is a search, which needs real steps: name the wire to simulate",
-        no_off="config='off' is DDP's own all-reduce: config='fp32' is as exact",
-    )
+    config = chosen(config, "simulate")
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
@@ -127,10 +124,8 @@ class Residuals:
             self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
             self._layout = _described(layout)
         if _described(layout) != self._layout or len(self._of_senders) != num_senders:
-            raise ValueError(
-                f"these residuals are for {len(self._of_senders)} senders and {self._layout}, not for {num_senders} "
-                f"and {_described(layout)}: make one Residuals for each bucket"
-            )
+            those, these = (len(self._of_senders), self._layout), (num_senders, _described(layout))
+            raise ValueError(f"residuals are for {those}, not for {these}: make one Residuals for each bucket")
 
     def _decay(self, factor: float) -> None:
         if factor != 1:
@@ -309,24 +304,18 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
     if residuals is None:
         return None
     if config.feedback is not None and config.feedback.format != residuals.format:
-        raise ValueError(
-            f"feedback={config.feedback!r} does not match residuals in {residuals.format!r}: use Residuals("
-            f"{config.feedback.format!r}), or leave feedback out"
-        )
+        raise ValueError(f"residuals are {residuals.format!r}: use that in feedback={config.feedback!r}, too")
     return Feedback(residuals.format, decay=1.0 if config.feedback is None else config.feedback.decay)
 
 
 def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:
     """The factor of each rank's gradients before they are encoded, beside the plan's scale."""
+    combinations.refuse("simulate", {"weighted": config.weighted, "weights": weights})
     if weights is None:
-        if config.weighted is not None:
-            raise ValueError(f"weighted={config.weighted!r} needs weights=[…], one for each of {world_size} ranks")
         return [1.0] * world_size
     numbers = [float(weight) for weight in weights]
     if len(numbers) != world_size or not all(math.isfinite(number) and number >= 0 for number in numbers):
-        raise ValueError(
-            f"weights={weights!r} is not possible: use {world_size} finite numbers, 0 or more, one for each rank"
-        )
+        raise ValueError(f"weights={weights!r} is not possible: use {world_size} finite numbers, 0 or more")
     unit = sum(numbers) / world_size
     return [(1.0 if config.weighted == "sum" else number) / unit if number else 0.0 for number in numbers]
 
@@ -337,9 +326,7 @@ def _levels(config: Config, world_size: int) -> Hosts | None:
         return None
     groups = config.groups
     if groups == hosts.AUTO:
-        raise ValueError(
-            f"hosts={config.hosts!r} is not possible in one process: give the number of ranks on each host"
-        )
+        raise ValueError(f"hosts={config.hosts!r} is not possible in one process: use a number of ranks")
     found = hosts.given(groups, world_size)
     return None if found.flat_reason else found
 
@@ -369,10 +356,8 @@ def _flat_mask(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | 
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"exempt_mask must be a tensor or None, not {type(mask).__name__}")
     if mask.dtype != torch.bool or mask.shape != like.shape or mask.device != like.device:
-        raise ValueError(
-            f"exempt_mask is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}: it must be torch.bool of the "
-            f"gradients' shape {tuple(like.shape)} on {like.device}"
-        )
+        found = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
+        raise ValueError(f"exempt_mask is {found}: use torch.bool of shape {tuple(like.shape)} on {like.device}")
     return mask.reshape(-1)
 
 

@@ -10,6 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import combinations_page
 import pytest
 from pages import DOCS, FENCED, README, blocks
 from scripts import ROOT
@@ -202,6 +203,13 @@ def test_every_option_is_in_the_help_of_what_takes_it(group):
     options = getattr(fusedcomm, group)
     names = [name for name in inspect.signature(options).parameters]
     assert names and [name for name in names if f"\n        {name}: " not in options.__doc__] == []
+
+
+# ---- combinations
+
+
+def test_the_page_of_combinations_is_that_of_the_table():
+    assert combinations_page.PAGE.read_text() == combinations_page.page()
 
 
 # ---- environment variables

@@ -206,7 +206,7 @@ def test_no_front_end_uses_a_sister():
 
 
 # Private names of torch's that fusedcomm also has for something of its own.
-TORCHS = {"_ddp", "_get_backend", "_modules", "_parameters", "_values", "_world"}
+TORCHS = {"_ddp", "_get_backend", "_modules", "_parameters", "_timeout", "_values", "_world"}
 
 
 def private_names(tree: ast.AST) -> set[str]:

@@ -56,7 +56,7 @@ inline constexpr int kExactWire = -1;
 // The format of wire `number`, which is at least 0. Throws std::out_of_range if there is none.
 WireFormat wire_format(const WireConfig& config, int number);
 
-// Throws std::invalid_argument, whose text names the field, its value and what is possible.
+// Throws std::invalid_argument, whose text names the fields that are not possible.
 void check_config(const WireConfig& config);
 
 }  // namespace fusedcomm

@@ -13,10 +13,9 @@ namespace fusedcomm {
 inline std::string wire_name(Wire wire) { return row_of(wire).name; }
 
 // Returns "fp32, bf16, …", for messages. Never empty.
-inline std::string wire_names(bool with_scales_only = false) {
+inline std::string wire_names() {
   std::string names;
   for (const WireRow& known : kWires) {
-    if (with_scales_only && !has_scales(known.wire)) continue;
     names += std::string(names.empty() ? "" : ", ") + known.name;
   }
   return names;

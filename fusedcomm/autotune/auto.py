@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from fusedcomm.config import AUTO, OFF, WIRES, WITH_SCALES, Config, Off, Options, Search, Wire, check
+from fusedcomm.config import AUTO, OFF, WIRES, WITH_SCALES, Config, Off, Options, Search, Wire, check, combinations
 
 UNNAMED_CODES: Wire = "int8"
 """The codes that need no Config of their own to be tried."""
@@ -39,9 +39,7 @@ class Auto(Options):
         if not isinstance(given, Sequence) or not given:
             raise ValueError(f"candidates={given!r} leaves nothing to try: pass a tuple, ('bf16', 'int8') for example")
         if len(given) > MAX_CANDIDATES:
-            raise ValueError(
-                f"candidates={given!r}: a search tries at most {MAX_CANDIDATES}; `fusedcomm probe` compares more"
-            )
+            raise ValueError(f"candidates={given!r}: use at most {MAX_CANDIDATES}; `fusedcomm probe` compares more")
         for candidate in given:
             self._check(candidate)
         names = [name_of(config) for config in self.configs]
@@ -50,11 +48,7 @@ class Auto(Options):
 
     def _check(self, candidate: object) -> None:
         if isinstance(candidate, Config):
-            if candidate.weighted is not None:
-                raise ValueError(
-                    f"Config(weighted={candidate.weighted!r}) cannot be tried: a search also tries DDP's own "
-                    "all-reduce, in which ranks weigh equally. Search without it, then name the wire that was found"
-                )
+            combinations.refuse("Auto", {"weighted": candidate.weighted})
             return
         if candidate not in WIRES:
             hint = "; DDP's own all-reduce is always tried" if candidate == OFF else ""
@@ -83,7 +77,7 @@ ConfigLike: TypeAlias = Config | Auto | Wire | Search | Off
 """What the argument `config` of a front end may be; see :func:`chosen`."""
 
 
-def chosen(config: ConfigLike | None, *, no_search: str = "", no_off: str = "") -> Config | Auto | Off:
+def chosen(config: ConfigLike | None, front_end: str = "") -> Config | Auto | Off:
     """The argument `config` of every front end, checked: how gradients are sent. It is one of
 
     - a wire's name, "int8" for example: short for ``Config("int8")``;
@@ -96,7 +90,7 @@ def chosen(config: ConfigLike | None, *, no_search: str = "", no_off: str = "") 
     A front end that has no search, or no sums of its own to leave in place, refuses these.
 
     Args:
-        no_search, no_off: why the front end cannot search or be off; empty if it can.
+        front_end: its name in combinations.py; empty if it takes all of them.
 
     Raises:
         TypeError: `config` is of another type.
@@ -109,11 +103,9 @@ def chosen(config: ConfigLike | None, *, no_search: str = "", no_off: str = "") 
             f"config={config!r} is not possible: use a wire's name ({', '.join(map(repr, WIRES))}), a "
             "fusedcomm.Config(…) or a fusedcomm.Auto(…)"
         )
-    if no_search and (isinstance(config, Auto) or config == AUTO):
-        raise ValueError(no_search)
-    if no_off and config == OFF:
-        raise ValueError(no_off)
+    combinations.refuse(front_end, {"config": AUTO if isinstance(config, Auto) else config})
     if not isinstance(config, str):
         return config
-    check.choice("config", config, (*WIRES, *([] if no_search else [AUTO]), *([] if no_off else [OFF])))
+    words = [word for word in (AUTO, OFF) if not combinations.found(front_end, {"config": word})]
+    check.choice("config", config, (*WIRES, *words))
     return Auto() if config == AUTO else OFF if config == OFF else Config(config)

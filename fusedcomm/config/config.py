@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from fusedcomm import patterns
-from fusedcomm.config import check
+from fusedcomm.config import check, combinations
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
     COMPARE,
@@ -109,17 +109,7 @@ class Config(Options):
     weighted: Weighted | None = None
 
     def __post_init__(self) -> None:
-        if self.wire == AUTO:
-            raise ValueError(
-                "wire='auto' is a search, which fusedcomm.attach and fusedcomm.GradReducer make: give them a "
-                f"fusedcomm.Auto(…) in place of a Config(…), or name a wire, one of {', '.join(map(repr, WIRES))}"
-            )
-        if self.wire == OFF:
-            raise ValueError(
-                "wire='off' is DDP's own all-reduce, which has no other options: use fusedcomm.attach(ddp, 'off') "
-                "without a Config(…), or wire='fp32', which is as exact, or name another wire, one of "
-                f"{', '.join(map(repr, WIRES))}"
-            )
+        combinations.refuse("Config", {"wire": self.wire})
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
         for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
@@ -133,16 +123,10 @@ class Config(Options):
             check.kind("feedback", self.feedback, Feedback)
         if self.weighted is not None:
             check.choice("weighted", self.weighted, ("mean", "sum"))
-            if self.sum == "direct":
-                raise ValueError(
-                    f"sum='direct' adds everything in 16 bits and cannot carry the weights of weighted="
-                    f"{self.weighted!r}: use sum='two-shot'"
-                )
         if self.predivide != "auto":
             check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
-        self._check_blocks()
-        self._check_hosts()
+        combinations.refuse("Config", self._combined())
         self.native(_ANY_CHUNKS)
 
     def _check_wires(self) -> None:
@@ -151,42 +135,23 @@ class Config(Options):
         object.__setattr__(self, "wires", dict(self.wires))  # a copy, because the user may change the original
         for pattern, wire in self.wires.items():
             if not isinstance(pattern, str) or not pattern:
-                raise ValueError(
-                    f"wires[{pattern!r}] is not possible: use '1d' or a parameter's name, wildcards allowed, as the "
-                    "pattern"
-                )
-            if wire == OFF:
-                raise ValueError(
-                    f"wires[{pattern!r}]='off' is not possible: DDP's own all-reduce has whole buckets. Use 'fp32', "
-                    "which is exact, or fusedcomm.attach(ddp, 'off') for all parameters"
-                )
+                raise ValueError(f"wires[{pattern!r}] is no pattern: use '1d' or a parameter's name, perhaps with *")
             check.choice(f"wires[{pattern!r}]", wire, WIRES)
-            if wire == "fp32" and self.wire != "fp32" and self.sum == "direct":
-                raise ValueError(
-                    f"sum='direct' adds the whole bucket in {self.wire} and cannot send wires[{pattern!r}]='fp32' "
-                    "exactly: use sum='two-shot', or leave the pattern out"
-                )
 
-    def _check_blocks(self) -> None:
-        if self.blocks.numel is not None and self.wire not in WITH_SCALES:
-            raise ValueError(
-                f"Blocks(numel={self.blocks.numel}) has no effect with wire={self.wire!r}, which has no scales: use a "
-                f"wire with scales ({', '.join(WITH_SCALES)}), or leave numel out"
-            )
-
-    def _check_hosts(self) -> None:
-        levels = self.two_levels
-        if levels is None or self.hosts == hosts.AUTO:
-            return
-        if self.sum not in SUMS_ON_TWO_LEVELS:
-            raise ValueError(
-                f"hosts={self.hosts!r} needs sums on two levels, and sum={self.sum!r} has one: use sum='auto' or "
-                "'two-shot', or hosts='auto', which has two levels only where the sum has"
-            )
-        if self.wire == "fp32" and self.local_wire != "fp32":
-            raise ValueError(
-                f"local_wire={self.local_wire!r} would round what wire='fp32' does not: leave it out, or use 'fp32'"
-            )
+    def _combined(self) -> dict[str, object]:
+        """What combinations.py knows of this configuration."""
+        return {
+            "wire": self.wire,
+            "sum": self.sum,
+            "wires": {pattern: wire for pattern, wire in self.wires.items() if wire != self.wire} or None,
+            "predivide": None if self.predivide == "auto" else self.predivide,
+            "blocks": None if self.blocks == Blocks() else self.blocks,
+            "feedback": self.feedback,
+            "wires that are all 'fp32'": {self.wire, *self.wires.values()} == {"fp32"},
+            "hosts": self.named_hosts,
+            "local_wire": self.local_wire if self.needs_two_levels else "fp32",
+            "weighted": self.weighted,
+        }
 
     # ---- the values of fields that were left open
 
@@ -200,7 +165,12 @@ class Config(Options):
     @property
     def needs_two_levels(self) -> bool:
         """Whether hosts on which sums cannot have two levels are an error."""
-        return self.hosts is not None and self.hosts != hosts.AUTO
+        return self.named_hosts is not None
+
+    @property
+    def named_hosts(self) -> int | Sequence[Sequence[int]] | TwoLevels | None:
+        """`hosts` if it asks for two levels; None if it does not."""
+        return None if self.hosts == hosts.AUTO else self.hosts
 
     @property
     def one_level_reason(self) -> str:
@@ -291,16 +261,14 @@ class Config(Options):
         """The number of the wire of a parameter with at most one dimension and an unknown name."""
         return self.wire_number("", torch.empty(0, dtype=torch.float32))
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether reduce-scatters of FSDP2 have error feedback."""
+        return self.feedback is not None and self.feedback.unsharded
+
     def refuse_unsharded(self) -> None:
         """Raises ValueError if an option is set that only a reduce-scatter of FSDP2 has."""
-        if self.feedback is not None and self.feedback.unsharded:
-            raise ValueError(
-                "fusedcomm: Feedback(unsharded=True) is for FSDP2's reduce-scatters, and here are none: leave it out"
-            )
-
-    def refuse_on(self, device_type: str) -> None:
-        """Raises ValueError for an option that a session for gradients on this kind of device does not have."""
-        self.refuse_unsharded()
+        combinations.refuse("gradients without shards", {"Feedback(unsharded=True)": self.is_unsharded})
 
     def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See :func:`fusedcomm.patterns.check`."""

@@ -19,6 +19,8 @@ COMPARE: tuple[Compare, ...] = get_args(Compare)
 MOST = 2**63 - 1
 """The greatest int64."""
 
+_POSSIBLE_HOSTS = "'auto', the number of ranks on each host, or a list of each host's ranks, [[0, 1], [2, 3]]"
+
 LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 4096, 1 << 30
 
 ALWAYS_SHOWN = "always shown"
@@ -147,8 +149,7 @@ class TwoLevels(Options):
         if isinstance(self.groups, (tuple, list)):
             object.__setattr__(self, "groups", self._ordered())
         elif self.groups != hosts.AUTO:
-            possible = "'auto', the number of ranks on each host, or a list of each host's ranks, [[0, 1], [2, 3]]"
-            check.whole("hosts", self.groups, 1, MOST, possible)
+            check.whole("hosts", self.groups, 1, MOST, _POSSIBLE_HOSTS)
 
     def _ordered(self) -> tuple[tuple[int, ...], ...]:
         if not all(
@@ -157,10 +158,7 @@ class TwoLevels(Options):
             and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in group)
             for group in self.groups
         ):
-            raise ValueError(
-                f"hosts={self.groups!r} is not possible: use 'auto', the number of ranks on each host, or a list of "
-                "each host's ranks, [[0, 1], [2, 3]]"
-            )
+            raise ValueError(f"hosts={self.groups!r} is not possible: use {_POSSIBLE_HOSTS}")
         ranks = [rank for group in self.groups for rank in group]
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         if twice or not ranks:

@@ -110,7 +110,7 @@ def _checked(
     if is_search:
         refuse_sparse(ddp, device)
         for each in configs:
-            each.refuse_on(device.type)
+            each.refuse_unsharded()
     return _Arguments(configs, is_search, is_off, parameters, local_options(local), device)
 
 

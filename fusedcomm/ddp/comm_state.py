@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedcomm import env
 from fusedcomm.autotune.auto import chosen
-from fusedcomm.config import Config, LocalOptions, Wire, local_options
+from fusedcomm.config import Config, LocalOptions, Wire, combinations, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, named_parameters
@@ -59,23 +59,9 @@ class CommState(Sealed):
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.config = chosen(
-            config,
-            no_search="config='auto' switches between hooks, which a registered hook cannot do: use "
-            "fusedcomm.attach(ddp, 'auto') instead of register_comm_hook",
-            no_off="config='off' is DDP's own all-reduce, which needs no hook: do not register one, or use "
-            "fusedcomm.attach(ddp, 'off') instead of register_comm_hook",
-        )
-        if self.config.weighted is not None:
-            raise ValueError(
-                f"Config(weighted={self.config.weighted!r}) needs the handle's `weight`, and a registered hook has no "
-                "handle: use fusedcomm.attach(ddp, …) instead of register_comm_hook"
-            )
-        if self.config.name_patterns and module is None:
-            raise ValueError(
-                f"{', '.join(map(repr, self.config.name_patterns))}: wires has patterns of names, and a communication "
-                "hook sees no names: pass module=model, or use fusedcomm.attach"
-            )
+        self.config = chosen(config, "CommState")
+        given = {"weighted": self.config.weighted, "wires": self.config.name_patterns or None, "module": module}
+        combinations.refuse("CommState", given)
         self.process_group = process_group
         self._module = module
         self._local = local_options(local)
@@ -100,10 +86,8 @@ class CommState(Sealed):
         Raises: as :class:`Session`; RuntimeError if this object is a copy without its group or module.
         """
         if self._lost:
-            raise RuntimeError(
-                f"fusedcomm: this CommState is a copy, and {' and '.join(self._lost)} cannot be copied: make a new one "
-                "with the same arguments"
-            )
+            lost = " and ".join(self._lost)
+            raise RuntimeError(f"fusedcomm: this CommState is a copy, which has no {lost}: make a new one")
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         old = self._session
         if old is None or old.process_group is not group:
@@ -140,9 +124,7 @@ class CommState(Sealed):
         if self._session is None and self._loaded is not None:
             return self._loaded
         if self._session is None:
-            raise RuntimeError(
-                "fusedcomm: a CommState has no state before the first backward pass: call state_dict() after one"
-            )
+            raise RuntimeError("fusedcomm: call state_dict() of a CommState after the first backward pass")
         return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
@@ -194,9 +176,8 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
         raise TypeError(f"fusedcomm.comm_hook needs a fusedcomm.CommState as its state, not {type(state).__name__}")
     if not isinstance(bucket, dist.GradBucket):
         raise RuntimeError(
-            f"fusedcomm.comm_hook was given a {type(bucket).__name__} instead of a GradBucket, as compiled autograd's "
-            "python reducer does, which ignores the result: set torch._dynamo.config.optimize_ddp to something other "
-            "than 'python_reducer'"
+            f"fusedcomm.comm_hook was given a {type(bucket).__name__}, as compiled autograd's python reducer does: set "
+            "torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
         )
     state.look_at(bucket)
     # From a hook that was registered in Python the reducer accepts only a Python object as the result.

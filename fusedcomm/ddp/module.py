@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedcomm.config import combinations
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, ParameterWatch, has_sparse_gradient, trainable
 
@@ -23,31 +24,16 @@ def native_hook(state: object, bucket: object) -> None:
 
 def refuse_options(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the module has a hook, or a DDP option that fusedcomm cannot support; names it."""
-    if ddp.mixed_precision is not None:
-        raise RuntimeError(
-            "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
-            "torch.autocast, and choose the dtype of sent gradients with config="
-        )
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
-        raise RuntimeError(
-            "fusedcomm: _apply_optimizer_in_backward registers a communication hook of its own and cannot be combined; "
-            "call optimizer.step() after backward() instead"
-        )
-    if getattr(ddp, "_use_python_reducer", False):
-        raise RuntimeError(
-            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a "
-            "hook returns; set it to something else before wrapping the model"
-        )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        raise RuntimeError(
-            "fusedcomm: skip_all_reduce_unused_params=True leaves out buckets, and fusedcomm counts steps by the last "
-            "one: make the DDP module without that option (find_unused_parameters=True is supported)"
-        )
-    if getattr(ddp, "_delay_all_reduce_all_params", False):
-        raise RuntimeError(
-            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into: leave "
-            "the option out"
-        )
+    options = {
+        "mixed_precision": ddp.mixed_precision,
+        "parameters of _apply_optimizer_in_backward()": any(
+            hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()
+        ),
+        "optimize_ddp": "python_reducer" if getattr(ddp, "_use_python_reducer", False) else None,
+        "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
+        "delay_all_reduce_named_params of all parameters": getattr(ddp, "_delay_all_reduce_all_params", False),
+    }
+    combinations.refuse("attach", options)
     # A copied module has the entry but not the hook.
     ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not native_hook]
     if ddp._comm_hooks:
@@ -59,13 +45,9 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_join(ddp: DistributedDataParallel) -> None:
-    """Raises RuntimeError if the module is under ``Join(divide_by_initial_world_size=False)``."""
-    if join_of(ddp) == ACTIVE_RANKS:
-        raise RuntimeError(
-            "fusedcomm: Join(…, divide_by_initial_world_size=False) divides gradients by the number of ranks that "
-            "still have inputs, which a search does not support, because it also tries other sums: leave the option "
-            "out, or name a wire, fusedcomm.attach(ddp, 'bf16') for example"
-        )
+    """Raises RuntimeError if the module, during a search, is under ``Join(divide_by_initial_world_size=False)``."""
+    joined = join_of(ddp) == ACTIVE_RANKS
+    combinations.refuse("attach", {"config": "auto", "Join(…, divide_by_initial_world_size=False)": joined})
 
 
 NO_JOIN, ALL_RANKS, ACTIVE_RANKS = range(3)
@@ -122,8 +104,7 @@ def wait_for_delayed(ddp: DistributedDataParallel) -> None:
     if not hooks:
         raise RuntimeError(
             "fusedcomm: DDP's all-reduce of delay_all_reduce_named_params was not found at any parameter of the "
-            f"module (torch {torch.__version__}), so nothing would wait for it: make param_to_hook_all_reduce one of "
-            "the module's parameters, or leave out delay_all_reduce_named_params"
+            f"module (torch {torch.__version__}): make param_to_hook_all_reduce one of them, or leave both out"
         )
 
 
@@ -131,9 +112,8 @@ def refuse_delayed(parameters: Iterable[torch.Tensor]) -> None:
     """Raises RuntimeError if one of these parameters starts DDP's delayed all-reduce and nothing waits for it."""
     if any(not isinstance(hook, DelayedAllReduce) for _, _, hook in _delaying_hooks(parameters)):
         raise RuntimeError(
-            "fusedcomm: nothing waits for DDP's all-reduce of delay_all_reduce_named_params where a communication hook "
-            "moves the other gradients, so ranks would read different ones: use fusedcomm.attach(ddp, …), which waits, "
-            "instead of register_comm_hook, or leave out delay_all_reduce_named_params"
+            "fusedcomm: beside a registered hook nothing waits for the gradients of delay_all_reduce_named_params: use "
+            "fusedcomm.attach(ddp, …), which waits, or leave the option out"
         )
 
 
@@ -204,15 +184,10 @@ def refuse_unhooked(parameters: list[NamedParameter]) -> None:
 
 def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
     """Raises ValueError if gradients on cuda are sparse: NCCL cannot all-reduce them, as config="auto" would."""
-    if device.type == "cpu":
-        return
-    for name, module in ddp.module.named_modules():
+    for name, module in ddp.module.named_modules() if device.type != "cpu" else ():
         is_taken = f"{name}.weight" not in ddp.parameters_to_ignore
         if is_taken and has_sparse_gradient(module) and module.weight.requires_grad:
-            raise ValueError(
-                f"config='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: "
-                "name a wire, config='bf16' for example, with which they are sent exactly"
-            )
+            combinations.refuse("attach", {"config": "auto", "sparse gradients on cuda": f"{name}.weight"})
 
 
 def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:

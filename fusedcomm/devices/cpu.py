@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from fusedcomm import chunks, config, env
 from fusedcomm.native import _C
-from fusedcomm.ranks import groups
+from fusedcomm.ranks.channels import make_channels, time_link
+from fusedcomm.ranks.groups import Group
 
 
 class CpuPath:
@@ -26,11 +27,11 @@ class CpuPath:
         self._threads = config.choose_codec_threads(local.codec_threads, world_size)
 
     def connect(
-        self, process_group: groups.Group, device: torch.device, store: dist.Store
+        self, process_group: Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
         """The engine's device and transport. A collective call, which also times the link."""
-        channels = groups.make_channels(process_group, device, store)
-        self.s_per_byte = groups.time_link(channels.scatter)
+        channels = make_channels(process_group, device, store)
+        self.s_per_byte = time_link(channels.scatter)
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
         self.codec = f"{native.isa} × {self._threads} thread(s)"
         max_sending = chunks.max_sending(channels.scatter.size(), self.s_per_byte)

@@ -51,12 +51,8 @@ class CudaPath:
         reduces_rows: bool,
     ) -> None:
         self.has_two_levels = two_levels
-        for field in ("isa", "codec_threads"):
-            if getattr(local, field) is not None:
-                raise ValueError(
-                    f"{field}={getattr(local, field)!r} is for gradients on cpu, and these are on {device}: leave it "
-                    "out"
-                )
+        given = {"isa": local.isa, "codec_threads": local.codec_threads, "gradients on cuda": True}
+        config.combinations.refuse("every front end", given)
         driver = _C.CudaDriver(DRIVER)
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,7 +5,7 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike, chosen
-from fusedcomm.config import OFF, Config, LocalOptions, local_options
+from fusedcomm.config import OFF, Config, LocalOptions, combinations, local_options
 from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.levels import Sums, sums_of
 from fusedcomm.fsdp.mesh import MeshSums, by_mesh
@@ -33,10 +33,7 @@ def attach_fsdp(
     local, quiet = local_options(local), quiet or env.quiet()
     sharded, problem = sharded_modules(model)
     if not sharded:
-        raise TypeError(
-            "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
-            "first, then attach"
-        )
+        raise TypeError("fusedcomm: fully_shard has sharded no parameters of this model: call it first, then attach")
     is_off = config == OFF
     wanted = Config("fp32")
     named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
@@ -71,9 +68,7 @@ def attach_fsdp(
             problem = problem or error
         num_before += len(those)
     if problem is None and not is_off and all(mesh.is_off for mesh in meshes):
-        problem = ValueError(
-            "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
-        )
+        problem = ValueError("fusedcomm: this model is on one rank alone: leave attach() out")
     # A problem of one session reaches the ranks of the others, which must not wait in a forward pass.
     for session in made:
         try:
@@ -94,30 +89,23 @@ def attach_fsdp(
 
 def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]]) -> Config:
     """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
-    no_search = "fusedcomm: FSDP2's reduce-scatters have one wire from the start: name it, for example config='bf16'"
-    wanted = chosen(config, no_search=no_search)
-    refuse_options(wanted)
+    wanted = chosen(config, "FSDP2")
+    combinations.refuse("FSDP2", {"sum": wanted.sum, "measure_every": wanted.measure_every})
     wanted.check_patterns(named)
     return wanted
 
 
 def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
     """Raises ValueError where weights are not possible."""
-    if config.weighted is None:
-        return
-    if len(those) > 1:
-        raise ValueError(
-            f"fusedcomm: weighted={config.weighted!r} is not possible with modules on {len(those)} meshes, because a "
-            "rank would have a weight on each: scale the loss instead, or put all modules on one mesh"
-        )
     (first, *_), *_ = those
     has_both = first.process_group is not None and first.replicas is not None
-    if has_both and config.feedback is not None and first.device.type != "cpu":
-        raise ValueError(
-            f"fusedcomm: weighted={config.weighted!r} with feedback={config.feedback!r} is not possible on "
-            f"{first.device.type} with both shards and replicas (HSDP), where the host does not know what the shards "
-            "weigh: use a mesh of one dimension, or leave one of the two out"
-        )
+    given = {
+        "weighted": config.weighted,
+        "feedback": config.feedback,
+        "modules on several meshes": len(those) > 1,
+        "HSDP on cuda": has_both and first.device.type != "cpu",
+    }
+    combinations.refuse("FSDP2", given)
 
 
 def _sums(
@@ -128,15 +116,3 @@ def _sums(
         return sums_of(config, group, replicas), problem
     except ValueError as error:  # perhaps of this rank alone: the sessions tell the others
         return sums_of(Config("fp32"), group, replicas), problem or error
-
-
-def refuse_options(config: Config) -> None:
-    """Raises ValueError for an option that has no effect on a reduce-scatter."""
-    default = Config(config.wire, feedback=config.feedback)
-    refused = {
-        "sum": "every rank adds what is for it",
-        "measure_every": "errors of its sums are not measured",
-    }
-    for name, why in refused.items():
-        if getattr(config, name) != getattr(default, name):
-            raise ValueError(f"fusedcomm: {name}={getattr(config, name)!r} is not possible with FSDP2: {why}")

@@ -253,8 +253,8 @@ class FusedReduceScatter:
         )
         if session.weights is not None:
             raise RuntimeError(
-                f"fusedcomm: the gradients of {self.sharded.name or 'the model'} cannot be weighted "
-                f"(weighted={session.config.weighted!r}), because torch itself would reduce them: {why}"
+                f"fusedcomm: gradients of {self.sharded.title} cannot be weighted (weighted="
+                f"{session.config.weighted!r}), because torch itself would reduce them: {why}"
             )
         self._has_warned = True
         warnings.warn(

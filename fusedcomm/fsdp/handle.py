@@ -41,9 +41,8 @@ class FsdpHandle(CommHandle):
         adding = next((comm.sharded.title for comm in self.runs.comms if not comm.sharded.reduces), None)
         if adding is not None and torch.is_grad_enabled():
             raise RuntimeError(
-                f"fusedcomm: set_requires_gradient_sync(False) or set_requires_all_reduce(False) of {adding} adds up "
-                f"gradients of several passes, which FSDP2 with weighted={self.session.config.weighted!r} does not "
-                "support: synchronize every pass, or use DistributedDataParallel"
+                f"fusedcomm: {adding} adds up gradients of several passes, which FSDP2 cannot with weighted="
+                f"{self.session.config.weighted!r}: synchronize every pass, or use DistributedDataParallel"
             )
 
     def _module(self) -> nn.Module:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from fusedcomm.config import Config
+from fusedcomm.config import Config, combinations
 from fusedcomm.fsdp.comm import WireOf
 from fusedcomm.fsdp.grid import Grid
 from fusedcomm.native import _C
@@ -30,24 +30,20 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
     """
     has_rows, has_replicas = (each is not None and each.size() > 1 for each in (group, replicas))
     feedback = config.feedback
-    if feedback is not None and feedback.unsharded and not has_rows:
-        raise ValueError("fusedcomm: Feedback(unsharded=True) needs a reduce-scatter, and this model is not sharded")
-    if feedback is not None and not has_replicas and not feedback.unsharded:
-        raise ValueError(
-            "fusedcomm: feedback= of a reduce-scatter keeps residuals of all gradients on each rank, and FSDP2 shards "
-            "these to save memory: Feedback(unsharded=True) if there is memory for it, or leave it out"
-        )
+    given = {
+        "Feedback(unsharded=True)": config.is_unsharded,
+        "feedback": None if config.is_unsharded else feedback,
+        "replicas without shards": not has_rows,
+        "shards without replicas": not has_replicas,
+        "hosts": config.named_hosts if has_rows else None,
+    }
+    combinations.refuse("FSDP2", given)
     of_sums = None if feedback is None else dataclasses.replace(feedback, unsharded=False)
     of_rows = of_sums if feedback is not None and feedback.unsharded else None
     between = dataclasses.replace(config, feedback=of_sums) if has_replicas else None
     if config.hosts in (hosts.AUTO, None) or not has_rows:
         rows = dataclasses.replace(config, sum="two-shot", hosts=None, feedback=of_rows) if has_rows else None
         return Sums(rows, between, config.wire_number)
-    if not has_replicas:
-        raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} is not possible: a reduce-scatter has one level. A mesh of two "
-            "dimensions (HSDP) has two: shards within a host, replicas between hosts"
-        )
     within = Config(config.local_wire, sum="two-shot", hosts=None, chunks=config.chunks, feedback=of_rows)
 
     def wire_of(name: str, parameter: object) -> int:
@@ -67,14 +63,12 @@ def check_hosts(config: Config, grid: Grid) -> None:
     for ranks, row in zip(grid.ranks, of_ranks, strict=True):
         if len(set(row)) > 1:
             raise ValueError(
-                f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: it needs the shards of a copy on one host, "
-                f"and those of ranks {list(ranks)} are on {sorted(set(row))}: make the mesh's last dimension the ranks "
-                "of a host"
+                f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: the shards of ranks {list(ranks)} are on "
+                f"{sorted(set(row))}: make the mesh's last dimension the ranks of a host"
             )
     between = {row[0] for row in of_ranks}
     if len(between) < grid.num_replicas:
         raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: it needs replicas on different hosts, and "
-            f"{grid.num_replicas} of them are on {sorted(between)}: give the hosts as lists of ranks, or leave hosts "
-            "out"
+            f"fusedcomm: hosts={config.hosts!r} does not fit the mesh: {grid.num_replicas} replicas are on "
+            f"{sorted(between)}: give the hosts as lists of ranks, or leave hosts out"
         )

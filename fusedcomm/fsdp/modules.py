@@ -177,10 +177,9 @@ def sharded_modules(model: nn.Module) -> tuple[list[Sharded], ValueError | None]
             own_name = name if len(groups) == 1 else f"{name or 'model'} [{number}]"
             sharded = Sharded(own_name, group, parameters)
             if sharded.has_own_comm:
+                own = type(group._reduce_scatter_comm).__name__
                 problem = problem or ValueError(
-                    f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
-                    f"{type(group._reduce_scatter_comm).__name__} already: attach before "
-                    "set_custom_reduce_scatter(), or leave one of them out"
+                    f"fusedcomm: the reduce-scatter of {name or 'the model'} is {own} already: leave one of them out"
                 )
             found.append(sharded)
     return found, problem

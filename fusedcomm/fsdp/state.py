@@ -89,20 +89,14 @@ def _check(comms: list[FusedReduceScatter], state: dict[str, Any]) -> None:
         raise ValueError(f"fusedcomm: this state has version {state['version']}, and this is for version {VERSION}")
     names = {comm.sharded.title for comm in comms}
     if names != state["calls"].keys():
-        different = sorted(names ^ state["calls"].keys())
-        raise ValueError(
-            f"fusedcomm: this state is of another model, or sharded differently: see module {different[0]}"
-        )
+        different = min(names ^ state["calls"].keys())
+        raise ValueError(f"fusedcomm: this state is of another model, or sharded differently: see module {different}")
     shapes = {p.name: p.tensor.shape for comm in comms for p in comm.with_residuals()}
     if shapes.keys() != state["residuals"].keys():
-        different = sorted(shapes.keys() ^ state["residuals"].keys())
-        raise ValueError(
-            f"fusedcomm: the state has residuals of {len(state['residuals'])} parameters, and this attachment keeps "
-            f"{len(shapes)}, see {different[0]}: use the Config(feedback=…, wires=…) of the run that saved it"
-        )
+        different = min(shapes.keys() ^ state["residuals"].keys())
+        raise ValueError(f"fusedcomm: only one of state and attachment has residuals of {different}: use one Config")
     for name, shape in shapes.items():
         found = state["residuals"][name]
         if not isinstance(found, torch.Tensor) or found.shape != shape:
-            raise ValueError(
-                f"fusedcomm: the state's residual of {name} is {getattr(found, 'shape', found)}, not {shape}"
-            )
+            found = getattr(found, "shape", found)
+            raise ValueError(f"fusedcomm: the state's residual of {name} is {found}, not {shape}")

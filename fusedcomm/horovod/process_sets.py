@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fusedcomm.horovod.world import World, world
-from fusedcomm.ranks.groups import gloo_backend_over
+from fusedcomm.ranks.channels import connect_gloo
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Time for one collective. It starts when all ranks have agreed on it, and a lost rank's connections close at once, so
@@ -139,7 +139,7 @@ def make_set(found: World, process_set: ProcessSet, set_id: int) -> None:
     ranks = process_set.ranks
     backend = None
     if found.rank in ranks:
-        backend = gloo_backend_over(found.store, f"sets/{set_id}", ranks.index(found.rank), len(ranks), TIMEOUT)
+        backend = connect_gloo(found.store, f"sets/{set_id}", ranks.index(found.rank), len(ranks), TIMEOUT)
         found.backends[set_id] = backend
     if ranks:
         found.coordinator.add_set(set_id, ranks, backend)

@@ -11,7 +11,7 @@ from torch import nn
 from fusedcomm import log
 from fusedcomm.attaching import attach, unwrapped
 from fusedcomm.autotune.auto import ConfigLike, chosen
-from fusedcomm.config import LocalOptions
+from fusedcomm.config import LocalOptions, combinations
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.session.objects import everybodys
 
@@ -74,10 +74,7 @@ class Attachment:
         self._group = group
         if self._every_rank and not isinstance(self.handle, Handle):
             self.detach()
-            raise ValueError(
-                "fusedcomm: every_rank=True is not possible with FSDP2, whose state is the mean of the ranks' "
-                "residuals: leave it out"
-            )
+            combinations.refuse("FSDP2", {"every_rank": True})
         if asked_for_fsdp and isinstance(self.handle, Handle):
             warnings.warn(
                 f"fusedcomm: {asked_for_fsdp}. The model is not sharded, and fusedcomm is attached to DDP", stacklevel=3

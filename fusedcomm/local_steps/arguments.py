@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import chosen
-from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check
+from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check, combinations
 from fusedcomm.literals import Merge, MergeWeights
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.windows import seconds_of
@@ -66,7 +66,7 @@ class Schedule:
 
 
 def schedule(
-    every: int | str, delay: int | None, merge: Merge, fragments: int, weights: MergeWeights | None, has_outer: bool
+    every: int | str, delay: int | None, merge: Merge, fragments: int, weights: MergeWeights | None, outer: object
 ) -> Schedule:
     """Raises ValueError for an argument that is out of range, and for two that exclude each other."""
     if isinstance(every, str):
@@ -82,33 +82,17 @@ def schedule(
     check.whole("delay", delay, 0, _MOST, "a whole number of steps, 0 or more")
     if not isinstance(every, str):
         _check_steps(every, delay, fragments)
-    if merge == "average" and delay:
-        raise ValueError(
-            f"merge='average' waits for every merge, so delay={delay} would do nothing: use delay=0, or "
-            "merge='corrected'"
-        )
-    if has_outer and merge != "nesterov":
-        raise ValueError(f"outer=… is for merge='nesterov', not for merge={merge!r}: leave it out")
-    if merge == "nesterov" and not has_outer and isinstance(every, str):
-        raise ValueError(
-            f"every={every!r} does not say how many steps there are between merges, which the learning rate of "
-            "merge='nesterov' depends on: give outer=lambda parameters: torch.optim.SGD(parameters, lr=…)"
-        )
+    time = every if isinstance(every, str) else None
+    combinations.refuse("LocalSteps", {"merge": merge, "delay": delay, "outer": outer, "every as a time": time})
     return Schedule(every, delay, merge, fragments, weights)
 
 
 def _check_steps(every: int, delay: int, fragments: int) -> None:
     """Raises ValueError for what does not fit between two merges."""
     if delay >= every:
-        raise ValueError(
-            f"delay={delay} is not below every={every}: a merge must have ended before the next one of the same "
-            f"parameters begins: use delay={every - 1} or less, or a greater every"
-        )
+        raise ValueError(f"delay={delay} is not below every={every}: use delay={every - 1} or less, or a greater every")
     if fragments > every:
-        raise ValueError(
-            f"fragments={fragments} is more than every={every}: each fragment has a turn of its own within that many "
-            f"steps: use at most {every} fragments"
-        )
+        raise ValueError(f"fragments={fragments} is more than every={every}: use at most {every} fragments")
 
 
 def configuration(config: "Config | Wire") -> Config:
@@ -118,27 +102,10 @@ def configuration(config: "Config | Wire") -> Config:
     """
     if isinstance(config, str) and config in WITH_SCALES:
         config = Config(config, feedback=Feedback(decay=DECAY))
-    found = chosen(
-        config,
-        no_search="config='auto' searches with gradients, and merges are too seldom for that: name the wire",
-        no_off="config='off' would merge nothing: name the wire of the merges",
-    )
+    found = chosen(config, "LocalSteps")
     assert isinstance(found, Config)  # neither a search nor "off"
-    if found.weighted is not None:
-        raise ValueError(
-            f"Config(weighted={found.weighted!r}) weighs backward passes, and here are none: use "
-            "LocalSteps(weights='steps')"
-        )
-    for name in ("compare_every", "compare"):
-        if getattr(found, name) not in (None, getattr(Config(), name)):
-            raise ValueError(
-                f"{name}={getattr(found, name)!r} compares parameters between backward passes, and here they differ "
-                "until they are merged; merged states are compared with every message: leave it out"
-            )
-    if found.sum == "direct":
-        raise ValueError(
-            "sum='direct' adds everything in the wire, and a merge has numbers that must stay exact: use sum='auto'"
-        )
+    names = ("weighted", "compare_every", "compare", "sum")
+    combinations.refuse("LocalSteps", {name: getattr(found, name) for name in names})
     return found
 
 
@@ -151,10 +118,8 @@ def targets(
     Raises ValueError if the optimizer does not hold them, or if they cannot be merged.
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"fusedcomm: LocalSteps takes a module and a torch.optim.Optimizer, not a {type(model).__name__} and a "
-            f"{type(optimizer).__name__}"
-        )
+        given = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+        raise TypeError(f"fusedcomm: LocalSteps takes a module and a torch.optim.Optimizer, not {given}")
     shards.reshard(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
@@ -187,18 +152,15 @@ def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> N
     if target.dtype not in _C.GRAD_DTYPES or target.layout != torch.strided:
         raise ValueError(
             f"fusedcomm: {name} is {target.dtype} and {target.layout}, which no merge carries: use dense float32, "
-            "bfloat16 or float16 parameters"
+            "bfloat16 or float16"
         )
 
 
 def refuse_mates(every: int | str, model: nn.Module) -> None:
     """Raises ValueError for windows of time on ranks that make each step together."""
-    if isinstance(every, str) and isinstance(model, nn.Module) and shards.has_mates(model):
-        raise ValueError(
-            f"every={every!r} lets each rank begin a merge by its own clock, and ranks that make each step together, "
-            "with DDP or FSDP2 inside a host, must begin it after the same step: give every= in steps, or the plain "
-            "module"
-        )
+    time = every if isinstance(every, str) else None
+    is_inside = isinstance(model, nn.Module) and shards.has_mates(model)
+    combinations.refuse("LocalSteps", {"every as a time": time, "DDP or FSDP2 inside a host": is_inside})
 
 
 def refuse_same_ranks(model: nn.Module, process_group: Any) -> None:
@@ -207,6 +169,5 @@ def refuse_same_ranks(model: nn.Module, process_group: Any) -> None:
     if len(ranks) > 1 and isinstance(model, DistributedDataParallel) and ranks <= shards.ranks_of(model.process_group):
         raise ValueError(
             f"fusedcomm: this DistributedDataParallel averages the gradients of {model.process_group.size()} ranks in "
-            "every step, so their parameters are equal and there is nothing to merge: give LocalSteps the plain "
-            "module, or make DDP over the ranks of a host with process_group=…"
+            "every step: give LocalSteps the plain module, or make DDP over the ranks of a host with process_group=…"
         )

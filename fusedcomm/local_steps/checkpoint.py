@@ -102,22 +102,19 @@ def check(of: Progress, session: Session, state: dict) -> None:
     for option, value in now.items():
         if saved.get(option) != value:
             raise ValueError(
-                f"fusedcomm: the state was saved with {option}={saved.get(option)!r}, and here it is {value!r}: "
-                "what is under way, and the outer optimizer, belong to it. Use the same, or call finish() before "
-                "saving and make a new LocalSteps without loading its state"
+                f"fusedcomm: the state was saved with {option}={saved.get(option)!r}, and here it is {value!r}: use "
+                "that, or call finish() before saving and make a new LocalSteps without its state"
             )
     shapes = {each.name: tuple(each.local.shape) for fragment in of.fragments for each in fragment.merged}
     found = {name: tuple(tensor.shape) for name, tensor in state["merged"].items()}
     if shapes != found:
         name = next(name for name in {**shapes, **found} if shapes.get(name) != found.get(name))
-        raise ValueError(
-            f"fusedcomm: {name} has shape {found.get(name)} in the state and {shapes.get(name)} in the model (None: it "
-            "is not there): load a state of this model"
-        )
+        there = f"{found.get(name)} in the state and {shapes.get(name)} in the model"
+        raise ValueError(f"fusedcomm: {name} has shape {there}: load a state of this model")
     if _checksums(of) != state["parameters"]:
         raise ValueError(
             "fusedcomm: the model's parameters are not those that were saved with this state: make LocalSteps first, "
-            "then load the model's and the optimizer's checkpoint of this rank, then this state"
+            "then load this rank's model and optimizer, then this state"
         )
     if (state["outer"] is None) != (of.outer is None):
         raise ValueError("fusedcomm: only one of the state and this LocalSteps has an outer optimizer")

@@ -103,10 +103,7 @@ def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config,
     modules than fragments. Raises ValueError if there are more fragments than parameters.
     """
     if fragments > len(found):
-        raise ValueError(
-            f"fragments={fragments} is more than the {len(found)} parameters that require gradients: use at most "
-            f"{len(found)}"
-        )
+        raise ValueError(f"fragments={fragments} is more than {len(found)} parameters: use at most as many")
     merged = [Merged(name, own, target, config.wire_number(name, own)) for name, own, target in found]
     modules = list(dict.fromkeys(each.name.rpartition(".")[0] for each in merged))
     if len(modules) >= fragments:

@@ -95,7 +95,7 @@ class LocalSteps(Surface):
         members: Members | None = None,
         quiet: bool = False,
     ) -> None:
-        schedule = arguments.schedule(every, delay, merge, fragments, weights, outer is not None)
+        schedule = arguments.schedule(every, delay, merge, fragments, weights, outer)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
         if members is not None:
@@ -219,10 +219,7 @@ class LocalSteps(Surface):
         self._refuse_ended()
         progress = self.progress
         if progress.window is not None and progress.num_messages != progress.finished_at:
-            raise RuntimeError(
-                f"fusedcomm: with every={progress.schedule.every!r} a rank may have begun a merge that another has "
-                "not: call finish() before saving"
-            )
+            raise RuntimeError(f"fusedcomm: every={progress.schedule.every!r}: call finish() before saving")
         self.merges.read_all()
         return checkpoint.save(progress, self.session)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config, LocalOptions, combinations
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.merges import Merges
 from fusedcomm.local_steps.messages import Message
@@ -34,23 +34,14 @@ def fitting(members: Members, config: Config, model: nn.Module, group: object) -
     """`config` for ranks that come and go. Raises ValueError where something needs the same ranks all the time."""
     if not isinstance(members, Members):
         raise ValueError(f"members={members!r} is no fusedcomm.Members: make one, or leave it out")
-    if shards.has_mates(model):
-        raise ValueError(
-            "DDP and FSDP2 inside a host cannot lose a rank, so LocalSteps has no members= around them: give it the "
-            "plain module, or leave out members="
-        )
-    if group is not None:
-        raise ValueError("LocalSteps takes process_group= or members=, not both: members bring their own group")
-    if members.microbatches is not None:
-        raise ValueError(
-            f"Members(microbatches={members.microbatches}) shares out a step of all ranks, and LocalSteps has steps of "
-            "each rank's own: leave it out"
-        )
-    if next(model.parameters()).device.type != "cpu":
-        raise ValueError(
-            f"the parameters are on {next(model.parameters()).device}, and ranks come and go only where they are on "
-            "cpu: leave out members="
-        )
+    given = {
+        "members": members,
+        "DDP or FSDP2 inside a host": shards.has_mates(model),
+        "process_group": group,
+        "microbatches": members.microbatches,
+        "parameters on an accelerator": next(model.parameters()).device.type != "cpu",
+    }
+    combinations.refuse("LocalSteps", given)
     return on_one_level(config)
 
 

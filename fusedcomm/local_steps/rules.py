@@ -50,17 +50,12 @@ class Outer:
             rate = outer_rate(every, num_ranks)
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(everything, rate, MOMENTUM, nesterov=True)
         else:
+            possible = "use a function, lambda parameters: torch.optim.SGD(parameters, lr=0.4)"
             if not callable(make):
-                raise TypeError(
-                    f"outer={type(make).__name__}(…) is an object, which cannot step the merged state: give a function "
-                    f"that makes it of a list of parameters, lambda parameters: torch.optim.SGD(parameters, lr=0.4)"
-                )
+                raise TypeError(f"outer={type(make).__name__}(…) is an object: {possible}")
             self.optimizer = make(everything)
             if not isinstance(self.optimizer, torch.optim.Optimizer):
-                raise TypeError(
-                    f"outer=… returned a {type(self.optimizer).__name__}: give a function that makes a torch.optim."
-                    "Optimizer of a list of parameters, lambda parameters: torch.optim.SGD(parameters, lr=0.4)"
-                )
+                raise TypeError(f"outer=… returned a {type(self.optimizer).__name__}: {possible}")
             held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
             if any(id(parameter) not in held for parameter in everything):
                 raise ValueError("outer=… made an optimizer that does not hold all the parameters that it was given")

@@ -66,33 +66,25 @@ def refuse_group(named: Iterable[tuple[str, torch.Tensor]], process_group: Any) 
         if not is_sharded(tensor):
             continue
         if not ranks:
-            raise ValueError(
-                f"fusedcomm: {name} is a DTensor, and the ranks that merge are no process group of torch's, so it "
-                "is not known which of them hold the same shard: give process_group="
-            )
+            raise ValueError(f"fusedcomm: {name} is a DTensor: give process_group=, the ranks with the same shard")
         mesh, placements = _layout(tensor)
         if mesh.get_coordinate() is None or any(placement.is_partial() for placement in placements):
-            raise ValueError(
-                f"fusedcomm: {name} is a DTensor with the placements {placements}, of which this rank holds no shard, "
-                "or only a term of a sum: shard it over the ranks of each host with fully_shard"
-            )
+            raise ValueError(f"fusedcomm: {name} has the placements {placements}: use fully_shard on each host's ranks")
         for dim, placement in enumerate(placements):
             mates = _beside(mesh, [dim])
             if not placement.is_replicate() and len(mates & ranks) > 1:
                 raise ValueError(
                     f"fusedcomm: {name} is sharded over the ranks {sorted(mates)}, of which {sorted(mates & ranks)} "
-                    "are to merge with each other, and they hold different shards: give process_group=, the ranks "
-                    'that hold the same shard, one of each host: mesh.get_group("hosts") of init_device_mesh(device, '
-                    '(hosts, ranks_per_host), mesh_dim_names=("hosts", "shards")), and fully_shard(model, '
-                    'mesh=mesh["shards"])'
+                    "are to merge with each other: give process_group=, the ranks that hold the same shard, one of "
+                    'each host: mesh.get_group("hosts") of init_device_mesh(device, (hosts, ranks_per_host), '
+                    'mesh_dim_names=("hosts", "shards")), and fully_shard(model, mesh=mesh["shards"])'
                 )
         replicas = _beside(mesh, [dim for dim, placement in enumerate(placements) if placement.is_replicate()])
         if len(ranks) > 1 and ranks <= replicas:
             raise ValueError(
-                f"fusedcomm: {name} is replicated over the ranks {sorted(replicas)}, whose gradients are averaged in "
-                f"every step, and only such ranks are to merge, {sorted(ranks)}: there is nothing to merge. Give "
-                "fully_shard a mesh of the ranks of one host, and process_group=, the ranks of the hosts that hold the "
-                "same shard"
+                f"fusedcomm: {name} is replicated over the ranks {sorted(replicas)}, and {sorted(ranks)} have nothing "
+                "to merge: give fully_shard a mesh of the ranks of one host, and process_group=, the ranks of the "
+                "hosts that hold the same shard"
             )
 
 
@@ -110,10 +102,7 @@ def refuse_other_layout(name: str, parameter: torch.Tensor, master: torch.Tensor
     layouts = [_layout(each) if is_sharded(each) else None for each in (parameter, master)]
     if layouts[0] != layouts[1]:
         told = ["no DTensor" if each is None else f"a DTensor with {each[1]} on {each[0]}" for each in layouts]
-        raise ValueError(
-            f"fusedcomm: masters[{name!r}] is {told[1]}, and the parameter is {told[0]}: a master copy has to be "
-            "sharded as its parameter"
-        )
+        raise ValueError(f"fusedcomm: masters[{name!r}] is {told[1]}, and the parameter is {told[0]}: shard both alike")
 
 
 def _beside(mesh: Any, dims: list[int]) -> set[int]:

@@ -14,10 +14,7 @@ def seconds_of(every: str) -> float:
     """The time that `every` says. Raises ValueError if it says none."""
     seconds = float(every[:-1]) if re.fullmatch(r"[0-9]+(\.[0-9]+)?s", every) else 0.0
     if not 0 < seconds < math.inf:
-        raise ValueError(
-            f'every={every!r} is not possible: use a whole number of steps, 1 or more, or a time above 0 like "20s" '
-            'or "0.5s"'
-        )
+        raise ValueError(f'every={every!r} is not possible: use steps, 1 or more, or a time above 0 like "20s"')
     return seconds
 
 

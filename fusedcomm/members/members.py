@@ -18,7 +18,7 @@ from fusedcomm.members.plane.control import ControlPlane, new_uid
 from fusedcomm.members.plane.listener import numeric_host
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training.place import check_state, share_of
-from fusedcomm.ranks import agreement, groups, own_address, torch_groups
+from fusedcomm.ranks import agreement, channels, group_store, groups, own_address, torch_groups
 from fusedcomm.ranks.objects import pack
 from fusedcomm.ranks.own_group import OwnGroup, served_store
 from fusedcomm.ranks.peers import Peers, private_store
@@ -111,15 +111,13 @@ class Members(Sealed):
                 "'host:port', the address of a member of running training"
             )
         if join is None and min_ranks > dist.get_world_size():
-            raise ValueError(
-                f"fusedcomm: min_ranks={min_ranks} is not possible with {dist.get_world_size()} ranks: start more"
-            )
+            raise ValueError(f"fusedcomm: min_ranks={min_ranks} with {dist.get_world_size()} ranks: start more")
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
         timeout = dist.default_pg_timeout
         if join is None:
             with contextlib.suppress(RuntimeError):  # it has no backend for cpu
                 timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
-        near = addresses.split(join.split(",")[0]) if join is not None else groups.store_address(dist.group.WORLD)
+        near = addresses.split(join.split(",")[0]) if join is not None else group_store.store_address(dist.group.WORLD)
         own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
         self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
@@ -221,9 +219,7 @@ class Members(Sealed):
                 raise TypeError(f"fusedcomm: carry({name}=…) needs an object with state_dict() and load_state_dict()")
             pack(carried.state_dict(), f"carry({name}=…).state_dict()")
         if self.training is None:
-            raise RuntimeError(
-                "fusedcomm: members.carry() comes after the reducer: give members= to DataParallel or GradReducer first"
-            )
+            raise RuntimeError("fusedcomm: members.carry() comes after DataParallel or GradReducer(…, members=members)")
         for name, carried in objects.items():
             self.carried[name] = carried
             self.training.receive(name, carried)
@@ -275,9 +271,8 @@ class Members(Sealed):
     def __getattr__(self, name: str) -> Any:
         if "plane" not in vars(self) and not name.startswith("__"):
             raise RuntimeError(
-                f"fusedcomm: {name!r} was asked of a copy of Members, made with copy or pickle, as of a model that has "
-                "them. A copy is none of the members: wrap the copied module with Members of its own, or only call it "
-                "without gradients"
+                f"fusedcomm: {name!r} was asked of a copy of Members, as of a model that has them: wrap the copied "
+                "module with Members of its own, or only call it without gradients"
             )
         raise AttributeError(f"fusedcomm.Members has no {name!r}, but {', '.join(dir(self))}")
 
@@ -292,9 +287,8 @@ class Members(Sealed):
             return
         if self.joins is not None:
             raise RuntimeError(
-                f"fusedcomm: this rank joins, and has the members' place, step {self.step} after "
-                f"{self.num_microbatches} microbatches, not that of the state, {step} after {num_microbatches}: load "
-                "checkpoints only where members.joins is None"
+                f"fusedcomm: this rank joins at step {self.step} after {self.num_microbatches} microbatches, not at "
+                f"{step} after {num_microbatches}: load checkpoints only where members.joins is None"
             )
         if self.training is not None and self.training.step > 0:
             raise RuntimeError(
@@ -346,7 +340,7 @@ class Members(Sealed):
         store = dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=60))
         of_view = dist.PrefixStore(f"view/{view.number}", store)
         rank, size = view.rank_of(own.uid), len(view.members)
-        backends = {"cpu": groups.gloo_backend_over(of_view, "members", rank, size, own_timeout)}
+        backends = {"cpu": channels.connect_gloo(of_view, "members", rank, size, own_timeout)}
         if device.type == "cuda":
             nccl = torch_groups.own_nccl(of_view, "members", rank, size, own_timeout, device, is_supervised=False)
             backends["cuda"] = nccl
@@ -393,7 +387,7 @@ class Members(Sealed):
 
     def _found(self, gather: Callable[[str, object], list]) -> None:
         told = gather("members", vars(self.plane.member))
-        store = groups.innermost_store(dist.group.WORLD)
+        store = group_store.innermost_store(dist.group.WORLD)
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))

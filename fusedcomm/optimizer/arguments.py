@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.config import AUTO, Config
+from fusedcomm.config import AUTO, Config, combinations
 from fusedcomm.literals import Wire
 from fusedcomm.members.training.passes import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
@@ -25,30 +25,19 @@ def check_reducer(reducer: object) -> None:
         raise TypeError(
             "fusedcomm.ShardedOptimizer takes a fusedcomm.GradReducer or a fusedcomm.DataParallel, not "
             f"{type(reducer).__name__}: it is the first argument, as in ShardedOptimizer(fusedcomm.DataParallel("
-            "module), torch.optim.AdamW, params, lr=…). A DistributedDataParallel gives every rank all sums, so no "
-            "rank is left to own a part: wrap its module in a fusedcomm.DataParallel in its place"
+            "module), torch.optim.AdamW, params, lr=…)"
         )
     reducer.refuse_detached("no optimizer can own its parameters")
-    if isinstance(reducer.runs, Training):
-        raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs ranks that stay, since each takes its state with it when it leaves: "
-            "make the GradReducer without members"
-        )
-    if reducer.tuning() is not None:
-        raise ValueError(
-            "fusedcomm: a ShardedOptimizer needs its wire from the start, and this GradReducer searches for it: name "
-            "its config in place of 'auto'"
-        )
+    members = reducer.runs.members if isinstance(reducer.runs, Training) else None
+    config = None if reducer.tuning() is None else AUTO
+    combinations.refuse("ShardedOptimizer", {"members": members, "config": config})
 
 
 def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
     """Raises ValueError."""
     Config(update)
-    if overlap and reducer.finds_unused:
-        raise ValueError(
-            "fusedcomm: overlap=True is not possible with find_unused_parameters=True: which parameters were used is "
-            "known when the backward pass ends. Leave one of them out"
-        )
+    given = {"overlap": overlap, "find_unused_parameters": reducer.finds_unused}
+    combinations.refuse("ShardedOptimizer", given)
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401
@@ -98,21 +87,9 @@ def why_unequal(session: Session, rates: list[dict[str, Any]]) -> str:
 def rows_config(reducer: GradReducer) -> Config:
     """The reducer's configuration for sums of rows. Raises ValueError and RuntimeError."""
     if reducer.has_owner:
-        raise RuntimeError(
-            "fusedcomm: this GradReducer has a ShardedOptimizer already, and a parameter cannot have two: give one of "
-            "them groups, with classes of their own if need be"
-        )
+        raise RuntimeError("fusedcomm: this GradReducer has a ShardedOptimizer already: give that one several groups")
     config = reducer.session.config
-    if config.sum not in ("auto", "two-shot"):
-        raise ValueError(
-            f"fusedcomm: sum={config.sum!r} has no second half in which an owner could step: use sum='auto' or "
-            "'two-shot'"
-        )
-    if config.hosts not in (None, AUTO):
-        raise ValueError(
-            f"fusedcomm: hosts={config.hosts!r} asks for sums on two levels, and a ShardedOptimizer's have one: leave "
-            "it out"
-        )
+    combinations.refuse("ShardedOptimizer", {"sum": config.sum, "hosts": config.named_hosts})
     return dataclasses.replace(config, sum="two-shot", hosts=None)
 
 
@@ -141,10 +118,8 @@ def groups(
         strange = next((p for p in group["params"] if not isinstance(p, torch.Tensor)), None)
         names = group["param_names"] if "param_names" in group else group["params"]
         if strange is not None or len(names) != len(group["params"]):
-            raise TypeError(
-                f"fusedcomm: params= has {'a tensor' if strange is None else type(strange).__name__} beside others: "
-                "give parameters, or pairs of names and parameters as named_parameters() has them, or groups of either"
-            )
+            what = "a tensor" if strange is None else type(strange).__name__
+            raise TypeError(f"fusedcomm: params= has {what} beside others: use parameters, named ones, or groups")
         group.setdefault("optimizer_class", kind)
         if not (
             isinstance(group["optimizer_class"], type) and issubclass(group["optimizer_class"], torch.optim.Optimizer)
@@ -152,18 +127,12 @@ def groups(
             raise TypeError(f"fusedcomm: {group['optimizer_class']!r} is no class of torch optimizers")
         for p in group["params"]:
             if id(p) not in ours:
-                raise ValueError(
-                    f"fusedcomm: a parameter of shape {list(p.shape)} is not one of the GradReducer's, so nothing "
-                    "would sum its gradient"
-                )
+                raise ValueError(f"fusedcomm: a parameter of shape {list(p.shape)} is not one of the GradReducer's")
             if id(p) in found:
                 raise ValueError(f"fusedcomm: {ours[id(p)]} is in two groups: a parameter has one owner and one step")
             found.add(id(p))
     if defaults and all(group["optimizer_class"] is not kind for group in entries):
-        raise ValueError(
-            f"fusedcomm: {', '.join(defaults)} would do nothing, since every group names its own class: put them into "
-            "the groups"
-        )
+        raise ValueError(f"fusedcomm: {', '.join(defaults)} would do nothing: every group has its own class")
     return entries
 
 
@@ -181,10 +150,8 @@ def targets(
         if not tensor.requires_grad:
             continue
         if id(tensor) not in kind_of:
-            raise ValueError(
-                f"fusedcomm: {parameter.name} is in no group of the ShardedOptimizer, and would never change: add it, "
-                "or freeze it before the GradReducer is made"
-            )
+            name = parameter.name
+            raise ValueError(f"fusedcomm: {name} is in no group: add it, or freeze it before the GradReducer is made")
         by_reducer[index] = len(found)
         update_wire = update.wire_number(parameter.name, tensor)
         is_one = is_whole(kind_of[id(tensor)], whole_of[id(tensor)])

@@ -105,10 +105,8 @@ class Exchange:
         """[numel] of a parameter or its gradient: a view, or a copy where it lies otherwise than the parameter did."""
         found = self._targets[target]
         if tensor.shape != found.layout.shape:
-            raise RuntimeError(
-                f"{found.name} or its gradient has the shape {list(tensor.shape)}, and the parameter had "
-                f"{list(found.layout.shape)}: make the GradReducer and the ShardedOptimizer anew"
-            )
+            shapes = f"{list(found.layout.shape)} before, and now {list(tensor.shape)}"
+            raise RuntimeError(f"{found.name} has the shape {shapes}: make the GradReducer and its optimizer anew")
         return in_memory_order(laid_out(tensor.detach(), found.layout))
 
     def _in_parameter(self, piece: Piece) -> torch.Tensor:

@@ -217,10 +217,8 @@ class Owner:
         for (optimizer, group, _), given in zip(self._made, self.hyperparameters, strict=True):
             changed = [key for key, value in group.items() if key != "params" and value is not given.get(key)]
             if changed:
-                raise StepError(
-                    f"{type(optimizer).__name__}.step() has changed {', '.join(changed)} of its group, and with "
-                    "overlap it is called several times in a step: give the ShardedOptimizer overlap=False"
-                )
+                what = f"{type(optimizer).__name__}.step() has changed {', '.join(changed)} of its group"
+                raise StepError(f"{what}, once for each bucket with overlap: use overlap=False")
 
     def _step(self, sums: list[tuple[int, torch.Tensor, torch.Tensor]], used: set[int] | None) -> None:
         own = [(leaf, of_leaf) for target, leaf, of_leaf in sums if used is None or target in used]

@@ -91,10 +91,7 @@ def is_whole(kind: type[torch.optim.Optimizer], whole: bool | None) -> bool:
     if why is None and closure is not None and closure.default is inspect.Parameter.empty:
         why = "calls a closure, which is a pass of its own"
     if why is not None:
-        raise ValueError(
-            f"fusedcomm: {kind.__name__} {why}, so no rank can step a part of the parameters by itself: use it without "
-            "a ShardedOptimizer"
-        )
+        raise ValueError(f"fusedcomm: {kind.__name__} {why}: use it without a ShardedOptimizer")
     return kind.__name__ not in ELEMENTWISE if whole is None else whole
 
 
@@ -228,19 +225,11 @@ def refuse(targets: Iterable[Target], is_sparse: Callable[[torch.Tensor], bool])
     for target in targets:
         tensor = target.tensor
         if is_sparse(tensor):
-            raise ValueError(
-                f"fusedcomm: {target.name} has sparse gradients, which come whole: a ShardedOptimizer takes dense ones"
-            )
+            raise ValueError(f"fusedcomm: {target.name} has sparse gradients: a ShardedOptimizer takes dense ones")
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"fusedcomm: {target.name} is {tensor.dtype}, which no wire carries: a ShardedOptimizer takes float32, "
-                "bfloat16 and float16"
-            )
+            raise ValueError(f"fusedcomm: {target.name} is {tensor.dtype}: use float32, bfloat16 or float16")
         if device is not None and tensor.device != device[1]:
-            raise ValueError(
-                f"fusedcomm: {target.name} is on {tensor.device} and {device[0]} on {device[1]}: the parameters of a "
-                "ShardedOptimizer are on one device"
-            )
+            raise ValueError(f"fusedcomm: {target.name} is on {tensor.device} and {device[0]} on {device[1]}: use one")
         if tensor.numel() != math.prod(tensor.shape) or not is_dense(tensor):
             raise ValueError(f"fusedcomm: {target.name} has gaps in memory: make it contiguous")
         device = device or (target.name, tensor.device)

@@ -112,10 +112,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
             changed = changed_by_steps(groups, self._targets, optimizer_class, defaults)
             if changed and overlap:
-                raise ValueError(
-                    f"fusedcomm: {changed}, and with overlap it would be called several times in a step: leave out "
-                    "overlap=True"
-                )
+                raise ValueError(f"fusedcomm: {changed}, once for each bucket with overlap: leave out overlap=True")
         except Exception as error:
             problem = error  # perhaps of this rank alone: the session tells the others
         self._overlaps = not found.finds_unused and not changed if overlap is None else overlap
@@ -219,9 +216,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         """On autograd's thread, with a bucket's gradients."""
         if self._is_ready:
             raise RuntimeError(
-                "a second backward pass was synchronized before step(), whose sums would take the place of the first "
-                "one's: call step() or skip_step() after each, or all backward passes of a step but the last within "
-                "no_sync()"
+                "a second backward pass was synchronized before step(): call step() or skip_step() after each, or all "
+                "backward passes of a step but the last within no_sync()"
             )
         if self._num_handed == 0:
             self._owner.begin(self._hyperparameters())
@@ -247,9 +243,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Steps what this rank owns, and writes all ranks' updates to the parameters. Raises as the class says."""
         if closure is not None:
-            raise ValueError(
-                "fusedcomm: a ShardedOptimizer's step() calls no closure, which would be a pass of its own"
-            )
+            raise ValueError("fusedcomm: a ShardedOptimizer's step() calls no closure: leave it out")
         native = self._reducer.native
         native.check()
         found_inf = getattr(self, "found_inf", None)
@@ -317,10 +311,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises RuntimeError: who owns what is agreed when the optimizer is made."""
         if getattr(self, "_is_made", False):
-            raise RuntimeError(
-                "fusedcomm: who owns what is agreed when a ShardedOptimizer is made: give it all groups then, or make "
-                "the GradReducer and it anew"
-            )
+            raise RuntimeError("fusedcomm: groups are agreed when a ShardedOptimizer is made: make it anew with them")
         super().add_param_group(param_group)
 
     # ---- between backward() and step()
@@ -345,10 +336,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         Raises RuntimeError if error_if_nonfinite, and the norm is not finite."""
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"fusedcomm: the norm of the means is {norm.item()}, so they cannot be clipped. To clip anyway: "
-                "error_if_nonfinite=False"
-            )
+            raise RuntimeError(f"fusedcomm: the norm of the means is {norm.item()}: use error_if_nonfinite=False")
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         for sums in self._own_sums():
             sums.mul_(factor)
@@ -386,10 +374,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     def _refuse_overlap(self, what: str) -> None:
         if self._overlaps:
-            raise RuntimeError(
-                f"fusedcomm: {what} comes between backward() and step(), and with overlap owners have stepped already: "
-                "give the ShardedOptimizer overlap=False"
-            )
+            raise RuntimeError(f"fusedcomm: {what}: with overlap owners have stepped already: use overlap=False")
         if not self._is_ready:
             raise RuntimeError(f"fusedcomm: {what} before a backward pass, or after step(): there are no means")
 
@@ -425,8 +410,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def join_hook(self, **kwargs: object) -> JoinHook:
         """Raises RuntimeError, for ``torch.distributed.algorithms.join.Join``: every rank has to step what it owns."""
         raise RuntimeError(
-            "fusedcomm: Join is not possible with a ShardedOptimizer: a rank that has run out of batches would have to "
-            "step what it owns, too. Leave Join out, and let it go on with any batch and comm.weight = 0"
+            "fusedcomm: Join is not possible with a ShardedOptimizer: let a rank without batches go on with any batch "
+            "and comm.weight = 0"
         )
 
     def stats(self) -> Stats:

@@ -125,10 +125,7 @@ def load_state_dict(
     groups, saved = optimizer.param_groups, given["param_groups"]
     lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
     if lengths[0] != lengths[1]:
-        raise ValueError(
-            f"fusedcomm: the state has groups of {lengths[1]} parameters, and the ShardedOptimizer of {lengths[0]}: "
-            "make it with the groups with which the state was saved"
-        )
+        raise ValueError(f"fusedcomm: the state has groups of {lengths[1]} parameters: use the same, not {lengths[0]}")
     index_of = index_by_id(targets)
     whole: dict[int, dict[str, Any]] = {}
     for group, of_saved in zip(groups, saved, strict=True):
@@ -162,10 +159,8 @@ def load_state_dict(
 def _check(target: Target, state: Mapping[str, Any]) -> None:
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != target.tensor.shape:
-            raise ValueError(
-                f"fusedcomm: {key} of {target.name} has the shape {list(value.shape)} in the state, and the parameter "
-                f"has {list(target.tensor.shape)}: load the state of the same model and class of optimizer"
-            )
+            shapes = f"{list(value.shape)} in the state, and the parameter {list(target.tensor.shape)}"
+            raise ValueError(f"fusedcomm: {key} of {target.name} has the shape {shapes}: load a state of this model")
 
 
 def _part(target: Target, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  # noqa: ANN401

@@ -58,10 +58,8 @@ def changed_by_steps(
         (changed, ends), (_, others) = tried
         computed = [key for key, value in ends.items() if key.startswith(_GROUPS) and value != others.get(key)]
         if computed:
-            raise ValueError(
-                f"fusedcomm: {kind.__name__} computes {', '.join(computed)} from the gradients of all parameters, and "
-                "a rank has only those that it owns: use it without a ShardedOptimizer"
-            )
+            what = f"{', '.join(computed)} from the gradients of all parameters"
+            raise ValueError(f"fusedcomm: {kind.__name__} computes {what}: use it without a ShardedOptimizer")
         if changed and not found:
             found = f"{kind.__name__}.step() changes {', '.join(changed)}"
     return found

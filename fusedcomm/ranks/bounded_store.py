@@ -64,7 +64,7 @@ class BoundedStore:
 
     Args:
         native: the store. Only code that may block, and is therefore not on the main thread, uses it directly.
-        about: what the store is and which process hosts it, as from :func:`fusedcomm.ranks.groups.describe_store`.
+        about: what the store is and which process hosts it, as from :func:`fusedcomm.ranks.group_store.describe_store`.
 
     Every request raises StoreError if the store fails or does not answer.
     """

@@ -64,10 +64,8 @@ def checked(groups: tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
     if ranks != list(range(world_size)):
         missing, unknown = sorted({*range(world_size)} - {*ranks}), sorted({*ranks} - {*range(world_size)})
         problem = f"rank(s) {missing} are missing" if missing else f"rank(s) {unknown} do not exist"
-        raise ValueError(
-            f"hosts={[list(group) for group in groups]} is not possible with {world_size} ranks: {problem}; every rank "
-            "must be on one host"
-        )
+        given = [list(group) for group in groups]
+        raise ValueError(f"hosts={given} is not possible with {world_size} ranks: {problem}: put each on one host")
     return Hosts(groups)
 
 

@@ -247,10 +247,7 @@ class _Unpacker:
             return found.__members__[content]
         if kind == "namedtuple" and isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
             return tuple.__new__(found, [self.decoded(each) for each in content])  # nothing of the class runs
-        raise TypeError(
-            f"fusedcomm: the members' state has a {module}.{name}, and this process has no such {kind}: import its "
-            "module before members.carry()"
-        )
+        raise TypeError(f"fusedcomm: a state has a {module}.{name}: import that {kind} before members.carry()")
 
 
 def _class(module: str, name: str) -> Any:

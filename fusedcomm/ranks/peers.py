@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import groups
+from fusedcomm.ranks import group_store, groups
 from fusedcomm.ranks.bounded_store import BoundedStore, Errand, StoreError
 
 T = TypeVar("T")
@@ -241,12 +241,12 @@ def warn_alone(text: str, stacklevel: int) -> None:
 
 
 def private_store(process_group: groups.Group, timeout: datetime.timedelta, what: str = "attaching") -> BoundedStore:
-    """As groups.private_store(), but the loss of a rank, which may have hosted the store, is a PeerLostError.
+    """As group_store.private_store(), but the loss of a rank, which may have hosted the store, is a PeerLostError.
 
     what: what this rank is doing, for that error.
     """
     try:
-        return groups.private_store(process_group, timeout)
+        return group_store.private_store(process_group, timeout)
     except StoreError as error:
         lost = _connections_of(process_group).lost_within(_GRACE_S)
         if not lost:

@@ -63,6 +63,5 @@ def _refuse_within_backward(optimizer: torch.optim.Optimizer) -> None:
         if name is not None and reducer.native.is_on:
             raise RuntimeError(
                 f"fusedcomm: {type(optimizer).__name__}.step() was called within a backward pass, where the gradient "
-                f"of {name} is not yet the mean over the ranks: call it when backward() has returned. (In no_sync() "
-                "steps are possible at any time)"
+                f"of {name} is not yet the mean over the ranks: call it when backward() has returned"
             )

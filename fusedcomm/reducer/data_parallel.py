@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.config import LocalOptions
+from fusedcomm.config import LocalOptions, combinations
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
 from fusedcomm.ranks.peers import warn_alone
@@ -21,8 +21,7 @@ from fusedcomm.reducer.ddp_arguments import (
     check_flags,
     check_module,
     group_of,
-    refuse_beside_members,
-    refuse_given,
+    has_buffers,
 )
 from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.parameters import ignored_names, replicas_to_agree
@@ -133,15 +132,21 @@ class DataParallel(Spelled, DistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        refuse_given(
-            mixed_precision=mixed_precision,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            batched_grad_copy=batched_grad_copy,
-            dim=dim,
-        )
+        begins_with_buffers = broadcast_buffers or forward_sync_buffers is not None
+        given = {
+            "mixed_precision": mixed_precision,
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            "bucket_cap_mb_list": bucket_cap_mb_list,
+            "batched_grad_copy": batched_grad_copy,
+            "dim": dim,
+            "members": members,
+            "process_group": process_group,
+            "device_mesh": device_mesh,
+            "buffers that are broadcast": bool(broadcast_buffers or forward_sync_buffers) and has_buffers(module),
+        }
+        combinations.refuse("DataParallel", given)
         check_flags(
             broadcast_buffers=broadcast_buffers,
             init_sync=init_sync,
@@ -153,14 +158,12 @@ class DataParallel(Spelled, DistributedDataParallel):
         if members is None:
             self.process_group = group_of(process_group, device_mesh)
         else:
-            refuse_beside_members(module, process_group, device_mesh, broadcast_buffers or bool(forward_sync_buffers))
             self.process_group = None if self._joins else dist.group.WORLD
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module, self._devices_given = module, (device_ids, output_device)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        begins_with_buffers = broadcast_buffers or forward_sync_buffers is not None
         self._options = {
             "config": config,
             "bucket_mib": USUAL_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb,

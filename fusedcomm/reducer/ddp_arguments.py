@@ -11,27 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.config import check
 from fusedcomm.reducer.parameters import is_ignored
 
-_REASONS = {
-    "mixed_precision": "it casts parameters for DDP's own reducer: use torch.autocast for the computation; config= "
-    "says in which dtype gradients are sent",
-    "delay_all_reduce_named_params": "gradients are sent as soon as their bucket is complete: leave it out",
-    "param_to_hook_all_reduce": "gradients are sent as soon as their bucket is complete: leave it out",
-    "skip_all_reduce_unused_params": "freeze parameters that are never used, with requires_grad_(False): they are left "
-    "out",
-    "bucket_cap_mb_list": "all buckets after the first have the same cap: use bucket_cap_mb=",
-    "batched_grad_copy": "gradients are not copied into buckets, so there are no copies to batch: leave it out",
-    "dim": "each process has one device, so inputs are not split along a dimension: leave it out",
-}
-
-
-def refuse_given(**given: object) -> None:
-    """Raises ValueError with the reason for the first argument that was given. An argument was not given if it is None,
-    False or 0."""
-    for name, value in given.items():
-        is_default = value is None or value is False or (type(value) is int and value == 0)
-        if not is_default:
-            raise ValueError(f"fusedcomm.DataParallel does not take {name}={value!r}: {_REASONS[name]}")
-
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
     """The group that is given; the default group if none is. Raises RuntimeError as DDP does."""
@@ -39,30 +18,16 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
         raise RuntimeError("fusedcomm.DataParallel: Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise RuntimeError(
-                f"fusedcomm.DataParallel: Only 1D device mesh is supported, but got {device_mesh}. Give it one "
-                "dimension, for example device_mesh['dp']"
-            )
+            raise RuntimeError(f"fusedcomm.DataParallel: Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
     if process_group is None and not dist.is_initialized():
         raise RuntimeError("fusedcomm.DataParallel needs ranks: call torch.distributed.init_process_group first")
     return process_group if process_group is not None else dist.group.WORLD
 
 
-def refuse_beside_members(
-    module: nn.Module, process_group: object, device_mesh: object, broadcasts_buffers: bool
-) -> None:
-    """Raises ValueError for what a DataParallel with members cannot have."""
-    if process_group is not None or device_mesh is not None:
-        raise ValueError(
-            "fusedcomm.DataParallel takes members=, or process_group= or device_mesh=, not both: members bring "
-            "their own group"
-        )
-    if broadcasts_buffers and next(module.buffers(), None) is not None:
-        raise ValueError(
-            "fusedcomm.DataParallel: buffers are broadcast over a process group, and members come and go: give it "
-            "broadcast_buffers=False; each rank then has the buffers of its own batches, and one that joins a member's"
-        )
+def has_buffers(module: object) -> bool:
+    """Whether it is a module with buffers."""
+    return isinstance(module, nn.Module) and next(module.buffers(), None) is not None
 
 
 def check_flags(**flags: object) -> None:
@@ -82,22 +47,14 @@ def check_module(module: object, ignored: Collection[str]) -> torch.device:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fusedcomm.DataParallel takes a torch.nn.Module, not a {type(module).__name__}")
     if isinstance(module, DistributedDataParallel):
-        raise TypeError(
-            f"fusedcomm.DataParallel takes a model that is not wrapped, and this is a {type(module).__name__}: give it "
-            "ddp.module, and use it in place of ddp"
-        )
+        name = type(module).__name__
+        raise TypeError(f"fusedcomm.DataParallel takes a model, and this is a {name}: give it ddp.module")
     parameters = [(name, p) for name, p in module.named_parameters() if not is_ignored(name, ignored)]
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                f"fusedcomm.DataParallel: the parameter {name!r} is not initialized: run a forward pass of the module "
-                "before you wrap it"
-            )
+            raise RuntimeError(f"fusedcomm.DataParallel: {name!r} is not initialized: run a forward pass of the module")
     if not any(parameter.requires_grad for _, parameter in parameters):
-        raise RuntimeError(
-            "fusedcomm.DataParallel: no parameter of the module requires a gradient, so there is nothing to "
-            "synchronize: call the module itself"
-        )
+        raise RuntimeError("fusedcomm.DataParallel: no parameter requires a gradient: call the module itself")
     types = sorted({parameter.device.type for _, parameter in parameters})
     if len(types) > 1:
         raise ValueError(f"fusedcomm.DataParallel: the parameters are on several types of devices, {types}")
@@ -115,17 +72,12 @@ def check_devices(
         ValueError: they name several devices, a device for a module on cpu, or another one than the module's.
     """
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(
-            f"fusedcomm.DataParallel: device_ids={list(device_ids)!r} must be None or name one device: a process has "
-            "one"
-        )
+        raise ValueError(f"fusedcomm.DataParallel: device_ids={list(device_ids)!r}: use None, or one device")
     named = [*(device_ids or ()), *([output_device] if output_device is not None else ())]
     for value in named:
         if device.type == "cpu" or not _names(value, device):
-            raise ValueError(
-                f"fusedcomm.DataParallel: device_ids={device_ids!r} and output_device={output_device!r} must be None "
-                f"or the module's device, {device}; for a module on cpu, None"
-            )
+            given = f"device_ids={device_ids!r} and output_device={output_device!r}"
+            raise ValueError(f"fusedcomm.DataParallel: {given}: use {device}, or None; for a module on cpu, None")
     if not device_ids:
         return None, None
     return [device.index], device.index

@@ -8,18 +8,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusedcomm.config import combinations
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import has_sparse_gradient
 from fusedcomm.session.served import refuse_served
 
 Named = Sequence[tuple[str, torch.Tensor]]
-
-
-SHARDED = (
-    "fusedcomm: a model that FSDP2 or HSDP has sharded takes no members=, because a lost rank's shard could not be "
-    "summed again: train it from checkpoints, or leave it whole on each rank, as "
-    "fusedcomm.DataParallel(module, config=…, members=members)"
-)
 
 
 def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> Named:
@@ -35,8 +29,8 @@ def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, to
     given = module_or_named_parameters
     if isinstance(given, DistributedDataParallel):
         raise TypeError(
-            "fusedcomm.GradReducer takes a model that is not wrapped in DistributedDataParallel: give it ddp.module, "
-            "and use it in place of ddp; or call fusedcomm.attach(ddp). A fusedcomm.DataParallel has one: model.comm"
+            "fusedcomm.GradReducer takes no DistributedDataParallel: give it ddp.module, or use fusedcomm.attach(ddp). "
+            "A fusedcomm.DataParallel has one: model.comm"
         )
     pairs = given
     if isinstance(given, nn.Module):
@@ -47,16 +41,11 @@ def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, to
     try:
         pairs = [(name, tensor) for name, tensor in pairs]
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            "fusedcomm.GradReducer takes a module, or pairs of names and parameters as model.named_parameters() gives: "
-            f"{error}"
-        ) from error
+        raise TypeError(f"fusedcomm.GradReducer takes a module or its named_parameters(): {error}") from error
     for name, tensor in pairs:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"fusedcomm.GradReducer takes pairs of names and parameters as model.named_parameters() gives, not a "
-                f"pair of {type(name).__name__} and {type(tensor).__name__}"
-            )
+            pair = f"a {type(name).__name__} and a {type(tensor).__name__}"
+            raise TypeError(f"fusedcomm.GradReducer takes a module or its named_parameters(), not {pair}")
         if tensors.setdefault(name, tensor) is not tensor:
             raise ValueError(f"fusedcomm.GradReducer was given two parameters with the name {name!r}")
         if tensor.is_floating_point() or tensor.is_complex():
@@ -92,49 +81,26 @@ def refuse(named: Named) -> None:
     """Raises ValueError or RuntimeError for a parameter that a reducer cannot take; names it."""
     for name, tensor in named:
         if not tensor.is_leaf:
-            raise ValueError(
-                f"fusedcomm.GradReducer: {name!r} is the result of a computation and not a parameter, so it has no "
-                "gradient of its own"
-            )
+            raise ValueError(f"fusedcomm.GradReducer: {name!r} is the result of a computation, not a parameter")
         if is_traceable_wrapper_subclass(tensor):
-            raise ValueError(
-                f"fusedcomm.GradReducer: {name!r} is a {type(tensor).__name__}, whose gradient does not lie in one "
-                "piece of memory: a sharded model synchronizes its gradients itself"
-            )
+            kind = type(tensor).__name__
+            raise ValueError(f"fusedcomm.GradReducer: {name!r} is a {kind}: a sharded model has sums of its own")
         if hasattr(tensor, "_in_backward_optimizers"):
-            raise RuntimeError(
-                f"fusedcomm.GradReducer: _apply_optimizer_in_backward updates {name!r} before its gradient has been "
-                "averaged: call optimizer.step() after backward() instead"
-            )
+            given = {"parameters of _apply_optimizer_in_backward()": name}
+            combinations.refuse("GradReducer", given)
     refuse_served(named, "a fusedcomm.GradReducer", hooks=True)
 
 
-def refuse_with_members(
-    named: Named, sparse: Collection[int], process_group: object, is_search: bool, find_unused: bool
-) -> None:
-    """Raises ValueError for what a reducer whose ranks come and go cannot take."""
-    if process_group is not None:
-        raise ValueError(
-            "fusedcomm.GradReducer takes process_group= or members=, not both: members bring their own group"
-        )
-    if find_unused:
-        raise ValueError(
-            "fusedcomm: find_unused_parameters and static_graph need to know what each rank has used, and a lost rank "
-            "cannot say it: with members every backward pass uses every parameter that requires gradients"
-        )
-    if is_search:
-        raise ValueError(
-            "fusedcomm: a search (config='auto') times steps, and ranks that come and go would change what it "
-            "measures: with members name a wire"
-        )
+def refuse_with_members(named: Named, sparse: Collection[int], members: object) -> None:
+    """Raises ValueError for a parameter that a reducer cannot take whose ranks come and go."""
     for name, tensor in named:
         if isinstance(tensor, DTensor):
-            raise ValueError(SHARDED)
+            combinations.refuse("FSDP2", {"members": members})
         if id(tensor) in sparse or tensor.dtype.to_real() not in _C.GRAD_DTYPES:
             what = "sparse" if id(tensor) in sparse else str(tensor.dtype)
             raise ValueError(
-                f"fusedcomm: gradients of {name} are {what}, which no wire carries, so none are kept to be summed "
-                "again when a rank is lost: with members every gradient is dense, of float32, bfloat16 or float16"
+                f"fusedcomm: gradients of {name} are {what}, which no wire carries: with members every gradient is "
+                "dense, of float32, bfloat16 or float16"
             )
 
 

@@ -15,7 +15,7 @@ from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.autotune.tuner import Tuner, to_agree
 from fusedcomm.autotune.tuning import Tuning
-from fusedcomm.config import Config, LocalOptions, check, local_options
+from fusedcomm.config import AUTO, Config, LocalOptions, check, combinations, local_options
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
 from fusedcomm.native import _C
@@ -39,7 +39,6 @@ from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats
-from fusedcomm.session.weights import ADDED_MEANS
 
 _FIRST_PAUSE_S, _PAUSE_S = 1e-4, 0.5
 """Seconds between two looks of :meth:`GradReducer.wait_for`, at first and later. Only the later ones ask the store."""
@@ -138,11 +137,14 @@ class GradReducer(CommHandle):
             check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
             check.flag("find_unused_parameters", find_unused_parameters)
             (configs, is_search), options = configs_of(config), local_options(local)
-            if every > 1 and configs[0].weighted == "mean":
-                raise ValueError(ADDED_MEANS)
+            combinations.refuse(
+                "every front end", {"weighted": configs[0].weighted, combinations.ADDED_PASSES: every > 1}
+            )
             named, sparse = named_tensors(module_or_named_parameters), ids_of_sparse(module_or_named_parameters)
             if members is not None:
-                refuse_with_members(named, sparse, process_group, is_search, find_unused_parameters)
+                given = {"members": members, "process_group": process_group, "config": AUTO if is_search else None}
+                combinations.refuse("Members", {**given, "find_unused_parameters": find_unused_parameters})
+                refuse_with_members(named, sparse, members)
         except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells others
             if members is not None:
                 raise

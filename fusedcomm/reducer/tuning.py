@@ -48,11 +48,7 @@ def configs_of(config: ConfigLike | None) -> tuple[Sequence[Config], bool]:
 
     Raises TypeError or ValueError if the argument is not possible.
     """
-    wanted = chosen(
-        config,
-        no_off="config='off' is DDP's own all-reduce, which a GradReducer does not have: use fusedcomm.attach(ddp, "
-        "'off'), or config='fp32', which is as exact",
-    )
+    wanted = chosen(config, "GradReducer")
     if not isinstance(wanted, Auto):
         return (wanted,), False
     exact = Config("fp32")

@@ -127,8 +127,8 @@ class CommHandle(Surface):
         weights = self.runs.weights
         if weights is None:
             raise RuntimeError(
-                f"fusedcomm: ranks weigh equally in this {self._kind}, so comm.weight would do nothing: give it "
-                "Config(…, weighted='mean'), or weighted='sum' where losses are sums, on every rank"
+                f"fusedcomm: ranks weigh equally in this {self._kind}: to set comm.weight give it Config(…, "
+                "weighted='mean'), or weighted='sum' where losses are sums, on every rank"
             )
         return weights
 
@@ -160,10 +160,7 @@ class CommHandle(Surface):
     def runs(self) -> Runs:
         """What runs behind this object, for fusedcomm itself. Raises RuntimeError if this object is a copy."""
         if self._runs is None:
-            raise RuntimeError(
-                f"fusedcomm: this {self._kind} is a copy, made with copy or pickle, and is attached to nothing: for "
-                f"the copied module {self._anew}"
-            )
+            raise RuntimeError(f"fusedcomm: this {self._kind} is a copy: for the copied module {self._anew}")
         return self._runs
 
     @property
@@ -260,15 +257,9 @@ class CommHandle(Surface):
         """
         self.refuse_detached("there is nothing to trace")
         if self.mode == "searching":
-            raise RuntimeError(
-                "fusedcomm: config='auto' is still searching, and would change what is traced: wait for "
-                "comm.tuning().finished"
-            )
+            raise RuntimeError("fusedcomm: config='auto' is still searching: trace after comm.tuning().finished")
         if self.mode == "off":
-            raise RuntimeError(
-                "fusedcomm: torch's own sums run, so fusedcomm has nothing to trace. Use "
-                "torch.profiler, or attach with the wire that you want to trace, config='bf16' for example"
-            )
+            raise RuntimeError("fusedcomm: torch's own sums run: attach with the wire that is to be traced")
         return self.session.recorder.record(path, all_ranks, self._module())
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from fusedcomm.config import Config
+from fusedcomm.config import Config, combinations
 from fusedcomm.ranks import hosts
 from fusedcomm.ranks.hosts import Hosts, OwnHost
 
@@ -48,10 +48,8 @@ def find(config: Config, host_names: Sequence[str], rank: int) -> Levels:
     if config.weighted is not None and config.feedback is not None and not reason:
         # On two levels a residual is of a host's ranks together, which have weights of their own.
         if config.needs_two_levels:
-            raise ValueError(
-                f"fusedcomm: hosts={config.hosts!r} needs sums on two levels, and feedback={config.feedback!r} with "
-                f"weighted={config.weighted!r} has one: use hosts=None, or leave one of the two out"
-            )
+            given = {"hosts": config.hosts, "feedback": config.feedback, "weighted": config.weighted}
+            combinations.refuse("sums on two levels", given)
         reason = "error feedback of weighted gradients has one"
     own_host = OwnHost.of(host_of, rank)
     if config.hosts is None:

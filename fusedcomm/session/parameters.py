@@ -98,10 +98,7 @@ def synchronized_parameters(
     """
     devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
     if len(devices) > 1:
-        raise RuntimeError(
-            f"fusedcomm: the gradients are on several devices, {devices}; one is supported: move the model to one "
-            "device on each rank"
-        )
+        raise RuntimeError(f"fusedcomm: the gradients are on several devices, {devices}: move the model to one")
     return named_parameters(named, configs)
 
 

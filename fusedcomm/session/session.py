@@ -17,8 +17,9 @@ from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, groups, hosts
+from fusedcomm.ranks import agreement, group_store, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore
+from fusedcomm.ranks.channels import make_host_channels
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan, weights
@@ -127,7 +128,7 @@ class Session:
             if problem is not None:
                 raise problem
             if self.has_engine:
-                self.config.refuse_on(self.device.type)
+                self.config.refuse_unsharded()
                 groups.check_backend(self.process_group, self.device)
                 path = self._path()
             record = self._record(also_agree)
@@ -201,7 +202,7 @@ class Session:
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
         connect, group, device = path.connect, self.process_group, self.device
-        return self._while_connecting(lambda: connect(group, device, groups.own_client(self._store)))
+        return self._while_connecting(lambda: connect(group, device, group_store.own_client(self._store)))
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
@@ -244,8 +245,8 @@ class Session:
                 self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
-                store_port=groups.store_port(self.process_group),
-                store_text=groups.describe_store(self.process_group),
+                store_port=group_store.store_port(self.process_group),
+                store_text=group_store.describe_store(self.process_group),
                 lost=self.peers.lost,
                 explains=self.explains,
             )
@@ -299,7 +300,7 @@ class Session:
 
         group, device, found = self.process_group, self.device, self.hosts
         channels = self._while_connecting(
-            lambda: groups.make_host_channels(group, device, groups.own_client(self._store), found)
+            lambda: make_host_channels(group, device, group_store.own_client(self._store), found)
         )
         local_rank, host = self.hosts.place(self.rank)
         return _C.with_hosts(
@@ -403,10 +404,7 @@ class Session:
     def compare_parameters(self) -> ParameterDifference | None:
         """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
         if not self.has_engine:
-            raise RuntimeError(
-                "fusedcomm: with config='off' no engine runs that could compare parameters: attach with "
-                "Config('fp32', compare_every=…)"
-            )
+            raise RuntimeError("fusedcomm: config='off' compares no parameters: use Config('fp32', compare_every=…)")
         return self._comparison.now()
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:

@@ -53,7 +53,7 @@ def load_state_dict(session: Session, state: dict) -> None:
         residuals = {}
     of_encoders = state.get("residuals_of_encoders", {}) if residuals else {}
     # Each call checks its names before it changes anything. check() has checked everything else.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         session.synchronizer.restore_residuals(residuals, of_encoders=of_encoders)
     session.synchronizer.restore_nonfinite(state["nonfinite"])
     session.synchronizer.step = state["step"]
@@ -107,26 +107,19 @@ def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residu
     known = {parameter.name for parameter in parameters or []}
     for name, count in state["nonfinite"].items():
         if not _is_count(count) or (known and name not in known):
-            raise ValueError(
-                f"state['nonfinite'][{name!r}] is {count!r}: it must be the count of a parameter of this model"
-            )
+            raise ValueError(f"state['nonfinite'][{name!r}] is {count!r}: use a count of a parameter of this model")
     for name, values in state["residuals"].items():
         if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
             raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
     saved_in = state["error_feedback"]
     if state["residuals"] and saved_in not in (None, *RESIDUALS):
-        raise ValueError(
-            f"the state has residuals that were kept with error_feedback={saved_in!r}, which this fusedcomm does not "
-            f"have (it has {', '.join(map(repr, RESIDUALS))}). A state's values are fp32 whatever they were kept in: "
-            "set state['error_feedback'] = 'fp32' to load them, or empty state['residuals'] to drop them"
-        )
+        possible = ", ".join(map(repr, RESIDUALS))
+        raise ValueError(f"state['error_feedback'] is {saved_in!r}: set one of {possible}; values are fp32 in any case")
     if state["residuals"] and not keeps_residuals:
-        why = "feedback=None): attach with feedback=fusedcomm.Feedback(…), or"
-        if is_off:
-            why = "gradients go through DDP's own all-reduce, which has no residuals):"
+        why = "config='off'" if is_off else "feedback=None"
         raise ValueError(
-            f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
-            f"({why} empty state['residuals']"
+            f"the state has residuals (error_feedback={saved_in!r}) and this attachment keeps none ({why}): use "
+            "feedback=fusedcomm.Feedback(…), or empty state['residuals']"
         )
 
 

@@ -9,15 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fusedcomm.config import Config
+from fusedcomm.config import Config, combinations
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 
-ADDED_MEANS = (
-    "fusedcomm: weighted='mean' does not add up gradients of several passes (no_sync(), every=, "
-    "backward_passes_per_step=), because each pass would have to be multiplied by its weight first: let losses be "
-    "sums, and use weighted='sum', on every rank"
-)
+ADDED_MEANS = combinations.text("every front end", {"weighted": "mean", combinations.ADDED_PASSES: True})
 
 
 def checked(value: object) -> tuple[float, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fusedcomm.config import combinations
 from fusedcomm.native import _C
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import Peers, warn_alone
@@ -36,11 +37,8 @@ class Recorder:
     def record(self, path: str | os.PathLike, all_ranks: bool, module: nn.Module | None) -> Iterator[None]:
         """See :meth:`fusedcomm.ddp.handle.Handle.trace`. `module`: the one whose passes are recorded. None: no passes
         are recorded."""
-        if all_ranks and trace.RANK_FIELD in str(path):
-            raise ValueError(
-                f"path={str(path)!r} makes a file for each rank, but all_ranks=True writes one, on rank 0: leave "
-                "{rank} out of the path"
-            )
+        given = {"all_ranks": all_ranks, "path of each rank": str(path) if trace.RANK_FIELD in str(path) else None}
+        combinations.refuse("trace", given)
         own_path = trace.path_for(path, self._peers.rank)
         self._num_gathered += all_ranks  # ranks must agree on it, so a trace of a single rank does not count
         if own_path is None and not all_ranks:

@@ -24,7 +24,7 @@ from fusedcomm.config import Config
 
 def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
     state = fusedcomm.CommState(Config(wires={"0.weight": "fp32"}), module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    with pytest.raises(RuntimeError, match="is a copy, and module cannot be copied"):
+    with pytest.raises(RuntimeError, match="is a copy, which has no module"):
         copy.deepcopy(state).session(torch.device("cpu"))
 
 

@@ -67,7 +67,7 @@ def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
     ddp = types.SimpleNamespace(module=model, parameters_to_ignore=set())
     refuse_sparse(ddp, torch.device("cpu"))
-    with pytest.raises(ValueError, match="'1' has: name a wire, config='bf16'"):
+    with pytest.raises(ValueError, match="'1.weight'.* name a wire"):
         refuse_sparse(ddp, torch.device("cuda"))
     ddp.parameters_to_ignore.add("1.weight")
     refuse_sparse(ddp, torch.device("cuda"))

@@ -20,7 +20,7 @@ from traces import read
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.config import Chunks, Config, LocalOptions
+from fusedcomm.config import Chunks, Config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -366,19 +366,6 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
         (seen,) = synchronize(ddp, [torch.full((5000,), 3.0).cuda()])
         assert seen.unique().tolist() == [3.0]
         comm.detach()
-
-
-@pytest.mark.parametrize(
-    ("local", "words"),
-    [
-        (LocalOptions(isa="portable"), "isa='portable' is for gradients on cpu"),
-        (LocalOptions(codec_threads=2), "codec_threads=2 is for gradients on cpu"),
-    ],
-)
-def test_options_for_the_cpu_are_refused(local, words):
-    with one_rank_group():
-        with pytest.raises(ValueError, match=words):
-            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), local=local)
 
 
 def test_gradients_on_cuda_over_gloo_are_refused():

@@ -223,7 +223,7 @@ def other_states(rank, world_size):
     state = comm.state_dict()
     comm.detach()
     comm = fusedcomm.attach(model, "int8", quiet=True)
-    with pytest.raises(ValueError, match="use the Config"):
+    with pytest.raises(ValueError, match="use one Config"):
         comm.load_state_dict(state)
     with pytest.raises(ValueError, match="has no"):
         comm.load_state_dict({})

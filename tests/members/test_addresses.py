@@ -116,7 +116,7 @@ def test_the_launcher_says_who_joins(say, process, file, members, join, restarts
     [
         (None, None, 1, RuntimeError, "FUSEDCOMM_MEMBERS does not say where"),
         (None, 1, None, RuntimeError, "FUSEDCOMM_MEMBERS does not say where"),
-        ("10.0.0.7:1", 0, None, ValueError, "leave out one of them"),
+        ("10.0.0.7:1", 0, None, ValueError, "leave out one, or name"),
         ("members", None, None, ValueError, "'members' is no address"),
         ("10.0.0.7:port", 1, None, ValueError, "'10.0.0.7:port' is no address"),
         ("./members", "yes", None, ValueError, "FUSEDCOMM_JOIN='yes' is not possible"),

@@ -12,7 +12,7 @@ from patience import HANG_S, patient, wait_until
 from trainees import SHAPES, Endless
 
 import fusedcomm
-from fusedcomm.members.errors import JoinRefusedError
+from fusedcomm.members.errors import JoinRefusedError, TooFewRanksError
 from fusedcomm.members.plane.view import View
 from fusedcomm.ranks import agreement
 
@@ -72,9 +72,12 @@ def test_the_member_leaves_that_was_to_take_a_joiner_in(plane):
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(joiner.join, member.address, {})
         wait_until(lambda: joiner.job_name, "the joiner is welcomed")
-        member.leave("it has ended")  # its main thread is at no boundary between steps, so the joiner still waits
-        with pytest.raises(JoinRefusedError, match="no member could be reached to join"):
+        member.leave("it has ended")  # before or after the joiner is in its view, which is not active yet
+        with pytest.raises(
+            RuntimeError, match="no member could be reached to join|0 .it has left: it has ended"
+        ) as error:
             joined.result(HANG_S)
+    assert isinstance(error.value, (JoinRefusedError, TooFewRanksError))
 
 
 def join(address: str, shapes=SHAPES, **options) -> None:

@@ -80,7 +80,7 @@ class Process:
     def send_away(self, uid):
         pass
 
-    def heard_dead(self, uid):
+    def heard_dead(self, uid, reason):
         self.prove(uid)
 
     def failed(self, error):
@@ -421,7 +421,6 @@ def with_joiner(*late: tuple[str, str]) -> World:
     tell_states(world)
     world.processes["p0"].rules.add_joiner(joiner.member)
     flow(world)
-    tell_states(world)  # to which the decision is the answer
     for process in world.alive():
         assert process.rules.view.uids == ("p0", "p1", "p2", "p3", "p4")
         process.rules.set_ready(1)

@@ -44,15 +44,6 @@ def test_only_sums_whose_codes_are_kept_are_taken_on_cuda(members):
     assert kept.sum == "two-shot" and kept.hosts is None
 
 
-@pytest.mark.parametrize(
-    ("device", "backends", "words"),
-    [
-        ("mps", "gloo", r"are on mps, and ranks come and go only where .* on cuda, over NCCL"),
-        ("cuda", "cpu:gloo,cuda:nccl", r"is cpu:gloo,cuda:nccl, .* init_process_group\('gloo'\)"),
-    ],
-)
-def test_what_lost_ranks_would_break_is_refused(monkeypatch, device, backends, words):
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    with pytest.raises(ValueError, match=words):
-        with_recovery_codes(Config(), SimpleNamespace(microbatches=None), torch.device(device))
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="gradients are on mps: ranks come and go on cpu or cuda"):
+        with_recovery_codes(Config(), SimpleNamespace(microbatches=None), torch.device("mps"))

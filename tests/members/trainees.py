@@ -29,7 +29,7 @@ import fusedcomm
 from fusedcomm.members.plane.agreement import Agreement
 from fusedcomm.members.training import transfer
 from fusedcomm.members.training.passes import Training
-from fusedcomm.ranks import groups
+from fusedcomm.ranks import channels
 
 SHAPES = ((40, 33), (64, 32), (17, 128))
 """Of the parameters; each has a bucket of its own."""
@@ -102,8 +102,8 @@ class Rank:
         os.rename(target.with_suffix(".new"), target)
 
     def die_connecting(self, view: int) -> None:
-        connect, numbers = groups.gloo_backend_over, itertools.count(1)
-        groups.gloo_backend_over = lambda *of_view: self.die() if next(numbers) == view else connect(*of_view)
+        connect, numbers = channels.connect_gloo, itertools.count(1)
+        channels.connect_gloo = lambda *of_view: self.die() if next(numbers) == view else connect(*of_view)
 
     def wait_before(self, step: int) -> None:
         """For what the script says; it may be the end."""

@@ -53,17 +53,26 @@ def owned_numels(found, num_ranks):
     return numels
 
 
+SHAPES = [(33, 45), (8, 8), (45,), (1,), (5, 7, 3), (), (2,)]
+# For each parameter: shape, dtype, wire, whether it is stepped whole, and whether a bucket begins with it.
+PARAMETERS = st.tuples(
+    st.sampled_from(SHAPES),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0, 1, -1]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), num_ranks=st.integers(1, 7), cap=st.sampled_from([1, 2048, CAP]))
-def test_elements_are_owned_once_and_those_of_cut_parameters_in_equal_numbers(data, num_ranks, cap):
-    shapes = data.draw(st.lists(st.sampled_from([(33, 45), (8, 8), (45,), (1,), (5, 7, 3), (), (2,)]), min_size=1))
+@given(parameters=st.lists(PARAMETERS, min_size=1), num_ranks=st.integers(1, 7), cap=st.sampled_from([1, 2048, CAP]))
+def test_elements_are_owned_once_and_those_of_cut_parameters_in_equal_numbers(parameters, num_ranks, cap):
+    shapes, dtypes, wires, are_whole, begins = (dict(enumerate(column)) for column in zip(*parameters, strict=True))
     indices = range(len(shapes))
-    dtypes = {i: data.draw(st.sampled_from([torch.float32, torch.bfloat16])) for i in indices}
-    wires = {i: data.draw(st.sampled_from([0, 1, -1])) for i in indices}
-    whole = [i for i in indices if len(shapes[i]) == 2 and data.draw(st.booleans())]
-    targets, buckets = targets_of(shapes, whole, wires, dtypes), []
+    whole = [i for i in indices if len(shapes[i]) == 2 and are_whole[i]]
+    targets, buckets = targets_of(shapes.values(), whole, wires, dtypes), []
     for i in indices:  # gradients of one dtype are in a bucket
-        if not buckets or dtypes[buckets[-1][0]] != dtypes[i] or data.draw(st.booleans()):
+        if not buckets or dtypes[buckets[-1][0]] != dtypes[i] or begins[i]:
             buckets.append([])
         buckets[-1].append(i)
     found = units(buckets, targets, num_ranks, cap)

@@ -11,13 +11,14 @@ from scripts import printed_by_two_ranks
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config
-from fusedcomm.ranks import groups
+from fusedcomm.ranks.channels import MIN_S_PER_BYTE, make_channels, time_link
+from fusedcomm.ranks.group_store import private_store
 
 
 def timed(rank, world_size):
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    channels = groups.make_channels(group, cpu, groups.private_store(group).native)
-    return groups.time_link(channels.scatter)
+    channels = make_channels(group, cpu, private_store(group).native)
+    return time_link(channels.scatter)
 
 
 @pytest.mark.alone
@@ -25,7 +26,7 @@ def test_all_ranks_time_the_link_alike(ranks):
     for world_size in (2, 3):
         first, *others = ranks.run(timed, world_size=world_size)
         assert all(other == first for other in others)
-        assert groups.MIN_S_PER_BYTE <= first < 1e-6 * slowness()  # loopback has more than 1 MB/s
+        assert MIN_S_PER_BYTE <= first < 1e-6 * slowness()  # loopback has more than 1 MB/s
     assert ranks.run(timed, world_size=1) == [None]
 
 
@@ -46,14 +47,15 @@ def test_ranks_have_chunks_of_one_size(ranks):
 ENDING_SCRIPT = """
 import sys
 import torch, torch.distributed as dist
-from fusedcomm.ranks import groups
+from fusedcomm.ranks.channels import MIN_S_PER_BYTE, make_channels, time_link
+from fusedcomm.ranks.group_store import private_store
 from scripts import let_threads_be_late
 
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
 group, cpu = dist.group.WORLD, torch.device("cpu")
-channels = groups.make_channels(group, cpu, groups.private_store(group).native)
+channels = make_channels(group, cpu, private_store(group).native)
 let_threads_be_late()
-print(groups.time_link(channels.scatter))
+print(time_link(channels.scatter))
 """
 
 
@@ -66,11 +68,12 @@ def test_a_process_may_end_once_its_link_was_timed(tmp_path):
 
 TIME_LINK = """
 import torch, torch.distributed as dist
-from fusedcomm.ranks import groups
+from fusedcomm.ranks.channels import MIN_S_PER_BYTE, make_channels, time_link
+from fusedcomm.ranks.group_store import private_store
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
-channels = groups.make_channels(group, cpu, groups.private_store(group).native)
-print(f"s_per_byte={groups.time_link(channels.scatter)}", flush=True)
+channels = make_channels(group, cpu, private_store(group).native)
+print(f"s_per_byte={time_link(channels.scatter)}", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """

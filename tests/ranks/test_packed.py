@@ -119,5 +119,5 @@ def test_what_cannot_be_sent_is_named_where_it_is(name):
 @pytest.mark.parametrize("kind", ["namedtuple", "enum"])
 def test_a_class_that_is_none_of_these_kinds_is_not_made(kind, name):
     content = "[1]" if kind == "namedtuple" else '"x"'
-    with pytest.raises(TypeError, match=f"has a os.{name}, and this process has no such {kind}"):
+    with pytest.raises(TypeError, match=f"has a os.{name}: import that {kind}"):
         unpack(f'["{kind}", "os", "{name}", {content}]'.encode())

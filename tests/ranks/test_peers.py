@@ -26,7 +26,7 @@ from fusedcomm.config import Config, Feedback, LocalOptions
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.devices import cpu
 from fusedcomm.native import _C
-from fusedcomm.ranks import groups, peers
+from fusedcomm.ranks import channels, groups, peers
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.trace.recorder import Recorder
 
@@ -90,7 +90,7 @@ DEATHS = {
     "before attaching": Death(fusedcomm, "attach", "It has not come to attach"),
     "before its first step": Death(CommState, "session", "It has not come to attach", attach=attach_a_state),
     "before it has channels": Death(cpu.CpuPath, "connect", CONNECTING),
-    "with one of two channels": Death(groups, "_gloo", CONNECTING, number=2),
+    "with one of two channels": Death(channels, "connect_gloo", CONNECTING, number=2),
     "searching": Death(Tuner, "_beside", "for config='auto'", fusedcomm.Auto(("bf16",))),
     "before saving": Death(Handle, "state_dict", TRAINING, Config("int8", feedback=Feedback()), then=save),
     "before the report": Death(Handle, "nonfinite_report", TRAINING, then=report),
@@ -311,6 +311,7 @@ def given_up(rank, world_size):
     """Rank 0 calls a collective alone, and both give up the group. Seconds until the last of it has ended here."""
     group = dist.new_group()
     sentinels = _C.PeerSentinels(backend=groups.gloo_backend(group), tag=peers._TAG)
+    dist.barrier()  # both are connected
     if rank == 0:
         dist.barrier(group, async_op=True)
     dist.destroy_process_group(group)

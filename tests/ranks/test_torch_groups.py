@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from scripts import python
 
-from fusedcomm.ranks import groups, hosts, torch_groups
+from fusedcomm.ranks import hosts, torch_groups
+from fusedcomm.ranks.channels import make_host_channels
 
 TORCH = Path(torch.__file__).parent
 HEADERS = "torch/csrc/distributed/c10d"
@@ -154,7 +155,7 @@ def test_communicators_of_two_levels_are_connected_at_attach(nccl):
     """A communicator connects when all its ranks do, so every rank connects them in the same order: first inside the
     host, then between hosts."""
     two_of_three = hosts.checked([[0, 1, 2], [3, 4, 5]], 6)
-    channels = groups.make_host_channels(GroupOfSix(), CUDA, dist.HashStore(), two_of_three)
+    channels = make_host_channels(GroupOfSix(), CUDA, dist.HashStore(), two_of_three)
     made = [("made", 1, 3), ("made", 1, 2)]
     assert OldStandIn.calls == [made[0], ("connected", CUDA), made[1], ("connected", CUDA)]
     assert channels.local_scatter is channels.local_gather and channels.cross_scatter is channels.cross_gather

@@ -144,4 +144,4 @@ def test_device_ids_name_the_modules_device():
         assert check_devices(CUDA_1, given, None) == (None, None)
         assert check_devices(torch.device("cpu"), given, None) == (None, None)
     for given in (([0], None), (["cuda:2"], None), (["cpu"], None), ([1], 0), (None, 0)):
-        assert "the module's device, cuda:1" in refusal(check_devices, CUDA_1, *given)
+        assert "use cuda:1, or None" in refusal(check_devices, CUDA_1, *given)

@@ -14,7 +14,6 @@ OUT_OF_RANGE = [
     (lambda _: Config("fp7"), "wire='fp7' ... 'fp32', 'bf16', 'fp16', 'int8'"),
     (lambda _: Config(None), "wire=None"),
     (lambda _: Config("fp8_e5m2"), "wire='fp8_e5m2' ... 'int8', 'fp8', 'int4'"),
-    (lambda _: Config("auto"), "wire='auto' ... and fusedcomm.GradReducer ... fusedcomm.Auto(…) ... 'fp32', 'bf16'"),
     (lambda _: Config(sum="ring"), "sum='ring' ... 'two-shot'"),
     (lambda _: Config("fp16", predivide=-1.0), "predivide=-1.0 ... positive"),
     (lambda _: Config("fp16", predivide=float("inf")), "predivide=inf"),
@@ -72,46 +71,18 @@ OUT_OF_RANGE = [
 ]
 FED_BACK = Config("int8", "two-shot", feedback=Feedback())
 PAIRS = [
-    (lambda _: Config("bf16", blocks=Blocks(64)), "Blocks(numel=64) has no effect ... wire='bf16' ... int8, fp8, int4"),
-    (lambda _: Config("bf16", blocks=Blocks(rotate=True)), "rotate=True ... wire='bf16' ... int8, fp8, int4"),
-    (lambda _: Config("int8", sum="direct"), "sum='direct' ... wire='int8' ... sum='two-shot'"),
-    (lambda _: Config("fp32", sum="direct"), "sum='direct' ... wire='fp32' ... sum='exact'"),
-    (lambda _: Config("bf16", sum="exact"), "sum='exact' ... wire='bf16' ... wire='fp32'"),
-    (lambda _: Config(sum="direct", wires={"1d": "fp32"}), "sum='direct' ... wires['1d']='fp32' ... two-shot"),
-    (lambda _: Config(sum="direct", wires={"w.0": "fp32"}), "sum='direct' ... wires['w.0']='fp32' ... two-shot"),
-    (lambda _: Config(sum="direct", wires={"a": "int8"}), "sum='direct' ... wires={…: 'int8'} ... sum='two-shot'"),
-    (lambda _: Config("fp32", "exact", wires={"a": "int8"}), "sum='exact' ... wires={…: 'int8'} ... no other wires"),
-    (lambda _: Config("bf16", predivide=2.0), "predivide=2 ... wire='bf16' ... fp16"),
-    (lambda _: Config("fp32", feedback=Feedback()), "Feedback('fp32') ... wire='fp32' ... rounds nothing"),
-    (lambda _: Config(sum="direct", feedback=Feedback("bf16")), "Feedback('bf16') ... sum='direct' ... two-shot"),
-    (lambda _: Config("fp32", "exact", hosts=TwoLevels()), "hosts=TwoLevels() ... sum='exact' has one ... 'two-shot'"),
-    (lambda _: Config(sum="direct", hosts=TwoLevels()), "hosts=TwoLevels() ... sum='direct' has one ... hosts='auto'"),
-    (lambda _: Config(sum="one-shot", hosts=2), "hosts=2 ... sum='one-shot' has one"),
-    (lambda _: Config("fp32", hosts=TwoLevels("auto", "bf16")), "local_wire='bf16' ... wire='fp32'"),
-    (lambda _: Config("off"), "fusedcomm.attach(ddp, 'off') ... wire='fp32' ... 'int8'"),
-    (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32' ... attach(ddp, 'off')"),
+    (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32'"),
     (lambda _: fusedcomm.Auto(("off", "bf16")), "'off' is not known ... DDP's own all-reduce is always tried"),
-    (lambda _: fusedcomm.CommState("off"), "config='off' ... do not register one"),
-    (lambda _: fusedcomm.CommState("auto"), "config='auto' switches between hooks"),
-    (lambda _: fusedcomm.CommState(fusedcomm.Auto()), "config='auto' switches between hooks"),
-    (
-        lambda _: fusedcomm.simulate([torch.zeros(3)], "auto"),
-        "config='auto' is a search, which needs real steps",
-    ),
+    (lambda _: fusedcomm.CommState(fusedcomm.Auto()), "config='auto' does not go with CommState"),
     (
         lambda _: fusedcomm.simulate([torch.zeros(3)], FED_BACK, residuals=fusedcomm.Residuals("bf16")),
-        "feedback=Feedback() does not match residuals in 'bf16'",
+        "residuals are 'bf16' ... feedback=Feedback()",
     ),
     (
         lambda _: dataclasses.replace(Config("int8", blocks=Blocks(64)), wire="bf16"),
-        "Blocks(numel=64) has no effect with wire='bf16'",
+        "blocks=Blocks(numel=64) does not go with wire='bf16'",
     ),
-    (lambda _: fusedcomm.simulate([torch.ones(3)] * 2, "off"), "config='off' ... config='fp32'"),
     (lambda _: Config("fp32", weighted="median"), "weighted"),
-    (lambda _: Config("bf16", "direct", weighted="mean"), "sum='direct' ... weighted='mean' ... use sum='two-shot'"),
-    (lambda _: fusedcomm.Auto((Config(weighted="mean"),)), "a search also tries DDP's own all-reduce"),
-    (lambda _: fusedcomm.CommState(Config(weighted="mean")), "a registered hook has no handle"),
-    (lambda _: fusedcomm.CommState(Config("bf16", wires={"embed*": "fp32"})), "module=model"),
 ]
 MODEL = nn.ModuleDict({"norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
 # Every parameter of these patterns goes elsewhere.

@@ -20,13 +20,6 @@ def given(**kwargs):
 
 
 ARGUMENTS = [
-    (given(mixed_precision=object()), "ValueError ... torch.autocast ... mixed_precision"),
-    (given(delay_all_reduce_named_params=[("a", nn.Parameter(torch.zeros(1)))]), "ValueError ... leave it out"),
-    (given(param_to_hook_all_reduce=nn.Parameter(torch.zeros(1))), "ValueError ... leave it out"),
-    (given(skip_all_reduce_unused_params=True), "ValueError ... requires_grad_(False)"),
-    (given(bucket_cap_mb_list=[1, 2]), "ValueError ... bucket_cap_mb="),
-    (given(batched_grad_copy=True), "ValueError ... no copies to batch"),
-    (given(dim=1), "ValueError ... not split along a dimension"),
     (given(device_ids=[0]), "ValueError ... for a module on cpu, None"),
     (given(device_ids=[0, 1]), "ValueError ... one device"),
     (given(output_device=0), "ValueError ... for a module on cpu, None"),

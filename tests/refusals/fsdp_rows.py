@@ -40,16 +40,11 @@ def with_own_comm(*ranks):
 
 
 UNSHARDED = Config("int8", feedback=Feedback(unsharded=True))
-OPTIONS = [
-    ("auto", "one wire from the start"),
-    (fusedcomm.Auto(), "one wire from the start"),
-    (Config("int8", sum="one-shot"), "sum='one-shot' is not possible with FSDP2"),
-    (Config("int8", feedback=Feedback()), "Feedback(unsharded=True)"),
-    (Config("int8", measure_every=2), "measure_every"),
-    (Config("int8", hosts=2), "one level"),
+ON_ONE_RANK = [
+    (fusedcomm.Auto(), "config='auto'"),
+    (Config("int8", sum="one-shot"), "sum='one-shot'"),
     (Config("int8", wires={"no.such.*": "bf16"}), "no.such"),
 ]
-ON_ONE_RANK = [OPTIONS[index] for index in (0, 2, 6)]
 OWN = "the reduce-scatter of the model is ProcessGroupAllocReduceScatter already"
 MODELS = [
     (
@@ -61,10 +56,11 @@ MODELS = [
     (with_own_comm(0), f"ValueError / DisagreementError: fusedcomm: rank 0 ... {OWN}"),
     (with_own_comm(1), f"DisagreementError: fusedcomm: rank 1 / ValueError ... {OWN}"),
     (lambda _: of_shards(8), "TypeError: ... config=8 is not possible: use a wire's name"),
-    (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... needs a reduce-scatter"),
+    (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... Feedback(unsharded=True)"),
+    (lambda _: of_shards(Config("int8", feedback=Feedback())), "ValueError ... Feedback(unsharded=True)"),
     (
         lambda _: fusedcomm.attach(DistributedDataParallel(Gradients((2, 2))), UNSHARDED),
-        "ValueError ... is for FSDP2",
+        "ValueError ... Feedback(unsharded=True) does not go with gradients without shards",
     ),
 ]
 TOLD = "DisagreementError: fusedcomm: rank 1"
@@ -76,11 +72,6 @@ DIFFERENT = [
     for one, other in (("int8", "bf16"), ("off", "int8"))
 ]
 ROWS = [
-    *rows(
-        "FSDP2",
-        2,
-        [(lambda _, config=config: of_shards(config), f"ValueError: ... {text}") for config, text in OPTIONS],
-    ),
     *rows("FSDP2", 2, MODELS),
     *rows("FSDP2", 3, DIFFERENT, is_same=True),
     *(

@@ -228,7 +228,7 @@ OF_CONFIGS = [
     (lambda _: hvd.Compression.of(Config("int8", measure_every=0)), "measure_every=0 ... belong to no backward pass"),
     (
         lambda _: hvd.Compression.of(Config("int8", feedback=Feedback(unsharded=True))),
-        "Feedback(unsharded=True) is for FSDP2",
+        "Feedback(unsharded=True)",
     ),
     (lambda _: hvd.Compression.of("int8"), "config='int8' is not possible: use a fusedcomm.Config"),
 ]

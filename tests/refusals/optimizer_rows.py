@@ -5,7 +5,7 @@ import time
 
 import torch
 from counting import InItself, Later, Lazily, OfAllGradients
-from models import Mlp, reducer_of, refusal
+from models import reducer_of, refusal
 from owners import FP32, Branches, Net, Way, flat, loss_of, made, one_step, train, unequal, whole
 from patience import patient
 from refusals import differ, rows
@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config
 
 
 def on(model, config=FP32, optimizer_class=torch.optim.AdamW, params=None, reducer=None, **kwargs):
@@ -46,27 +45,6 @@ def of_trained(model):
     reducer = reducer_of(model, FP32)
     loss_of(model, 0, 0).backward()
     return on(model, reducer=reducer)
-
-
-def of_members(_):
-    members = fusedcomm.Members()
-    reducer = reducer_of(Mlp(), FP32, members=members)
-    try:
-        on(None, reducer=reducer)
-    except ValueError as error:
-        assert "bucket" not in str(error)
-        raise
-    finally:
-        reducer.detach()
-        members.leave()
-
-
-def of_a_search(model):
-    try:
-        on(model, "auto")
-    except ValueError as error:
-        assert "members" not in str(error)
-        raise
 
 
 def of(make):
@@ -149,19 +127,7 @@ ARGUMENTS = [
     (second_owner, "RuntimeError ... has a ShardedOptimizer already"),
     (of_detached, "RuntimeError ... detach"),
     (of_trained, "RuntimeError ... has begun"),
-    (
-        of_a_search,
-        "ValueError: fusedcomm: a ShardedOptimizer needs its wire from the start ... in place of 'auto'",
-    ),
-    (of_members, "ValueError: fusedcomm: a ShardedOptimizer needs ranks that stay ... without members"),
-    (lambda m: on(m, Config("fp32", sum="exact")), "ValueError ... sum='exact' ... 'two-shot'"),
-    (lambda m: on(m, Config("bf16", sum="direct")), "ValueError ... sum='direct' ... 'two-shot'"),
-    (lambda m: on(m, Config("int8", sum="one-shot")), "ValueError ... sum='one-shot' ... 'two-shot'"),
     (lambda m: on(m, update="int9"), "ValueError: ... int9"),
-    (
-        lambda m: on(m, overlap=True, find_unused_parameters=True),
-        "ValueError ... overlap=True ... find_unused_parameters=True",
-    ),
     (lambda m: on(m.double()), "ValueError ... torch.float64"),
     (lambda m: on(m, learning_rate=0.1), "TypeError: ... learning_rate"),
 ]

@@ -94,7 +94,6 @@ ARGUMENTS = [
         "RuntimeError ... ['cpu', 'meta']",
     ),
     (lambda _: of_mlp("int9"), "ValueError: ... 'int9'"),
-    (lambda _: of_mlp("off"), "ValueError: ... 'off'"),
     *(
         (
             functools.partial(lambda config, value, _: of_mlp(config, bucket_mib=value), config, value),

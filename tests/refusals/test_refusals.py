@@ -3,6 +3,7 @@
 import pickle
 
 import attach_rows
+import combination_rows
 import config_rows
 import data_parallel_rows
 import fsdp_rows
@@ -15,7 +16,7 @@ import reducer_rows
 from refusals import Row, run_rows, said
 
 TABLES = [
-    *(config_rows, attach_rows, reducer_rows, data_parallel_rows, fsdp_rows),
+    *(combination_rows, config_rows, attach_rows, reducer_rows, data_parallel_rows, fsdp_rows),
     *(optimizer_rows, local_rows, horovod_rows, members_rows),
 ]
 ROWS: list[Row] = [row for table in TABLES for row in table.ROWS]

@@ -18,14 +18,15 @@ import torch.distributed as dist
 from on_hosts import needs_hosts, printed_by
 from patience import HANG_S
 
-from fusedcomm.ranks import groups
+from fusedcomm.ranks.channels import make_channels
+from fusedcomm.ranks.group_store import private_store
 
 NBYTES = 40_003
 
 
 def make_exchange(folder, max_sending=0):
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    channels = groups.make_channels(group, cpu, groups.private_store(group).native)
+    channels = make_channels(group, cpu, private_store(group).native)
     dist.barrier()  # a rank that is still connecting would mistake the end of a channel for a crash
     return native_bindings.load(folder).Exchange(channels.scatter, max_sending=max_sending)
 
@@ -109,10 +110,11 @@ LATE_S, MESSAGE_NBYTES = 0.2, 1_600_000
 
 BEGIN_LATE = f"""
 import native_bindings, pathlib, time, torch, torch.distributed as dist
-from fusedcomm.ranks import groups
+from fusedcomm.ranks.channels import make_channels
+from fusedcomm.ranks.group_store import private_store
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
-channels = groups.make_channels(group, cpu, groups.private_store(group).native)
+channels = make_channels(group, cpu, private_store(group).native)
 exchange = native_bindings.load(pathlib.Path(FOLDER)).Exchange(channels.scatter, max_sending=0)
 send, receive = (torch.zeros({2 * MESSAGE_NBYTES}, dtype=torch.uint8) for _ in range(2))
 for _ in range(3):

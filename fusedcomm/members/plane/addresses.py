@@ -55,10 +55,7 @@ def split(address: str) -> tuple[str, int]:
     """The host and the port of "host:port". Raises ValueError."""
     host, _, port = address.strip().rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(
-            f"fusedcomm: {address!r} is no address of a member: use 'host:port', a member's members.address, or "
-            "several with commas between them"
-        )
+        raise ValueError(f"fusedcomm: {address!r} is no address of a member: use 'host:port', or several with commas")
     return host.strip("[]"), int(port)
 
 
@@ -171,8 +168,8 @@ def to_join(patience_s: float) -> str | None:
             split(address)
         if joins is False:
             raise ValueError(
-                f"fusedcomm: {env.JOIN}=0 says that this process begins training, and {env.MEMBERS}={text} that it "
-                "joins: leave out one of them, or name a file by a path with a / in it"
+                f"fusedcomm: {env.JOIN}=0 does not go with {env.MEMBERS}={text}, an address to join: leave out one, or "
+                "name a file by a path with a / in it"
             )
     elif not joins:
         return None

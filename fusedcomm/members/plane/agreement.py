@@ -133,7 +133,7 @@ class Agreement:
             finished=self._barrier.finished,
             entered=self._barrier.entered,
             wants=self._wants,
-            dead=sorted(self.roster.dead),
+            dead=self._reasons(),
             silent=sorted(self.roster.silent),
             proposes=self.proposal.number if self.proposal is not None else -1,
         ).to_json()
@@ -265,7 +265,7 @@ class Agreement:
             "base": proposal.base,
             "immediate": proposal.immediate,
             "step": proposal.step,
-            "dead": sorted(self.roster.dead),
+            "dead": self._reasons(),
         }
         for uid in proposal.participants:
             if self.proposal is proposal and uid not in proposal.acks:
@@ -321,6 +321,9 @@ class Agreement:
         self.proposal, self._margin = None, _MARGIN
         views = [*roster.may_be_active(acks), view]
         self._adopt(commit_message(Decision(view, finished, lost, joined), proposal.immediate, views))
+        for uid in proposal.participants:
+            if uid != self._uid:
+                self._effects.send(uid, self.commit)
 
     # ---- the members
 
@@ -333,19 +336,25 @@ class Agreement:
         if told.committed < self.view.number and (sender in self.view or told.committed >= 0):
             self._effects.send(sender, self.commit)
         self._see_active(told.active)
-        self._see_ready()
+        if told.ready == self.view.number:
+            self._see_ready()
         promise = self._promise
         if promise.to == sender and told.proposes != promise.number > told.committed:
             self._barrier.resume(promise.number)  # its abort was lost with a connection
         self._hear_dead(told.dead)
         fields = ("silent", "wants", "ready", "active", "promised")
-        if known is None or any(getattr(known, each) != getattr(told, each) for each in fields):
+        is_new = known is None or any(getattr(known, each) != getattr(told, each) for each in fields)
+        if is_new and self.roster.lowest() == self._uid:
             self._consider()
 
-    def _hear_dead(self, uids: list[str]) -> None:
-        for uid in uids:
+    def _reasons(self) -> dict[str, str]:
+        """By uid of the dead: what was seen."""
+        return {uid: self._effects.reason(uid) for uid in sorted(self.roster.dead)}
+
+    def _hear_dead(self, reasons: dict[str, str]) -> None:
+        for uid, reason in reasons.items():
             if uid not in self.roster.dead and uid != self._uid:
-                self._effects.heard_dead(uid)
+                self._effects.heard_dead(uid, reason)
 
     def _on_propose(self, sender: str, message: dict) -> None:
         number, base, immediate = message["number"], message["base"], message["immediate"]

@@ -146,9 +146,7 @@ class StepBarrier:
                     return False
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise InstallTimeoutError(
-                        f"fusedcomm: not all members of view {number} were ready for it within {timeout_s:g} s"
-                    )
+                    raise InstallTimeoutError(f"fusedcomm: view {number} was not ready everywhere in {timeout_s:g} s")
                 self._changed.wait(left_s)
 
     def is_superseded(self, number: int) -> bool:

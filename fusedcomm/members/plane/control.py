@@ -100,9 +100,7 @@ class ControlPlane:
         if self.member.uid not in view:
             raise ValueError(f"fusedcomm: this process, {self.member.uid}, is not in the view that it starts with")
         if len(view.members) < self._min_ranks:
-            raise ValueError(
-                f"fusedcomm: {len(view.members)} members start, and min_ranks is {self._min_ranks}: start more"
-            )
+            raise ValueError(f"fusedcomm: {len(view.members)} members start, min_ranks={self._min_ranks}: start more")
         self.barrier.start(view)
         self._network.call_and_wait(lambda: self._thread.start(view))  # requests are possible from now on
 

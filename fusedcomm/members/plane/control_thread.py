@@ -149,8 +149,8 @@ class ControlThread:
     def send_away(self, uid: str) -> None:
         self._links.drop_joiner(uid)
 
-    def heard_dead(self, uid: str) -> None:
-        self._links.set_dead(uid, "another member has proof that its process has ended")
+    def heard_dead(self, uid: str, reason: str) -> None:
+        self._links.set_dead(uid, reason)
 
     def failed(self, error: RuntimeError) -> None:
         self._barrier.fail(error)
@@ -169,7 +169,7 @@ class ControlThread:
     def on_message(self, uid: str, message: dict) -> None:
         try:
             self._agreement.message(uid, message)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             text = f"fusedcomm: members ignored a message of an unknown form: {message} ({error!r})"
             report(lambda: text)
 

@@ -21,8 +21,8 @@ class Effects(Protocol):
         """This process is not in view `number`, which was committed, and has not run in a view yet. It joins by another
         uid, so that nobody waits for anything of the old one."""
 
-    def heard_dead(self, uid: str) -> None:
-        """A member has proof that the process is dead."""
+    def heard_dead(self, uid: str, reason: str) -> None:
+        """A member has proof that the process is dead. reason: what that member saw."""
 
     def send_away(self, uid: str) -> None:
         """The joiner is to ask another member, because this one does not propose any more."""

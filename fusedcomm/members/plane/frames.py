@@ -37,10 +37,7 @@ def encode(kind: int, header: dict, payload_nbytes: int = 0) -> bytes:
     """The prefix and header of a frame. Raises ValueError if the header is too long."""
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_NBYTES:
-        raise ValueError(
-            f"fusedcomm: a header of {len(text)} bytes is too long, at most {MAX_HEADER_NBYTES} are possible: "
-            f"keep the description of a member short"
-        )
+        raise ValueError(f"fusedcomm: a header has {len(text)} bytes: at most {MAX_HEADER_NBYTES} are possible")
     fields = _PREFIX.pack(MAGIC, kind, len(text), payload_nbytes, 0)[:-4]
     return fields + _CRC.pack(zlib.crc32(text, zlib.crc32(fields))) + text
 
@@ -82,10 +79,8 @@ async def receive(
     _, kind, header_nbytes, payload_nbytes, crc = _PREFIX.unpack(prefix)
     limit = max_payload_nbytes if into is None else into.nbytes
     if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes > limit:
-        raise FrameError(
-            f"fusedcomm: a frame with {header_nbytes} bytes of header and {payload_nbytes} of payload arrived, where "
-            f"at most {MAX_HEADER_NBYTES} and {limit} are possible"
-        )
+        most = f"{MAX_HEADER_NBYTES} and {limit}"
+        raise FrameError(f"fusedcomm: a frame's header and payload have {header_nbytes} and {payload_nbytes} of {most}")
     header = _header(prefix, await _read(reader, header_nbytes), crc)
     payload = (memoryview(bytearray(payload_nbytes)) if into is None else into.cast("B"))[:payload_nbytes]
     if payload_nbytes:
@@ -96,10 +91,7 @@ async def receive(
             seen = zlib.crc32(block, seen)
         sent = await _read(reader, _CRC.size)
         if _CRC.pack(seen) != sent:
-            raise FrameError(
-                f"fusedcomm: the CRC of a payload of {payload_nbytes} bytes is {seen:#010x}, "
-                f"and 0x{sent.hex()} was sent"
-            )
+            raise FrameError(f"fusedcomm: a payload's CRC is {seen:#010x}, and 0x{sent.hex()} was sent")
     return kind, header, payload
 
 

@@ -13,8 +13,8 @@ class MemberState:
 
     committed, active: numbers of views; -1 in a joiner. promised: the highest number of a view that it has promised.
     ready: of the view that its main thread can run in. finished: its last step; None before the first view. entered:
-    the step under way. wants: its main thread waits for a view above that number; -1: it does not wait. dead, silent:
-    uids. proposes: the number of its own proposal; -1: there is none.
+    the step under way. wants: its main thread waits for a view above that number; -1: it does not wait. dead: by
+    uid, what was seen. silent: uids. proposes: the number of its own proposal; -1: there is none.
     """
 
     committed: int = -1
@@ -24,7 +24,7 @@ class MemberState:
     finished: int | None = None
     entered: int = -1
     wants: int = -1
-    dead: list[str] = field(default_factory=list)
+    dead: dict[str, str] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
     proposes: int = -1
 

@@ -19,6 +19,7 @@ def may_go_on(old: Sequence[str], alive: Collection[str], dead: Collection[str])
     exactly half with the lowest rank among these. As long as the dead are dead, no two groups without a common member
     may both go on.
     """
+    alive = set(alive)
     possible = [uid for uid in old if uid not in dead or uid in alive]
     agreeing = [uid for uid in possible if uid in alive]
     if len(agreeing) == len(possible):

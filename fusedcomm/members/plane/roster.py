@@ -1,5 +1,7 @@
 """What a member knows of the others: views, their state, and who of them lives."""
 
+from collections.abc import Iterator
+
 from fusedcomm.members.plane.messages import MemberState
 from fusedcomm.members.plane.quorum import clique, may_go_on
 from fusedcomm.members.plane.view import View
@@ -43,9 +45,9 @@ class Roster:
         """The dead that have gone on with nobody."""
         return self.dead - self.doubtful
 
-    def of_others(self) -> list[MemberState | None]:
+    def of_others(self) -> Iterator[MemberState | None]:
         """The states of the members of the committed view but this process; None of one that has said nothing."""
-        return [self.states.get(uid) for uid in self.committed.uids if uid != self._uid]
+        return (self.states.get(uid) for uid in self.committed.uids if uid != self._uid)
 
     def is_settled(self) -> bool:
         """Whether the committed view is active, and all its members know it."""
@@ -59,7 +61,8 @@ class Roster:
 
     def established(self, uids: list[str]) -> list[str]:
         """The members of the active view among them."""
-        return [uid for uid in uids if uid in self.active]
+        active = self.active
+        return [uid for uid in uids if uid in active]
 
     def together(self) -> list[str]:
         """The living without one of each pair that does not hear each other."""
@@ -69,7 +72,9 @@ class Roster:
 
     def lowest(self) -> str:
         """The one that proposes, in this process's eyes; empty if there is none."""
-        return next(iter(self.established(self.alive())), "")
+        gone = (self.dead, self.silent)
+        active = self.active
+        return next((uid for uid in self.committed.uids if uid in active and not any(uid in each for each in gone)), "")
 
     def may_go_on(self, uids: list[str]) -> bool:
         """Whether they are a quorum of the active view."""

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,21 @@ class View:
     members: tuple[Member, ...]
     step: int
 
-    @property
+    @cached_property
     def uids(self) -> tuple[str, ...]:
         """The members' uids by rank."""
         return tuple(member.uid for member in self.members)
 
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {uid: rank for rank, uid in enumerate(self.uids)}
+
     def rank_of(self, uid: str) -> int:
-        """The member's rank. Raises ValueError if it is no member."""
-        return self.uids.index(uid)
+        """The member's rank. Raises KeyError if it is no member."""
+        return self._ranks[uid]
 
     def __contains__(self, uid: str) -> bool:
-        return uid in self.uids
+        return uid in self._ranks
 
     @staticmethod
     def from_json(value: dict) -> "View":

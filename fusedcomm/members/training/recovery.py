@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import Config
+from fusedcomm.config import Config, combinations
 from fusedcomm.members.members import Members
 from fusedcomm.native import _C
 from fusedcomm.ranks.agreement import difference
@@ -44,33 +44,21 @@ class RecoverySession(UnexplainedSession):
 def with_recovery_codes(config: Config, members: Members, device: torch.device) -> Config:
     """`config` with sums of which each rank has recovery codes. Raises ValueError where that cannot be."""
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"fusedcomm: the gradients are on {device}, and ranks come and go only where they are on cpu, over gloo, "
-            "or on cuda, over NCCL. Leave out members="
-        )
-    if device.type == "cuda" and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        raise ValueError(
-            f"fusedcomm: the process group is {dist.get_backend_config()}, and torch's watchdog over NCCL ends the "
-            "process when a rank is lost: call init_process_group('gloo'); members make communicators of their own"
-        )
-    if config.sum not in ("auto", "two-shot"):
-        raise ValueError(
-            f"fusedcomm: sum={config.sum!r} keeps no codes of a rank's gradients, so they could not be summed again "
-            "when a rank is lost: with members use sum='auto' or 'two-shot'"
-        )
-    if members.microbatches is not None and config.weighted != "mean":
-        raise ValueError(
-            "fusedcomm: Members(microbatches=…) weighs each rank by its microbatches: give Config(…, weighted='mean')"
-        )
+        raise ValueError(f"fusedcomm: gradients are on {device}: ranks come and go on cpu or cuda, leave out members=")
+    given = {
+        "gradients on cuda": device.type == "cuda",
+        "a default group over NCCL": dist.is_initialized() and "nccl" in str(dist.get_backend_config()),
+        "sum": config.sum,
+        "microbatches": members.microbatches,
+        "weighted": config.weighted,
+    }
+    combinations.refuse("Members", given)
     return dataclasses.replace(on_one_level(config), sum="two-shot")
 
 
 def on_one_level(config: Config) -> Config:
     """`config` with sums over all ranks at once. Raises ValueError if it names hosts."""
-    if config.hosts not in (None, "auto"):
-        raise ValueError(
-            "fusedcomm: sums on two levels need the same ranks on every host, and members come and go: leave out hosts="
-        )
+    combinations.refuse("Members", {"hosts": config.named_hosts})
     return dataclasses.replace(config, hosts=None)
 
 

@@ -38,10 +38,7 @@ class MembersSampler(Sampler[list[int]]):
         self, dataset: Sized, members: Members, batch_size: int, *, shuffle: bool = True, seed: int = 0
     ) -> None:
         if len(dataset) == 0 or batch_size < 1:
-            raise ValueError(
-                f"fusedcomm.MembersSampler: {len(dataset)} samples in batches of {batch_size} are not possible: use at "
-                "least one of each"
-            )
+            raise ValueError(f"fusedcomm.MembersSampler: {len(dataset)} samples in batches of {batch_size}")
         self._num_samples, self._members, self.batch_size = len(dataset), members, batch_size
         self._shuffle, self._seed = shuffle, seed
         self._orders: dict[int, list[int]] = {}
@@ -73,7 +70,7 @@ class MembersSampler(Sampler[list[int]]):
             if state[name] != value:
                 raise ValueError(
                     f"fusedcomm.MembersSampler: the state was saved with {name}={state[name]!r}, and here it is "
-                    f"{value!r}: samples would come twice, or never. Use the same, or begin anew without the state"
+                    f"{value!r}: use the same, or begin anew without the state"
                 )
         self._members.go_on_at(self._members.step, state["num_microbatches"])
 

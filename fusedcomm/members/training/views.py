@@ -50,10 +50,7 @@ class Views(abc.ABC):
 
     def __init__(self, members: Members, device: torch.device) -> None:
         if members.training is not None:
-            raise ValueError(
-                "fusedcomm: these members belong to another reducer, or another LocalSteps, already: one Members is "
-                "for one of them"
-            )
+            raise ValueError("fusedcomm: these members belong to another reducer or LocalSteps: make another Members")
         self.members, self.device, self.step = members, device, 0
         self.session = None
         self._has_tried = False  # whether the first session was made, or could not be
