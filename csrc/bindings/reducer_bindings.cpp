@@ -27,15 +27,16 @@ void bind_reducer(pybind11::module_& m) {
            py::kw_only(), py::arg("sums"), py::arg("sends_dense"), py::arg("checks_changes"), py::arg("refuse"),
            py::arg("failure_of_job"));
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(m, "GradReducer")
-      .def(py::init([](std::shared_ptr<Synchronizer> synchronizer,
+      .def(py::init([](const std::optional<std::shared_ptr<Synchronizer>>& synchronizer,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters,
                        int64_t first_bucket_nbytes, int64_t bucket_nbytes, bool find_unused, int64_t every,
-                       const StorePtr& store, GradReducer::Say say, std::optional<Steps> steps) {
+                       const std::optional<StorePtr>& store, GradReducer::Say say, std::optional<Steps> steps) {
              std::vector<GradReducer::Parameter> table;
              for (const auto& [tensor, name, is_sparse] : parameters) table.push_back({tensor, name, is_sparse});
              const GradReducer::Options options{
                  {first_bucket_nbytes, bucket_nbytes}, find_unused, every, std::move(steps)};
-             return GradReducer::make(std::move(synchronizer), std::move(table), options, store, std::move(say));
+             return GradReducer::make(synchronizer.value_or(nullptr), std::move(table), options,
+                                      store.value_or(StorePtr()), std::move(say));
            }),
            py::kw_only(), py::arg("synchronizer"), py::arg("parameters"), py::arg("first_bucket_nbytes"),
            py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("every") = 1, py::arg("store"), py::arg("say"),

@@ -98,7 +98,7 @@ class ReducedOptimizer(Spelled):
             return
         options = Options(config, self.op == Sum, self._groups, self.sparse_as_dense, world().settings.check)
         self.reducer = StepReducer(named, options, self.process_set, self.backward_passes_per_step, _refuse)
-        self.reducer.native.is_on = not self._is_alone()
+        self.reducer.native.is_on, self.reducer.weight = not self._is_alone(), self._given
         if self._weighted == "sum":
             reducer = self.reducer
             self._passes = AddedPasses(lambda: reducer.session.weights)  # type: ignore[union-attr]
@@ -148,7 +148,7 @@ class ReducedOptimizer(Spelled):
             return  # this rank is not in the process set
         self.reducer.open()
         assert self.reducer.session is not None
-        self._given = give(self.reducer.session.weights, value)
+        self._given = self.reducer.weight = give(self.reducer.session.weights, value)
         if self._passes is not None:
             self._passes.announce(each for _, each in self._named())
 

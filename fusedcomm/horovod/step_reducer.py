@@ -22,10 +22,9 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
-from fusedcomm.reducer.parameters import strides_to_agree
-from fusedcomm.reducer.tuning import bucket_caps
-from fusedcomm.session.parameters import NamedParameter, numbered
+from fusedcomm.session.parameters import NamedParameter, bucket_caps, numbered, strides_to_agree
 from fusedcomm.session.session import Session
+from fusedcomm.session.weights import give
 
 if TYPE_CHECKING:
     from fusedcomm.horovod.reduced_optimizer import Groups
@@ -91,6 +90,7 @@ class StepReducer:
             ),
         )
         self.session: Session | None = None
+        self.weight: float | None = None  # of this rank, also with other ranks
         self._world: World | None = None
         _living.add(self)
 
@@ -136,6 +136,8 @@ class StepReducer:
         self.native.set_groups([number_of.get(p.name, -1) for p in self._parameters])
         self.native.set_ranks(session.synchronizer, session.store("optimizer"))
         self.session, self._world = session, found
+        if self.weight is not None:
+            give(session.weights, self.weight)
 
     def _groups_of_all(self, group: OwnGroup) -> list[list[str]]:
         """The groups by names. A number of groups divides the parameters in the order that they have on the set's first
