@@ -58,6 +58,7 @@ class ReducedOptimizer(Spelled):
     param_groups: list[dict]
     reducer: StepReducer | None
     _passes: AddedPasses | None
+    _given: float | None
 
     def set_up(
         self,
@@ -278,7 +279,7 @@ class ReducedOptimizer(Spelled):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Begins a step anew: what is being reduced is forgotten."""
-        if self._has_begun_step():
+        if self.reducer is not None and self._has_begun_step():
             # The sums under way are not waited for: the job may have failed.
             self.reducer.leave("load_state_dict() was called within a step")
         self._is_synchronized, self._should_synchronize = False, True

@@ -204,7 +204,7 @@ class StepReducer:
 
 def group_for(found: World, process_set: ProcessSet, device: torch.device, purpose: str) -> OwnGroup:
     """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order."""
-    set_id, ranks = process_set.process_set_id, process_set.ranks
+    set_id, ranks = process_set.process_set_id or 0, process_set.ranks
     name, rank = f"{purpose}/{set_id}", ranks.index(found.rank)
     backends = {"cpu": found.backends[set_id]}
     if device.type != "cpu":
