@@ -253,6 +253,6 @@ def _failure_of_job() -> str:
     return "" if found is None else found.coordinator.failure
 
 
-def _say(notices: list[str]) -> None:
+def _say(notices: Sequence[str]) -> None:
     for text in notices:
         warn_alone(text, stacklevel=3)
