@@ -71,7 +71,8 @@ void bind_reducer(pybind11::module_& m) {
       .def("end_observation", &GradReducer::end_observation, NoGil())
       .def("take_pass_ends", &GradReducer::take_pass_ends, NoGil())
       .def("turn_on_once", &GradReducer::turn_on_once, NoGil())
-      .def("synchronize_passes_of", &GradReducer::synchronize_passes_of, py::arg("outputs"), NoGil())
+      // With the GIL: a tensor's hooks are read by Python's garbage collector, on whichever thread collects.
+      .def("synchronize_passes_of", &GradReducer::synchronize_passes_of, py::arg("outputs"))
       .def("refuse_local_passes", &GradReducer::refuse_local_passes, py::arg("refuse"), NoGil())
       .def("waits_for_pass", &GradReducer::waits_for_pass, NoGil())
       .def("lost_parameter", &GradReducer::lost_parameter, NoGil())

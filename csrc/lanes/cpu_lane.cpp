@@ -129,7 +129,10 @@ void CpuLane::finally(EventPtr after, Finally task) {
 void CpuLane::stop(std::exception_ptr reason) {
   std::lock_guard<std::mutex> one_at_a_time(stop_mutex_);
   std::deque<CpuLaneQueue::Item> abandoned = queue_->stop(std::move(reason));
-  if (worker_.joinable()) worker_.join();
+  if (worker_.joinable()) {
+    // A result's receiver may be the last owner of the lane. The worker then ends when its item has.
+    worker_.get_id() == std::this_thread::get_id() ? worker_.detach() : worker_.join();
+  }
   for (CpuLaneQueue::Item& item : abandoned) item.work(queue_->stop_reason());
 }
 

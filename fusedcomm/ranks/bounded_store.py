@@ -1,19 +1,15 @@
 """A process group's store, every request to which ends."""
 
-import atexit
 import datetime
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-T = TypeVar("T")
+from fusedcomm.native import _C
 
-_EXIT_S = 2.0
-"""Seconds that the end of the process waits for a store that is silent."""
+T = TypeVar("T")
 
 
 class StoreError(RuntimeError):
@@ -120,82 +116,32 @@ class BoundedStore:
 
 
 class OwnClient(BoundedStore):
-    """A store over a connection of its own, which a wait of other code on the same store does not delay.
+    """A store over a connection of its own, which a wait of other code on the same store does not delay; see
+    csrc/transport/store_client.h. Possible are check(), get(), multi_get(), set() and compare_set().
 
-    Requests are made one at a time: while one is late, others raise StoreError with `is_silence`, so that a store that
-    is silent for hours keeps one thread waiting. A failed connection is made again, once. A request may therefore be
-    made twice. A clone of a TCPStore whose host is gone tries to connect for the store's whole timeout: it is made by
-    the first request's thread.
+    While a request is late, others raise StoreError with `is_silence`. A failed connection is made again; a request may
+    therefore be made twice.
     """
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta, about: str) -> None:
-        super().__init__(store, timeout, about)
-        _clients.add(self)
-        self._is_own = self._was_renewed = False
-        self._late: Errand | None = None
-        self._problem = ""
-        """Of the request under way: the error after which it connects again."""
+        self._client = _C.StoreClient(store=store, timeout_s=timeout.total_seconds())
+        super().__init__(cast("dist.Store", self._client), timeout, about)  # it has the requests that are possible
         self.loss = ""
         """Why no more requests are made: the store has failed again after it was connected again. Empty: they are."""
 
     def _ask(self, request: Callable[[], T], asked: str) -> T:
         if self.loss:
             raise StoreError(self.loss)
-        timeout_s = self._timeout.total_seconds()
-        if self._late is not None and not self._late.has_ended_within(0.0):
-            raise self._silence("it has not answered yet")
-        self._late = errand = Errand(lambda: self._connected(request))
-        if not errand.has_ended_within(timeout_s):
-            raise self._silence(f"no answer within {1e3 * timeout_s:.0f} ms")
-        self._late = None
         try:
-            return errand.result()
+            return request()
+        except TimeoutError:
+            text, problem = f"no answer within {self._timeout.total_seconds():g} s", self._client.problem
+            error = StoreError(f"{text} of reconnecting after the error: {problem}" if problem else text)
+            error.is_silence = not problem
+            raise error from None
         except RuntimeError as error:
             self.loss = _first_line(error)
             raise StoreError(self.loss) from error
-
-    def _connected(self, request: Callable[[], T]) -> T:
-        """Runs on a request's thread."""
-        self._problem = ""
-        if not self._is_own:
-            self._is_own, self.native = True, _clone(self.native)
-        try:
-            return request()
-        except RuntimeError as error:
-            if self._was_renewed:
-                raise
-            self._was_renewed, self._problem = True, _first_line(error)
-            self.native = _clone(self.native)
-            return request()
-
-    def settle(self, within_s: float) -> None:
-        """Waits for the late request, if there is one and it does not connect again."""
-        if self._late is not None and not self._problem:
-            self._late.has_ended_within(max(within_s, 0.0))
-
-    def _silence(self, text: str) -> StoreError:
-        error = StoreError(f"{text} of reconnecting after the error: {self._problem}" if self._problem else text)
-        error.is_silence = not self._problem
-        return error
-
-
-_clients: "weakref.WeakSet[OwnClient]" = weakref.WeakSet()
-
-
-@atexit.register
-def _settle_all() -> None:
-    """A thread that comes back from the store while the interpreter ends aborts the process."""
-    until = time.monotonic() + _EXIT_S
-    for client in list(_clients):
-        client.settle(until - time.monotonic())
-
-
-def _clone(store: dist.Store) -> dist.Store:
-    """The store over another connection, if it has one: other stores have nothing that a wait keeps busy."""
-    innermost = store
-    while isinstance(innermost, dist.PrefixStore):
-        innermost = innermost.underlying_store
-    return store.clone() if isinstance(innermost, dist.TCPStore) else store
 
 
 def _first_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronize
-from patience import patient
+from patience import HANG_S, patient
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config
+from fusedcomm.native import _C
 
 pytestmark = pytest.mark.check
 
@@ -212,3 +214,30 @@ def test_channels_are_let_go_of_while_a_peer_is_silent(ranks):
     taken_s, text = found
     assert 9 < taken_s < patient(15)
     assert "fusedcomm: rank 0 of 2 closes its channels, but a collective still waits for a peer after 10 s" in text
+
+
+def dropped_by_its_own_thread(rank, world_size):
+    """Rank 0 drops an engine's last owner in the callback of a sum, on the engine's thread. Returns the sum."""
+    ddp = DistributedDataParallel(Gradients((8,)))
+    comm = fusedcomm.attach(ddp, "fp32", quiet=True)
+    synchronizer = comm.session.synchronizer
+    owners = [_C.FusedSum(synchronizer)]
+    del comm, ddp, synchronizer
+    gc.collect()
+    is_dropped = threading.Event()
+
+    def drop(error):
+        owners.clear()
+        is_dropped.set()
+
+    if rank == 1:
+        dist.barrier()  # rank 0 has returned from run(), which holds what it was called of
+    future = owners[0].run(names=["x"], tensors=[torch.full((8,), rank - 2.0)], factor=2.0, done=drop)
+    if rank == 0:
+        dist.barrier()
+    assert is_dropped.wait(HANG_S)
+    return future.wait()[0].item()
+
+
+def test_an_engine_may_end_on_its_own_thread(ranks):
+    assert ranks.run(dropped_by_its_own_thread, world_size=2) == [-3.0, -3.0]

@@ -37,7 +37,7 @@ def _refused(rank, world_size, names, hosts):
     [
         ("aaab", TwoLevels("auto"), "of ranks [2, 3] are on ['a', 'b']"),
         ("abab", TwoLevels("auto"), "of ranks [0, 1] are on ['a', 'b']"),
-        ("aaaa", TwoLevels("auto"), "needs replicas on different hosts, and 2 of them are on ['a']"),
+        ("aaaa", TwoLevels("auto"), "2 replicas are on ['a']"),
         ("aaaa", [[0, 2], [1, 3]], "does not fit the mesh"),
     ],
     ids=str,

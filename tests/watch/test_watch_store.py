@@ -139,24 +139,34 @@ def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, server, tmp_path
         assert "is missing" not in text and "has lost the store" not in text, text
 
 
-# The store answers while the interpreter ends, which takes a second because of `last`.
+# The store goes on while the interpreter ends, which then waits until the thread of the late request has ended.
 ENDS_BESIDE_A_REQUEST = """
-import datetime, os, signal, subprocess, sys, time, torch.distributed as dist
+import datetime, os, signal, sys, time, torch.distributed as dist
 from fusedcomm.ranks.bounded_store import OwnClient, StoreError
 
 class Last:
-    def __del__(self, sleep=time.sleep):
-        sleep(1)
+    def __del__(self, kill=os.kill, go_on=signal.SIGCONT, sleep=time.sleep, listdir=os.listdir):
+        num_threads = len(listdir("/proc/self/task"))
+        kill(self.server, go_on)
+        while len(listdir("/proc/self/task")) == num_threads:
+            sleep(0.01)
 
-last, (server, port) = Last(), map(int, sys.argv[1:])
+def is_silent(request):
+    try:
+        request()
+    except StoreError as error:
+        return error.is_silence
+    return False
+
+last, port = Last(), int(sys.argv[2])
+last.server = int(sys.argv[1])
 client = OwnClient(dist.TCPStore("127.0.0.1", port, is_master=False), datetime.timedelta(seconds=0.2), "a store")
-client.set("key", "")
-os.kill(server, signal.SIGSTOP)
-try:
-    client.get("key")
-except StoreError as error:
-    print(error.is_silence)
-subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {server}"])
+while is_silent(lambda: client.set("key", "")):
+    time.sleep(0.01)
+os.kill(last.server, signal.SIGSTOP)
+while open(f"/proc/{last.server}/stat").read().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.01)
+print(is_silent(lambda: client.get("key")))
 """
 
 

@@ -2,20 +2,19 @@
 // until the process group's timeout.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+
+#include "transport/store_client.h"
 
 namespace fusedcomm {
-
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 class Problem {
  public:
   // `store`: has a prefix that only the ranks of one reducer use.
-  explicit Problem(StorePtr store);
+  explicit Problem(StorePtr store) : client_(std::move(store), std::chrono::seconds(2)) {}
 
   // Publishes `text`, unless another rank was first.
   void publish(const std::string& text);
@@ -25,17 +24,10 @@ class Problem {
   std::string read();
 
  private:
-  // A request to the store may never end, and then goes on when its function here has returned: it must own what it
-  // captures.
-  using Request = std::function<void(c10d::Store&)>;
-  struct Desk;
+  // Returns whether the request has succeeded: if not, the others learn by the group's timeout.
+  bool ask(StoreClient::Request request);
 
-  // Runs `request` with a connection of this object's own, on a thread, and waits two seconds for it at most. Returns
-  // whether it has succeeded. It is not begun while an earlier one is late. If the store cannot be cloned, as one that
-  // was written in Python, it fails, and the others learn by the group's timeout.
-  bool ask(Request request);
-
-  std::shared_ptr<Desk> desk_;
+  StoreClient client_;
 };
 
 }  // namespace fusedcomm

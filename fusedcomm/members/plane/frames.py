@@ -79,8 +79,8 @@ async def receive(
     _, kind, header_nbytes, payload_nbytes, crc = _PREFIX.unpack(prefix)
     limit = max_payload_nbytes if into is None else into.nbytes
     if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes > limit:
-        most = f"{MAX_HEADER_NBYTES} and {limit}"
-        raise FrameError(f"fusedcomm: a frame's header and payload have {header_nbytes} and {payload_nbytes} of {most}")
+        given, most = f"{header_nbytes} and {payload_nbytes}", f"{MAX_HEADER_NBYTES} and {limit}"
+        raise FrameError(f"fusedcomm: a frame has {given} bytes: at most {most} are possible")
     header = _header(prefix, await _read(reader, header_nbytes), crc)
     payload = (memoryview(bytearray(payload_nbytes)) if into is None else into.cast("B"))[:payload_nbytes]
     if payload_nbytes:
