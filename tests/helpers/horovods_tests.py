@@ -28,6 +28,7 @@ FILES = {
 UTILS = "test/utils/common.py"
 
 CANNOT = {
+    "Adasum requires MPI": "there is no Adasum",
     "No GPUs available": "needs a CUDA GPU for each rank",
     "Not enough GPUs available": "needs two CUDA GPUs for each rank",
     "No GPU available": "needs a CUDA GPU",
