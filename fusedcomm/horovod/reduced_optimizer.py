@@ -255,7 +255,7 @@ class ReducedOptimizer(Spelled):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _has_begun_step(self) -> bool:
-        return self.reducer is not None and not self._is_alone() and self.reducer.native.has_begun_step
+        return self.reducer is not None and self.reducer.native.has_begun_step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Raises AssertionError while gradients are being reduced."""
