@@ -140,6 +140,9 @@ def sources() -> list[str]:
             units.setdefault(unit, []).append(file)
         else:
             alone.append(str(file.relative_to(CSRC.parent)))
+    for path in UNITS.glob("*.cpp"):
+        if path.stem not in units:
+            path.unlink()  # of sources that are gone
     return [
         write(UNITS / f"{unit}.cpp", "".join(f'#include "{file.relative_to(CSRC)}"\n' for file in files))
         for unit, files in units.items()

@@ -25,9 +25,11 @@ BATCH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """`wire`: None: torch's own reduce-scatter. `tolerance`: of the error of gradients."""
+    """`wire`: None: torch's own reduce-scatter. `params`: the wire of all-gathers. `tolerance`: of the error of
+    gradients."""
 
     wire: str | None = None
+    params: str = "fp32"
     reduce_dtype: torch.dtype | None = None
     tolerance: float = 1e-6
     reduces: bool = True
@@ -41,6 +43,9 @@ WAYS = {
     "fusedcomm bf16": Way("bf16", tolerance=0.005),
     "fusedcomm int8": Way("int8", tolerance=0.02),
     "fusedcomm int4": Way("int4", tolerance=0.2),
+    "fusedcomm int8, params bf16": Way("int8", "bf16", tolerance=0.03),
+    "fusedcomm int8, params int8": Way("int8", "int8", tolerance=0.05),
+    "fusedcomm int4, params int4": Way("int4", "int4", tolerance=0.4),
 }
 
 
@@ -63,7 +68,10 @@ class Runner:
             fully_shard(block, mp_policy=policy)
         fully_shard(self.model, mp_policy=policy)
         self.model.set_requires_gradient_sync(self.way.reduces)
-        self.handle = None if self.way.wire is None else fusedcomm.attach(self.model, self.way.wire, quiet=True)
+        self.handle = None
+        if self.way.wire is not None:
+            config = fusedcomm.Config(self.way.wire, params=self.way.params)
+            self.handle = fusedcomm.attach(self.model, config, quiet=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(BATCH, arguments.width, generator=generator)
         self.step_s: list[float] = []
@@ -91,6 +99,11 @@ class Runner:
             return sum(row.sent_nbytes for row in self.handle.plan().rows)
         element = 4 if self.way.reduce_dtype is None else 2
         return element * (world_size - 1) * sum(p.to_local().numel() for p in self.model.parameters())
+
+    @property
+    def planned_nbytes(self) -> int | None:
+        """What the plan says that rank 0's host sends to others in a step."""
+        return None if self.handle is None else self.handle.plan().traffic.nbytes
 
 
 def error_of(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
@@ -136,6 +149,7 @@ def rows_of(runners: list[Runner], errors: dict[str, float], arguments: argparse
             figures={
                 "gradients_s": medians[runner.name] - medians[GATHER],
                 "sent_nbytes": runner.sent_nbytes(dist.get_world_size()),
+                "planned_nbytes": runner.planned_nbytes,
                 "line_nbytes": line[runner.name],
                 "error": errors[runner.name],
             },

@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.horovod.world import world
-from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 
 DIST = "dist.all_reduce"
@@ -167,14 +165,13 @@ class Bench:
         for numel in SMALL_NUMELS:
             case = f"{self.link}/all-reduce of {4 * numel} bytes"
             self.begin(case)
-            theirs, ours, out = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
+            theirs, ours = torch.zeros(numel), torch.zeros(numel)
             name = f"x{numel}"
 
             functions = {
                 DIST: lambda theirs=theirs: dist.all_reduce(theirs),
                 "hvd.allreduce_": lambda ours=ours, name=name: hvd.allreduce_(ours, op=hvd.Sum, name=name),
                 "hvd.allreduce": lambda ours=ours, name=name: hvd.allreduce(ours, op=hvd.Sum, name=name),
-                "its coordinator alone": bare_sum(name, ours, out),
             }
             exact = torch.full((numel,), self.rank - 1.5)
             total = torch.full((numel,), float(sum(range(dist.get_world_size()))) - 1.5 * dist.get_world_size())
@@ -228,7 +225,7 @@ class Bench:
         own = [rates[each] for each in added if each not in gloos]
         dist.barrier()
         self.report.extra["idle"] = {
-            "coordinator_wakeups_s": sum(own),
+            "own_wakeups_s": sum(own),
             "num_own": len(own),
             "num_others": len(gloos),
             "other_wakeups_s": statistics.mean(rates[each] for each in gloos) if gloos else 0.0,
@@ -299,12 +296,6 @@ class Bench:
         values: list = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
-
-
-def bare_sum(name: str, given: Tensor, out: Tensor) -> Callable[[], None]:
-    """hvd.allreduce() without its Python."""
-    coordinator, signature = world().coordinator, _C.CollectiveSignature(kind="allreduce", name=name)
-    return lambda: coordinator.wait(coordinator.submit(signature, [given], [out]))
 
 
 def wakeups() -> dict[str, int]:

@@ -43,7 +43,7 @@ ONLY_CHECKED = (
 
 
 def ways(ranks_per_host: int) -> list[Way]:
-    """The first is the one that the table compares with. On one level: not by host, as ShardedOptimizer's sums are."""
+    """The first is the one that the table compares with. On one level: as without `hosts`."""
     int8 = Config("int8")
     one_level = [Way("replicated int8, one level", REPLICATED, two_shot("int8"))] if ranks_per_host > 1 else []
     return [

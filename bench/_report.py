@@ -169,7 +169,8 @@ def fsdp_table() -> str:
             title = f"{env['hosts']} hosts, {row['case'].replace('mbit', ' Mbit/s').replace('gbit', ' Gbit/s')}"
             columns.setdefault(title, {})[row["impl"]] = row
     what = f"ms; {numel / 1e6:.1f} million parameters, {processor(env)}, torch {env['torch']}"
-    return markdown([what, *columns], [[way, *(_fsdp_cell(rows, way) for rows in columns.values())] for way in WAYS])
+    ways = [way for way in WAYS if all(way in rows for rows in columns.values())]
+    return markdown([what, *columns], [[way, *(_fsdp_cell(rows, way) for rows in columns.values())] for way in ways])
 
 
 def _fsdp_cell(rows: dict[str, dict], way: str) -> str:

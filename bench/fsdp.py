@@ -2,9 +2,12 @@
 
     python bench/fsdp.py --hosts 2 --link 100mbit 1gbit       # hosts with limited links, needs root (bench/hosts.py)
     python bench/fsdp.py                                      # two ranks over loopback
+    python bench/fsdp.py --part loss                          # what parameters in codes cost in loss, over loopback
 
-A step gathers the parameters in fp32, once for the forward pass and once for the backward pass, and reduce-scatters the
-gradients. "gradients" is the part of the step that a step without the reduce-scatter does not take.
+speed
+A step gathers the parameters, in fp32 unless a way names another wire, once for the forward pass and once for the
+backward pass, and reduce-scatters the gradients. "gradients" is the part of the step that a step without the
+reduce-scatter and with parameters in fp32 does not take.
 
     step ms    median of a rank's step
     gradients  ms of it for the gradients
@@ -13,17 +16,25 @@ gradients. "gradients" is the part of the step that a step without the reduce-sc
     line MB    that rank 0's host sent in a step, parameters and headers included; over loopback, rank 0's sockets
     error      ‖gradient − exact gradient‖ / ‖exact gradient‖ of the first step
 
+loss
+A transformer learns the characters of Python's standard library, with its parameters gathered in every wire; and
+adapters of low rank, on such a transformer that is frozen, learn that text with capitals and small letters exchanged.
+Columns: held-out loss, mean of the seeds; its difference from exact parameters', of each seed, and where the held-out
+text is read with exact parameters; bytes of the all-gathers over exact ones'.
+
 Needs 1 GiB of memory for each rank; root, ip, tc and taskset with --hosts. A few minutes.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
 
 import hosts
+from _fsdp_loss_rank import EXACT
 from _fsdp_rank import GATHER, PLAIN, WAYS
-from lib.common import Report, Row, print_table, run_command, with_ratios
+from lib.common import Report, Row, env, print_table, run_command, with_ratios, write_document
 from lib.namespaces import CONGESTION
 
 
@@ -32,15 +43,21 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     hosts.add_options(parser, "1gbit")
+    parser.add_argument("--part", choices=("speed", "loss"), default="speed", help="(speed)")
     parser.add_argument("--layers", type=int, default=4, help="blocks, each a group of its own (4)")
     parser.add_argument("--width", type=int, default=384, help="(384)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to compare (all)")
     parser.add_argument("--rounds", type=int, default=6, help="(6)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps in each turn (2)")
+    of_loss = parser.add_argument_group("of loss")
+    of_loss.add_argument("--train-steps", type=int, default=150, help="(150)")
+    of_loss.add_argument("--pretrain", type=int, default=400, help="steps of what adapters begin with (400)")
+    of_loss.add_argument("--seeds", type=int, default=3, help="(3)")
+    of_loss.add_argument("--gradients", default="fp32", help="wire of gradients (fp32)")
     parser.add_argument("--quick", action="store_true", help="defaults of one block and one round of one step")
     parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     if parser.parse_args().quick:
-        parser.set_defaults(layers=1, rounds=1, steps=1)
+        parser.set_defaults(layers=1, rounds=1, steps=1, train_steps=2, pretrain=2, seeds=1)
     arguments = parser.parse_args()
     hosts.complete(parser, arguments, link=["1gbit"], subnet=None)
     arguments.ways = [way for way in WAYS if way in {*arguments.ways, PLAIN, GATHER}]
@@ -77,8 +94,41 @@ def print_gradients(rows: list[Row]) -> None:
         )
 
 
+# ---- loss
+
+
+def print_losses(rows: list[dict]) -> None:
+    print(f"\n{'model':<12} {'params':<6} {'loss':>7} {'bytes':>6}  difference of each seed, read exactly")
+    of = {(row["model"], row["params"], row["seed"]): row for row in rows}
+    for model, params in dict.fromkeys((row["model"], row["params"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["params"]) == (model, params)]
+        told = []
+        for name in ("loss", "exact_loss"):
+            exact = [of[model, EXACT, row["seed"]][name] for row in own]
+            told.append(" ".join(f"{row[name] - base:+.4f}" for row, base in zip(own, exact, strict=True)))
+        loss = statistics.mean(row["loss"] for row in own)
+        print(f"{model:<12} {params:<6} {loss:7.4f} {own[0]['of_exact']:6.3f}  {told[0]}, {told[1]}")
+
+
+def measure_loss(arguments: argparse.Namespace) -> None:
+    names = ("pretrain", "seeds", "gradients")
+    settings = {name: getattr(arguments, name) for name in names} | {
+        "steps": arguments.train_steps,
+        "lr": 3e-3,
+        "batch": 4,
+    }
+    loopback = argparse.Namespace(**{**vars(arguments), "hosts": 0, "ranks_per_host": 2})
+    rows = hosts.rows_of_ranks(loopback, "_fsdp_loss_rank.py", "loopback", settings)
+    print_losses(rows)
+    if arguments.json:
+        write_document(arguments.json, {"env": env(), "settings": settings, "loss": rows})
+
+
 def main() -> None:
     arguments = parse()
+    if arguments.part == "loss":
+        measure_loss(arguments)
+        return
     with hosts.measuring("fsdp.py", arguments) as (report, links):
         for link in links:
             measure(arguments, link, report)

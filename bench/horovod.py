@@ -9,8 +9,8 @@ the slowest rank's. Parts:
 
     latency  a small all-reduce, the same name again and again, beside dist.all_reduce of as many bytes; and 300 tensors
              of mixed sizes, submitted at once, beside 300 calls of dist.all_reduce
-    idle     how often threads that hvd.init() has started wake up, in a second without work. The coordinator's thread
-             stands apart from gloo's, which wake up with every process group, DDP's too
+    idle     how often threads that hvd.init() has started wake up, in a second without work. The threads that
+             agree on the order stand apart from gloo's, which wake up with every process group, DDP's too
     steps    training steps: DistributedOptimizer without compression, with bf16 and int8, beside DDP and beside
              fusedcomm.attach(ddp, "bf16" or "int8"). Every way has its own gradients and buckets
 
@@ -100,7 +100,7 @@ def print_more(report: Report) -> None:
     if "idle" in report.extra:
         idle = report.extra["idle"]
         print(
-            f"idle: hvd's coordinator wakes up {idle['coordinator_wakeups_s']:.1f} times a second; "
+            f"idle: hvd's threads wake up {idle['own_wakeups_s']:.1f} times a second; "
             f"{idle['num_others']} threads of gloo in its process groups {idle['other_wakeups_s']:.1f} times each"
         )
 

@@ -310,7 +310,7 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
 
 def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:
     """The factor of each rank's gradients before they are encoded, beside the plan's scale."""
-    combinations.refuse("simulate", {"weighted": config.weighted, "weights": weights})
+    combinations.refuse("simulate", {"params": config.params, "weighted": config.weighted, "weights": weights})
     if weights is None:
         return [1.0] * world_size
     numbers = [float(weight) for weight in weights]

@@ -1,15 +1,15 @@
-// Binds the coordinator of Horovod's calls.
+// Binds the order of Horovod's operations.
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "frontends/horovod/coordinator.h"
+#include "frontends/horovod/order.h"
 #include "transport/without_gil.h"
 
 namespace fusedcomm {
@@ -17,100 +17,100 @@ namespace {
 
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
-using horovod::Coordinator;
+using horovod::Order;
 
-// The end joins threads, which may be waiting for the GIL. A child of fork() has none of them, and the connections are
-// its parent's.
-void end_without_gil(Coordinator* coordinator) {
-  if (coordinator->is_in_fork()) return;
+// The end joins threads, which may be waiting for the GIL. A child of fork() has none of them. Threads that have not
+// ended keep the object.
+void end_without_gil(Order* order) {
+  if (order->is_in_fork()) return;
   const WithoutGil no_gil;
-  delete coordinator;
+  if (order->shutdown()) delete order;
 }
 
-std::shared_ptr<Coordinator> make_coordinator(
-    int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, double stall_warning_s,
-    double stall_shutdown_s, Coordinator::Say say,
-    std::function<std::shared_ptr<Synchronizer>(int, std::string)> open_engine) {
-  Coordinator::Options options;
+// Python's start: gets the set, the tickets, the operations' signatures, and the rows of each member of the first
+// operation, and returns futures.
+Order::Start start_of(py::object function) {
+  const std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* object) {
+    const py::gil_scoped_acquire gil;
+    delete object;
+  });
+  return [held](const horovod::Issue& issue) {
+    const py::gil_scoped_acquire gil;
+    py::list signatures;
+    for (const horovod::Response& response : issue.responses) signatures.append(response.operation->signature);
+    horovod::Futures futures;
+    try {
+      for (const py::handle each : (*held)(issue.set, issue.tickets, signatures, issue.responses.front().rows)) {
+        futures.push_back(each.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
+      }
+      return futures;
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(py::str(error.value()).cast<std::string>());
+    }
+  };
+}
+
+std::shared_ptr<Order> make_order(int rank, int size, std::vector<std::vector<int>> sets,
+                                  std::optional<horovod::BackendPtr> control, int64_t fusion_nbytes,
+                                  double stall_warning_s, double stall_shutdown_s, py::object start,
+                                  horovod::Negotiator::Mismatch mismatch, horovod::Negotiator::Say say) {
+  Order::Options options;
   options.rank = rank;
   options.size = size;
-  options.sockets = std::move(sockets);
+  options.sets = std::move(sets);
   options.negotiator = {fusion_nbytes, stall_warning_s, stall_shutdown_s};
-  auto open_wire = [open = std::move(open_engine)](int set, const std::string& wire) {
-    return std::make_shared<FusedSum>(open(set, wire));
-  };
-  return {new Coordinator(options, std::move(say), std::move(open_wire)), end_without_gil};
+  return {new Order(options, control.value_or(horovod::BackendPtr()), start_of(std::move(start)), std::move(mismatch),
+                    std::move(say)),
+          end_without_gil};
 }
 
-horovod::Signature make_signature(const std::string& kind, std::string name, int op, double prescale, double postscale,
-                                  int root, std::vector<int64_t> splits, std::string wire,
-                                  std::vector<std::string> tensor_names, std::string problem) {
-  horovod::Signature as;
-  as.kind = horovod::kind_of(kind);
-  as.name = std::move(name);
-  as.op = static_cast<horovod::Op>(op);
-  as.prescale = prescale;
-  as.postscale = postscale;
-  as.root = root;
-  as.wire = std::move(wire);
-  as.splits = std::move(splits);
-  as.tensor_names = std::move(tensor_names);
-  as.problem = std::move(problem);
-  return as;
-}
-
-int submit(Coordinator& coordinator, const horovod::Signature& signature, std::vector<at::Tensor> inputs,
-           std::vector<at::Tensor> outputs, int set) {
-  auto request = std::make_shared<horovod::Request>();
-  request->signature = signature;
-  horovod::describe(inputs, &request->signature);
-  request->inputs = std::move(inputs);
-  request->outputs = std::move(outputs);
-  request->set = set;
-  return coordinator.submit(std::move(request));
-}
-
-void bind_collective_results(py::module_& m) {
-  py::class_<horovod::Result>(m, "CollectiveResult")
-      .def_readonly("error", &horovod::Result::error)
-      .def_readonly("outputs", &horovod::Result::outputs)
-      .def_readonly("received_splits", &horovod::Result::received_splits)
-      .def_readonly("number", &horovod::Result::number);
+void bind_operation(py::module_& m) {
+  py::class_<horovod::Operation, std::shared_ptr<horovod::Operation>>(m, "AgreedOperation")
+      .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool has_number,
+                       bool may_lack_joined, bool is_call, bool is_join, bool is_small, int op, double prescale,
+                       double postscale) {
+             const horovod::Reduction reduction = {static_cast<horovod::Op>(op), prescale, postscale};
+             return std::make_shared<horovod::Operation>(
+                 horovod::Operation{std::move(key), std::move(signature), std::move(fuses), nbytes, has_number,
+                                    may_lack_joined, is_call, is_join, is_small, reduction});
+           }),
+           py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"),
+           py::arg("has_number"), py::arg("may_lack_joined"), py::arg("is_call"), py::arg("is_join"),
+           py::arg("is_small"), py::arg("op"), py::arg("prescale"), py::arg("postscale"));
 }
 
 }  // namespace
 
 void bind_horovod(pybind11::module_& m) {
-  bind_collective_results(m);
-  // The facts that ranks must agree on, without the tensors' shapes and dtypes, which submit() adds.
-  py::class_<horovod::Signature>(m, "CollectiveSignature")
-      .def(py::init(&make_signature), py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("op") = 1,
-           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
-           py::arg("splits") = std::vector<int64_t>(), py::arg("wire") = "",
-           py::arg("tensor_names") = std::vector<std::string>(), py::arg("problem") = "")
-      .def_property_readonly("key", &horovod::Signature::key);
-  py::class_<Coordinator, std::shared_ptr<Coordinator>>(m, "Coordinator")
-      .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
-           py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("say"),
-           py::arg("open_engine"))
-      .def("add_set", &Coordinator::add_set, py::arg("set_id"), py::arg("ranks"), py::arg("backend"), NoGil())
-      .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
-      .def("submit", &submit, py::arg("signature"), py::arg("inputs"), py::arg("outputs"), py::arg("set_id") = 0,
-           NoGil())
-      .def("poll", &Coordinator::poll, py::arg("handle"), NoGil())
-      .def("wait", &Coordinator::wait, py::arg("handle"), NoGil())
-      .def("shutdown", &Coordinator::shutdown, NoGil())
-      .def("start_events", &Coordinator::start_events, py::arg("mark_cycles"), NoGil())
-      .def("take_events",
-           [](Coordinator& coordinator) {
-             std::vector<std::tuple<std::string, std::string, int64_t, int64_t>> events;
-             const py::gil_scoped_release no_gil;
-             for (horovod::Event& event : coordinator.take_events()) {
-               events.emplace_back(std::move(event.name), std::move(event.phase), event.begin_us, event.end_us);
-             }
-             return events;
-           })
-      .def_property_readonly("failure", py::cpp_function(&Coordinator::failure, NoGil()));
+  bind_operation(m);
+  py::class_<Order, std::shared_ptr<Order>>(m, "Order")
+      .def(py::init(&make_order), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sets"), py::arg("control"),
+           py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("start"),
+           py::arg("mismatch"), py::arg("say"))
+      .def(
+          "submit",
+          [](Order& order, int64_t ticket, int set, std::shared_ptr<horovod::Operation> operation,
+             std::vector<int64_t> rows, std::string problem, const std::vector<at::Tensor>& inputs,
+             std::vector<at::Tensor> outputs, bool at_once) {
+            order.submit(ticket, set, {horovod::kNoId, std::move(operation), std::move(rows), std::move(problem)},
+                         inputs, std::move(outputs), at_once);
+          },
+          py::arg("ticket"), py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"),
+          py::arg("inputs"), py::arg("outputs"), py::arg("at_once"), NoGil())
+      .def("poll", &Order::poll, py::arg("ticket"), NoGil())
+      .def("set_watch", &Order::set_watch, py::arg("watch").none(true), NoGil())
+      // Returns the error's text, empty if there is none, and of a join the rank that joined last.
+      .def(
+          "wait",
+          [](Order& order, int64_t ticket) {
+            const Order::Result result = order.wait(ticket);
+            return std::make_pair(result.error, result.number);
+          },
+          py::arg("ticket"), NoGil())
+      .def("leave", &Order::leave, py::arg("why"), NoGil())
+      .def("shutdown", &Order::shutdown, NoGil())
+      .def("wait_for_failure", &Order::wait_for_failure, py::arg("seconds"), NoGil())
+      .def_property_readonly("failure", py::cpp_function(&Order::failure, NoGil()));
 }
 
 }  // namespace fusedcomm

@@ -29,7 +29,7 @@ void bind_plans(py::module_& m) {
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_property_readonly("sum",
                              [](const BucketPlan& plan) {
-                               if (plan.packed_rows.empty()) return sum_name(plan.sum);
+                               if (plan.encoded_rows.empty()) return sum_name(plan.sum);
                                return std::string(plan.gathers ? "all-gather" : "reduce-scatter");
                              })
       .def_readonly("layouts", &BucketPlan::layouts)

@@ -28,7 +28,8 @@ void bind_rows(pybind11::module_& m) {
            py::kw_only(), py::arg("synchronizer"), py::arg("index"), py::arg("pieces"), NoGil())
       .def("set_row", &Rows::set_row, py::arg("row"), NoGil())
       .def_property_readonly("row_numel", &Rows::row_numel)
-      .def_property_readonly("sent_nbytes", &Rows::sent_nbytes)
+      .def_property_readonly("sent_nbytes", [](const Rows& of) { return sent_nbytes(of.plan(/*gathers=*/false)); })
+      .def("plan", &Rows::plan, py::arg("gathers"), py::return_value_policy::copy)
       .def_property_readonly("residual_nbytes", &Rows::residual_nbytes)
       .def(
           "reduce_scatter",

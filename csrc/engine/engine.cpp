@@ -325,13 +325,13 @@ void Engine::unpack_kept(BucketJob& job) {
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  const std::vector<BucketLayout>& encoded = job.plan->encoded_layouts();
   if (job.head) {
     const BucketLayout& from = job.plan->host_layouts.front();
-    device_->add_heads(parts, from.part_stride, from.num_parts, out, job.plan->layouts.front().part_stride,
-                       place_.num_hosts);
+    device_->add_heads(parts, from.part_stride, from.num_parts, out, encoded.front().part_stride, place_.num_hosts);
   }
   for (size_t i = 0; i < job.payloads.size(); ++i) {
-    ReduceArgs args{job.plan->host_layouts[i], parts, 1, job.plan->layouts[i], out};
+    ReduceArgs args{job.plan->host_layouts[i], parts, 1, encoded[i], out};
     args.num_parts = place_.num_hosts;
     args.chunk = chunk;
     args.residual = job.payloads[i].local_reduce;

@@ -45,17 +45,20 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, const 
   return of_codes;
 }
 
-// The most bytes of a chunk with which its message within a host has at most config.max_chunk_nbytes, too.
-int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>& formats, int64_t exact_numel) {
-  if (config.ranks_per_host == 1) return config.max_chunk_nbytes;
+// The most bytes of a chunk with which its message within a host has at most config.max_chunk_nbytes, too. `formats`
+// and exact_numel may be of one of `num_rows` rows; the bytes are then of a chunk of that row.
+int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>& formats, int64_t exact_numel,
+                         int64_t num_rows = 1) {
+  const int64_t most = std::max<int64_t>(1, config.max_chunk_nbytes / num_rows);
+  if (config.ranks_per_host == 1) return most;
   int64_t nbytes = 0, local_nbytes = 0;
   for (const WireFormat& format : formats) {
     const int64_t exact = &format == formats.data() ? exact_numel : 0;
     nbytes += part_layout(format.wire, format.block_numel, exact, format.numel).nbytes;
     local_nbytes += part_layout(config.local_wire, format.block_numel, exact, format.numel).nbytes;
   }
-  const int64_t num_chunks = ceil_div(std::max(nbytes, local_nbytes), config.max_chunk_nbytes);
-  return num_chunks <= 1 ? config.max_chunk_nbytes : std::max<int64_t>(1, nbytes / num_chunks);
+  const int64_t num_chunks = ceil_div(std::max(nbytes, local_nbytes), most);
+  return num_chunks <= 1 ? most : std::max<int64_t>(1, nbytes / num_chunks);
 }
 
 // The formats of the bucket's lossy elements; if it has none, one format of no elements. Appends their wire numbers to
@@ -147,6 +150,18 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
   plan->layouts = bucket_layouts({whole}, 1, 0, plan->in_place ? kOneChunk : config.max_chunk_nbytes);
 }
 
+// The layouts of a row collective, whose rows have these formats and exact elements.
+RowLayouts plan_rows(const WireConfig& config, int world_size, const std::vector<WireFormat>& formats,
+                     int64_t exact_numel, BucketPlan* plan) {
+  plan->ranks_per_host = config.ranks_per_host;
+  return row_layouts(formats, world_size, exact_numel, max_chunk_nbytes(config, formats, exact_numel, world_size));
+}
+
+void set_steps(std::vector<Step> steps, BucketPlan* plan) {
+  plan->workspace = workspace_of(steps);
+  plan->steps = std::make_shared<const std::vector<Step>>(std::move(steps));
+}
+
 }  // namespace
 
 ListNumels list_numels(const std::vector<std::pair<int64_t, int>>& slices, int64_t grad_nbytes, bool in_one_run) {
@@ -185,9 +200,7 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   shape.ranks_per_host = config.ranks_per_host;
   shape.host_nbytes = plan.host_chunk_nbytes();
   shape.keeps_messages = config.keeps_messages;
-  std::vector<Step> steps = steps_of(plan.sum, shape);
-  plan.workspace = workspace_of(steps);
-  plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));
+  set_steps(steps_of(plan.sum, shape), &plan);
   return plan;
 }
 
@@ -197,19 +210,22 @@ BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const L
   plan.has_heads = has_heads;
   const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
   plan.sum = Sum::kOneShot;  // as there, each rank's codec adds what all encoders have made
-  RowLayouts rows = row_layouts(formats, world_size, numels.exact, config.max_chunk_nbytes);
+  RowLayouts rows = plan_rows(config, world_size, formats, numels.exact, &plan);
   plan.layouts = std::move(rows.own);
-  plan.packed_rows = std::move(rows.all);
+  plan.encoded_rows = std::move(rows.all);
+  if (config.ranks_per_host > 1) {
+    plan.host_layouts = host_layouts(plan.encoded_rows, config.local_wire, config.ranks_per_host);
+  }
   if (has_heads) {
-    add_heads(&plan.layouts);
-    add_heads(&plan.packed_rows);
+    for (auto* layouts : {&plan.layouts, &plan.encoded_rows, &plan.host_layouts}) add_heads(layouts);
   }
   const double predivide = config.predivide != 0 ? config.predivide : 1;
   plan.pack_scale = static_cast<float>(1 / predivide);
   plan.unpack_scale = static_cast<float>(predivide * factor);
-  std::vector<Step> steps = steps_of_reduce_scatter(world_size, world_size * plan.chunk_nbytes());
-  plan.workspace = workspace_of(steps);
-  plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));
+  ChunkShape shape{world_size, world_size * plan.chunk_nbytes()};
+  shape.ranks_per_host = config.ranks_per_host;
+  shape.host_nbytes = plan.host_chunk_nbytes();
+  set_steps(steps_of_reduce_scatter(shape), &plan);
   return plan;
 }
 
@@ -218,12 +234,12 @@ BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListN
   const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
   plan.sum = Sum::kTwoShot;  // as there, a rank receives a part from each
   plan.gathers = true;
-  RowLayouts rows = row_layouts(formats, world_size, numels.exact, config.max_chunk_nbytes);
+  RowLayouts rows = plan_rows(config, world_size, formats, numels.exact, &plan);
   plan.layouts = std::move(rows.all);
-  plan.packed_rows = std::move(rows.own);
-  std::vector<Step> steps = steps_of_all_gather(world_size, plan.chunk_nbytes());
-  plan.workspace = workspace_of(steps);
-  plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));
+  plan.encoded_rows = std::move(rows.own);
+  ChunkShape shape{world_size, plan.chunk_nbytes()};
+  shape.ranks_per_host = config.ranks_per_host;
+  set_steps(steps_of_all_gather(shape), &plan);
   return plan;
 }
 

@@ -24,14 +24,15 @@ struct BucketPlan {
   std::vector<BucketLayout> layouts;
   // The wire number of each layout; empty if the transport sums.
   std::vector<int> wires;
-  // Two-shot on two levels: the layouts of the messages within a host, which pack writes and the local reduce reads.
-  // Else empty.
+  // Sums on two levels: the layouts of the messages within a host, which pack writes and the local reduce reads. Else
+  // empty, as for an all-gather, which sums nothing.
   std::vector<BucketLayout> host_layouts;
-  // Row collectives: the layouts of the messages that pack writes, see RowLayouts: all rows for a reduce-scatter, this
-  // rank's row for an all-gather. Empty for other buckets.
-  std::vector<BucketLayout> packed_rows;
-  bool gathers = false;    // an all-gather
-  bool has_heads = false;  // each part of a message begins with the rank's weight
+  // Row collectives: the layouts of the messages that the first encoder writes, see RowLayouts: all rows for a
+  // reduce-scatter, this rank's row for an all-gather. Empty for other buckets.
+  std::vector<BucketLayout> encoded_rows;
+  int64_t ranks_per_host = 1;  // of rows; more than 1: on two levels
+  bool gathers = false;        // an all-gather
+  bool has_heads = false;      // each part of a message begins with the rank's weight
   // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
   Workspace workspace;     // the buffers that the steps need
@@ -52,10 +53,15 @@ struct BucketPlan {
   bool sums_codes() const { return adder_of(sum) != Adder::kTransport; }
   // Whether the sums are encoded again.
   bool encodes_sums() const { return adder_of(sum) == Adder::kOwner; }
+  // The layouts of the messages that the first encoder with error feedback writes.
+  const std::vector<BucketLayout>& encoded_layouts() const { return encoded_rows.empty() ? layouts : encoded_rows; }
   // The layouts of the messages that pack writes.
-  const std::vector<BucketLayout>& packed_layouts() const {
-    if (!packed_rows.empty()) return packed_rows;
-    return on_two_levels() ? host_layouts : layouts;
+  const std::vector<BucketLayout>& packed_layouts() const { return on_two_levels() ? host_layouts : encoded_layouts(); }
+  // Rows: the row that a part of a message holds. On two levels the parts of a local rank follow each other, one for
+  // each host (see Place::part), and the ranks of a host are consecutive.
+  int64_t row_of_part(int64_t part, int64_t num_rows) const {
+    const int64_t num_hosts = num_rows / ranks_per_host;
+    return ranks_per_host == 1 ? part : part % num_hosts * ranks_per_host + part / num_hosts;
   }
   // Exact elements, which the first layout has.
   int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
@@ -91,7 +97,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
                        bool in_one_run = true, std::optional<double> factor = std::nullopt, bool has_heads = false);
 
 // Plans a reduce-scatter of rows, one for each rank, whose lists have these elements. Rank r gets the sum of the ranks'
-// rows r × factor, added in fp32 in the order of ranks. Sums on two levels do not apply.
+// rows r × factor, added in fp32 in the order of ranks; on two levels first those of each host, then those of hosts. On
+// two levels the ranks of a host must be consecutive.
 BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor,
                                bool has_heads = false);
 // Plans an all-gather of rows with these elements: every rank gets the rows of all.

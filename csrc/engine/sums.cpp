@@ -38,6 +38,11 @@ Step unpack(Buffer from, int64_t nbytes) {
   return make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kUnpack, from, Buffer::kGradients, nbytes);
 }
 
+Step unpack_sum(int64_t nbytes, int64_t num_messages) {
+  return make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kSum, Buffer::kIncoming, Buffer::kGradients, nbytes,
+                   num_messages);
+}
+
 // The lane that starts the channel's collectives. A local channel shares its lane with the channel among all ranks.
 LaneRole role_of(Channel channel) {
   switch (channel) {
@@ -105,30 +110,45 @@ Steps one_shot(const ChunkShape& of) {
   return {
       pack(Buffer::kOwnMessage, of.nbytes),
       all_gather(Channel::kScatter, Buffer::kOwnMessage, Buffer::kIncoming, of.world_size * of.nbytes, of.world_size),
-      next_leg(make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kSum, Buffer::kIncoming, Buffer::kGradients,
-                         of.nbytes, of.world_size)),
+      next_leg(unpack_sum(of.nbytes, of.world_size)),
   };
+}
+
+int64_t num_hosts(const ChunkShape& of) { return of.world_size / of.ranks_per_host; }
+// Bytes of a chunk's message between hosts on two levels: the parts that one rank sums within its host.
+int64_t between_nbytes(const ChunkShape& of) { return of.nbytes / of.ranks_per_host; }
+
+Steps operator+(Steps first, const Steps& then) {
+  first.insert(first.end(), then.begin(), then.end());
+  return first;
 }
 
 // Sums first over the ranks of each host and then over hosts, so that less crosses the network. Rank l of each host
 // adds part l of the messages of its host's ranks. Such a part has one piece for each host. The ranks l of all hosts
-// then exchange these pieces, and each of them adds one piece over all hosts.
-Steps two_levels(const ChunkShape& of) {
-  const int64_t num_hosts = of.world_size / of.ranks_per_host, between_nbytes = of.nbytes / of.ranks_per_host;
+// then exchange these pieces, and each of them may add one piece over all hosts.
+Steps scattered_on_two_levels(const ChunkShape& of) {
   return {
       pack(Buffer::kOutgoing, of.host_nbytes),
       all_to_all(Channel::kLocalScatter, of.host_nbytes, of.ranks_per_host),
       local_reduce(of.host_nbytes, of.ranks_per_host),
-      next_leg(all_to_all(Channel::kCrossScatter, between_nbytes, num_hosts)),
-      reduce(between_nbytes, num_hosts),
-      next_leg(all_gather(Channel::kCrossGather, Buffer::kOutgoing, Buffer::kIncoming, between_nbytes, num_hosts)),
+      next_leg(all_to_all(Channel::kCrossScatter, between_nbytes(of), num_hosts(of))),
+  };
+}
+
+// The way back: each piece crosses the network once for each other host, and spreads inside it.
+Steps gathered_on_two_levels(const ChunkShape& of) {
+  return {
+      next_leg(
+          all_gather(Channel::kCrossGather, Buffer::kOutgoing, Buffer::kIncoming, between_nbytes(of), num_hosts(of))),
       all_gather(Channel::kLocalGather, Buffer::kIncoming, Buffer::kOutgoing, of.nbytes, of.ranks_per_host),
       unpack(Buffer::kOutgoing, of.nbytes),
   };
 }
 
 Steps two_shot(const ChunkShape& of) {
-  if (of.ranks_per_host > 1) return two_levels(of);
+  if (of.ranks_per_host > 1) {
+    return scattered_on_two_levels(of) + Steps{reduce(between_nbytes(of), num_hosts(of))} + gathered_on_two_levels(of);
+  }
   const Buffer codes = of.keeps_messages ? Buffer::kKeptCodes : Buffer::kOutgoing;
   const Buffer means = of.keeps_messages ? Buffer::kKeptMeans : Buffer::kIncoming;
   return {
@@ -197,21 +217,25 @@ int64_t Step::sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_hos
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape) { return row_of(sum).steps(shape); }
 
 // As the first half of a two-shot, but the owner of a part writes the sum into gradients.
-std::vector<Step> steps_of_reduce_scatter(int64_t world_size, int64_t nbytes) {
+std::vector<Step> steps_of_reduce_scatter(const ChunkShape& shape) {
+  const int64_t part_nbytes = shape.nbytes / shape.world_size;
+  if (shape.ranks_per_host > 1)
+    return scattered_on_two_levels(shape) + Steps{next_leg(unpack_sum(part_nbytes, num_hosts(shape)))};
   return {
-      pack(Buffer::kOutgoing, nbytes),
-      all_to_all(Channel::kScatter, nbytes, world_size),
-      next_leg(make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kSum, Buffer::kIncoming, Buffer::kGradients,
-                         nbytes / world_size, world_size)),
+      pack(Buffer::kOutgoing, shape.nbytes),
+      all_to_all(Channel::kScatter, shape.nbytes, shape.world_size),
+      next_leg(unpack_sum(part_nbytes, shape.world_size)),
   };
 }
 
 // As the second half of a two-shot, but each rank packs its own row.
-std::vector<Step> steps_of_all_gather(int64_t world_size, int64_t nbytes) {
+std::vector<Step> steps_of_all_gather(const ChunkShape& shape) {
+  const Step own = pack(Buffer::kOutgoing, shape.nbytes / shape.world_size);
+  if (shape.ranks_per_host > 1) return Steps{own} + gathered_on_two_levels(shape);
   return {
-      pack(Buffer::kOutgoing, nbytes / world_size),
-      all_gather(Channel::kGather, Buffer::kOutgoing, Buffer::kIncoming, nbytes, world_size),
-      next_leg(unpack(Buffer::kIncoming, nbytes)),
+      own,
+      all_gather(Channel::kGather, Buffer::kOutgoing, Buffer::kIncoming, shape.nbytes, shape.world_size),
+      next_leg(unpack(Buffer::kIncoming, shape.nbytes)),
   };
 }
 

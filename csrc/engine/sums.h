@@ -109,10 +109,11 @@ struct ChunkShape {
 // The steps of one chunk, the same on every rank. Throws std::invalid_argument for kAuto.
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape);
 
-// The steps of a chunk of a reduce-scatter, and of an all-gather: the halves of a two-shot. nbytes: of a chunk's
-// message, which has a part for each rank.
-std::vector<Step> steps_of_reduce_scatter(int64_t world_size, int64_t nbytes);
-std::vector<Step> steps_of_all_gather(int64_t world_size, int64_t nbytes);
+// The steps of a chunk of a reduce-scatter, and of an all-gather: the halves of a two-shot, of which shape.nbytes is
+// the message, with a part for each rank. An all-gather ignores host_nbytes, because it sends the same codes on both
+// levels.
+std::vector<Step> steps_of_reduce_scatter(const ChunkShape& shape);
+std::vector<Step> steps_of_all_gather(const ChunkShape& shape);
 
 // Bytes of the two buffers that a chunk needs; 0 for a buffer that no step uses.
 struct Workspace {

@@ -76,7 +76,8 @@ SlicePlaces row_segments(const BucketRecord& record, size_t payload, bool exact)
   SlicePlaces slices;
   for (int64_t chunk = 0; chunk < all.num_chunks && segment != 0; ++chunk) {
     const Range range{chunk * segment, (chunk + 1) * segment};
-    for (int64_t row = 0; row < all.num_parts; ++row) {
+    for (int64_t part = 0; part < all.num_parts; ++part) {
+      const int64_t row = record.plan.row_of_part(part, all.num_parts);
       int64_t at = 0, filled_to = range.begin;  // elements of the row's list before the member, and in the segment
       for (const BucketRecord::Member& member : record.members) {
         if (!is_in(member, payload, exact)) continue;
@@ -104,7 +105,7 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
     BucketRecord::Kept& kept = record->kept[payload];
     SlicePlaces lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
     SlicePlaces exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
-    if (plan.on_two_levels()) {
+    if (plan.on_two_levels() && !record->has_rows) {
       kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places, nbytes);
     }
     int64_t packed_nbytes = nbytes;
@@ -140,10 +141,10 @@ void make_residuals(const Engine& engine, const Place& place, c10::Device device
   const BucketPlan& plan = record->plan;
   if (!config.feedback || !plan.sums_codes() || plan.gathers) return;
   for (size_t payload = 0; payload < record->kept.size(); ++payload) {
-    const BucketLayout& layout = record->has_rows ? plan.packed_rows[payload] : plan.layouts[payload];
+    const BucketLayout& layout = plan.encoded_layouts()[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->kept[payload].residual;
-    residual = record->has_rows ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, device)
+    residual = record->has_rows ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, place, device)
                                 : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale,
                                                                    plan.reduce_scale, place, device,
                                                                    /*of_first_only=*/!plan.encodes_sums());
@@ -177,9 +178,8 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
     member.state->residual_begin = begins[member.payload];
     if (!member.exact && residual && left_out.defined()) {
       at::Tensor& all = values[member.payload];
-      const BucketPlan& plan = record->plan;
-      const auto& layouts = record->has_rows ? plan.packed_rows : plan.layouts;
-      if (!all.defined()) all = at::zeros({layouts[member.payload].lossy_numel}, left_out.options());
+      const int64_t numel = record->plan.encoded_layouts()[member.payload].lossy_numel;
+      if (!all.defined()) all = at::zeros({numel}, left_out.options());
       const at::Tensor range = residual->range_of(all, begins[member.payload], left_out.numel());
       range.copy_(left_out.view(range.sizes()));
     } else if (left_out.defined()) {
@@ -208,8 +208,11 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
-    const int64_t begin = member.state->residual_begin;
-    if (rest.defined() && !member.exact) add_to(gradients.view(i), rest.narrow(0, begin, member.numel).mul(unit));
+    if (rest.defined() && !member.exact) {
+      const ResidualBuffer& residual = *record->kept[member.payload].residual;
+      const int64_t begin = member.state->residual_begin, numel = member.numel * gradients.num_rows();
+      add_to(gradients.view(i), residual.range_of(rest, begin, numel).mul(unit));
+    }
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->kept[member.payload].residual;
   }
@@ -381,12 +384,13 @@ void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients,
   // Gradients that are summed in place have been scaled already.
   const float scale = job.plan->in_place ? 1.0F : job.pack_scale();
   for (size_t payload = 0; payload < record.kept.size(); ++payload) {
-    const BucketLayout& layout = record.has_rows ? job.plan->packed_rows[payload] : job.plan->layouts[payload];
+    const BucketLayout& layout = job.plan->encoded_layouts()[payload];
     for (const bool exact : {false, true}) {
       const BucketRecord::Kept& kept = record.kept[payload];
-      const SlicePlaces slices = !record.has_rows ? slices_of(record, gradients.places(), payload, exact)
-                                 : exact          ? kept.exact
-                                                  : kept.lossy;
+      const SlicePlaces slices = !record.has_rows      ? slices_of(record, gradients.places(), payload, exact)
+                                 : record.plan.gathers ? (exact ? kept.own_exact : kept.own_lossy)
+                                 : exact               ? kept.exact
+                                                       : kept.lossy;
       const Range range = of_chunk(layout, chunk, exact);
       int64_t before = 0;  // elements before the slice
       for (size_t i = 0; i < slices.places.size(); ++i) {

@@ -67,7 +67,7 @@ struct BucketRecord {
 
   std::vector<std::string> parameter_names() const;
   // Rows only: the layouts of all rows.
-  const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.packed_rows; }
+  const std::vector<BucketLayout>& layouts_of_rows() const { return plan.gathers ? plan.layouts : plan.encoded_rows; }
 };
 
 using BucketRecordPtr = std::shared_ptr<const BucketRecord>;
@@ -112,7 +112,7 @@ class BucketRecords {
 };
 
 // Adds the non-finite elements of a packed chunk to their parameters' counts. It reads the chunk a second time, which
-// is affordable because it is rare.
+// is affordable because it is rare. gradients: what is packed, of an all-gather this rank's row.
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk);
 
 }  // namespace fusedcomm

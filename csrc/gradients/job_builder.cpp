@@ -73,11 +73,14 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   if (record->passthrough) return job;
   job->grad_nbytes = gradients->nbytes();
   job->plan = BucketPlanPtr(record, &record->plan);
-  if (!record->plan.gathers) {  // what is not finite in a row has been counted as a gradient
-    job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
-      attribute_nonfinite(*record, *gradients, packed, chunk);
-    };
+  // What an all-gather packs is this rank's row.
+  GradientsPtr packed = gradients;
+  if (bucket.gathers()) {
+    packed = std::make_shared<const Gradients>(bucket.rows()->own.view({-1}), gradients->places());
   }
+  job->on_nonfinite = [record, packed](const BucketJob& job, int64_t chunk) {
+    attribute_nonfinite(*record, *packed, job, chunk);
+  };
   job->payloads.resize(record->kept.size());
   add_slices(bucket, *record, job.get());
   add_residuals(*record, job.get());

@@ -97,7 +97,7 @@ std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport
                                                            const BucketPlan& plan, const Gradients& gradients) {
   if (!at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return nullptr;
   const auto profiler = std::make_shared<ProfiledBucket>(std::make_shared<const ThreadProfiler>());
-  const bool is_all_reduce = plan.packed_rows.empty();
+  const bool is_all_reduce = plan.encoded_rows.empty();
   if (is_all_reduce && (device.is_cpu() || plan.sums_codes())) profiler->open_all_reduce(transport.name(), gradients);
   return profiler;
 }

@@ -70,9 +70,9 @@ ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format
       first_(zeros(format, first_numel(), device)),
       second_(zeros(format, has_second_ ? second_numel() : 0, device)) {}
 
-std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& packed, ResidualFormat format,
-                                                        float pack_scale, c10::Device device) {
-  auto residual = std::make_shared<ResidualBuffer>(packed, format, pack_scale, /*reduce_scale=*/1.0F, Place{}, device,
+std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& all, ResidualFormat format,
+                                                        float pack_scale, const Place& place, c10::Device device) {
+  auto residual = std::make_shared<ResidualBuffer>(all, format, pack_scale, /*reduce_scale=*/1.0F, place, device,
                                                    /*of_first_only=*/true);
   residual->of_rows_ = true;
   return residual;
@@ -149,15 +149,22 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
 }
 
 at::Tensor ResidualBuffer::row_values(int64_t begin, int64_t numel) const {
-  const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
-  at::Tensor values = at::empty({layout_.num_parts, numel}, first_.options().dtype(at::kFloat));
+  const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = num_first_parts_ * part_numel;
+  at::Tensor values = at::zeros({layout_.num_parts, numel}, first_.options().dtype(at::kFloat));
+  const at::Tensor own = own_rows(values);
   for (int64_t at = begin, end = 0; at < begin + numel; at = end) {
     const int64_t chunk = at / part_numel, from = at - chunk * part_numel;
     end = std::min(begin + numel, (chunk + 1) * part_numel);
-    const at::Tensor rows = first_.narrow(0, chunk * chunk_numel, chunk_numel).view({layout_.num_parts, part_numel});
-    values.narrow(1, at - begin, end - at).copy_(rows.narrow(1, from, end - at));
+    const at::Tensor rows = first_.narrow(0, chunk * chunk_numel, chunk_numel).view({num_first_parts_, part_numel});
+    own.narrow(1, at - begin, end - at).copy_(rows.narrow(1, from, end - at));
   }
   return values.div_(divisor(pack_scale_ * first_share_, values));
+}
+
+at::Tensor ResidualBuffer::own_rows(const at::Tensor& rows) const {
+  return place_.on_two_levels()
+             ? rows.unflatten(0, {place_.num_hosts, place_.ranks_per_host}).select(1, place_.local_rank)
+             : rows;
 }
 
 at::Tensor ResidualBuffer::range_of(const at::Tensor& values, int64_t begin, int64_t numel) const {
@@ -177,9 +184,11 @@ at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   first_share_ = second_factor_ = 1;
   second_on_device_ = at::Tensor();
   if (of_rows_) {
-    const std::vector<int64_t> by_row = {layout_.num_parts, layout_.num_chunks, layout_.part.lossy_numel};
-    first_.copy_(values.view(by_row).transpose(0, 1).reshape({-1}).mul(pack_scale_));
-    return {};
+    const at::Tensor rest = values.clone().view({layout_.num_parts, layout_.num_chunks, layout_.part.lossy_numel});
+    const at::Tensor own = own_rows(rest);
+    first_.copy_(own.transpose(0, 1).reshape({-1}).mul(pack_scale_));
+    own.zero_();
+    return place_.on_two_levels() ? rest.view({-1}) : at::Tensor();
   }
   at::Tensor rest = values.clone();
   at::Tensor of_first = at::zeros({first_numel()}, values.options());

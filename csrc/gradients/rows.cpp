@@ -34,16 +34,15 @@ void Rows::set_row(std::vector<size_t> row) {
   }
   title_ = make_label(index_, names, static_cast<double>(row_numel_) * 4 * engine.world_size())->text;
   const ListNumels numels = list_numels(slices, grad_nbytes(GradDtype::kBFloat16), /*in_one_run=*/true);
-  plan_ = plan_reduce_scatter(engine.config(), engine.world_size(), numels, /*factor=*/1);
+  scatter_plan_ = plan_reduce_scatter(engine.config(), engine.world_size(), numels, /*factor=*/1);
+  gather_plan_ = plan_all_gather(engine.config(), engine.world_size(), numels);
 }
 
 int64_t Rows::residual_nbytes() const {
-  const auto& feedback = synchronizer_->engine().config().feedback;
-  int64_t nbytes = 0;
-  for (const BucketLayout& packed : plan_.packed_rows) {
-    if (feedback && packed.wire != Wire::kFp32) nbytes += fusedcomm::residual_nbytes(*feedback, packed.lossy_numel);
-  }
-  return nbytes;
+  const WireConfig& config = synchronizer_->engine().config();
+  int64_t numel = 0;
+  for (const BucketLayout& all : scatter_plan_.encoded_rows) numel += all.wire == Wire::kFp32 ? 0 : all.lossy_numel;
+  return config.feedback ? fusedcomm::residual_nbytes(*config.feedback, numel / config.ranks_per_host) : 0;
 }
 
 FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last) {

@@ -4,6 +4,9 @@
 //     ──► decode and add in fp32 ──► this rank's row, in its own dtype
 //   all-gather: this rank's row ──► pack ──► all-gather ──► decode ──► rows [rank 0's | rank 1's | …]
 //
+// On two levels a reduce-scatter adds within hosts first, and of an all-gather each row crosses the network once for
+// each other host; see sums.cpp.
+//
 // A row consists of pieces, for FSDP2 a slice of each of a module's parameters that are trained. With error feedback
 // the pack of a reduce-scatter keeps a residual of all rows. That of an all-gather keeps none.
 #pragma once
@@ -35,8 +38,8 @@ class Rows {
   // way.
   void set_row(std::vector<size_t> row);
   int64_t row_numel() const { return row_numel_; }
-  // Bytes that this rank sends in one call, of either kind.
-  int64_t sent_nbytes() const { return fusedcomm::sent_nbytes(plan_); }
+  // What a call sends, of a reduce-scatter or, if `gathers`, of an all-gather.
+  const BucketPlan& plan(bool gathers) const { return gathers ? gather_plan_ : scatter_plan_; }
   // Of this rank's residuals; 0 without error feedback.
   int64_t residual_nbytes() const;
 
@@ -61,7 +64,7 @@ class Rows {
   std::vector<SlicePlace> places_;  // in the row
   int64_t row_numel_ = 0;
   std::string title_;
-  BucketPlan plan_;  // of a reduce-scatter with factor 1
+  BucketPlan scatter_plan_, gather_plan_;  // with factor 1
 };
 
 }  // namespace fusedcomm

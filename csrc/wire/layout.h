@@ -34,7 +34,7 @@
 namespace fusedcomm {
 
 // Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 8;
+inline constexpr int kWireLayoutVersion = 9;
 
 // Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
 // twelve times slower.
@@ -261,20 +261,20 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
   return of_host;
 }
 
-// A reduce-scatter or an all-gather. Its bucket has a row for each rank, and every row has the same elements. Part r of
-// chunk c has a segment of row r: the list of all rows is, for each chunk, the segments of all rows, one after another,
-// each filled up with a hole. Of its own row a rank has all segments, and nothing else, in `own`.
+// A reduce-scatter or an all-gather. Its bucket has a row for each rank, and every row has the same elements. A part of
+// chunk c has a segment of one row, part r that of row r, or on two levels of BucketPlan::row_of_part(r): the list of
+// all rows is, for each chunk, the segments of all rows in the order of parts, each filled up with a hole. Of its own
+// row a rank has all segments, and nothing else, in `own`.
 struct RowLayouts {
   std::vector<BucketLayout> all;  // one for each format; numels include the holes
   std::vector<BucketLayout> own;
 };
 
-// `formats` and exact_numel: of one row. Throws as bucket_layouts does.
+// `formats`, exact_numel and max_part_nbytes, of a chunk's part: of one row. Throws as bucket_layouts does.
 inline RowLayouts row_layouts(const std::vector<WireFormat>& formats, int64_t num_rows, int64_t exact_numel,
-                              int64_t max_chunk_nbytes) {
-  // The parts of a message to one rank, which has at most its share of the bytes of a chunk.
+                              int64_t max_part_nbytes) {
   RowLayouts layouts;
-  layouts.own = bucket_layouts(formats, 1, exact_numel, std::max<int64_t>(1, max_chunk_nbytes / num_rows));
+  layouts.own = bucket_layouts(formats, 1, exact_numel, max_part_nbytes);
   for (const BucketLayout& own : layouts.own) {
     BucketLayout all = own;
     all.num_parts = num_rows;

@@ -90,6 +90,10 @@ class Config(Options):
             number of its tokens for example, before backward passes.
             "mean": losses are means over what the weight counts: a gradient becomes Σ wᵣ·gᵣ / Σ wᵣ.
             "sum": losses are sums: Σ gᵣ / Σ wᵣ.
+        params: FSDP2 only: the wire in which parameters are gathered. "fp32": torch gathers them, exactly. Otherwise
+            each rank sends its shard in that wire, and all ranks compute with the same decoded values; the shards,
+            which optimizers step, are not rounded. Exact are the parameters whose wire in `wires` is "fp32", and if
+            `params` has scales, biases and norms, unless "1d" is among `wires`.
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
@@ -107,11 +111,13 @@ class Config(Options):
     compare: Compare = "warn"
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
     weighted: Weighted | None = None
+    params: Wire = "fp32"
 
     def __post_init__(self) -> None:
         combinations.refuse("Config", {"wire": self.wire})
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
+        check.choice("params", self.params, WIRES)
         for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
             check.kind(name, getattr(self, name), kind)
         if self.compare_every is not None:
@@ -213,7 +219,7 @@ class Config(Options):
 
         "fp32" is not among them, unless it is `wire`: its number is EXACT_WIRE.
         """
-        others = [wire for wire in self.wires.values() if wire != "fp32"]
+        others = [wire for wire in (*self.wires.values(), self.params) if wire != "fp32"]
         return tuple(dict.fromkeys((self.wire, *others)))
 
     @property
@@ -233,8 +239,12 @@ class Config(Options):
     @property
     def rules(self) -> list[Rule]:
         """The patterns, in the order in which they are tried."""
+        return self._rules_with(self.wire)
+
+    def _rules_with(self, wire: str) -> list[Rule]:
+        """The patterns, for parameters whose wire is `wire` where none matches."""
         # Biases and norms are a fraction of a percent of the elements, but cause most of the damage when quantized.
-        has_default = self.wire in WITH_SCALES
+        has_default = wire in WITH_SCALES
         rules = [
             Rule("wires", pattern, wire, replaces_default=has_default and pattern == ONE_DIMENSIONAL)
             for pattern, wire in self.wires.items()
@@ -256,6 +266,11 @@ class Config(Options):
         rule = patterns.rule_for(self.rules, (name, *other_names), parameter)
         return 0 if rule is None else self.number_of(rule.wire)
 
+    def gathers_exactly(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether a parameter of FSDP2 is gathered exactly, whatever `params` is."""
+        rule = patterns.rule_for(self._rules_with(self.params), (name,), parameter)
+        return rule is not None and rule.wire == "fp32"
+
     @property
     def wire_number_1d(self) -> int:
         """The number of the wire of a parameter with at most one dimension and an unknown name."""
@@ -267,8 +282,9 @@ class Config(Options):
         return self.feedback is not None and self.feedback.unsharded
 
     def refuse_unsharded(self) -> None:
-        """Raises ValueError if an option is set that only a reduce-scatter of FSDP2 has."""
-        combinations.refuse("gradients without shards", {"Feedback(unsharded=True)": self.is_unsharded})
+        """Raises ValueError if an option is set that only FSDP2's shards have."""
+        given = {"Feedback(unsharded=True)": self.is_unsharded, "params": self.params}
+        combinations.refuse("gradients without shards", given)
 
     def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See :func:`fusedcomm.patterns.check`."""

@@ -1,13 +1,19 @@
-"""Torch's own all-gather of parameters, watched: a rank that others wait for there is named, as in a reduce-scatter."""
+"""What FSDP2 calls to gather a module's parameters: in codes, or torch's own all-gather, watched."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
+from fusedcomm.fsdp.modules import CARRIED, Sharded
+from fusedcomm.native import _C
 from fusedcomm.session.session import Session
+
+VALUE = " (value)"
+"""Follows a parameter's name where its values are meant, and not its gradients."""
 
 
 class WatchedAllGather(AllGather):
@@ -29,6 +35,88 @@ class WatchedAllGather(AllGather):
     ) -> dist.Work | None:
         with contextlib.nullcontext() if async_op else waiting(self._session, self._what):
             return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+
+
+class Gathering(dist.Work):
+    """An all-gather under way. Its wait() is called before the output is read."""
+
+    def __init__(self, future: torch.futures.Future) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: object = None) -> bool:
+        """Waits; on cuda only the current stream does. The engine's errors come when they come, so there is no timeout.
+
+        Raises RuntimeError: the all-gather failed."""
+        self._future.wait()
+        return True
+
+
+class CodedAllGather(AllGather):
+    """Sends this rank's shard in codes, and decodes those of all ranks, its own included.
+
+    Left to `inner`: gathers over other ranks, which pass on decoded values (reshard_after_forward=n). With one warning:
+    dtypes that no wire carries, and extension tensors, which encode themselves.
+
+    Args:
+        index: of its rows in the session.
+        wire_of: the number of a parameter's wire.
+
+    Attributes:
+        is_exact: whether all is left to `inner` now.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sharded: Sharded,
+        index: int,
+        wire_of: Callable[[str, torch.Tensor], int],
+        inner: AllGather,
+    ) -> None:
+        self.inner, self.is_exact = inner, False
+        self._sharded, self._has_warned = sharded, False
+        pieces = [(p.name + VALUE, p.row_numel, wire_of(p.name, p.tensor)) for p in sharded.parameters]
+        self._native = _C.Rows(synchronizer=session.synchronizer, index=index, pieces=pieces)
+        self._native.set_row(list(range(len(pieces))))
+
+    @property
+    def plan(self) -> "_C.BucketPlan":
+        """What one call sends."""
+        return self._native.plan(gathers=True)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an input or output, as torch's own all-gather allocates it."""
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if self.is_exact or group is not self._sharded.process_group or not self._carries(input_tensor):
+            return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        future = self._native.all_gather(rows=output_tensor, own=input_tensor, is_last=False)
+        if async_op or self._sharded.device.type == "cpu":  # there torch waits before it reads, too
+            return Gathering(future)
+        future.wait()
+        return None
+
+    def _carries(self, row: torch.Tensor) -> bool:
+        """Whether `row` can be sent in codes. Warns once if not."""
+        if self._sharded.has_extensions:
+            why = "extension tensors among them encode themselves (fsdp_pre_all_gather)"
+        elif row.dtype == torch.uint8:
+            why = "they have several dtypes. MixedPrecisionPolicy(param_dtype=…) gives them one"
+        elif row.dtype not in CARRIED:
+            why = f"they are {row.dtype}, which no wire carries"
+        else:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"fusedcomm: the parameters of {self._sharded.title} are gathered by torch itself, exactly: {why}",
+                stacklevel=2,
+            )
+        return False
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def attach_fsdp(
         problem = error
     try:
         if not is_off:
-            wanted = _checked(config, named)
+            wanted = _checked(config, named, sharded)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         problem = problem or error
     try:
@@ -87,12 +87,24 @@ def attach_fsdp(
     return handle
 
 
-def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]]) -> Config:
+def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]], sharded: list[Sharded]) -> Config:
     """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
     wanted = chosen(config, "FSDP2")
     combinations.refuse("FSDP2", {"sum": wanted.sum, "measure_every": wanted.measure_every})
     wanted.check_patterns(named)
+    _refuse_gathers(wanted, sharded)
     return wanted
+
+
+def _refuse_gathers(config: Config, sharded: list[Sharded]) -> None:
+    """Raises ValueError where parameters cannot be gathered in codes."""
+    others = (f"{type(each.all_gather).__name__} of {each.title}" for each in sharded if each.has_own_all_gather)
+    given = {
+        "params": config.params,
+        "replicas without shards": all(each.process_group is None for each in sharded),
+        "a module's own all-gather": next(others, None),
+    }
+    combinations.refuse("FSDP2", given)
 
 
 def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:

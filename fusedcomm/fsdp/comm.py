@@ -9,14 +9,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from fusedcomm.fsdp.all_gather import waiting
-from fusedcomm.fsdp.modules import Sharded, ShardedParameter
+from fusedcomm.fsdp.modules import CARRIED, Sharded, ShardedParameter
 from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
 from fusedcomm.native import _C
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session
-
-CARRIED = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that wires carry."""
 
 WireOf = Callable[[str, torch.Tensor], int]
 

@@ -48,27 +48,32 @@ class Grid:
         rows = (names[first : first + self.num_shards] for first in range(0, len(names), self.num_shards))
         return Grid(self.ranks, tuple(map(tuple, rows)))
 
-    def traffic(self, scattered_nbytes: int, gathered_nbytes: int, sums: Sequence["_C.BucketPlan"]) -> "Traffic":
+    def traffic(
+        self,
+        scattered: Sequence["_C.BucketPlan"],
+        gathered: Sequence["_C.BucketPlan"],
+        ring_nbytes: int,
+        sums: Sequence["_C.BucketPlan"],
+    ) -> "Traffic":
         """Traffic of the host that sends most to other hosts.
 
         Args:
-            scattered_nbytes: that a rank sends in reduce-scatters.
-            gathered_nbytes: of its own parameters that a rank sends in all-gathers, which are rings.
-            sums: of the all-reduces between replicas.
+            scattered: plans of the reduce-scatters.
+            gathered: plans of the all-gathers in codes.
+            ring_nbytes: that a rank sends in torch's collectives of parameters, which are rings.
+            sums: plans of the all-reduces between replicas.
         """
         gradients: Counter[str] = Counter()
         parameters: Counter[str] = Counter()
         for row in self.hosts:
             for host in set(row):
                 own = OwnHost.of(row, row.index(host))
-                to_others = own.num_ranks * (len(row) - own.num_ranks)
-                gradients[host] += to_others * scattered_nbytes // max(len(row) - 1, 1)
-                parameters[host] += own.num_links * (len(row) - 1) * gathered_nbytes
+                if own.num_links:
+                    gradients[host] += own.sent_nbytes(scattered)
+                    parameters[host] += own.sent_nbytes(gathered) + own.num_links * ring_nbytes
         for column in zip(*self.hosts, strict=True):
             for host in set(column):
-                own = OwnHost.of(column, column.index(host))
-                sent = sum(plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links) for plan in sums)
-                gradients[host] += own.num_ranks * sent
+                gradients[host] += OwnHost.of(column, column.index(host)).sent_nbytes(sums)
         most = max(gradients, key=lambda host: gradients[host] + parameters[host])
         return Traffic(gradients[most], parameters[most])
 

@@ -1,10 +1,15 @@
 """The handle of an attachment to an FSDP2 model."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import fusedcomm.fsdp.state as state
+from fusedcomm.fsdp.all_gather import VALUE
 from fusedcomm.fsdp.mesh import Meshes, MeshSums
 from fusedcomm.fsdp.plan import FsdpPlan
 from fusedcomm.session.compare import ParameterDifference
@@ -18,8 +23,9 @@ class FsdpHandle(CommHandle):
     With "off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
 
     ``plan()`` shows how each module's gradients are sent, as a :class:`fusedcomm.fsdp.plan.FsdpPlan`. In ``stats()`` a
-    bucket is the reduce-scatter of one module; with replicate(), which has none, its all-reduce. Of modules on several
-    meshes the counts are added up, and the times and steps are those of the model's own mesh.
+    bucket is the reduce-scatter of one module; with replicate(), which has none, its all-reduce; with
+    ``Config(params=…)`` also each all-gather, whose rows count as gradients. Of modules on several meshes the counts
+    are added up, and the times and steps are those of the model's own mesh.
     """
 
     _runs: Meshes | None
@@ -33,6 +39,7 @@ class FsdpHandle(CommHandle):
     def _let_go(self) -> None:
         if self._guard is not None:
             self._guard.remove()
+        self._gather_exactly(True)
 
     def _refuse_adding(self, module: nn.Module, inputs: tuple) -> None:
         """Raises RuntimeError before a pass that only adds up gradients, whose weight would not be counted."""
@@ -101,15 +108,36 @@ class FsdpHandle(CommHandle):
         self.runs.pending.finish()
         state.load_state_dict(self.runs.comms, state_dict)
 
+    @contextlib.contextmanager
+    def exact_params(self) -> Iterator[None]:
+        """Context in which parameters are gathered exactly, for an evaluation for example, in spite of
+        ``Config(params=…)``. Every rank enters and leaves it between steps."""
+        self.refuse_detached("parameters are gathered exactly anyway")
+        self._gather_exactly(True)
+        try:
+            yield
+        finally:
+            self._gather_exactly(False)
+
+    def _gather_exactly(self, is_exact: bool) -> None:
+        """From the next all-gather on; drops what has been gathered."""
+        coded = [each for mesh in self.runs.meshes for each in mesh.coded_all_gathers]
+        for each in coded:
+            each.is_exact = is_exact
+        for module in self._model.modules() if coded else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def nonfinite_report(self) -> list[NonFinite]:
         """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with
-        the shards of this rank's copy. A bucket is a module. Empty with config="off". A collective call."""
+        the shards of this rank's copy. A bucket is a module. What ``Config(params=…)`` sends of a parameter follows its
+        gradients as "NAME (value)". Empty with config="off". A collective call."""
         if self.runs.mode == "off":
             return []
         rank = dist.get_rank()
         module_of = {p.name: comm.sharded.name for comm in self.runs.comms for p in comm.sharded.parameters}
         own = [
-            NonFinite(rank, module_of[name], name, count)
+            NonFinite(rank, module_of[name.removesuffix(VALUE)], name, count)
             for mesh in self.runs.meshes
             for name, count in mesh.stats().nonfinite_by_parameter.items()
         ]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.fsdp.all_gather import WatchedAllGather
+from fusedcomm.fsdp.all_gather import CodedAllGather, WatchedAllGather
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
 from fusedcomm.fsdp.grid import Grid, Traffic
 from fusedcomm.fsdp.levels import Sums, check_hosts
@@ -43,6 +44,9 @@ class MeshSums:
         self.comms = [
             FusedReduceScatter(rows, between, each, first_index + place, sharded[:place], sums.wire_of)
             for place, each in enumerate(sharded)
+        ]
+        self._all_gathers = [
+            self._all_gather_of(each, first_index + len(sharded) + place) for place, each in enumerate(sharded)
         ]
         self._share_weights()
         if self.sessions:
@@ -90,6 +94,28 @@ class MeshSums:
             between = ReplicaSums(session, wires)
         return MeshSums(config, sums, rows, between, sharded, first_index)
 
+    def _all_gather_of(self, sharded: Sharded, index: int) -> AllGather:
+        """What FSDP2 will call to gather a module's parameters. index: of its rows in the session."""
+        found, config = sharded.all_gather, self.config
+        if self.rows is None:
+            return found
+        if sharded.device.type == "cpu":
+            what = f"the all-gather of the parameters of {sharded.title}"
+            found = WatchedAllGather(self.rows, found, what)
+        if config.params == "fp32":
+            return found
+        number = self.rows.config.number_of(config.params)
+
+        def wire_of(name: str, parameter: torch.Tensor) -> int:
+            return _C.EXACT_WIRE if config.gathers_exactly(name, parameter) else number
+
+        return CodedAllGather(self.rows, sharded, index, wire_of, found)
+
+    @property
+    def coded_all_gathers(self) -> list[CodedAllGather]:
+        """Those that send parameters in codes."""
+        return [each for each in self._all_gathers if isinstance(each, CodedAllGather)]
+
     def _share_weights(self) -> None:
         """With both sums, the reduce-scatter gives its ranks' sum of weights to the all-reduce, which divides."""
         if self.weights is not None and self.rows is not None and self.between is not None:
@@ -129,22 +155,18 @@ class MeshSums:
         return next((comm.num_calls for comm in self.comms if comm.sharded.is_trained), 0)
 
     def start(self, pending: Pending) -> None:
-        """Takes the place of torch's own reduce-scatters, and watches its all-gathers."""
-        for comm in [] if self.is_off else self.comms:
+        """Takes the place of torch's own reduce-scatters and all-gathers."""
+        for comm, all_gather in [] if self.is_off else zip(self.comms, self._all_gathers, strict=True):
             comm.use(pending)
-            sharded = comm.sharded
-            all_gather = sharded.all_gather
-            if self.rows is not None and sharded.device.type == "cpu":
-                what = f"the all-gather of the parameters of {sharded.title}"
-                all_gather = WatchedAllGather(self.rows, all_gather, what)
-            sharded.use(comm, all_gather)
+            comm.sharded.use(comm, all_gather)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""
         for comm in [] if self.is_off else self.comms:
             all_gather = comm.sharded.all_gather
-            is_ours = isinstance(all_gather, WatchedAllGather)
-            comm.sharded.use(DefaultReduceScatter(), all_gather.inner if is_ours else all_gather)
+            while isinstance(all_gather, (CodedAllGather, WatchedAllGather)):
+                all_gather = all_gather.inner
+            comm.sharded.use(DefaultReduceScatter(), all_gather)
         for session in self.sessions:
             session.stop(reason)
 
@@ -155,6 +177,7 @@ class MeshSums:
         else:
             wire_of_replicas = self.config.wire
             wire = wire_of_replicas if self._sums.rows is None else self._sums.rows.wire
+        gathered, rings_nbytes = self._gathered()
         return FsdpPlan(
             wire=wire,
             wire_of_replicas=wire_of_replicas,
@@ -164,8 +187,13 @@ class MeshSums:
             codec="none" if self.is_off else self.sessions[0].codec,
             scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
             residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
+            params="fp32" if self.is_off else self.config.params,
+            gathered_nbytes=rings_nbytes + sum(plan.sent_nbytes for plan in gathered),
+            exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
+            levels="" if self.rows is None else self.rows.levels.described(self._sums.rows.local_wire),
+            one_level_reason="" if self.rows is None else self.rows.levels.why_not_two,
             off=self.is_off,
             others=others,
         )
@@ -179,15 +207,31 @@ class MeshSums:
                 trained = [p for p in comm.sharded.parameters if p.is_trained]
                 slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
                 sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
-        return grid.traffic(
-            0 if self.rows is None else sum(comm.native().sent_nbytes for comm in self.comms),
-            0 if self.rows is None else sum(comm.sharded.gathered_nbytes for comm in self.comms),
-            sums,
-        )
+        scattered = [] if self.rows is None else [comm.native().plan(gathers=False) for comm in self.comms]
+        return grid.traffic(scattered, *self._gathered(), sums)
+
+    def _gathered(self) -> tuple[list["_C.BucketPlan"], int]:
+        """The plans of a step's all-gathers in codes, and the bytes that a rank sends in those of torch."""
+        plans: list[_C.BucketPlan] = []
+        rings = []
+        for comm, all_gather in zip(self.comms, self._all_gathers, strict=True):
+            if isinstance(all_gather, CodedAllGather):
+                plans += [all_gather.plan] * comm.sharded.num_gathers
+            else:
+                rings.append(comm.sharded)
+        return plans, self._ring_nbytes(rings)
+
+    def _ring_nbytes(self, sharded: Sequence[Sharded]) -> int:
+        """Bytes that a rank sends in a step's all-gathers of these modules if torch gathers all of them."""
+        return (self.num_shards - 1) * sum(each.num_gathers * each.row_nbytes for each in sharded)
 
     def warn_of_hosts(self) -> None:
-        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more."""
-        if self.rows is None or self.between is None or self.grid.ranks[0][0] != dist.get_rank():
+        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more, or if
+        reduce-scatters on one level send more between hosts than torch's."""
+        if self.rows is None or self.grid.ranks[0][0] != dist.get_rank():
+            return
+        if self.between is None:
+            self._warn_of_one_level()
             return
         now, by_host = self._traffic(self.grid).nbytes, self._traffic(self.grid.by_host()).nbytes
         if by_host < now:
@@ -196,6 +240,20 @@ class MeshSums:
                 f"others in a step, and {by_host / 2**20:.2f} MiB if the last dimension of the mesh is the ranks of a "
                 "host",
                 stacklevel=4,
+            )
+
+    def _warn_of_one_level(self) -> None:
+        """Warns if reduce-scatters send more between hosts than torch's: gloo's is an all-reduce, NCCL's a ring."""
+        passes = 2 if self.comms[0].sharded.device.type == "cpu" else 1
+        ring_nbytes = (self.num_shards - 1) * sum(comm.sharded.reduced_nbytes for comm in self.comms)
+        torchs = self.grid.traffic([], [], passes * ring_nbytes, [])
+        now = self._traffic(self.grid).gradients_nbytes
+        if now > torchs.nbytes:
+            why = self.rows.levels.one_level_reason or f"hosts={self.config.hosts!r}"
+            warnings.warn(
+                f"fusedcomm: a host sends {now / 2**20:.2f} MiB of gradients to others in a step, and with torch's own "
+                f"reduce-scatter {torchs.nbytes / 2**20:.2f} MiB, because sums have one level, not two: {why}",
+                stacklevel=5,
             )
 
     def _row(self, comm: FusedReduceScatter) -> Row:

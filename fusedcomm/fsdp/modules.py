@@ -12,9 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that wires carry."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +80,31 @@ class Sharded:
         return False
 
     @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of this rank's slices in the all-gathers of a step. There are two if the forward pass drops what it has
-        gathered; by default the model itself does not."""
-        policy, state = self.group.mp_policy, self.group.modules[0]._get_fsdp_state()
+    def num_gathers(self) -> int:
+        """All-gathers of a step over all ranks. There are two if the forward pass drops what it has gathered; by
+        default the model itself does not. With reshard_after_forward=n the second one is among n ranks, as a rule those
+        of a host."""
+        state = self.group.modules[0]._get_fsdp_state()
         keeps = not self.group._reshard_after_forward or (state._auto_reshard_after_forward and not self.name)
-        sizes = (p.row_numel * (policy.param_dtype or p.tensor.dtype).itemsize for p in self.parameters)
-        return (1 if keeps else 2) * sum(sizes)
+        return 1 if keeps or self.group._use_post_forward_mesh else 2
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of this rank's slices in torch's own all-gather."""
+        policy = self.group.mp_policy
+        return sum(p.row_numel * (policy.param_dtype or p.tensor.dtype).itemsize for p in self.parameters)
+
+    @property
+    def has_extensions(self) -> bool:
+        """Whether a parameter is a tensor that says itself what is gathered of it, as torchao's float8 tensors do."""
+        return any(hasattr(p.native._sharded_local_tensor, "fsdp_pre_all_gather") for p in self.parameters)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of a rank's slices of the gradients, as torch itself would reduce them."""
+        policy = self.group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype
+        return sum(p.row_numel * (dtype or p.tensor.dtype).itemsize for p in self.parameters if p.is_trained)
 
     @property
     def reduces_further(self) -> bool:
@@ -104,6 +129,11 @@ class Sharded:
         """Gives FSDP2 these collectives of the module."""
         # As set_custom_reduce_scatter() and set_custom_all_gather() do, which refuse a module with several groups.
         self.group._reduce_scatter_comm, self.group._all_gather_comm = reduce_scatter, all_gather
+
+    @property
+    def has_own_all_gather(self) -> bool:
+        """Whether something else has replaced its all-gather."""
+        return type(self.all_gather) not in (DefaultAllGather, ProcessGroupAllocAllGather)
 
     @property
     def all_gather(self) -> AllGather:

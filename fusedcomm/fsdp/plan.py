@@ -13,8 +13,11 @@ class FsdpPlan(Plan):
 
     `num_shards`: ranks of a reduce-scatter, in `wire`; `num_replicas`: ranks of the all-reduce that follows, in
     `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
-    this rank's error feedback in reduce-scatters. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
-    then "off", too. `others`: plans of modules on further meshes."""
+    this rank's error feedback in reduce-scatters. `params`: the wire in which parameters are gathered.
+    `gathered_nbytes`: that this rank sends in the all-gathers of a step, `exact_gathered_nbytes` if all were torch's
+    own. `levels`: the hosts, where reduce-scatters add within them first; empty on one level, of which
+    `one_level_reason` says why, if several hosts have several ranks. `off`: whether torch reduces, as it does without
+    fusedcomm; `wire` is then "off", too. `others`: plans of modules on further meshes."""
 
     wire: str
     wire_of_replicas: str
@@ -24,6 +27,11 @@ class FsdpPlan(Plan):
     scratch_nbytes: int
     residual_nbytes: int
     traffic: Traffic | None
+    params: str = "fp32"
+    gathered_nbytes: int = 0
+    exact_gathered_nbytes: int = 0
+    levels: str = ""
+    one_level_reason: str = ""
     off: bool = False
     others: tuple["FsdpPlan", ...] = ()
 
@@ -33,7 +41,8 @@ class FsdpPlan(Plan):
     def headline(self) -> str:
         sums = []
         if self.num_shards > 1:
-            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
+            ranks = self.levels or f"{self.num_shards} ranks"
+            sums.append(f"reduce-scatters in {self.wire} over {ranks}")
         if self.num_replicas > 1:
             sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
         if self.off:
@@ -54,6 +63,14 @@ class FsdpPlan(Plan):
             sent = self.sent_nbytes
             lines.append(
                 f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
+            )
+        if self.one_level_reason:
+            lines.append(f"  reduce-scatters have one level, not two: {self.one_level_reason}")
+        if self.params != "fp32" and self.exact_gathered_nbytes:
+            share = self.gathered_nbytes / self.exact_gathered_nbytes
+            lines.append(
+                f"  all-gathers of parameters in {self.params}: a rank sends {self.gathered_nbytes / 2**20:.2f} MiB in "
+                f"a step, {share:.3f} of torch's"
             )
         if self.traffic is not None:
             gradients, parameters = self.traffic.gradients_nbytes / 2**20, self.traffic.parameters_nbytes / 2**20

@@ -26,7 +26,6 @@ from fusedcomm.horovod.async_ops import (
 )
 from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
 from fusedcomm.horovod.compression import Compression
-from fusedcomm.horovod.dynamic_sets import add_process_set, remove_process_set
 from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusedcomm.horovod.handles import poll, synchronize
 from fusedcomm.horovod.objects import (
@@ -90,7 +89,6 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -140,7 +138,6 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
@@ -152,6 +149,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in ("add_process_set", "remove_process_set"):
+        raise AttributeError(f"fusedcomm.horovod has no {name}: give hvd.init(process_sets=[…]) every set of the job")
     if name == "Adasum":
         raise AttributeError(
             "fusedcomm.horovod has no op Adasum: use hvd.Average, with a learning rate for the batch of all ranks"

@@ -1,4 +1,4 @@
-"""Checks of operations' arguments. Every check is local: what depends on other ranks is checked by the coordinator."""
+"""Checks of operations' arguments. Every check is local: what depends on other ranks is checked by rank 0."""
 
 import warnings
 from collections.abc import Sequence

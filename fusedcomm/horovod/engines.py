@@ -1,11 +1,12 @@
 """The engines that sum in a wire: one for each process set and wire, opened when the first operation needs it."""
 
+import datetime
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from fusedcomm.config import LocalOptions
-from fusedcomm.horovod.step_reducer import group_for
 from fusedcomm.horovod.wire_texts import config_of
 from fusedcomm.native import _C
 from fusedcomm.ranks.own_group import OwnGroup
@@ -14,24 +15,30 @@ from fusedcomm.session.session import Session
 if TYPE_CHECKING:
     from fusedcomm.horovod.world import World
 
+_NO_TIMEOUT = datetime.timedelta(days=365)
+"""A slow rank is no error: rank 0 reports stalls, and lost ranks are noticed."""
+
 opened: "list[tuple[World, Session]]" = []
 
 
-def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchronizer":
+def open_sums(world: "World", set_id: int, wire: str) -> "_C.FusedSum":
     """Opens the engine of a process set for a wire. Every member of the set calls it, in the same order.
 
     Raises RuntimeError, with the same text on every member, if one of them cannot open it.
     """
-    group = group_for(world, world.sets[set_id], torch.device("cpu"), "engines")
+    of_set = world.members[set_id].group
+    store = dist.PrefixStore(f"engines/{set_id}", world.store)
+    backends = {"cpu": of_set.backends["cpu"]}
+    group = OwnGroup(store, of_set.group_rank, of_set.group_size, _NO_TIMEOUT, backends, world.rank)
     session = open_session(group, wire)
     opened.append((world, session))
-    return session.synchronizer
+    return _C.FusedSum(session.synchronizer)
 
 
 def open_session(group: OwnGroup, wire: str) -> Session:
-    """As :func:`open_engine`, for any group. `wire`: see wire_texts.py."""
+    """The session of a wire, for any group. `wire`: see wire_texts.py."""
     config = config_of(wire)
-    # The coordinator looks for stalls, and knows the names of operations.
+    # Rank 0's negotiator looks for stalls, and knows the names of operations.
     session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
     if config.name_patterns:
         session.synchronizer.choose_wires(

@@ -1,12 +1,12 @@
 """The variables that fusedcomm.horovod reads, and the settings that hvd.init() takes from them.
 
-Horovod's other variables are accepted: rank 0 says once which of them are set.
+Horovod's other variables have no effect.
 """
 
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,13 +32,11 @@ DEFAULTS = {
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "",
     "HOROVOD_GLOO_IFACE": "",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
-    "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
     "HOROVOD_ELASTIC": "0",
     "HOROVOD_ELASTIC_TIMEOUT": "600",
     "FUSEDCOMM_HOROVOD_CHECK": "0",
     "FUSEDCOMM_HOROVOD_STATE": "",
     "FUSEDCOMM_HOROVOD_WORKER": "",
-    "FUSEDCOMM_HOROVOD_KEY": "",
 }
 """The variables that are read, with their defaults. The page of the documentation says what each does."""
 
@@ -51,7 +49,6 @@ class Settings:
     stall_warning_s: float
     stall_shutdown_s: float
     timeout_s: float
-    dynamic_process_sets: bool
     timeline: str | None
     mark_cycles: bool
     elastic: bool
@@ -78,7 +75,6 @@ def settings() -> Settings:
         stall_warning_s=told(seconds, "HOROVOD_STALL_CHECK_TIME_SECONDS") if watches else 0.0,
         stall_shutdown_s=told(seconds, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") if watches else 0.0,
         timeout_s=told(seconds, "HOROVOD_GLOO_TIMEOUT_SECONDS"),
-        dynamic_process_sets=told(flag, "HOROVOD_DYNAMIC_PROCESS_SETS"),
         timeline=text("HOROVOD_TIMELINE"),
         mark_cycles=told(flag, "HOROVOD_TIMELINE_MARK_CYCLES"),
         elastic=told(flag, "HOROVOD_ELASTIC"),
@@ -124,11 +120,3 @@ def seconds(name: str, value: str | None = None) -> float:
     if not 0 <= found < math.inf:
         raise ValueError(f"{name}={value!r} is not possible: use seconds, at least 0")
     return found
-
-
-def without_effect(environment: Mapping[str, str]) -> str:
-    """A sentence that names the variables of Horovod which are set and have no effect here; empty if there are none."""
-    ignored = [name for name in sorted(environment) if name.startswith("HOROVOD_") and name not in DEFAULTS]
-    if not ignored:
-        return ""
-    return f"{', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect here"

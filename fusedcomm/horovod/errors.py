@@ -1,12 +1,10 @@
-"""Exceptions of fusedcomm.horovod, and the one place where errors of the native coordinator become them."""
-
-from typing import Any, NoReturn
+"""Exceptions of fusedcomm.horovod."""
 
 NOT_INITIALISED = "fusedcomm.horovod is not initialised: call hvd.init() first"
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: the ranks disagreed about it, or a rank or the coordinator was lost. Elastic training
+    """A collective failed: the ranks disagreed about it, or a rank was lost. Elastic training
     catches it, restores the committed state and starts again."""
 
 
@@ -24,10 +22,3 @@ class HorovodVersionMismatchError(ImportError):
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(f"{name} was {installed_version} when it was built, and is {version} now")
         self.name, self.version, self.installed_version = name, version, installed_version
-
-
-def reraise(error: Exception, coordinator: Any) -> NoReturn:
-    """Raises `error` as it is; as HorovodInternalError if the coordinator has failed or was shut down."""
-    if coordinator.failure:
-        raise HorovodInternalError(coordinator.failure) from error
-    raise error

@@ -8,23 +8,22 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod.errors import HorovodInternalError, reraise
+from fusedcomm.horovod.order import Request
+from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.world import World
-from fusedcomm.native import _C
 
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """One operation. `native`: its handle in the coordinator, which counts anew after each init. `written`: outputs
-    that the caller gave. `finish` makes what wait() returns from the coordinator's result. `versions`: those of the
-    inputs when they were submitted, in the debug mode only. `is_seen_done`: poll() has returned True."""
+    """One operation. `written`: outputs that the caller gave. `finish` makes what wait() returns from the results.
+    `versions`: those of the inputs when they were submitted, in the debug mode only. `is_seen_done`: poll() has
+    returned True."""
 
     world: World
-    signature: _C.CollectiveSignature
-    native: int
-    inputs: list[torch.Tensor]
+    request: Request
+    inputs: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
-    finish: Callable[[Any], Any]
+    finish: Callable[[Request], Any]
     versions: list[int] | None
     is_seen_done: bool = False
 
@@ -45,7 +44,7 @@ def next_name(set_id: int, kind: str) -> str:
     with _lock:
         count = _counts.get((set_id, kind), 0)
         _counts[set_id, kind] = count + 1
-    return f"noname.{_num_joins}.{count}" if _num_joins else f"noname.{count}"
+    return f"{NO_NAME}.{_num_joins}.{count}" if _num_joins else f"{NO_NAME}.{count}"
 
 
 def joined() -> None:
@@ -58,26 +57,27 @@ def joined() -> None:
 
 def submit(
     found: World,
-    signature: _C.CollectiveSignature,
-    inputs: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    finish: Callable[[Any], Any],
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    finish: Callable[[Request], Any],
     written: Sequence[torch.Tensor] = (),
     set_id: int = 0,
+    at_once: bool = False,
+    rows: Sequence[int] = (),
 ) -> int:
     """As begin(), for an operation that the script waits for: returns its handle. Raises ValueError if its name is
     pending."""
     global _num_handles
-    key = signature.key
-    place = (set_id, key)
+    place = (set_id, signature.key)
     last = _pending.get(_last_of_name.get(place, -1))
     # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
     if last is not None and last.world is found and not last.is_seen_done:
         raise ValueError(
-            f"{key} is pending: its handle has not been synchronized since it was submitted. Use another "
+            f"{place[1]} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
-    pending = begin(found, signature, inputs, outputs, finish, written, set_id)
+    pending = begin(found, signature, inputs, outputs, finish, written, set_id, at_once, rows)
     with _lock:
         handle, _num_handles = _num_handles, _num_handles + 1
     _pending[handle] = pending
@@ -87,25 +87,27 @@ def submit(
 
 def begin(
     found: World,
-    signature: _C.CollectiveSignature,
-    inputs: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    finish: Callable[[Any], Any],
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    finish: Callable[[Request], Any],
     written: Sequence[torch.Tensor],
     set_id: int,
+    at_once: bool = False,
+    rows: Sequence[int] = (),
 ) -> Pending:
-    """Hands an operation to the coordinator. Raises ValueError if one of its name is under way, and
-    HorovodInternalError if the job has failed or was shut down."""
+    """Submits an operation. at_once: the caller is about to wait for it.
+
+    Raises ValueError if one of its name is under way, and HorovodInternalError if the job has failed or was shut
+    down."""
     given, versions = (inputs, outputs), None
     if found.settings.check:
-        # The coordinator's own writes must not count: these share the memory, but not the version.
+        # Writes of the results must not count: these share the memory, but not the version.
         given = [each.data for each in inputs], [each.data for each in outputs]
         versions = [each._version for each in inputs]
-    try:
-        native = found.coordinator.submit(signature, *given, set_id)
-    except (ValueError, RuntimeError) as error:
-        reraise(error, found.coordinator)
-    return Pending(found, signature, native, inputs, written, finish, versions)
+    request = Request(set_id, signature, *given, rows)
+    found.order.submit(request, at_once)
+    return Pending(found, request, inputs, written, finish, versions)
 
 
 def poll(handle: int) -> bool:
@@ -113,17 +115,14 @@ def poll(handle: int) -> bool:
     pending = _pending.get(_checked(handle))
     if pending is None:
         raise ValueError(f"poll: handle {handle} was synchronized before, so it is no longer under way")
-    try:
-        pending.is_seen_done = pending.world.coordinator.poll(pending.native)
-        return pending.is_seen_done
-    except (ValueError, RuntimeError) as error:
-        reraise(error, pending.world.coordinator)
+    pending.is_seen_done = pending.world.order.poll(pending.request)
+    return pending.is_seen_done
 
 
 def refuse(found: World, kind: str, name: str, problem: str, set_id: int) -> None:
     """Tells the ranks that submit the operation why this one does not: they get it as a HorovodInternalError."""
     with contextlib.suppress(ValueError, RuntimeError):  # its name is pending, or the job has failed
-        found.coordinator.submit(_C.CollectiveSignature(kind=kind, name=name, problem=problem), [], [], set_id)
+        found.order.submit(Request(set_id, Signature(kind, name), problem=problem), at_once=True)
 
 
 def _checked(handle: int) -> int:
@@ -149,27 +148,21 @@ def synchronize(handle: int) -> Any:
 
 def wait(pending: Pending) -> Any:
     """Waits for an operation and returns its result. Errors: see synchronize()."""
-    coordinator = pending.world.coordinator
-    try:
-        result = coordinator.wait(pending.native)
-    except (KeyError, RuntimeError) as error:
-        reraise(error, coordinator)
-    if result.error:
-        raise HorovodInternalError(result.error)
+    pending.world.order.wait(pending.request)
     if pending.versions is not None:
         _check_versions(pending)
     for output in pending.written:
         torch.autograd.graph.increment_version(output)
-    return pending.finish(result)
+    return pending.finish(pending.request)
 
 
 def _check_versions(pending: Pending) -> None:
     for i, (tensor, before) in enumerate(zip(pending.inputs, pending.versions, strict=True)):
         if tensor._version != before:
             raise RuntimeError(
-                f"rank {pending.world.rank}: {pending.signature.key}: tensor {i}, of shape {tuple(tensor.shape)}, was "
-                "changed in place after it was submitted and before it was synchronized, so the result may hold old or "
-                "new values. Submit a clone, or change it after synchronize()"
+                f"rank {pending.world.rank}: {pending.request.signature.key}: tensor {i}, of shape "
+                f"{tuple(tensor.shape)}, was changed in place after it was submitted and before it was synchronized, "
+                "so the result may hold old or new values. Submit a clone, or change it after synchronize()"
             )
 
 

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import datetime
 import ipaddress
+import json
 import os
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -128,6 +130,24 @@ def subset(launch: Launch, ranks: list[int]) -> Launch:
     name = "ranks " + ",".join(map(str, ranks))
     store = dist.PrefixStore(name, launch.store)
     return dataclasses.replace(launch, rank=ranks.index(launch.rank), size=len(ranks), store=store)
+
+
+def exchange(launch: Launch, store: dist.Store, about: dict) -> list[dict]:
+    """What each rank says of itself. Raises TimeoutError that names the ranks that say nothing."""
+    store.set(f"about/{launch.rank}", json.dumps(about))
+    deadline, pause_s = time.monotonic() + launch.timeout.total_seconds(), 1e-3
+    keys = [f"about/{rank}" for rank in range(launch.size)]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise TimeoutError(
+                f"fusedcomm.horovod: hvd.init() took too long: ranks {missing} of {launch.size} have not connected "
+                f"within {launch.timeout.total_seconds():.0f} s. Check that they run and call hvd.init(); "
+                "HOROVOD_GLOO_TIMEOUT_SECONDS sets the time"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return [json.loads(store.get(key)) for key in keys]
 
 
 # Variables in which launchers say a process's place, in the order local rank and size, cross rank and size.

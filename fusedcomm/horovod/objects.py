@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.async_ops as async_ops
-import fusedcomm.horovod.signatures as signatures
-from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
-from fusedcomm.horovod.world import world
 from fusedcomm.ranks.objects import Maker, pack, unpack
 
 try:  # also pickles lambdas and classes of the script
@@ -130,30 +127,13 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _signed(pickled: bytes, purpose: list) -> torch.Tensor:
+def _sent(obj: Any) -> torch.Tensor:
     """uint8 of shape (nbytes,)."""
-    return torch.frombuffer(bytearray(signatures.signed(pickled, *purpose)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8)
 
 
-def _unpickled(data: torch.Tensor, purpose: list, rank: int) -> Any:
-    """The object that this rank of the job has sent. Raises HorovodInternalError if it is not signed as that."""
-    try:
-        pickled = signatures.content_of(data.numpy().tobytes(), *purpose)
-    except signatures.RefusedError as error:
-        raise HorovodInternalError(f"fusedcomm: {purpose[0]}: the object of rank {rank} {error}") from error
-    return pickle.loads(pickled)
-
-
-def _purpose(call: str, process_set: ProcessSet) -> list:
-    """The purpose of the next object's signature. Call _count() when its transfer has begun on this rank: every rank
-    has then begun as many of a name."""
-    found = world()
-    place = (call, process_set.process_set_id)
-    return [*place, found.num_objects[place], found.token]
-
-
-def _count(purpose: list) -> None:
-    world().num_objects[tuple(purpose[:2])] += 1
+def _received(data: torch.Tensor) -> Any:
+    return pickle.loads(bytes(data.untyped_storage())) if data.numel() else None
 
 
 def broadcast_object(
@@ -164,27 +144,22 @@ def broadcast_object(
     found, _ = member_of(process_set)
     name = "broadcast_object" if name is None else name
     is_root = found.rank == root_rank
-    purpose = [*_purpose(f"broadcast_object {name}", process_set), root_rank]
-    data = _signed(_pickled(obj), purpose) if is_root else torch.empty(0, dtype=torch.uint8)
+    data = _sent(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     nbytes = torch.tensor([data.numel()], dtype=torch.int64)
     size = async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set)
-    _count(purpose)
     synchronize(size)
     if not is_root:
         data = torch.empty(int(nbytes.item()), dtype=torch.uint8)
     synchronize(async_ops.broadcast_async_(data, root_rank, f"{name}.t", process_set))
-    return obj if is_root else _unpickled(data, purpose, root_rank)
+    return obj if is_root else _received(data)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, in rank order. They are pickled, with cloudpickle if that is installed."""
     name = "allgather_object" if name is None else name
-    found, _ = member_of(process_set)
-    purpose = _purpose(f"allgather_object {name}", process_set)
-    data = _signed(_pickled(obj), [*purpose, found.rank])
+    data = _sent(obj)
     sizes = async_ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
-    _count(purpose)
     gathered = async_ops.allgather_async(data, f"{name}.t", process_set)
     nbytes = synchronize(sizes).tolist()
     parts = synchronize(gathered).split(nbytes)
-    return [_unpickled(part, [*purpose, rank], rank) for part, rank in zip(parts, process_set.ranks, strict=True)]
+    return [_received(part.clone()) for part in parts]

@@ -1,4 +1,4 @@
-"""The collectives that wait for their result. Those that return a new tensor can be differentiated; see autograd.py.
+"""The collectives that wait for their result. Those that return a new tensor can be differentiated; see operations.py.
 
 Common arguments, of these functions and of those in async_ops.py:
 
@@ -23,45 +23,47 @@ Common errors:
         next operation works. Or a rank was lost or has called hvd.shutdown(): every later operation fails, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-import fusedcomm.horovod.async_ops as async_ops
-import fusedcomm.horovod.autograd as autograd
 from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
 from fusedcomm.horovod.compression import Compression, check_compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
+from fusedcomm.horovod.operations import Call, finished, run
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
+from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.step_reducer import join_all
 from fusedcomm.horovod.world import world
-from fusedcomm.native import _C
 
 Tensors = Sequence[torch.Tensor]
 
 
-def _is_differentiated(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+def _call(
+    kind: str,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    is_group: bool = False,
+) -> Call:
+    """A reduction."""
+    how = dict(op=op, prescale=prescale_factor, postscale=postscale_factor)
+    return Call(kind, name, process_set, how, is_group)
 
 
-def _carried(
-    is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict, of_autograd: Any, plain: Callable
-) -> list[torch.Tensor]:
-    """The result of a reduction, compressed on its way: of_autograd, a Function, where autograd watches, else plain."""
+def _carried(call: Call, tensors: Tensors, compression: Any) -> list[torch.Tensor]:
+    """The results of a reduction, compressed on its way."""
+    check_compression(compression)
+    if call.kind == "allreduce" and (wire := wire_of(compression, tensors[0])):
+        compression, call = Compression.none, call._replace(how={**call.how, "wire": wire})  # the engine encodes
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [each for each, _ in pairs]
-    if _is_differentiated(*sent):
-        reduced = of_autograd.apply(is_group, name, how, *sent)
-    else:
-        reduced = plain(is_group, tuple(sent), name, how)
+    reduced = run(call, sent if call.is_group else sent[0])
+    reduced = reduced if call.is_group else [reduced]
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
-
-
-def _reduced(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
-    if wire := wire_of(check_compression(compression), tensors[0]):
-        compression, how = Compression.none, {**how, "wire": wire}  # the engine encodes
-    return _carried(is_group, tensors, name, compression, how, autograd.Allreduce, autograd.allreduced)
 
 
 def allreduce(
@@ -77,9 +79,8 @@ def allreduce(
     """Reduces the ranks' tensors into a new one, the same on every rank: with op=None the average.
 
     Arguments and errors: see this module."""
-    how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
-               process_set=process_set)  # fmt: skip
-    return _reduced(False, [tensor], name, compression, how)[0]
+    call = _call("allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set)
+    return _carried(call, [tensor], compression)[0]
 
 
 def allreduce_(
@@ -92,8 +93,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As allreduce(), in place, without compression and derivative. Returns `tensor`."""
-    return synchronize(async_ops.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor,
-                                                  process_set))  # fmt: skip
+    call = _call("allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set)
+    return finished(call, tensor, in_place=True)
 
 
 def grouped_allreduce(
@@ -107,9 +108,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As allreduce(), of several tensors as one operation: none is reduced before every rank has submitted all."""
-    how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
-               process_set=process_set)  # fmt: skip
-    return _reduced(True, check_group("allreduce", tensors, REDUCED), name, compression, how)
+    call = _call(
+        "allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set, is_group=True
+    )
+    return _carried(call, check_group("allreduce", tensors, REDUCED), compression)
 
 
 def grouped_allreduce_(
@@ -122,8 +124,10 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As grouped_allreduce(), in place, without compression and derivative. Returns the list of `tensors`."""
-    return synchronize(async_ops.grouped_allreduce_async_(tensors, average, name, op, prescale_factor,
-                                                          postscale_factor, process_set))  # fmt: skip
+    call = _call(
+        "allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set, is_group=True
+    )
+    return finished(call, tensors, in_place=True)
 
 
 def allgather(
@@ -131,18 +135,14 @@ def allgather(
 ) -> torch.Tensor:
     """Concatenates the ranks' tensors of shape (rows, …) along the first dimension, in rank order. `rows` may differ
     from rank to rank, and be 0. Arguments and errors: see this module."""
-    if _is_differentiated(tensor):
-        return autograd.Allgather.apply(False, name, process_set, tensor)[0]
-    return autograd.allgathered(False, (tensor,), name, process_set)[0]
+    return run(Call("allgather", name, process_set, {}), tensor)
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """As allgather(), of several tensors as one operation."""
-    if _is_differentiated(*tensors):
-        return list(autograd.Allgather.apply(True, name, process_set, *tensors))
-    return synchronize(async_ops.grouped_allgather_async(tensors, name, process_set))
+    return list(run(Call("allgather", name, process_set, {}, is_group=True), tensors))
 
 
 def broadcast(
@@ -150,16 +150,14 @@ def broadcast(
 ) -> torch.Tensor:
     """Copies the root's tensor into a new one on every rank. `root_rank`: a rank of the job, also in a process set.
     Other arguments and errors: see this module."""
-    if _is_differentiated(tensor):
-        return autograd.Broadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(async_ops.broadcast_async(tensor, root_rank, name, process_set))
+    return run(Call("broadcast", name, process_set, dict(root_rank=root_rank)), tensor)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """As broadcast(), in place, without derivative. Returns `tensor`."""
-    return synchronize(async_ops.broadcast_async_(tensor, root_rank, name, process_set))
+    return finished(Call("broadcast", name, process_set, dict(root_rank=root_rank)), tensor, in_place=True)
 
 
 def alltoall(
@@ -173,16 +171,8 @@ def alltoall(
 
     Returns the received rows in rank order; if `splits` are given, as a pair with how many came from each rank, int32
     of shape (ranks of the set,). Other arguments and errors: see this module."""
-    if _is_differentiated(tensor):
-        output, received = autograd.Alltoall.apply(tensor, splits, name, process_set)
-    else:
-        output, received = synchronize(async_ops.alltoall_async(tensor, splits, name, process_set))
+    output, received = run(Call("alltoall", name, process_set, dict(splits=splits)), tensor)
     return output if splits is None else (output, received)
-
-
-def _scattered(is_group: bool, tensors: Tensors, name: str | None, compression: Any, how: dict) -> list[torch.Tensor]:
-    check_compression(compression)
-    return _carried(is_group, tensors, name, compression, how, autograd.Reducescatter, autograd.scattered)
 
 
 def reducescatter(
@@ -197,8 +187,8 @@ def reducescatter(
     """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows. The first `rows % ranks`
     ranks get one more. Arguments: see this module; `op` is Average or Sum, and compression only casts. Errors: see this
     module; HorovodInternalError also for another op."""
-    how = dict(op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set)
-    return _scattered(False, [tensor], name, compression, how)[0]
+    call = _call("reducescatter", name, op, prescale_factor, postscale_factor, process_set)
+    return _carried(call, [tensor], compression)[0]
 
 
 def grouped_reducescatter(
@@ -211,19 +201,19 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """As reducescatter(), of several tensors as one operation."""
-    how = dict(op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set)
-    return _scattered(True, tensors, name, compression, how)
+    call = _call("reducescatter", name, op, prescale_factor, postscale_factor, process_set, is_group=True)
+    return _carried(call, tensors, compression)
 
 
 def join(device: int = -1) -> int:
     """Tells the others that this rank has no more data, and waits until every rank has joined. Until then this rank
-    adds nothing to the others' allreduces and optimizers' steps; Average divides by all ranks still. Returns the rank
-    that joined last, the same on every rank. `device` is accepted for Horovod's sake and has no effect.
+    adds nothing to the others' allreduces; Average divides by all ranks still. Returns the rank that joined last, the
+    same on every rank. `device` is accepted for Horovod's sake and has no effect.
 
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
-    signature = _C.CollectiveSignature(kind="join", name="noname")
-    handle = submit(found, signature, [], [], lambda result: result.number)
+    join = Signature("join", NO_NAME)
+    handle = submit(found, join, [], [], lambda request: request.number, at_once=True)
     join_all()
     number = synchronize(handle)
     joined()
@@ -235,5 +225,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
-    signature = _C.CollectiveSignature(kind="barrier", name="noname")
-    synchronize(submit(found, signature, [], [], lambda _: None, set_id=process_set.process_set_id or 0))
+    barrier, set_id = Signature("barrier", NO_NAME), process_set.process_set_id or 0
+    synchronize(submit(found, barrier, [], [], lambda _: None, set_id=set_id, at_once=True))

@@ -1,19 +1,24 @@
 """Process sets: groups of ranks whose collectives run by themselves."""
 
 import datetime
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from fusedcomm.horovod.calls import Members
 from fusedcomm.horovod.world import World, world
 from fusedcomm.ranks.channels import connect_gloo
+from fusedcomm.ranks.own_group import OwnGroup
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""Time for one collective. It starts when all ranks have agreed on it, and a lost rank's connections close at once, so
-only a dead link takes as long."""
+"""Time for one call of a backend. It starts when all ranks have agreed on it, and a lost rank's connections close at
+once, so only a dead link takes as long."""
 
 
 class ProcessSet:
-    """Some ranks of the job. It can be used once hvd.init() or add_process_set() has given it a `process_set_id`.
+    """Some ranks of the job. It can be used once hvd.init() has given it a `process_set_id`.
 
     Raises ValueError if `ranks` are not numbers, or a rank appears twice.
     """
@@ -67,9 +72,7 @@ def _in_use(process_set: ProcessSet) -> ProcessSet:
     """Raises ValueError if this init knows no such set."""
     known = world().sets.get(process_set.process_set_id)
     if known is None or known.ranks != process_set.ranks:
-        raise ValueError(
-            f"{process_set} is not in use: pass it to hvd.init(process_sets=…), or to add_process_set() after each init"
-        )
+        raise ValueError(f"{process_set} is not in use: pass it to hvd.init(process_sets=[…])")
     return known
 
 
@@ -100,10 +103,12 @@ def _short(ranks: Sequence[int]) -> str:
 
 def parse_sets(process_sets: Any) -> list[ProcessSet]:
     """The sets given to hvd.init(). Raises ValueError for what is none, and for sets of the same ranks."""
-    if process_sets is None or process_sets == "dynamic":
+    if process_sets is None:
         return []
     if isinstance(process_sets, str):
-        raise ValueError(f"hvd.init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
+        raise ValueError(
+            f"hvd.init(process_sets={process_sets!r}): expected a list of process sets; none can be made later"
+        )
     sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
     for i, each in enumerate(sets):
         if any(each.ranks == other.ranks for other in sets[:i]):
@@ -111,16 +116,23 @@ def parse_sets(process_sets: Any) -> list[ProcessSet]:
     return sets
 
 
-def make_first_sets(new: World, sets: list[ProcessSet]) -> None:
-    """Makes the global set and those that hvd.init() was given. A collective call."""
+def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[int, str], Any]) -> None:
+    """Makes the global set and those that hvd.init() was given, and connects their ranks. A collective call.
+
+    open_sums: opens the engine of a set for a wire."""
     everyone = list(range(new.size))
     for each in sets:
         check_ranks(each.ranks, new, sets_so_far=[ProcessSet(everyone)])
     global_process_set.ranks = everyone
-    make_set(new, global_process_set, set_id=0)
-    for set_id, each in enumerate(sets, 1):
-        make_set(new, each, set_id)
-    new.num_sets_made = 1 + len(sets)
+    for set_id, each in enumerate([global_process_set, *sets]):
+        each.process_set_id = set_id
+        new.sets[set_id] = each
+        if new.rank not in each.ranks:
+            continue
+        rank, store = each.ranks.index(new.rank), dist.PrefixStore(f"sets/{set_id}", new.store)
+        backend = connect_gloo(store, "cpu", rank, len(each.ranks), TIMEOUT)
+        group = OwnGroup(store, rank, len(each.ranks), TIMEOUT, {"cpu": backend}, new.rank)
+        new.members[set_id] = Members(group, functools.partial(open_sums, set_id))
 
 
 def check_ranks(ranks: list[int], found: World, sets_so_far: Iterable[ProcessSet]) -> None:
@@ -134,23 +146,10 @@ def check_ranks(ranks: list[int], found: World, sets_so_far: Iterable[ProcessSet
             raise ValueError(f"there is a process set of the ranks {ranks} already; its id is {other.process_set_id}")
 
 
-def make_set(found: World, process_set: ProcessSet, set_id: int) -> None:
-    """Connects the set's ranks, and tells the coordinator about it. Every rank of the job calls it."""
-    ranks = process_set.ranks
-    backend = None
-    if found.rank in ranks:
-        backend = connect_gloo(found.store, f"sets/{set_id}", ranks.index(found.rank), len(ranks), TIMEOUT)
-        found.backends[set_id] = backend
-    if ranks:
-        found.coordinator.add_set(set_id, ranks, backend)
-    process_set.process_set_id = set_id
-    found.sets[set_id] = process_set
-
-
 def forget_sets(old: World) -> None:
     """Marks all sets of the world as not in use."""
     for set_id, process_set in old.sets.items():
         if set_id != 0:
             process_set.process_set_id = None
     old.sets.clear()
-    old.backends.clear()
+    old.members.clear()

@@ -7,9 +7,6 @@ rank is its place in it, so workers that stay keep their order and new ones come
     ready/<n>/<worker>  the worker has seen generation n and is about to connect
     failed/<n>          a member of n has lost another one: a new generation is due
     waiting/<worker>    a new worker is ready to become a member
-
-Every value is signed for its key (signatures.py). A value that somebody else has written counts as none: the worker who
-waits for it goes on waiting, and the launcher puts its own back.
 """
 
 import dataclasses
@@ -21,8 +18,6 @@ import time
 import torch.distributed as dist
 
 import fusedcomm.horovod.environment as environment
-import fusedcomm.horovod.signatures as signatures
-from fusedcomm.log import LOGGER
 
 WORKER = "FUSEDCOMM_HOROVOD_WORKER"
 PREFIX = "fusedcomm/elastic"
@@ -44,9 +39,7 @@ NONE = Generation(0, [], 0)
 
 _store: dist.Store | None = None
 _current = 0  # the generation of this process's last init
-_newest = NONE  # that this process has seen
 _must_exceed = 0  # generations up to this one have failed
-_refused: set[str] = set()  # keys that a warning has named
 
 
 def is_elastic() -> bool:
@@ -99,63 +92,22 @@ def update() -> tuple[int, bool] | None:
 
 
 def publish(store: dist.Store, generation: Generation) -> None:
-    """Makes this the newest generation. For the launcher alone; it calls put_back() until the next one."""
-    store.set(NEWEST, _record(generation))
-
-
-def put_back(store: dist.Store, generation: Generation) -> bool:
-    """Publishes the newest generation again if somebody else has changed or removed it; returns whether that was so."""
-    try:
-        is_ours = store.check([NEWEST]) and store.get(NEWEST) == _record(generation)
-    except dist.DistStoreError:  # it was removed between the two calls
-        is_ours = False
-    if not is_ours:
-        publish(store, generation)
-    return not is_ours
+    """Makes this the newest generation. For the launcher alone."""
+    store.set(NEWEST, json.dumps(dataclasses.asdict(generation)))
 
 
 def are_ready(store: dist.Store, generation: Generation) -> bool:
     """Whether every member has seen the generation."""
-    return are_set(store, [f"ready/{generation.number}/{each}" for each in generation.members])
-
-
-def are_set(store: dist.Store, keys: list[str]) -> bool:
-    """Whether workers of this job have set all these keys."""
-    return store.check(keys) and all(_read(store, key) is not None for key in keys)
+    return store.check([f"ready/{generation.number}/{each}" for each in generation.members])
 
 
 def _set(store: dist.Store, key: str) -> None:
-    store.set(key, signatures.signed(b"1", key))
-
-
-def _record(generation: Generation) -> bytes:
-    return signatures.signed(json.dumps(dataclasses.asdict(generation)).encode(), NEWEST)
+    store.set(key, b"1")
 
 
 def _look(store: dist.Store) -> Generation:
-    """The newest generation. Older ones that somebody has put in its place do not count."""
-    global _newest
-    if store.check([NEWEST]) and (content := _read(store, NEWEST)) is not None:
-        found = Generation(**json.loads(content))
-        if found.number > _newest.number:
-            _newest = found
-    return _newest
-
-
-def _read(store: dist.Store, key: str) -> bytes | None:
-    """The content of a record that exists; None, with one warning, if nobody of this job has written it.
-
-    Raises RefusedError if this process has no key, and the job has one.
-    """
-    try:
-        return signatures.content_of(store.get(key), key)
-    except signatures.RefusedError as error:
-        if signatures.key() is None:
-            raise signatures.RefusedError(f"fusedcomm.horovod: {key!r} in the job's store {error}") from error
-        if key not in _refused:
-            _refused.add(key)
-            LOGGER.warning("fusedcomm.horovod: %r in the job's store %s. It is refused", key, error)
-        return None
+    """The newest generation."""
+    return Generation(**json.loads(store.get(NEWEST))) if store.check([NEWEST]) else NONE
 
 
 def _open() -> dist.Store:

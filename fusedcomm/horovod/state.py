@@ -2,7 +2,7 @@
 
 import atexit
 import ctypes
-import dataclasses
+import functools
 import os
 import threading
 import weakref
@@ -12,19 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fusedcomm.horovod.calls as calls
 import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
 import fusedcomm.horovod.timeline as timeline
-from fusedcomm.horovod.control import connect
-from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.launch import Launch, set_launch
-from fusedcomm.horovod.process_sets import forget_sets, make_first_sets, parse_sets
+from fusedcomm.horovod.order import Order, Request
+from fusedcomm.horovod.process_sets import ProcessSet, forget_sets, make_sets, parse_sets
+from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
-from fusedcomm.log import LOGGER
-from fusedcomm.native import _C
 from fusedcomm.ranks import own_address
 from fusedcomm.ranks.agreement import difference
+from fusedcomm.ranks.channels import connect_gloo
+from fusedcomm.ranks.connections import kept_alive
 
 __all__ = ["Launch", "World", "init", "is_initialized", "set_launch", "shutdown", "world"]
 
@@ -33,22 +34,22 @@ _lock = threading.RLock()
 _is_shut_down_at_exit = False
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None) -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None = None) -> None:
     """Connects the ranks of the job. A collective call; calls after the first have no effect.
 
     comm: the ranks that take part, all others must not call; None: every rank.
-    process_sets: process sets that exist from the start, or "dynamic", which lets add_process_set() make more.
+    process_sets: the process sets of the job, besides that of all ranks.
 
     Raises ValueError for arguments that are not possible, for other arguments than those of an earlier call, and for
     variables that contradict each other. Raises TimeoutError that names the ranks that did not call.
     """
     global _is_shut_down_at_exit
     sets = parse_sets(process_sets)
-    asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets), process_sets == "dynamic")
+    asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets))
     with _lock:
         if (old := world_if_any()) is not None:
-            if isinstance(old.coordinator, Ended):
-                raise ValueError(f"{old.coordinator.failure}. For a job of its own call hvd.shutdown() first")
+            if isinstance(old.order, Ended):
+                raise ValueError(f"{old.order.failure}. For a job of its own call hvd.shutdown() first")
             if asked_for != old.asked_for and (comm is not None or process_sets is not None):
                 raise ValueError(
                     f"hvd.init() was called before with {_said(old.asked_for)}, now with {_said(asked_for)}: call "
@@ -56,20 +57,17 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
                 )
             return
         settings = environment.settings()
-        if process_sets == "dynamic":
-            settings = dataclasses.replace(settings, dynamic_process_sets=True)
         if settings.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
         found = launch.find(settings)
         if asked_for[0] is not None:
             found = launch.subset(found, list(asked_for[0]))
-        new = _connect(found, settings, asked_for)
+        new = _connect(found, settings, sets, asked_for)
         try:
-            make_first_sets(new, sets)
             # A rank that goes on may end the job while others are still connecting.
             _wait_for_all(new)
         except BaseException:
-            new.coordinator.shutdown()
+            new.order.shutdown()
             raise
         set_world(new)
         if not _is_shut_down_at_exit:
@@ -79,18 +77,19 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
 
 
 def _wait_for_all(new: World) -> None:
-    barrier = _C.CollectiveSignature(kind="barrier", name="init")
-    result = new.coordinator.wait(new.coordinator.submit(barrier, [], []))
-    if result.error:
-        raise HorovodInternalError(result.error)
+    barrier = Request(0, Signature("barrier", "init"))
+    new.order.submit(barrier, at_once=True)
+    new.order.wait(barrier)
 
 
-def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) -> World:
+def _connect(found: Launch, settings: environment.Settings, sets: list[ProcessSet], asked_for: tuple) -> World:
     store = launch.fresh(found)
     hostname = os.environ.get("HOROVOD_HOSTNAME") or own_address.host_name()
     about = {"host": hostname, "sets": asked_for[1], "problem": str(settings.problem or "")}
-    star = connect(store, found.rank, found.size, found.timeout, about)
-    hosts = [each["host"] for each in star.about]
+    abouts = launch.exchange(found, store, about)
+    if problem := _problem_of(abouts):
+        raise ValueError(problem)
+    hosts = [each["host"] for each in abouts]
     places = launch.places(found.rank, hosts, found.is_horovods)
     if not found.is_horovods:
         launch.publish({"rank": found.rank, "size": found.size, **places})
@@ -99,38 +98,30 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         size=found.size,
         **places,
         hosts=hosts,
-        token=star.token,
         store=store,
         timeout=found.timeout,
         settings=settings,
         asked_for=asked_for,
-        sockets=star.sockets,
     )
-
-    # The coordinator must not keep alive what keeps it alive: its sockets are closed when it is freed.
+    # What the members keep must not keep alive the world, which keeps them.
     itself = weakref.ref(new)
 
-    def open_engine(set_id: int, wire: str) -> Any:
+    def open_sums(set_id: int, wire: str) -> Any:
         import fusedcomm.horovod.engines as engines
 
-        return engines.open_engine(itself(), set_id, wire)
+        return engines.open_sums(itself(), set_id, wire)
 
-    new.coordinator = _C.Coordinator(
-        rank=found.rank,
-        size=found.size,
-        sockets=star.sockets,
-        fusion_nbytes=settings.fusion_nbytes,
-        stall_warning_s=settings.stall_warning_s,
-        stall_shutdown_s=settings.stall_shutdown_s,
-        say=LOGGER.warning,
-        open_engine=open_engine,
-    )
-    if found.rank == 0 and (ignored := environment.without_effect(os.environ)):
-        LOGGER.warning("fusedcomm.horovod: %s", ignored)
-    if problem := _problem_of(star.about):
-        new.coordinator.shutdown()
-        raise ValueError(problem)
+    make_sets(new, sets, open_sums)
+    control = None
+    if new.size > 1:
+        control, new.sockets = kept_alive(lambda: connect_gloo(store, "control", new.rank, new.size, new.timeout))
+    ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
+    new.order = Order(new.rank, new.size, ranks, control, settings, functools.partial(_start, new.members))
     return new
+
+
+def _start(members: dict[int, Any], set_id: int, rows: calls.Rows, requests: list[Request]) -> Any:
+    return calls.start(members[set_id], rows, requests)
 
 
 def _problem_of(abouts: list[dict[str, Any]]) -> str:
@@ -156,8 +147,8 @@ def _parse_comm(comm: Any) -> tuple[int, ...] | None:
 
 
 def _said(asked_for: tuple) -> str:
-    comm, sets, is_dynamic = asked_for
-    return f"comm={comm and list(comm)} and process_sets={'dynamic' if is_dynamic else _lists(sets) or None}"
+    comm, sets = asked_for
+    return f"comm={comm and list(comm)} and process_sets={_lists(sets) or None}"
 
 
 def _start_timeline(new: World) -> None:
@@ -173,20 +164,27 @@ def shutdown() -> None:
         old = world_if_any()
         if old is None:
             return
-        if not isinstance(old.coordinator, Ended):  # this process is no child of fork()
+        if not isinstance(old.order, Ended):  # this process is no child of fork()
             timeline.stop()
             import fusedcomm.horovod.engines as engines
             import fusedcomm.horovod.step_reducer as step_reducer
 
-            step_reducer.leave_all(old.coordinator.failure or "hvd.shutdown() was called")
-            if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
-                engines.close_engines(old, old.coordinator.failure)
-            old.coordinator.shutdown()
+            step_reducer.leave_all(old.order.failure or "hvd.shutdown() was called")
+            if old.order.failure:  # its thread may wait for a sum that no longer ends
+                engines.close_engines(old, old.order.failure)
+            if not old.order.shutdown():
+                _keep(old.members)  # the end of a backend would wait for a peer that is gone
+                _keep(old.order)
             engines.close_engines(old, "hvd.shutdown() was called")
-            old.coordinator = Ended(old.coordinator.failure)
+            old.order = Ended(old.order.failure)
         forget_sets(old)
         set_world(None)
     handles.forget_all()
+
+
+def _keep(thing: object) -> None:
+    """Keeps it as long as the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _leave_to_parent() -> None:
@@ -196,18 +194,19 @@ def _leave_to_parent() -> None:
     _lock = threading.RLock()
     handles.leave_to_parent()
     timeline.leave_to_parent()
-    if (old := world_if_any()) is None or isinstance(old.coordinator, Ended):
+    if (old := world_if_any()) is None or isinstance(old.order, Ended):
         return
     import fusedcomm.horovod.engines as engines
 
-    old.coordinator = Ended(
+    ended = old.order
+    old.order = Ended(
         f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
         "its job"
     )
-    # The end of an engine waits for threads. These references are never given back.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
-    for pair in list(engines.opened):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
+    # The end of an engine, or a backend, waits for threads.
+    _keep(ended)
+    for each in [*old.members.values(), *engines.opened]:
+        _keep(each)
     # Otherwise the other ranks would not notice the parent's end while the child lives.
     for descriptor in old.sockets:
         os.close(descriptor)

@@ -105,8 +105,8 @@ class StepReducer:
         Raises HorovodInternalError if the ranks do not agree, or the job has failed.
         """
         found = world()
-        if found.coordinator.failure:
-            raise HorovodInternalError(found.coordinator.failure)
+        if found.order.failure:
+            raise HorovodInternalError(found.order.failure)
         if self.has_ranks:
             return
         self.leave("the job has other ranks")
@@ -206,7 +206,7 @@ def group_for(found: World, process_set: ProcessSet, device: torch.device, purpo
     """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order."""
     set_id, ranks = process_set.process_set_id or 0, process_set.ranks
     name, rank = f"{purpose}/{set_id}", ranks.index(found.rank)
-    backends = {"cpu": found.backends[set_id]}
+    backends = {"cpu": found.members[set_id].group.backends["cpu"]}
     if device.type != "cpu":
         if name not in found.nccl:
             found.nccl[name] = torch_groups.own_nccl(found.store, f"nccl/{name}", rank, len(ranks), _NO_TIMEOUT, device)
@@ -250,7 +250,7 @@ def join_all() -> None:
 
 def _failure_of_job() -> str:
     found = world_if_any()
-    return "" if found is None else found.coordinator.failure
+    return "" if found is None else found.order.failure
 
 
 def _say(notices: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The timeline: what the coordinator of rank 0 did for each named tensor, in Chrome's format, for ui.perfetto.dev.
+"""The timeline: what rank 0 did for each named tensor, in Chrome's format, for ui.perfetto.dev.
 
 Each tensor has a process of its own, named `allreduce.<name>`, with the spans NEGOTIATE_ALLREDUCE, until the ranks
 agreed, and ALLREDUCE, until its result was there. The file grows while the job runs, and is complete JSON when the
@@ -9,24 +9,18 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+import time
 from pathlib import Path
-from typing import Any
 
 import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.world as worlds
 from fusedcomm import files
+from fusedcomm.horovod.order import Order, Request
 from fusedcomm.horovod.world import World
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.trace.document import times
 
-Event = tuple[str, str, int, int]
-"""Name, phase, begin and end in µs. A mark has no name and no length."""
-
 CYCLES = "cycles"
-
-DRAIN_S = 0.02
-"""How often events go into the file, in seconds. Only while there is a timeline."""
 
 _writer: "Writer | None" = None
 
@@ -55,7 +49,7 @@ def stop_timeline() -> None:
 def start(world: World, file_path: str | os.PathLike, mark_cycles: bool) -> None:
     """Begins a timeline of `world` in a file. Raises OSError if the file cannot be written."""
     global _writer
-    _writer = Writer(Path(file_path), world.coordinator, mark_cycles)
+    _writer = Writer(Path(file_path), world.order, mark_cycles)
 
 
 def stop() -> None:
@@ -75,35 +69,59 @@ def leave_to_parent() -> None:
 
 
 class Writer:
-    """Moves a coordinator's events into a file, on a thread of its own. Raises OSError if the file cannot be opened.
+    """Writes an order's operations into a file. Raises OSError if the file cannot be opened.
 
     If it cannot be written later, on a full disk for example, a warning says so once, and training goes on.
     """
 
-    def __init__(self, path: Path, coordinator: Any, mark_cycles: bool) -> None:
-        self._path = path
+    def __init__(self, path: Path, order: Order | None, mark_cycles: bool) -> None:
+        self._path, self._order, self._marks_cycles = path, order, mark_cycles
         self._file = path.open("w")
-        self._is_broken = False
-        self._coordinator = coordinator
+        self._is_broken, self._is_ended = False, False
+        self._lock = threading.Lock()
         self._processes: dict[str, int] = {}
-        self._separator = "[\n"
-        self._is_ended = threading.Event()
-        coordinator.start_events(mark_cycles)
-        self._thread = threading.Thread(target=self._run, name="fusedcomm timeline", daemon=True)
-        self._thread.start()
+        self._began_s = time.perf_counter()
+        if order is not None:
+            order.watch(self)
 
-    def _run(self) -> None:
-        while not self._is_ended.wait(DRAIN_S):
-            self._drain()
+    def issued(self, requests: list[Request]) -> None:
+        """Notes the moment, and marks it as a cycle."""
+        now_s = time.perf_counter()
+        for request in requests:
+            request.issued_s = now_s
+        if self._marks_cycles:
+            self._write([self._event(CYCLES, "CYCLE_START", now_s)])
 
-    def _drain(self) -> None:
-        lines = []  # one event to a line, for grep
-        for event in chrome_events(self._coordinator.take_events(), self._processes):
-            lines.append(self._separator + json.dumps(event))
-            self._separator = ",\n"
-        self._write("".join(lines))
+    def ended(self, requests: list[Request]) -> None:
+        """Writes the requests' spans."""
+        now_s, events = time.perf_counter(), []
+        for request in requests:
+            key, phase = request.signature.key, request.signature.kind.upper()
+            events.append(self._event(key, f"NEGOTIATE_{phase}", request.submitted_s, request.issued_s))
+            events.append(self._event(key, phase, request.issued_s, now_s))
+        self._write(events)
 
-    def _write(self, text: str) -> None:
+    def _event(self, name: str, phase: str, begin_s: float, end_s: float | None = None) -> dict:
+        """A span of a name, or without an end a mark."""
+        about = {"name": phase, "pid": name, "tid": 0}
+        begin, end = (round(max(0.0, each - self._began_s) * 1e9) for each in (begin_s, end_s or begin_s))
+        if end_s is None:
+            return {"ph": "i", "s": "g", "ts": begin / 1e3, **about}
+        return {"ph": "X", "cat": "horovod", **times(begin, end), **about}
+
+    def _write(self, events: list[dict]) -> None:
+        """One event to a line, for grep; before the first of a name what that is."""
+        with self._lock:
+            for event in events if not self._is_ended else ():
+                name, separator = event["pid"], ",\n" if self._processes else "[\n"
+                if name not in self._processes:
+                    event["pid"] = self._processes[name] = len(self._processes)
+                    header = {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": name}, "pid": event["pid"]}
+                    self._say(separator + json.dumps(header))
+                    separator = ",\n"
+                self._say(separator + json.dumps({**event, "pid": self._processes[name]}))
+
+    def _say(self, text: str) -> None:
         if self._is_broken:
             return
         try:
@@ -121,28 +139,11 @@ class Writer:
         os.close(nowhere)
 
     def end(self) -> None:
-        """Writes the events that are left, and closes the file."""
-        self._is_ended.set()
-        self._thread.join()
-        self._drain()
-        self._write("\n]\n" if self._processes else "[]\n")
+        """Completes the file. What has not ended is left out."""
+        if self._order is not None:
+            self._order.watch(None)
+        with self._lock:
+            self._is_ended = True
+            self._say("\n]\n" if self._processes else "[]\n")
         with contextlib.suppress(OSError):  # has been told
             self._file.close()
-
-
-def chrome_events(events: Sequence[Event], processes: dict[str, int]) -> list[dict[str, Any]]:
-    """Chrome's events: a process for each name, one for the cycles' marks, and a span for each phase. `processes`: the
-    numbers given so far, to which new names are added."""
-    found: list[dict[str, Any]] = []
-    for name, phase, begin_us, end_us in events:
-        name = name or CYCLES
-        if name not in processes:
-            processes[name] = len(processes)
-            about = {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": name}}
-            found.append({**about, "pid": processes[name]})
-        place = {"name": phase, "pid": processes[name], "tid": 0}
-        if name == CYCLES:
-            found.append({"ph": "i", "s": "g", "ts": begin_us, **place})
-        else:
-            found.append({"ph": "X", "cat": "horovod", **times(begin_us * 1000, end_us * 1000), **place})
-    return found

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.config import AUTO, Config, combinations
+from fusedcomm.config import AUTO, Config, TwoLevels, combinations
 from fusedcomm.literals import Wire
 from fusedcomm.members.training.passes import Training
 from fusedcomm.optimizer.parts import Target, is_whole, refuse
@@ -89,8 +89,15 @@ def rows_config(reducer: GradReducer) -> Config:
     if reducer.has_owner:
         raise RuntimeError("fusedcomm: this GradReducer has a ShardedOptimizer already: give that one several groups")
     config = reducer.session.config
-    combinations.refuse("ShardedOptimizer", {"sum": config.sum, "hosts": config.named_hosts})
-    return dataclasses.replace(config, sum="two-shot", hosts=None)
+    combinations.refuse("ShardedOptimizer", {"sum": config.sum})
+    return dataclasses.replace(config, sum="two-shot")
+
+
+def update_config(wire: Wire, sums: Config) -> Config:
+    """The configuration of the all-gathers of updates, on the hosts that `sums` have."""
+    levels = sums.two_levels
+    hosts = sums.hosts if levels is None or sums.hosts == AUTO else TwoLevels(levels.groups)
+    return Config(wire, sum="two-shot", hosts=hosts)
 
 
 def groups(

@@ -128,7 +128,17 @@ class Exchange:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that this rank sends in a step."""
-        return self._native_sums.sent_nbytes + self._native_updates.sent_nbytes
+        return sum(plan.sent_nbytes for plan in self._plans)
+
+    @property
+    def sent_between_hosts_nbytes(self) -> int:
+        """Those of them that go to other hosts, as the mean of the ranks of this rank's host."""
+        own = self._sums.levels.own_host
+        return sum(plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links) for plan in self._plans)
+
+    @property
+    def _plans(self) -> "list[_C.BucketPlan]":
+        return [self._native_sums.plan(gathers=False), self._native_updates.plan(gathers=True)]
 
     @property
     def buffer_nbytes(self) -> int:

@@ -43,6 +43,11 @@ class ShardedPlan(Plan):
     _of = "unit"
 
     @property
+    def sent_between_hosts_nbytes(self) -> int:
+        """Bytes of `sent_nbytes` that go to other hosts, as the mean of the ranks of this rank's host."""
+        return sum(row.sent_between_hosts_nbytes or 0 for row in self.rows)
+
+    @property
     def headline(self) -> str:
         return (
             f"{', '.join(self.optimizers)} on the owners of {len(self.owners)} parameters, {self.world_size} ranks, "
@@ -56,7 +61,8 @@ class ShardedPlan(Plan):
             f"  state of rank {self.rank}: {self.state_nbytes / _MIB:.2f} MiB, {share:.3f} of "
             f"{self.replicated_nbytes / _MIB:.2f} MiB without owners; fp32 copies {self.master_nbytes / _MIB:.2f} MiB, "
             f"rows {self.buffer_nbytes / _MIB:.2f} MiB, residuals {self.residual_nbytes / _MIB:.2f} MiB",
-            f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step, {self.padding:.1%} of it padding",
+            f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step, {self.padding:.1%} of it padding; "
+            f"{self.sent_between_hosts_nbytes / _MIB:.3f} MiB go to other hosts",
         ]
         for name, numels in list(self.owners.items())[:_MOST_SHOWN]:
             of_ranks = ", ".join(f"{numel:,} on rank {rank}" for rank, numel in enumerate(numels) if numel)
@@ -83,7 +89,11 @@ def make_plan(
         names = tuple(targets[i].name for i in exchange.unit.targets)
         nbytes = of_all * exchange.unit.dtype.itemsize
         wires = f"{sums.config.wire}, {update.wire}"
-        rows.append(Row(f"unit {index}", names, nbytes, wires, "two-shot", None, exchange.sent_nbytes))
+        sent = exchange.sent_nbytes
+        between = exchange.sent_between_hosts_nbytes
+        rows.append(
+            Row(f"unit {index}", names, nbytes, wires, "two-shot", None, sent, sent_between_hosts_nbytes=between)
+        )
         numel += of_all
         padding += exchange.unit.padding
         for piece in exchange.unit.pieces:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
-from fusedcomm.config import Config
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows
@@ -100,7 +99,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             found.meet("making a ShardedOptimizer", str(problem or "").removeprefix("fusedcomm: "))
         except RuntimeError as error:
             raise problem or error from None
-        self._update = Config(update, sum="two-shot", hosts=None)
+        self._update = arguments.update_config(update, config)
         old, changed = found.session, ""
         groups: list[dict[str, Any]] = []
         param_names: list[list[str] | None] = []
@@ -122,6 +121,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             None,
             old.local,
             old.device,
+            gathers_rows=True,
             also_agree={"sharded": arguments.record(groups, self._targets, update, self._overlaps, defaults)},
             problem=problem,
         )

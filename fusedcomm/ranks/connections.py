@@ -14,7 +14,9 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 _SIOCOUTQNSD = 0x894B
 """Linux: asks for the bytes of a socket that are written and not sent."""
 _ESTABLISHED = 1
@@ -29,6 +31,8 @@ _MIN_UNSENT_NBYTES, _DOMINANT_SHARE, _SAME_SHARE = 64 << 10, 0.75, 0.05
 the busiest sender's and receiver's shares differ by less than _SAME_SHARE, they are one link, and the link is named."""
 MAX_LISTED = 8
 """A report lists at most this many ranks or connections of a kind: on a thousand ranks it must stay readable."""
+KEEP_IDLE_S, KEEP_INTERVAL_S, KEEP_COUNT = 15, 5, 4
+"""A peer that does not answer at all counts as lost after KEEP_IDLE_S + KEEP_COUNT × KEEP_INTERVAL_S seconds."""
 _MIN_CUT_S = 2.0
 """For a shorter time, a busy link may just have dropped the same packet a few times."""
 
@@ -62,6 +66,41 @@ def connections(store_port: int = 0) -> Connections:
             with contextlib.suppress(OSError):  # no TCP connection, or closed meanwhile
                 _add(found, int(name), store_port)
     return found
+
+
+def kept_alive(make: Callable[[], T]) -> tuple[T, list[int]]:
+    """What `make` returns, and the descriptors of the connections that it has opened: the loss of a silent peer ends
+    them, too. Nothing is probed while sent data are not acknowledged: they would be sent again for a quarter of an
+    hour. Connections keep their modes elsewhere than on Linux."""
+    before = _open_ones()
+    made = make()
+    found = sorted(_open_ones() - before)
+    lost_after_ms = 1000 * (KEEP_IDLE_S + KEEP_COUNT * KEEP_INTERVAL_S)
+    for fd in found:
+        _set(fd, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, KEEP_IDLE_S),
+            (socket.TCP_KEEPINTVL, KEEP_INTERVAL_S),
+            (socket.TCP_KEEPCNT, KEEP_COUNT),
+            (socket.TCP_USER_TIMEOUT, lost_after_ms),
+        ):
+            _set(fd, socket.IPPROTO_TCP, option, value)
+    return made, found
+
+
+def _open_ones() -> set[int]:
+    found = set()
+    with contextlib.suppress(OSError):  # only Linux lists them
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # no TCP connection, or closed meanwhile
+                info = _TCP_INFO.unpack_from(_asked(_libc.getsockopt, int(name), socket.IPPROTO_TCP, socket.TCP_INFO))
+                if info[0] == _ESTABLISHED:
+                    found.add(int(name))
+    return found
+
+
+def _set(fd: int, level: int, option: int, value: int) -> None:
+    _libc.setsockopt(fd, level, option, ctypes.byref(ctypes.c_int(value)), ctypes.sizeof(ctypes.c_int))
 
 
 def _add(found: Connections, fd: int, store_port: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from fusedcomm.native import _C
 from fusedcomm.ranks import own_address
 from fusedcomm.ranks.bounded_store import BoundedStore
 
@@ -33,6 +34,11 @@ class Hosts:
             return f"all {number} ranks are on one host" if number > 1 else "there is one rank"
         return "every host has one rank" if self.ranks_per_host == 1 else ""
 
+    @property
+    def apart(self) -> list[int]:
+        """The ranks of the first host whose ranks are not consecutive; empty if there is none."""
+        return next((list(group) for group in self.groups if group[-1] - group[0] >= len(group)), [])
+
     def place(self, rank: int) -> tuple[int, int]:
         """Returns (the rank's number within its host, the host's number)."""
         return next((group.index(rank), host) for host, group in enumerate(self.groups) if rank in group)
@@ -51,6 +57,10 @@ class OwnHost:
         """That of `rank`. hosts: each rank's host, by name or number."""
         own = [each for each, host in enumerate(hosts) if host == hosts[rank]]
         return cls(len(own), sum(hosts[(each + 1) % len(hosts)] != hosts[rank] for each in own))
+
+    def sent_nbytes(self, plans: Iterable["_C.BucketPlan"]) -> int:
+        """Bytes that the ranks of this host send to other hosts in these sums."""
+        return self.num_ranks * sum(plan.sent_between_hosts_nbytes(self.num_ranks, self.num_links) for plan in plans)
 
 
 def ordered(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

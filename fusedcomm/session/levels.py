@@ -26,13 +26,26 @@ class Levels:
         """Ranks on each host if sums have two levels, else 1."""
         return 1 if self.hosts is None or self.one_level_reason else self.hosts.ranks_per_host
 
+    def described(self, local_wire: str) -> str:
+        """The hosts of sums on two levels, for people; empty if they have one."""
+        if self.hosts is None or self.one_level_reason:
+            return ""
+        return f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {local_wire} inside a host"
+
+    @property
+    def why_not_two(self) -> str:
+        """`one_level_reason`, but empty on hosts where there is but one level: one host, or hosts of one rank each."""
+        return "" if self.hosts is not None and self.hosts.flat_reason else self.one_level_reason
+
     def are_those_of(self, other: "Levels") -> bool:
         """Whether both need the same channels."""
         return self.ranks_per_host == other.ranks_per_host and (self.ranks_per_host == 1 or self.hosts == other.hosts)
 
 
-def find(config: Config, host_names: Sequence[str], rank: int) -> Levels:
+def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = False) -> Levels:
     """The levels for ranks on these hosts; the same on every rank, but for its own host.
+
+    of_rows: whether these are the levels of reduce-scatters and all-gathers, which send shards in the order of ranks.
 
     Raises:
         ValueError: `config` needs two levels, and the hosts do not fit it.
@@ -45,6 +58,13 @@ def find(config: Config, host_names: Sequence[str], rank: int) -> Levels:
         found = hosts.of_names(host_names) if by_name else hosts.given(config.groups, len(host_names))
         host_of = [found.place(each)[1] for each in range(len(host_names))]
         reason = found.flat_reason
+    if of_rows and not reason and (apart := found.apart):
+        if config.needs_two_levels:
+            raise ValueError(
+                f"fusedcomm: hosts={config.hosts!r} does not fit the shards: two levels need those of a host one after "
+                f"another, and ranks {apart} share one: order the ranks by host, or use hosts=None"
+            )
+        reason = f"shards must lie host by host, and ranks {apart} share one"
     if config.weighted is not None and config.feedback is not None and not reason:
         # On two levels a residual is of a host's ranks together, which have weights of their own.
         if config.needs_two_levels:

@@ -54,6 +54,7 @@ class Session:
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
+        gathers_rows: whether it has all-gathers and no sums.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
@@ -86,6 +87,7 @@ class Session:
         also_agree: Mapping[str, object] | None = None,
         watched: bool = True,
         reduces_rows: bool = False,
+        gathers_rows: bool = False,
         is_off: bool = False,
         problem: Exception | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class Session:
         self.peers = self.ranks.peers
         self._store = self.ranks.store if beside is None else self.ranks.part()
         path = self._agree(also_agree or {}, problem) if beside is None else None
-        self.levels = levels.find(cfg, self.ranks.host_names, self.rank)
+        self.levels = levels.find(cfg, self.ranks.host_names, self.rank, of_rows=reduces_rows or gathers_rows)
         if is_off:
             self.codec, self.s_per_byte = "none", None
             self.peers.doing("in training, with config='off'")
@@ -128,7 +130,8 @@ class Session:
             if problem is not None:
                 raise problem
             if self.has_engine:
-                self.config.refuse_unsharded()
+                if not self._reduces_rows:
+                    self.config.refuse_unsharded()
                 groups.check_backend(self.process_group, self.device)
                 path = self._path()
             record = self._record(also_agree)

@@ -123,7 +123,6 @@ class Job(Workers):
         self.rendezvous = rendezvous
         self.store = dist.PrefixStore(rendezvous.PREFIX, self.server)
         self.newest = self.last_met = rendezvous.NONE
-        self.was_changed = False
         self.where |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
     def fixed(self) -> int:
@@ -169,7 +168,6 @@ class Job(Workers):
         has_finished = False
         reported: float | None = None
         while self.workers:
-            self.put_back()
             lost = []
             for worker in self.ended():
                 if worker.process.returncode == 0:
@@ -194,12 +192,12 @@ class Job(Workers):
                 if restarts_left and not has_finished:
                     restarts_left -= 1
                     waiting.append(start(worker.host))
-            ready = [each for each in waiting if self.rendezvous.are_set(self.store, [f"waiting/{each.name}"])]
+            ready = [each for each in waiting if self.store.check([f"waiting/{each.name}"])]
             least = 1 if has_finished else min_np
             if lost and len(left) + len(waiting) < least:
                 self.say(f"{len(left)} workers are left, fewer than {least}: the job ends")
                 return 0 if has_finished else status_of(lost[0])
-            if self.rendezvous.are_set(self.store, [f"failed/{self.newest.number}"]):
+            if self.store.check([f"failed/{self.newest.number}"]):
                 reported = reported or time.monotonic()
             is_due = reported is not None and time.monotonic() - reported > GRACE_S
             is_lost = len(left) < len(members)
@@ -231,12 +229,3 @@ class Job(Workers):
         sync_before = self.newest.sync_before if only_removed else number
         self.newest = self.rendezvous.Generation(number, [each.name for each in members], sync_before)
         self.rendezvous.publish(self.store, self.newest)
-
-    def put_back(self) -> None:
-        """Publishes the newest generation again if it was changed. Says so once."""
-        if self.rendezvous.put_back(self.store, self.newest) and not self.was_changed:
-            self.was_changed = True
-            self.say(
-                "somebody without this job's key has changed its list of workers in the store. It is put back, now and "
-                "each further time: keep others away from the port, by a firewall or a network of your own"
-            )

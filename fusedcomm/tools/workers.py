@@ -1,11 +1,9 @@
 """The workers of a job that a launcher starts, here or over ssh: their start, their end, and the store they share."""
 
 import argparse
-import contextlib
 import dataclasses
 import errno
 import os
-import secrets
 import shlex
 import signal
 import socket
@@ -26,14 +24,13 @@ SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
 FORWARDED = ("HOROVOD_", "FUSEDCOMM_", "GLOO_", "NCCL_", "OMP_", "PYTHON", "TORCH_")
 NOT_EXECUTABLE, NOT_FOUND, SSH_FAILED = 126, 127, 255
 """Exit statuses, as shells and ssh have them."""
-REMOTE = """IFS= read -r {key} && export {key} && cd {folder} || exit
+REMOTE = """cd {folder} || exit
 exec 3<&0
 setsid env {variables} {program} </dev/null 3<&- & worker=$!
 (cat <&3; kill -s TERM -- -$worker; sleep {end_s:g}; kill -s KILL -- -$worker) >/dev/null 2>&1 &
 wait $worker"""
-"""The script that `sh` runs on another host. The job's key comes through standard input, since other users see command
-lines. That input stays open as long as this launcher and ssh live; the worker, with its own processes, ends with
-them."""
+"""The script that `sh` runs on another host. Its input stays open as long as this launcher and ssh live; the worker,
+with its own processes, ends with them."""
 
 
 @dataclasses.dataclass
@@ -83,12 +80,9 @@ class Workers:
     """
 
     def __init__(self, args: argparse.Namespace, slots: list[str], address: str | None = None) -> None:
-        from fusedcomm.horovod import signatures
         from fusedcomm.ranks.own_group import served_store
 
-        self.args, self.slots, self.key_name = args, slots, signatures.KEY
-        # This process signs, and so do local workers, which inherit its variables.
-        os.environ[self.key_name] = secrets.token_hex(32)
+        self.args, self.slots = args, slots
         is_local = address is None and all(map(is_here, slots))
         self.address = address or ("127.0.0.1" if is_local else own_address.candidates()[0])
         if not is_local and address is None and self.address == "127.0.0.1":
@@ -116,10 +110,6 @@ class Workers:
         else:
             remote = f"exec sh -c {shlex.quote(self.remote_script(variables))}"
             process = opened(["ssh", *SSH_OPTIONS, host, remote], stdin=subprocess.PIPE)
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # ssh has failed, which its exit status says
-                process.stdin.write(f"{os.environ[self.key_name]}\n".encode())
-                process.stdin.flush()
         worker = Worker(name, host, process)
         self.workers.append(worker)
         return worker
@@ -130,9 +120,7 @@ class Workers:
         forwarded = {"PYTHONUNBUFFERED": "1"}
         forwarded |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         forwarded |= variables
-        del forwarded[self.key_name]
         return REMOTE.format(
-            key=self.key_name,
             folder=shlex.quote(os.getcwd()),
             variables=" ".join(f"{name}={shlex.quote(value)}" for name, value in forwarded.items()),
             program=shlex.join(self.args.program),
@@ -147,7 +135,6 @@ class Workers:
 
     def end(self) -> None:
         """Ends all workers that still run."""
-        os.environ.pop(self.key_name)
         for worker in self.workers:
             worker.process.terminate()
         deadline = time.monotonic() + END_S

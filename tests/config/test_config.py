@@ -83,6 +83,7 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
     assert [f.name for f in dataclasses.fields(Config) if getattr(EVERYTHING, f.name) == f.default] == [
         "predivide",
         "weighted",
+        "params",
     ]
 
 

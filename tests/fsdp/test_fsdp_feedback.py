@@ -109,6 +109,7 @@ def nothing_is_lost(rank, world_size, kind, config):
     [
         ("sharded", Config("int8", feedback=UNSHARDED), 2),
         ("sharded", Config("int4", feedback=UNSHARDED, chunks=Chunks(4096)), 4),
+        ("sharded", Config("int4", feedback=UNSHARDED, chunks=Chunks(4096), hosts=TwoLevels(2, local_wire="fp32")), 4),
         ("sharded", Config("int8", feedback=UNSHARDED, wires={"second.*": "bf16"}), 3),
         ("Shard(1)", Config("int4", feedback=UNSHARDED), 2),
         ("hsdp", Config("int8", feedback=Feedback()), 2),  # (1, 2)
@@ -177,19 +178,22 @@ def loaded(rank, world_size, kind, config, path, expected):
     [
         (("sharded", 2), ("sharded", 3), UNSHARDED),
         (("sharded", 3), ("sharded", 2), UNSHARDED),
+        (("sharded", 4), ("by host", 4), UNSHARDED),
+        (("by host", 4), ("sharded", 2), UNSHARDED),
         (("hsdp", 4), ("sharded", 2), UNSHARDED),
         (("replicate", 2), ("replicate", 3), Feedback()),  # residuals wait for their parameters
     ],
     ids=str,
 )
 def test_the_state_is_loaded_on_another_number_of_ranks(ranks, tmp_path, before, after, feedback):
-    config = Config("int8", feedback=feedback)
+    config, by_host = (Config("int8", feedback=feedback, hosts=hosts) for hosts in (None, TwoLevels(2, "fp32")))
+    first, second = (by_host if kind == "by host" else config for kind, _ in (before, after))
     path = str(tmp_path / "checkpoint")
-    (expected, *others) = ranks.run(saved, before[0], config, path, world_size=before[1])
+    (expected, *others) = ranks.run(saved, before[0], first, path, world_size=before[1])
     for other in others:
         for name, values in other.items():
             assert (values == expected[name]).all()
-    ranks.run(loaded, after[0], config, path, expected, world_size=after[1])
+    ranks.run(loaded, after[0], second, path, expected, world_size=after[1])
 
 
 def frozen_and_thawed(rank, world_size):

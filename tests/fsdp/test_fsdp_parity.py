@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fusedcomm
+from fusedcomm.config import Config
 
 NUM_STEPS = 3
 
@@ -152,12 +153,14 @@ WAYS = {
     "prefetching": Way(change=_prefetch, layouts=SHARDS),
     "sharded by two after forward": Way({"reshard_after_forward": 2}, layouts=("shards",)),
 }
-PLACES = [("shards", 2), ("shards", 4), ("hsdp", 4), ("replicate", 2)]
+PLACES = [("shards", 2), ("shards", 4), ("shards by host", 4), ("hsdp", 4), ("replicate", 2)]
 CASES = [
-    (name, layout, world_size)
+    (name, layout, world_size, params)
     for name, way in WAYS.items()
     for layout, world_size in PLACES
-    if layout in way.layouts and (world_size > 2 or "by two" not in name)
+    for params in ("fp32", "int8")
+    if layout.removesuffix(" by host") in way.layouts and (world_size > 2 or "by two" not in name)
+    if (params, layout) != ("int8", "replicate")
 ]
 
 
@@ -193,12 +196,24 @@ def _error(got: list, want: list) -> float:
     return (error / sum(w.square().sum() for _, w in pairs)).sqrt().item()
 
 
-def _train(rank: int, world_size: int, name: str, layout: str) -> tuple[float, int]:
+def _of_one_magnitude(model: nn.Module) -> None:
+    """Makes weights such that codes have them exactly."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                local = parameter.to_local()
+                local.copy_(torch.where(local < 0, -0.125, 0.125))
+
+
+def _train(rank: int, world_size: int, name: str, layout: str, params: str) -> tuple[float, int]:
     """The largest relative error of a step's gradients, and the number of reductions by fusedcomm. Parameters stay what
     they are."""
     errors = []
     plain, ours = (_made(name, layout, world_size, is_ours) for is_ours in (False, True))
-    with fusedcomm.attach(ours, "fp32") as comm:
+    for model in (plain, ours) if params != "fp32" else ():
+        _of_one_magnitude(model)
+    hosts = 2 if layout.endswith("by host") else "auto"
+    with fusedcomm.attach(ours, Config("fp32", hosts=hosts, params=params)) as comm:
         for step in range(NUM_STEPS):
             for model in (plain, ours):
                 model.zero_grad()
@@ -208,11 +223,12 @@ def _train(rank: int, world_size: int, name: str, layout: str) -> tuple[float, i
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("name", "layout", "world_size"), CASES)
-def test_steps_give_the_gradients_of_fsdp(ranks, name, layout, world_size):
+@pytest.mark.parametrize(("name", "layout", "world_size", "params"), CASES)
+def test_steps_give_the_gradients_of_fsdp(ranks, name, layout, world_size, params):
     is_exact = world_size == 2 and WAYS[name].is_exact
-    for error, num_buckets in ranks.run(_train, name, layout, world_size=world_size):
-        assert error <= (0 if is_exact else WAYS[name].bound) and num_buckets >= NUM_STEPS
+    least = NUM_STEPS * (2 if params != "fp32" else 1)  # all-gathers, too
+    for error, num_buckets in ranks.run(_train, name, layout, params, world_size=world_size):
+        assert error <= (0 if is_exact else WAYS[name].bound) and num_buckets >= least
 
 
 def _beside_plain(rank, world_size, how):

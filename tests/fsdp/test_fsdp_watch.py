@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fusedcomm
-from fusedcomm.config import LocalOptions
+from fusedcomm.config import Config, LocalOptions
 
 pytestmark = pytest.mark.check
 
@@ -32,12 +32,12 @@ def _model(group: dist.ProcessGroup) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backward: bool) -> str:
+def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backward: bool, params: str) -> str:
     """In step 2 the victim is killed before it gathers the parameters of the second layer, in the forward or backward
     pass. Returns the other ranks' error."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
     model = _model(group)
-    fusedcomm.attach(model, "int8")
+    fusedcomm.attach(model, Config("int8", params=params))
     for _ in range(2):
         model(torch.ones(2, 300)).sum().backward()
 
@@ -56,17 +56,50 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     return ""
 
 
-@pytest.mark.sampled(by=lambda victim, is_backward: {})  # make test runs one: a death takes patience
-@pytest.mark.parametrize(("victim", "is_backward"), [(0, False), (2, True)], ids=["0 in forward", "2 in backward"])
-def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backward):
+def _die_before_a_reduce_scatter(rank: int, world_size: int, victim: int) -> str:
+    """In step 2 the victim is killed in the backward pass of a model that is one layer. Sums are by host."""
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    model = fully_shard(nn.Linear(300, 300), mesh=DeviceMesh.from_group(group, "cpu"))
+    fusedcomm.attach(model, Config("int8", hosts=2))
+    for step in range(3):
+        loss = model(torch.ones(2, 300)).sum()
+        if rank == victim and step == 2:
+            loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            loss.backward()
+        except RuntimeError as caught:
+            return str(caught)
+    return ""
+
+
+def test_a_rank_that_dies_before_a_reduce_scatter_by_host_is_named(ranks):
+    victim = 2
     pid = ranks.pid_of(victim)
-    outcomes = ranks.outcomes(_die_before_an_all_gather, victim, is_backward, world_size=3, lost=victim)
+    outcomes = ranks.outcomes(_die_before_a_reduce_scatter, victim, world_size=4, lost=victim)
+    for rank in (0, 1, 3):
+        kind, error = outcomes[rank]
+        assert kind == "value" and f"rank {victim} (process {pid} on " in error, error
+        assert "is missing: no answer within" in error, error
+
+
+WAITS = {
+    "fp32": "the others in the all-gather of the parameters of 1",
+    "int8": "the all-gather of chunk 1/1 of bucket 3 (1.weight (value) … 1.bias (value); 2 parameters",
+}
+
+
+@pytest.mark.sampled(by=lambda victim, is_backward, params: {})  # make test runs one: a death takes patience
+@pytest.mark.parametrize("params", WAITS)
+@pytest.mark.parametrize(("victim", "is_backward"), [(0, False), (2, True)], ids=["0 in forward", "2 in backward"])
+def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backward, params):
+    pid = ranks.pid_of(victim)
+    outcomes = ranks.outcomes(_die_before_an_all_gather, victim, is_backward, params, world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, error = outcomes[rank]
         assert kind == "value", error
-        assert f"rank {rank} of 3: the all-gather of the parameters of 1 failed" in error, error
+        assert f"rank {rank} of 3: the all-gather of the parameters of 1 failed" in error or params != "fp32", error
         assert f"rank {victim} (process {pid} on " in error and "is missing: no answer within" in error, error
-        assert "in step 2 for the others in the all-gather of the parameters of 1" in error, error
+        assert f"in step 2 for {WAITS[params]}" in error, error
 
 
 def _late_for_an_all_gather(rank: int, world_size: int, folder: Path) -> str:

@@ -77,16 +77,19 @@ class FrontEnd:
         lacks: what it, or torch's part of it, does not have; see `Scenario.needs`.
         sum: in which parameters of any size are rounded. FSDP2 chooses itself, and sums small ones exactly.
         counts_passes: it takes every=k, the number of passes of which the last is sent, in place of no_sync().
+        gathers: parameters are gathered in the gradients' wire.
     """
 
     make: Callable[..., tuple]
     lacks: frozenset[str] = frozenset()
     sum: str = "two-shot"
     counts_passes: bool = False
+    gathers: bool = False
 
     def config(self, wire: str) -> Config:
         """All parameters are sent in `wire`, those of one dimension, too."""
-        return Config(wire, "auto" if wire == "fp32" else self.sum, wires={"1d": wire})
+        params = wire if self.gathers else "fp32"
+        return Config(wire, "auto" if wire == "fp32" else self.sum, wires={"1d": wire}, params=params)
 
 
 NOT_IN_DDP = frozenset({"unused sparse"})
@@ -107,6 +110,7 @@ FRONT_ENDS = {
     "DataParallel": FrontEnd(data_parallel, frozenset({"join"})),
     "replicate": FrontEnd(composable, NOT_IN_DDP | {"join", "own names", "buffers", "sparse"}),
     "FSDP2": FrontEnd(sharded, NOT_IN_FSDP2, "auto"),
+    "FSDP2, gathered in codes": FrontEnd(sharded, NOT_IN_FSDP2, "auto", gathers=True),
     "FSDP2, shards and copies": FrontEnd(shards_and_copies, NOT_IN_FSDP2 | {"three ranks"}, "auto"),
     "FSDP2, replicate": FrontEnd(replicated, NOT_IN_FSDP2, "auto"),
 }

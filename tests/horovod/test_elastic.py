@@ -1,20 +1,14 @@
 """Workers are killed and added while they train: training goes on, and every sample of an epoch counts once."""
 
-import datetime
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from jobs import clean_environment
 from patience import HANG_S
-from processes import command_lines
-
-from fusedcomm.horovod import rendezvous, signatures
 
 pytestmark = pytest.mark.check
 
@@ -53,30 +47,6 @@ train(state)
 while not (folder / "started").exists():
     time.sleep(0.02)
 (folder / "trained").touch()
-"""
-ATTACKED = """
-import json, os, sys, time
-from pathlib import Path
-import torch
-import fusedcomm.horovod as hvd
-
-folder = Path(sys.argv[1])
-hvd.init()
-state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, sizes=[])
-
-@hvd.elastic.run
-def train(state):
-    while not hvd.allreduce(torch.tensor(float((folder / "done").exists())), name="done"):
-        state.sizes.append(hvd.size())
-        state.commit()
-        if len(state.sizes) == 3 and hvd.rank() == 0:
-            names = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "FUSEDCOMM_HOROVOD_KEY")
-            (folder / "unfinished").write_text(json.dumps([os.environ[name] for name in names]))
-            (folder / "unfinished").rename(folder / "begun")
-        time.sleep(0.01)
-    print(f"rank {hvd.rank()} has met {set(state.sizes)}", flush=True)
-
-train(state)
 """
 
 
@@ -159,82 +129,3 @@ def test_workers_that_torchrun_restarts_go_on_from_the_file(tmp_path):
     check(tmp_path)
     assert "rank 0 of 2 at step 5" in said and "rank 1 of 2 at step 5" in said
     assert list(folder.iterdir()) == []  # the next job begins anew
-
-
-@pytest.fixture
-def attacked(tmp_path):
-    """A running elastic job of two workers that trains until the file "done" exists, as (process, port, key)."""
-    command = [sys.executable, *launched(2, script=ATTACKED), str(tmp_path)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    job = subprocess.Popen(command, env=clean_environment(), **pipes)
-    try:
-        wait_for(lambda: (tmp_path / "begun").exists() or job.poll() is not None)
-        port, key = json.loads((tmp_path / "begun").read_text())
-        yield job, int(port), key
-    finally:
-        job.terminate()
-        job.wait(HANG_S)
-
-
-def wait_for(is_so) -> None:
-    until = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-@pytest.mark.full
-def test_who_knows_everything_but_the_key_joins_nothing(attacked, tmp_path, monkeypatch):
-    job, port, key = attacked
-    where = f"0100007F:{port:04X}"  # 127.0.0.1, as the kernel writes it
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
-    assert where in listening and f"00000000:{port:04X}" not in listening
-    commands = command_lines()
-    assert any(ATTACKED.encode() in each for each in commands) and not any(key.encode() in each for each in commands)
-
-    store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=HANG_S))
-    store = dist.PrefixStore(rendezvous.PREFIX, store)
-    published = store.get(rendezvous.NEWEST)
-    head, generation = published[: published.rindex(b"{")], json.loads(published[published.rindex(b"{") :])
-    joined = json.dumps({"number": 2, "members": ["0", "1", "stranger"], "sync_before": 2}).encode()
-    assert generation == {"number": 1, "members": ["0", "1"], "sync_before": 1}
-    store.set("failed/1", store.get("ready/1/0"))  # signed, but for another purpose
-    for forged in (joined, head + joined, store.get("ready/1/0")):
-        store.set(rendezvous.NEWEST, forged)
-        wait_for(lambda: store.get(rendezvous.NEWEST) == published)
-    store.delete_key(rendezvous.NEWEST)
-    wait_for(lambda: store.check([rendezvous.NEWEST]))
-
-    # A worker of the stranger's own, without a key and with a wrong one.
-    monkeypatch.setattr(rendezvous, "_store", store)
-    monkeypatch.setattr(rendezvous, "_newest", rendezvous.NONE)
-    monkeypatch.setenv(rendezvous.WORKER, "0")
-    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.2")
-    with pytest.raises(
-        signatures.RefusedError, match="'newest' in the job's store is signed with the job's key, which"
-    ):
-        rendezvous.meet()
-    monkeypatch.setenv(signatures.KEY, key[::-1])
-    with pytest.raises(TimeoutError, match="the newest is 0, of the workers"):
-        rendezvous.meet()
-
-    (tmp_path / "done").touch()
-    said = job.communicate(timeout=HANG_S)[0]
-    assert job.returncode == 0, said
-    assert said.count("has met {2}") == 2 and "Going on from the last commit" not in said
-    assert said.count("somebody without this job's key has changed its list of workers") == 1
-    assert "'failed/1' in the job's store has a wrong signature" in said
-    assert key not in said
-
-
-def test_an_older_generation_that_is_put_back_does_not_count(monkeypatch):
-    monkeypatch.setenv(signatures.KEY, "0123456789abcdef" * 4)
-    monkeypatch.setattr(rendezvous, "_newest", rendezvous.NONE)
-    store = dist.HashStore()
-    generations = [rendezvous.Generation(number, ["0"] * number, number) for number in (1, 2)]
-    seen = []
-    for generation in (*generations, generations[0]):
-        rendezvous.publish(store, generation)
-        seen.append(rendezvous._look(store).number)
-    assert seen == [1, 2, 2]
-    assert rendezvous.put_back(store, generations[1]) and not rendezvous.put_back(store, generations[1])

@@ -11,6 +11,8 @@ from jobs import job, raised
 
 import fusedcomm.horovod as hvd
 from fusedcomm.horovod import timeline
+from fusedcomm.horovod.order import Request
+from fusedcomm.horovod.signature import Signature
 
 
 def phases(text: str) -> dict[str, set[str]]:
@@ -72,25 +74,14 @@ def test_timelines_can_be_started_and_stopped(ranks, tmp_path):
     ranks.run(check_calls, str(tmp_path), world_size=2)
 
 
-class Events:
-    """A coordinator with the same events at every call."""
-
-    def start_events(self, mark_cycles):
-        pass
-
-    def take_events(self):
-        return [("a" * 1000, "ALLREDUCE", 0, 1)]
-
-
-def test_a_timeline_that_cannot_be_written_ends_with_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "DRAIN_S", 3600)
-    writer = timeline.Writer(tmp_path / "timeline.json", Events(), mark_cycles=False)
+def test_a_timeline_that_cannot_be_written_ends_with_one_warning(tmp_path):
+    writer = timeline.Writer(tmp_path / "timeline.json", None, mark_cycles=False)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         with pytest.warns(UserWarning, match=r"ends early.* MiB free\): '.*timeline\.json'") as told:
-            writer._drain()
-            writer._drain()
+            for _ in range(2):
+                writer.ended([Request(0, Signature("allreduce", "a" * 1000))])
             writer.end()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

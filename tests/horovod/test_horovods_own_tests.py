@@ -18,6 +18,8 @@ NONE_THERE = (
 def test_horovods_own_test_passes(ranks, name, world_size):
     if not name:
         pytest.skip(NONE_THERE)
+    if "adasum" in name.lower():
+        pytest.skip("is of Adasum, which is not here")
     if (name, world_size) in horovods_tests.CANNOT_ON:
         pytest.skip(horovods_tests.CANNOT_ON[name, world_size])
     for tries_left in reversed(range(horovods_tests.NUM_TRIES if name in horovods_tests.BY_CHANCE else 1)):

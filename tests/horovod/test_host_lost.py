@@ -10,8 +10,8 @@ from patience import patient
 SCRIPT = """
 import os, subprocess, time, torch
 import fusedcomm.horovod as hvd
-import fusedcomm.horovod.control as control
-control.KEEP_IDLE_S = control.KEEP_INTERVAL_S = control.KEEP_COUNT = 1
+import fusedcomm.ranks.connections as connections
+connections.KEEP_IDLE_S = connections.KEEP_INTERVAL_S = connections.KEEP_COUNT = 1
 hvd.init()
 rank = hvd.rank()
 model = torch.nn.Linear(64, 64)

@@ -7,9 +7,7 @@ import torch
 from jobs import job, values
 
 import fusedcomm.horovod as hvd
-from fusedcomm.horovod import signatures
 
-KEYS = {"without a key": {}, "with a key": {signatures.KEY: "0123456789abcdef" * 4}}
 OPTIMIZERS = {
     "SGD": lambda p, rank: torch.optim.SGD(p, lr=0.1 * (rank + 1)),
     "momentum": lambda p, rank: torch.optim.SGD(p, lr=0.1 * (rank + 1), momentum=0.5 + 0.1 * rank, nesterov=rank == 0),
@@ -32,8 +30,8 @@ def same(one, other) -> bool:
     return type(one) is type(other) and one == other
 
 
-def check_objects(rank, size, key):
-    with job(**KEYS[key]):
+def check_objects(rank, size):
+    with job():
         for root in range(size):
             roots = {"rank": root, "list": [1, "two", None], "tensor": values(root, (3,))}
             assert same(hvd.broadcast_object(roots if rank == root else None, root, name="object"), roots)
@@ -42,10 +40,9 @@ def check_objects(rank, size, key):
         assert hvd.broadcast_object(b"" if rank == 0 else "x", 0) == b""
 
 
-@pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_objects_of_any_type_are_broadcast_and_gathered(ranks, size, key):
-    ranks.run(check_objects, key, world_size=size)
+def test_objects_of_any_type_are_broadcast_and_gathered(ranks, size):
+    ranks.run(check_objects, world_size=size)
 
 
 def model_of(rank: int) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Process sets can be added and removed, and wait for nobody outside. test_collectives.py has their collectives."""
+"""Process sets wait for nobody outside. test_collectives.py has their collectives."""
 
 import torch
 from jobs import job, values
@@ -32,22 +32,3 @@ def check_first_sets(rank, size):
 
 def test_sets_given_to_init_do_not_wait_for_ranks_outside(ranks):
     ranks.run(check_first_sets, world_size=4)
-
-
-def check_dynamic(rank, size):
-    with job(HOROVOD_DYNAMIC_PROCESS_SETS="1"):
-        for _ in range(3):
-            first = hvd.add_process_set([0, size - 1])
-            second = hvd.add_process_set(hvd.ProcessSet(range(size - 1)))
-            for each in (first, second):
-                if each.included():
-                    result = hvd.allreduce(values(rank, (3,)), name="x", op=hvd.Sum, process_set=each)
-                    assert torch.equal(result, summed(each.ranks, (3,)))
-            assert hvd.remove_process_set(first) and first.process_set_id is None
-            assert hvd.remove_process_set(second)
-            assert not hvd.remove_process_set(first)
-        assert not hvd.remove_process_set(hvd.global_process_set)
-
-
-def test_sets_can_be_added_and_removed_again_and_again(ranks):
-    ranks.run(check_dynamic, world_size=3)

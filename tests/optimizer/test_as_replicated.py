@@ -57,13 +57,17 @@ LATER_WAYS = {
     "sharpness-aware, new data": Way(kind="sgd", restore=by_new_data),
     **{f"counts, {kind.__name__}": Way(kind=kind) for kind in COUNTING},
 }
+BY_HOST = {
+    "by host": Way(config=Config("fp32", sum="two-shot", hosts=2)),
+    "by host, weighted": Way(config=Config("fp32", sum="two-shot", hosts=2, weighted="mean")),
+}
 CASES = [(name, overlap) for name in WAYS for overlap in (False, True)] + [(name, False) for name in LATER_WAYS]
 
 
 def beside(rank, world_size, name, overlap, steps, device="cpu"):
     """(the first step after which owners have other bits, another scale or other values in groups; scales; parameters
     at the end)."""
-    way = {**WAYS, **LATER_WAYS}[name]
+    way = {**WAYS, **LATER_WAYS, **BY_HOST}[name]
     theirs = train(way, rank, world_size, steps, owners=False, device=device)
     ours = train(way, rank, world_size, steps, owners=True, overlap=overlap, device=device)
     wrong = [
@@ -90,6 +94,11 @@ def check(ranks, steps, name, overlap, world_size, *device):
 @pytest.mark.parametrize("steps", few([6, 100], 6))
 def test_parameters_are_those_of_a_replicated_optimizer(ranks, name, overlap, world_size, steps):
     check(ranks, steps, name, overlap, world_size)
+
+
+@pytest.mark.parametrize(("name", "overlap"), [("by host", True), ("by host, weighted", False)])
+def test_so_they_are_with_two_ranks_on_each_host(ranks, name, overlap):
+    check(ranks, 6, name, overlap, 4)
 
 
 # The stand-in for an accelerator has no convolutions.

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import os
 import socket
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from patience import HANG_S
 from processes import listening_ports
 
 import fusedcomm
-from fusedcomm.horovod import control, launch
+from fusedcomm.horovod import launch
 from fusedcomm.ranks.own_group import served_store
 
 SOON = datetime.timedelta(seconds=0.1)
@@ -30,19 +29,10 @@ def horovods_store(host: str) -> dist.Store:
     return launch._store_at(host, port, True, SOON)
 
 
-def horovods_door(host: str) -> object:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        return control._Door("", "", 2)
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-
-
 WAYS = {
     "store": served_store,
     "members": fusedcomm.Members,
     "horovod's store": horovods_store,
-    "horovod's door": horovods_door,
 }
 
 
@@ -63,7 +53,7 @@ def heard_at(rank, world_size, way, host, other):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1")])
 def test_a_process_listens_at_the_address_that_it_was_given_alone(ranks, way, host, other):
-    if host == "::1" and (way == "horovod's door" or not Path("/proc/net/if_inet6").exists()):
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 there")
     (found,) = ranks.run(heard_at, way, host, other, world_size=1)
     assert found != [] and set(found) == {(True, False)}

@@ -12,7 +12,10 @@ from models import Mlp, reducer_of
 from plain_simulation import Net
 from refusals import Row, rows
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,9 +36,20 @@ SAMPLES: Given = {
     **{"wire": "int8", "wires": {"a*": "int8"}, "sum": "one-shot", "weighted": "sum", "predivide": 2.0, "hosts": 1},
     **{"blocks": Blocks(64), "feedback": Feedback(), "local_wire": "bf16", "measure_every": 2, "compare_every": 5},
     **{"compare": "raise", "microbatches": 4, "isa": "portable", "codec_threads": 2, "dim": 1, "delay": 2},
-    **{"outer": torch.optim.SGD, "merge": "average", "every as a time": "20s"},
+    **{"params": "int8", "outer": torch.optim.SGD, "merge": "average", "every as a time": "20s"},
 }
-OPTIONS = {"wire", "wires", "sum", "weighted", "feedback", "hosts", "measure_every", "compare_every", "compare"}
+OPTIONS = {
+    "params",
+    "wire",
+    "wires",
+    "sum",
+    "weighted",
+    "feedback",
+    "hosts",
+    "measure_every",
+    "compare_every",
+    "compare",
+}
 UNSHARDED = Config(feedback=Feedback(unsharded=True))
 IN_BACKWARD = "parameters of _apply_optimizer_in_backward()"
 CUDA, TWO = torch.device("cuda"), SimpleNamespace(size=lambda: 2)
@@ -64,6 +78,22 @@ def by_config(given: Given) -> None:
     if "local_wire" in options:
         options["hosts"] = TwoLevels(2, options.pop("local_wire"))
     Config(**options)
+
+
+def by_ddp(given: Given) -> None:
+    fusedcomm.attach(DistributedDataParallel(Mlp()), config_of(given) if "params" in given else UNSHARDED)
+
+
+def by_replicas(given: Given) -> None:
+    if "params" in given:
+        fusedcomm.attach(replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,))), config_of(given))
+    sums_of(UNSHARDED, None, TWO)
+
+
+def by_own_all_gather(given: Given) -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    model.set_custom_all_gather(type("Own", (DefaultAllGather,), {"__call__": DefaultAllGather.__call__})())
+    fusedcomm.attach(model, config_of(given))
 
 
 def by_cuda(given: Given) -> None:
@@ -137,7 +167,7 @@ WITHOUT_RANKS = {
     "CommState": lambda given: fusedcomm.CommState(config_of(given)),
 }
 WITH_ONE_RANK = {
-    "gradients without shards": lambda _: fusedcomm.attach(DistributedDataParallel(Mlp()), UNSHARDED),
+    "gradients without shards": by_ddp,
     "every front end": by_cuda,
     "trace": lambda _: reducer_of(Mlp()).trace("{rank}.json", all_ranks=True).__enter__(),
     "attach": lambda given: fusedcomm.attach(DistributedDataParallel(Mlp()), members=given["members"]),
@@ -161,7 +191,8 @@ BY_SETTING = {
     ("FSDP2", "modules on several meshes"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]] * 2),
     ("FSDP2", "HSDP on cuda"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]]),
     ("FSDP2", "shards without replicas"): lambda given: sums_of(config_of(given), TWO, None),
-    ("FSDP2", "replicas without shards"): lambda _: sums_of(UNSHARDED, None, TWO),
+    ("FSDP2", "replicas without shards"): by_replicas,
+    ("FSDP2", "a module's own all-gather"): by_own_all_gather,
     ("FSDP2", "every_rank"): by_attachment,
     **{("Members", name): by_reducer_of_members for name in ("process_group", "find_unused_parameters", "config")},
 }

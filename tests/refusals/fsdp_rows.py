@@ -55,6 +55,7 @@ MODELS = [
     (with_own_comm(0, 1), f"ValueError ... {OWN}"),
     (with_own_comm(0), f"ValueError / DisagreementError: fusedcomm: rank 0 ... {OWN}"),
     (with_own_comm(1), f"DisagreementError: fusedcomm: rank 1 / ValueError ... {OWN}"),
+    (lambda _: of_shards(Config("int8", hosts=5)), "ValueError: ... hosts=5 ranks on each host"),
     (lambda _: of_shards(8), "TypeError: ... config=8 is not possible: use a wire's name"),
     (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... Feedback(unsharded=True)"),
     (lambda _: of_shards(Config("int8", feedback=Feedback())), "ValueError ... Feedback(unsharded=True)"),

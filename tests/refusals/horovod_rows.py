@@ -12,7 +12,6 @@ from refusals import rows
 import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
-from fusedcomm.horovod import signatures
 from fusedcomm.horovod.wire_texts import config_of
 
 Call = Callable[[int], object]
@@ -90,7 +89,6 @@ OPERATIONS = [
     (lambda _: hvd.mpi_threads_supported(), "fusedcomm.horovod is built without MPI"),
     (lambda _: hvd.broadcast_parameters(iter([]), 0), "broadcast_parameters: ... list(model.named_parameters())"),
     (lambda _: hvd.broadcast_optimizer_state(torch.optim.LBFGS([ZEROS]), 0), "broadcast_optimizer_state: ... LBFGS"),
-    (lambda _: hvd.add_process_set([0]), "add_process_set() needs HOROVOD_DYNAMIC_PROCESS_SETS=1"),
     (twice, "allreduce.twice is pending"),
 ]
 
@@ -128,18 +126,10 @@ INITS = [
     (wrong_sets([[]]), "a process set of the ranks [] is not possible"),
     (wrong_sets([[0], [0]]), "hvd.init(process_sets=…): two sets have the ranks [0]"),
     (wrong_sets([[0, 1]]), "there is a process set of the ranks [0, 1] already"),
-    (wrong_sets("static"), "hvd.init(process_sets='static'): expected a list of process sets, or 'dynamic'"),
+    (wrong_sets("dynamic"), "hvd.init(process_sets='dynamic'): expected a list of process sets"),
     (wrong_sets([[0, 0]]), "ProcessSet([0, 0]): a rank appears twice"),
     (wrong_sets([[0]], [[1]]), "hvd.init(): the ranks do not agree: process_sets[0][0] is 0 on rank 0 and 1 on rank 1"),
     (in_job(lambda _: hvd.init(process_sets=[[0]])), "hvd.init() was called before with ... process_sets=[[0]]"),
-    (
-        in_job(lambda _: (hvd.add_process_set([1]), hvd.add_process_set([1])), "dynamic"),
-        "there is a process set of the ranks [1] already",
-    ),
-    (
-        in_job(lambda rank: hvd.add_process_set([rank]), "dynamic"),
-        "add_process_set: rank {rank} has called with the ranks [{rank}], and rank ... [0] ... [1]",
-    ),
 ]
 
 # ---- operations on which ranks do not agree
@@ -337,7 +327,7 @@ CHECKED = [
 # ---- before hvd.init(), and what it reads
 
 BEFORE = [hvd.rank, hvd.join, lambda: hvd.allreduce(ZEROS), lambda: hvd.broadcast_object(1)]
-BEFORE += [lambda: hvd.add_process_set([0]), lambda: hvd.start_timeline("x")]
+BEFORE += [lambda: hvd.start_timeline("x")]
 PLACE = {"HOROVOD_SIZE": "2"}
 READ = [
     (with_variables(lambda _: hvd.init(), **given), text)
@@ -345,13 +335,12 @@ READ = [
         ({"HOROVOD_FUSION_THRESHOLD": "-1"}, "HOROVOD_FUSION_THRESHOLD='-1' is not possible: use a whole number"),
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "soon"}, "HOROVOD_STALL_CHECK_TIME_SECONDS='soon' ... use seconds"),
         ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "nan"}, "HOROVOD_GLOO_TIMEOUT_SECONDS='nan' is not possible: use seconds"),
-        ({"HOROVOD_DYNAMIC_PROCESS_SETS": "perhaps"}, "HOROVOD_DYNAMIC_PROCESS_SETS='perhaps' ... use 1 or 0"),
+        ({"HOROVOD_ELASTIC": "perhaps"}, "HOROVOD_ELASTIC='perhaps' ... use 1 or 0"),
         (PLACE | {"HOROVOD_RANK": "0"}, "HOROVOD_RANK=0 and HOROVOD_SIZE=2 ... HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         (PLACE | {"HOROVOD_RANK": "2"}, "HOROVOD_RANK=2 is not possible with HOROVOD_SIZE=2"),
         (PLACE | {"HOROVOD_RANK": "first"}, "HOROVOD_RANK='first' is not possible"),
     ]
 ]
-GUESSED = with_variables(lambda _: signatures.signed(b"", "x"), **{signatures.KEY: "secret-of-mine"})
 
 
 def wrong_on_rank_1(rank: int) -> None:
@@ -392,7 +381,6 @@ ALONE = [
     *NAMES_NOTHING,
     *OF_CONFIGS,
     *READ,
-    (GUESSED, "has 14 characters: use at least 32"),
 ]
 ROWS = [
     *rows("horovod", 2, OF_TWO),

@@ -1,13 +1,11 @@
-"""`fusedcomm run` gives each rank its place and the job's key, and ends all when one fails."""
+"""`fusedcomm run` gives each rank its place, and ends all when one fails."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import processes
 import pytest
 from patience import HANG_S
 from processes import is_running
@@ -17,17 +15,6 @@ from fusedcomm.tools.run import places
 
 # One write for a line, because ranks share the pipe, and `fusedcomm run` asks for unbuffered output.
 PRINTED = "import os; print(' '.join(os.environ['HOROVOD_' + name] for name in {names}) + '\\n', end='')"
-KEY_SEEN = """
-import os, pathlib, sys
-sys.path.append(sys.argv[2])
-from processes import command_lines
-key, rank = os.environ["FUSEDCOMM_HOROVOD_KEY"].encode(), os.environ["HOROVOD_RANK"]
-assert len(key) == 64 and int(key, 16)
-lines = command_lines()
-pathlib.Path(sys.argv[1], rank).write_bytes(key)
-size_is_seen, key_is_seen = any(b"HOROVOD_SIZE" in line for line in lines), any(key in line for line in lines)
-print(f"{rank} {size_is_seen} {key_is_seen}\\n", end="")  # one write, as above
-"""
 SLEEPS = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
@@ -55,19 +42,6 @@ def test_another_host_is_asked_whether_it_lives(ssh, capfd):
     ssh('echo "$@" | head -1; for last; do :; done; exec sh -c "$last"')
     assert cli.main(["run", "-np", "1", "-H", "elsewhere:1", "true"]) == 0
     assert "-o BatchMode=yes -o ServerAliveInterval=10 elsewhere exec sh " in capfd.readouterr().out
-
-
-def test_ranks_here_and_elsewhere_get_one_key_which_no_command_line_and_no_output_shows(ssh, tmp_path, capfd):
-    ssh()
-    command = ["run", "-np", "2", "-H", "localhost:1,elsewhere:1", sys.executable, "-c", KEY_SEEN, str(tmp_path)]
-    command.append(str(Path(processes.__file__).parent))
-    assert cli.main(command) == 0
-    said = capfd.readouterr()
-    # Rank 1's variables stand in its command line, and the key does not.
-    assert sorted(said.out.splitlines())[1] == "1 True False" and said.out.count("False") >= 1
-    keys = {(tmp_path / rank).read_text() for rank in "01"}
-    assert len(keys) == 1 and not any(key in said.out + said.err for key in keys)
-    assert "FUSEDCOMM_HOROVOD_KEY" not in os.environ
 
 
 @pytest.mark.check

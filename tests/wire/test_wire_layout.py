@@ -36,7 +36,7 @@ def the_part(wire, block, exact_numel, lossy_numel):
 
 
 def test_constants():
-    assert _C.WIRE_LAYOUT_VERSION == 8
+    assert _C.WIRE_LAYOUT_VERSION == 9
     assert _C.ALIGN_NBYTES == 16
     assert _C.ROTATION_NUMEL == 32
     assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32]

@@ -1,21 +1,26 @@
-// Rank 0's Negotiator, beside every process's Coordinator (coordinator.h): counts which ranks have submitted what, and
-// tells all ranks what to issue, in one order for all. Uses no torch. Only rank 0's coordinator thread calls it.
+// Rank 0's Negotiator, beside every process's Order (order.h): counts which ranks have submitted what, and decides what
+// all issue next, in one order for all. Not for several threads at once.
 //
-//   the first time  a rank sends a request's signature. When every member has, they are compared, and the collective
+//   the first time  a rank sends an operation's signature. When every member has, they are compared, and the operation
 //                   begins
-//   later           the signature has a number by then, and a rank sends that
+//   later           the operation has a number by then, and a rank sends that
 #pragma once
 
-#include <cstdint>
+#include <chrono>
 #include <functional>
 #include <map>
-#include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "frontends/horovod/messages.h"
 
 namespace fusedcomm::horovod {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
 
 struct NegotiatorOptions {
   int64_t fusion_nbytes = 25 << 20;  // most bytes of a bucket
@@ -25,66 +30,61 @@ struct NegotiatorOptions {
 
 class Negotiator {
  public:
-  using Send = std::function<void(int rank, const std::string& message)>;
   using Say = std::function<void(const std::string& text)>;
-  // is_busy: whether buckets of a set are under way here; what becomes ready then is sent together.
-  Negotiator(int size, const NegotiatorOptions& options, Send send, Say say, std::function<bool(int set)> is_busy);
+  // What a rank has submitted: the signature, the rank, and the rows.
+  using Said = std::tuple<std::string, int, std::vector<int64_t>>;
+  // Why two ranks' operations of one name cannot be one; empty if they can.
+  using Mismatch = std::function<std::string(const Said& a, const Said& b)>;
 
-  void add_set(int set, std::vector<int> ranks, double now_s);
-  void remove_set(int set);
+  // sets: the ranks of each process set.
+  Negotiator(int size, const std::vector<std::vector<int>>& sets, const NegotiatorOptions& options, Mismatch mismatch,
+             Say say);
 
-  void on_ready(int rank, const Ready& ready, double now_s);
-  // Ends everything: after this nothing more is sent.
-  void end(const std::string& why);
-  bool has_ended() const { return has_ended_; }
+  void add(int set, int rank, Entry entry);
+  // The operation of a number.
+  const OperationPtr& operation(Id id) const { return operations_.at(id); }
+  const std::vector<int>& ranks(int set) const { return sets_.at(static_cast<size_t>(set)).ranks; }
+  // Whether the set has something to be issued; with is_busy, only if that fills a bucket.
+  bool is_due(int set, bool is_busy) const;
+  Buckets take(int set);
 
-  // Sends what is due. Call it after all messages that have come.
-  void emit();
-  // Seconds until look_for_stalls() should be called; negative: nothing waits.
-  double next_look_s(double now_s) const;
-  void look_for_stalls(double now_s);
+  // When look_for_stalls() is to be called; none: nothing waits.
+  std::optional<Clock::time_point> next_look() const;
+  // Warns of ranks that do not submit. Returns why everything ends; empty: it goes on.
+  std::string look_for_stalls();
 
  private:
-  // A name that some members have submitted.
+  // An operation that some members have submitted.
   struct Pending {
-    Signature first;
+    OperationPtr first;
     int first_rank = 0;
-    Id id = kNoId;
+    std::vector<int64_t> first_rows;
     std::vector<bool> has;  // by member
-    std::vector<std::vector<int64_t>> of_members;
+    size_t num_missing = 0;
+    std::vector<std::vector<int64_t>> rows;
+    std::vector<std::string> parts;  // of a small sum, by member
     std::string problem;
-    double since_s = 0;
-    bool is_ready = false, was_reported = false;
+    Clock::time_point since;
+    bool was_reported = false;
   };
   struct Set {
     std::vector<int> ranks;
-    std::map<std::string, Pending> pending;
-    std::vector<std::string> ready;  // keys, in the order in which they became ready
+    std::map<std::string, Pending> pending;  // by key
+    std::vector<Pending> ready;
     int64_t ready_nbytes = 0;
-    std::map<std::string, Id> ids;  // by key
+    std::unordered_map<std::string, Id> ids;  // by signature
   };
-  static size_t member(const Set& set, int rank);
-  Set* find(int set);
-  void add(Set& set, int rank, const Ready::Entry& entry, double now_s);
-  void join(Set& set, int rank);
-  void look_whether_ready(Set& set, const std::string& key, Pending& pending);
-  void look_at_all(Set& set);
-  void emit(int number, Set& set);
-  Response response_of(Set& set, const std::string& key, Pending& pending);
-  void send_to_all(const Set& set, const std::string& message) const;
+  void join(int rank);
+  void look_whether_ready(Set& set, const std::string& key);
+  Response response_of(Set& set, Pending pending);
   std::string missing_text(const Set& set, const Pending& pending) const;
 
-  const int size_;
   const NegotiatorOptions options_;
-  const Send send_;
+  const Mismatch mismatch_;
   const Say say_;
-  const std::function<bool(int)> is_busy_;
-  std::map<int, Set> sets_;
-  // Messages for sets that this rank's caller has not added yet: rank and message.
-  std::map<int, std::vector<std::pair<int, Ready>>> early_;
-  std::vector<Signature> signatures_;  // by id
-  std::vector<bool> joined_;           // by rank
-  bool has_ended_ = false;
+  std::vector<Set> sets_;
+  std::vector<OperationPtr> operations_;  // by id
+  std::vector<bool> joined_;              // by rank
 };
 
 }  // namespace fusedcomm::horovod

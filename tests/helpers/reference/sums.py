@@ -23,12 +23,13 @@ def all_reduce_mean(
     `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Every rank divides its
     gradients by `predivide` before the sum. Elements where `exempt_mask` (bool [numel]) is True are sent in fp32. The
     result depends neither on chunks nor on parts, so they do not appear here. If `ranks_per_host` exceeds 1, the
-    consecutive ranks of each host are summed first, in `local_wire`, and then the sums of the hosts, in `wire`.
+    consecutive ranks of each host are summed first, in `local_wire`, and then the sums of the hosts, in `wire`. With
+    sum="reduce-scatter" it is what one rank ends with, of all ranks' rows for it in `grads`.
 
     Raises ValueError for an unknown `wire`, for other sums, where the transport chooses the order of addition, and for
     a one-shot sum on two levels.
     """
-    if sum not in ("two-shot", "one-shot"):
+    if sum not in ("two-shot", "one-shot", "reduce-scatter"):
         raise ValueError(
             f"sum='{sum}' has no reference: the transport chooses its order of addition; use 'two-shot' or 'one-shot'"
         )
@@ -40,7 +41,8 @@ def all_reduce_mean(
     result = torch.empty_like(grads[0])
     for mask, elements_wire in ((~exempt, wire), (exempt, "fp32")):
         is_rotated = rotated and elements_wire == wire
-        places = slice_list(mask, grads[0].element_size())
+        # Rows have the same holes whatever their dtype is.
+        places = slice_list(mask, 2 if sum == "reduce-scatter" else grads[0].element_size())
         numel = len(places)
         values = [
             torch.nn.functional.pad(scaled(taken(grad, places), 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
@@ -54,7 +56,7 @@ def all_reduce_mean(
                 for first in range(0, len(values), ranks_per_host)
             ]
         decoded = [_through_wire(rotate(y) if is_rotated else y, elements_wire, block) for y in values]
-        if sum == "one-shot":
+        if sum != "two-shot":
             mean = scaled(in_order([unrotate(y) if is_rotated else y for y in decoded]), predivide / len(grads))
         else:
             mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), elements_wire, block)

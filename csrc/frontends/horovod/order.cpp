@@ -1,0 +1,424 @@
+#include "frontends/horovod/order.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "lanes/threads.h"
+
+namespace fusedcomm::horovod {
+namespace {
+
+// Submitted operations are gathered so long for one message, unless somebody waits for one of them.
+constexpr std::chrono::microseconds kBatch{300};
+// After a failure, what is under way may still end for so long, and rank 0 has so long to answer a shutdown().
+constexpr std::chrono::seconds kGrace{5};
+constexpr std::chrono::hours kForever{24 * 365};
+// A message that is longer comes in parts of this size.
+constexpr int64_t kPartNbytes = 1 << 16;
+// Messages that may be on their way: each is kept until it has left.
+constexpr size_t kMaxSent = 256;
+constexpr int kTag = 1;
+
+std::string message_of(MessageType type, const std::string& text) {
+  Writer out;
+  out(type);
+  out(text);
+  return out.take();
+}
+
+}  // namespace
+
+Order::Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch,
+             Negotiator::Say say)
+    : options_(options), control_(std::move(control)), start_(std::move(start)) {
+  if (options_.rank == 0) {
+    negotiator_ = std::make_unique<Negotiator>(options_.size, options_.sets, options_.negotiator, std::move(mismatch),
+                                               std::move(say));
+  }
+  const int num_peers = options_.size == 1 ? 0 : options_.rank == 0 ? options_.size - 1 : 1;
+  num_threads_ = num_peers + 1;
+  const auto run = [this](auto function) {
+    threads_.push_back(start_thread("fc-order", [this, function] {
+      function();
+      std::lock_guard<std::mutex> lock(mutex_);
+      --num_threads_;
+      changed_.notify_all();
+    }));
+  };
+  for (int i = 0; i < num_peers; ++i) {
+    run([this, peer = options_.rank == 0 ? i + 1 : 0] { receive(peer); });
+  }
+  run([this] { batch(); });
+}
+
+Order::~Order() { shutdown(); }
+
+void Order::submit(Ticket ticket, int set, Entry entry, const std::vector<at::Tensor>& inputs,
+                   std::vector<at::Tensor> outputs, bool at_once) {
+  const auto request = std::make_shared<Request>();
+  request->set = set;
+  request->entry = std::move(entry);
+  const Operation& operation = *request->entry.operation;
+  if (operation.is_small) {
+    request->entry.part = small_part(operation.reduction, inputs);
+    request->outputs = std::move(outputs);
+  }
+  bool is_first = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_.empty()) throw std::runtime_error(failure_);
+    const std::string& key = request->entry.operation->key;
+    if (!requests_.emplace(Key(set, key), request).second) {
+      throw std::invalid_argument(
+          "fusedcomm: " + key + " is under way on rank " + std::to_string(options_.rank) +
+          ", so it cannot be submitted again: synchronize its handle first, or use another name");
+    }
+    request->ticket = ticket;
+    tickets_[ticket] = request;
+    is_first = queue_.empty();
+    queue_.push_back(request);
+    if (is_first && !at_once) {
+      is_rung_ = true;
+      bell_.notify_all();
+    }
+  }
+  if (at_once) flush();
+}
+
+bool Order::poll(Ticket ticket) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (tickets_.at(ticket)->is_done) return true;
+    if (!failure_.empty()) return Clock::now() > failed_at_ + kGrace;
+    if (queue_.empty()) return false;
+  }
+  flush();
+  return false;
+}
+
+Order::Result Order::wait(Ticket ticket) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const RequestPtr request = tickets_.at(ticket);
+  if (!request->is_done && !queue_.empty()) {
+    lock.unlock();
+    flush();
+    lock.lock();
+  }
+  changed_.wait(lock, [&] { return request->is_done || !failure_.empty(); });
+  if (!changed_.wait_until(lock, failed_at_ + kGrace, [&] { return request->is_done; })) {
+    request->is_done = true;
+    request->result.error = failure_;
+  }
+  tickets_.erase(ticket);
+  return request->result;
+}
+
+std::string Order::failure() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+void Order::wait_for_failure(double seconds) const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, Seconds(seconds), [this] { return !failure_.empty(); });
+}
+
+void Order::leave(const std::string& why) {
+  if (negotiator_) return end(why);
+  if (failure().empty()) send(0, message_of(MessageType::kLeaving, why));
+}
+
+bool Order::shutdown() {
+  if (threads_.empty()) return true;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!std::exchange(has_left_, true)) {
+    lock.unlock();
+    const std::string rank = std::to_string(options_.rank);
+    leave("fusedcomm: rank " + rank + " called shutdown(), which ends it on every rank");
+    lock.lock();
+    if (!changed_.wait_for(lock, kGrace, [this] { return num_threads_ == 0; })) {
+      lock.unlock();
+      fail("fusedcomm: rank " + rank + " called shutdown(), and rank 0 does not answer");
+      lock.lock();
+    }
+  }
+  const bool has_ended = num_threads_ == 0;
+  lock.unlock();
+  if (!has_ended) return false;
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+  return true;
+}
+
+// Tells rank 0 what has been submitted since the last call.
+void Order::flush() {
+  if (negotiator_) {
+    std::lock_guard<std::recursive_mutex> turn(turn_);
+    std::vector<RequestPtr> queue;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      queue.swap(queue_);
+    }
+    for (const RequestPtr& request : queue) negotiator_->add(request->set, 0, request->entry);
+    return emit();
+  }
+  std::lock_guard<std::recursive_mutex> send_lock(send_mutex_);  // messages in the order of the queue
+  std::map<int, std::vector<Entry>> by_set;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const RequestPtr& request : std::exchange(queue_, {})) {
+      Entry entry = request->entry;
+      const auto known = ids_.find({request->set, entry.operation->signature});
+      if (known != ids_.end() && entry.rows.empty() && entry.problem.empty()) entry.id = known->second;
+      by_set[request->set].push_back(std::move(entry));
+    }
+  }
+  for (const auto& [set, entries] : by_set) {
+    Writer out;
+    out(MessageType::kReady);
+    out(set);
+    out(entries);
+    send(0, out.take());
+  }
+}
+
+void Order::batch() {
+  while (true) {
+    std::optional<Clock::time_point> next;
+    if (negotiator_) {
+      std::lock_guard<std::recursive_mutex> turn(turn_);
+      next = negotiator_->next_look();
+      is_watching_ = next.has_value();
+    }
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto is_due = [this] { return is_rung_ || !failure_.empty(); };
+      next ? static_cast<void>(bell_.wait_until(lock, *next, is_due)) : bell_.wait(lock, is_due);
+      is_rung_ = false;
+      if (!failure_.empty()) return;
+      if (!queue_.empty()) {
+        lock.unlock();
+        std::this_thread::sleep_for(kBatch);
+      }
+    }
+    flush();
+    if (!negotiator_) continue;
+    std::lock_guard<std::recursive_mutex> turn(turn_);
+    const std::string why = negotiator_->look_for_stalls();
+    if (!why.empty()) end(why);
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> Order::send(int peer, const std::string& message) {
+  std::lock_guard<std::recursive_mutex> lock(send_mutex_);
+  const auto nbytes = static_cast<int64_t>(message.size() + sizeof(int64_t));
+  const at::Tensor all = at::empty({nbytes}, at::kByte);
+  auto* const to = static_cast<char*>(all.data_ptr());
+  std::memcpy(to, &nbytes, sizeof nbytes);
+  std::memcpy(to + sizeof nbytes, message.data(), message.size());
+  try {
+    for (int64_t at = 0; at < nbytes; at += kPartNbytes) {
+      std::vector<at::Tensor> part = {all.narrow(0, at, std::min(kPartNbytes, nbytes - at))};
+      sent_.push_back(control_->send(part, peer, kTag));
+    }
+    for (; sent_.size() > kMaxSent; sent_.pop_front()) sent_.front()->wait(kForever);
+    return sent_.back();
+  } catch (const std::exception&) {  // the peer is lost, which its thread tells
+    return {};
+  }
+}
+
+void Order::receive(int peer) {
+  const at::Tensor buffers[2] = {at::empty({kPartNbytes}, at::kByte), at::empty({kPartNbytes}, at::kByte)};
+  const auto begin = [&](int index) {
+    std::vector<at::Tensor> tensors = {buffers[index]};
+    return control_->recv(tensors, peer, kTag);
+  };
+  try {
+    auto receiving = begin(0);
+    std::string data;
+    int64_t nbytes = 0;
+    for (int turn = 0;; turn = 1 - turn) {
+      receiving->wait(kForever);
+      // The next message finds its buffer while this one is read.
+      receiving = begin(1 - turn);
+      const auto* const received = static_cast<const char*>(buffers[turn].data_ptr());
+      if (data.empty()) std::memcpy(&nbytes, received, sizeof nbytes);
+      data.append(received, static_cast<size_t>(std::min(kPartNbytes, nbytes - static_cast<int64_t>(data.size()))));
+      if (static_cast<int64_t>(data.size()) < nbytes) continue;
+      if (handle(peer, data.substr(sizeof nbytes))) return;
+      data.clear();
+    }
+  } catch (const std::exception&) {  // gloo's
+    const std::string why = "fusedcomm: rank " + std::to_string(peer) +
+                            " ended its connection: its process has ended, or its host cannot be reached";
+    negotiator_ ? end(why) : fail(why);
+  }
+}
+
+bool Order::handle(int peer, const std::string& message) {
+  Reader in(message);
+  switch (in.get<MessageType>()) {
+    case MessageType::kReady: {
+      const int set = in.get<int>();
+      std::lock_guard<std::recursive_mutex> turn(turn_);
+      for (Entry& entry : in.get<std::vector<Entry>>()) negotiator_->add(set, peer, std::move(entry));
+      emit();
+      return false;
+    }
+    case MessageType::kExecute: {
+      const int set = in.get<int>();
+      issue(set, in.get<Buckets>());
+      return false;
+    }
+    case MessageType::kLeaving:
+      end(in.get<std::string>());
+      return false;
+    case MessageType::kEnd:
+      fail(in.get<std::string>());
+      if (const auto bye = send(0, message_of(MessageType::kBye, ""))) bye->wait(kGrace);
+      return true;
+    case MessageType::kBye:
+      return true;
+  }
+  return false;
+}
+
+// Sends what is due, and issues it here. On rank 0, with its turn.
+void Order::emit() {
+  if (!failure().empty()) return;
+  for (int set = 0; set < static_cast<int>(options_.sets.size()); ++set) {
+    if (!negotiator_->is_due(set, false) || !negotiator_->is_due(set, is_busy(set))) continue;
+    Buckets buckets = negotiator_->take(set);
+    Writer out;
+    out(MessageType::kExecute);
+    out(set);
+    out(buckets);
+    const std::string message = out.take();
+    const std::vector<int>& ranks = negotiator_->ranks(set);
+    for (const int rank : ranks) {
+      if (rank != 0) send(rank, message);
+    }
+    if (std::find(ranks.begin(), ranks.end(), 0) != ranks.end()) issue(set, std::move(buckets));
+  }
+  if (is_watching_ || !negotiator_->next_look()) return;
+  is_watching_ = true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_rung_ = true;
+  bell_.notify_all();
+}
+
+// Whether a bucket of the set is under way here: what becomes ready then travels together, after it.
+bool Order::is_busy(int set) {
+  for (const auto& future : under_way_[set]) {
+    if (future->completed()) continue;
+    future->addCallback([this](c10::ivalue::Future&) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_rung_ = true;
+      bell_.notify_all();
+    });
+    return true;
+  }
+  return false;
+}
+
+void Order::issue(int set, Buckets buckets) {
+  for (std::vector<Response>& bucket : buckets) {
+    Issue of;
+    of.set = set;
+    const std::vector<RequestPtr> requests = requests_of(set, std::move(bucket), of);
+    if (requests.empty()) continue;
+    const Response& front = of.responses.front();
+    std::string error = front.error;
+    if (error.empty() && front.operation->is_call) {
+      try {
+        front.operation->is_small ? write_small_sums(of, requests) : static_cast<void>(under_way_[set] = start_(of));
+      } catch (const std::exception& failure) {
+        error = "fusedcomm: " + front.operation->key + " failed on rank " + std::to_string(options_.rank) + ": " +
+                failure.what();
+        leave(error);  // the other ranks wait for this one
+      }
+    }
+    finish(of, requests, error);
+  }
+}
+
+// Notes numbers, and finds this rank's requests.
+std::vector<Order::RequestPtr> Order::requests_of(int set, std::vector<Response> bucket, Issue& to) {
+  std::vector<RequestPtr> requests;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Response& response : bucket) {
+    if (!response.is_new) response.operation = operations_.at(response.id);
+    if (response.is_new && response.id != kNoId) {
+      operations_[response.id] = response.operation;
+      ids_[{set, response.operation->signature}] = response.id;
+    }
+    const auto own = requests_.find({set, response.operation->key});
+    if (own != requests_.end()) {
+      requests.push_back(own->second);
+      requests_.erase(own);
+    } else if (response.error.empty() && response.operation->is_call) {
+      requests.push_back(std::make_shared<Request>());
+    } else {
+      continue;
+    }
+    to.tickets.push_back(requests.back()->ticket);
+    to.responses.push_back(std::move(response));
+  }
+  return requests;
+}
+
+void Order::write_small_sums(const Issue& issue, const std::vector<RequestPtr>& requests) {
+  const auto size = static_cast<int64_t>(options_.sets.at(static_cast<size_t>(issue.set)).size());
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const Response& response = issue.responses[i];
+    if (!requests[i]->outputs.empty()) {
+      write_small(response.operation->reduction, response.sum, size, requests[i]->outputs);
+    }
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Watch watch = watch_;
+  lock.unlock();
+  if (watch) watch(issue.tickets);
+}
+
+void Order::finish(const Issue& issue, const std::vector<RequestPtr>& requests, const std::string& error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RequestPtr& request : requests) {
+    request->outputs.clear();
+    if (request->is_done) continue;  // wait() has given it up after a failure
+    request->is_done = true;
+    request->result = {error, issue.responses.front().number};
+  }
+  changed_.notify_all();
+}
+
+void Order::set_watch(Watch watch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  watch_ = std::move(watch);
+}
+
+// On rank 0: tells every rank, and sends nothing more.
+void Order::end(const std::string& why) {
+  std::lock_guard<std::recursive_mutex> turn(turn_);
+  if (!failure().empty()) return;
+  for (int rank = 1; rank < options_.size; ++rank) send(rank, message_of(MessageType::kEnd, why));
+  fail(why);
+}
+
+void Order::fail(const std::string& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failure_.empty()) return;
+  failure_ = why;
+  failed_at_ = Clock::now();
+  queue_.clear();
+  for (const auto& [key, request] : std::exchange(requests_, {})) {
+    request->is_done = true;
+    request->result.error = why;
+  }
+  bell_.notify_all();
+  changed_.notify_all();
+}
+
+}  // namespace fusedcomm::horovod

@@ -1,0 +1,400 @@
+"""The operations as calls of torch.distributed's backends: NCCL for tensors on cuda, gloo for those on cpu.
+
+A call begins what moves data, at its turn in the order that the ranks agree on, and leaves a bucket. Whoever waits for
+the bucket first, writes the results.
+"""
+
+import dataclasses
+import datetime
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
+from fusedcomm.horovod.signature import DTYPES, Signature
+from fusedcomm.native import _C
+from fusedcomm.ranks import torch_groups
+from fusedcomm.ranks.own_group import OwnGroup
+
+if TYPE_CHECKING:
+    from fusedcomm.horovod.order import Request
+
+Tensors = Sequence[torch.Tensor]
+Rows = Sequence[Sequence[int]]
+_REDUCE_OPS = {Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX, Product: dist.ReduceOp.PRODUCT}
+
+
+@dataclasses.dataclass
+class Members:
+    """A process set on one of its ranks. `open_sums` opens the engine for a wire, on every member together."""
+
+    group: OwnGroup
+    open_sums: Callable[[str], Any]
+    sums: dict[str, "_C.FusedSum"] = dataclasses.field(default_factory=dict)
+    streams: dict[torch.device, torch.Stream] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.group.group_rank
+
+    @property
+    def size(self) -> int:
+        return self.group.group_size
+
+    def backend(self, device: torch.device) -> dist.Backend:
+        """For cuda it is made when the first tensor needs it, on every member together."""
+        if device.type == "cuda" and "cuda" not in self.group.backends:
+            self.group.backends["cuda"] = torch_groups.own_nccl(
+                self.group.store, "cuda", self.rank, self.size, self.group.timeout, device
+            )
+        return self.group._get_backend(device)
+
+
+class Bucket:
+    """Operations that are issued together. `error`: None until it is finished, then empty if it has worked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.Lock()
+        self.error: str | None = None
+        self.outputs: list[list[torch.Tensor]] = []
+        """Of each request, once the bucket is finished."""
+        self.works: list[dist.Work] = []
+        self._writes: list[Callable[[], None]] = []
+        self._device = device
+        self._written: torch.Event | None = None
+
+    def write(self, function: Callable[[], None]) -> None:
+        """Calls the function when all works have ended."""
+        self._writes.append(function)
+
+    def is_done(self) -> bool:
+        """Whether nothing is under way."""
+        return all(work.is_completed() for work in self.works)
+
+    def futures(self) -> list[torch.futures.Future]:
+        """What is under way."""
+        return [work.get_future() for work in self.works]
+
+    def then(self, function: Callable[[], None]) -> None:
+        """Calls the function when the last work ends, on any thread."""
+        if futures := self.futures():
+            futures[-1].add_done_callback(lambda _: function())
+        else:
+            function()
+
+    def has_ended_within(self, seconds: float) -> bool:
+        """Waits for so long; on an accelerator, the current stream waits instead. Raises RuntimeError if a work has
+        failed."""
+        for work in self.works:
+            if self._device.type != "cpu":
+                work.wait()
+                continue
+            try:
+                work.wait(datetime.timedelta(seconds=seconds))
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+                raise
+        return True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Writes the results, once the works have ended."""
+        for function in self._writes:
+            function()
+        self._writes.clear()
+        if self._device.type != "cpu":
+            self._written = torch.Event(self._device)
+            self._written.record()
+
+    def follow(self) -> None:
+        """Makes the current stream wait for the results, which another one may have written."""
+        if self._written is not None:
+            self._written.wait()
+
+
+class SumBucket(Bucket):
+    """Operations that the engine sums."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._is_under_way, self._failure = threading.Lock(), ""
+        self._is_under_way.acquire()
+        self.future: torch.futures.Future | None = None
+
+    def done(self, failure: str) -> None:
+        """For the engine. failure: empty if the sum is there."""
+        self._failure = failure
+        self._is_under_way.release()
+
+    def futures(self) -> list[torch.futures.Future]:
+        return [] if self.future is None else [self.future]
+
+    def is_done(self) -> bool:
+        return not self._is_under_way.locked()
+
+    def has_ended_within(self, seconds: float) -> bool:
+        if not self._is_under_way.acquire(timeout=seconds):
+            return False
+        self._is_under_way.release()
+        if self._failure:
+            raise RuntimeError(self._failure)
+        return True
+
+
+@torch.no_grad()
+def start(members: Members, rows: Rows, requests: list["Request"]) -> Bucket:
+    """Begins the operations of a bucket."""
+    signature = requests[0].signature
+    for request in requests:
+        if not request.inputs:
+            request.inputs = request.outputs = neutral(request.signature)
+    device = requests[0].inputs[0].device
+    if device.type == "cpu":
+        return CALLS[signature.kind](members, signature, rows, requests)
+    stream = members.streams.setdefault(device, torch.Stream(device))
+    with stream:
+        for request in requests:
+            if request.event is not None:
+                request.event.wait(stream)
+        return CALLS[signature.kind](members, signature, rows, requests)
+
+
+def neutral(signature: Signature) -> list[torch.Tensor]:
+    """Tensors that do not change the others' result, for a rank that has joined."""
+    found = []
+    device = torch.device(signature.device, torch.cuda.current_device()) if signature.device == "cuda" else "cpu"
+    for name, shape in signature.tensors:
+        dtype, value = DTYPES[name], 1.0 if signature.op == Product else 0.0
+        if signature.op in (Min, Max):
+            limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+            value = limits.max if signature.op == Min else limits.min
+            if dtype.is_floating_point:
+                value = math.copysign(math.inf, value)
+        found.append(torch.full(shape, value, dtype=dtype, device=device))
+    return found
+
+
+# ---- numbers
+
+
+def multiply(tensor: torch.Tensor, factor: float) -> None:
+    """In place. Whole numbers are multiplied in fp64 and truncated, 16-bit floats in fp32: mul_() would round the
+    factor to 16 bits."""
+    if factor == 1:
+        return
+    if not tensor.dtype.is_floating_point:
+        tensor.copy_(tensor.double().mul_(factor).trunc_())
+    elif tensor.dtype.itemsize == 2:
+        tensor.copy_(tensor.float().mul_(factor))
+    else:
+        tensor.mul_(factor)
+
+
+def scale_sum(tensor: torch.Tensor, signature: Signature, size: int) -> None:
+    """Multiplies by postscale, and divides by `size` for a mean."""
+    if signature.op != Average:
+        multiply(tensor, signature.postscale)
+    elif signature.postscale != 1 or not tensor.dtype.is_floating_point:
+        multiply(tensor, signature.postscale / size)
+    elif size > 1:
+        tensor.div_(size)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: a dimension of size 1 may have any stride, which view() would keep."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory as bytes."""
+    return flat(tensor).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+
+
+def sum_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which values are summed. On cpu 16-bit floats are summed in fp32."""
+    is_widened = tensor.is_cpu and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 2
+    return torch.float32 if is_widened else tensor.dtype
+
+
+# ---- the operations
+
+
+def allreduce(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+    """One sum for each dtype; in a wire, the engine's."""
+    inputs = [each for request in requests for each in request.inputs]
+    outputs = [each for request in requests for each in request.outputs]
+    if members.size > 1 and is_carried(signature):
+        return sum_in_wire(members, signature, requests, inputs, outputs)
+    bucket = Bucket(inputs[0].device)
+    if len(inputs) == 1:
+        reduce_alike(members, signature, inputs, outputs, bucket)
+    else:
+        for dtype in dict.fromkeys(each.dtype for each in inputs):
+            places = [i for i, each in enumerate(inputs) if each.dtype == dtype]
+            reduce_alike(members, signature, [inputs[i] for i in places], [outputs[i] for i in places], bucket)
+    bucket.outputs = [list(request.outputs) for request in requests]
+    return bucket
+
+
+def reduce_alike(members: Members, signature: Signature, inputs: Tensors, outputs: Tensors, bucket: Bucket) -> None:
+    """Reduces tensors of one dtype in one buffer, which for a single tensor is its output."""
+    first, dtype = inputs[0], sum_dtype(inputs[0])
+    numels = [each.numel() for each in inputs]
+    is_in_place = len(inputs) == 1 and dtype == first.dtype
+    if not any(numels):
+        return
+    if is_in_place:
+        buffer = flat(outputs[0])
+        if outputs[0].data_ptr() != first.data_ptr():
+            buffer.copy_(flat(first))
+    else:
+        buffer = torch.empty(sum(numels), dtype=dtype, device=first.device)
+        torch.cat([flat(each) for each in inputs], out=buffer)
+    multiply(buffer, signature.prescale)
+    if members.size > 1:
+        op = _REDUCE_OPS.get(signature.op, dist.ReduceOp.SUM)
+        bucket.works.append(members.backend(first.device).allreduce([buffer], op))
+
+    def write() -> None:
+        scale_sum(buffer, signature, members.size)
+        if not is_in_place:
+            torch._foreach_copy_([flat(each) for each in outputs], list(buffer.split(numels)))
+
+    bucket.write(write)
+
+
+def is_carried(signature: Signature) -> bool:
+    """Whether the engine carries the operation in its wire. One sum has one dtype."""
+    dtypes = {DTYPES[name] for name, _ in signature.tensors}
+    return (
+        signature.wire != "" and signature.op in (Sum, Average) and len(dtypes) == 1 and dtypes.issubset(_C.GRAD_DTYPES)
+    )
+
+
+def sum_in_wire(
+    members: Members, signature: Signature, requests: list["Request"], inputs: Tensors, outputs: Tensors
+) -> Bucket:
+    """Sums in the engine."""
+    bucket = SumBucket(inputs[0].device)
+    bucket.outputs = [list(request.outputs) for request in requests]
+    names = [name for request in requests for name in request.signature.names_of_tensors()]
+    sent = [(name, given, taken) for name, given, taken in zip(names, inputs, outputs, strict=True) if given.numel()]
+    for _, given, taken in sent:
+        if taken.data_ptr() != given.data_ptr():
+            taken.copy_(given)
+    if not sent:
+        bucket.done("")
+        return bucket
+    if signature.wire not in members.sums:
+        members.sums[signature.wire] = members.open_sums(signature.wire)
+    factor = signature.prescale * signature.postscale * (1 if signature.op == Average else members.size)
+    bucket.future = members.sums[signature.wire].run(
+        names=[name for name, _, _ in sent], tensors=[taken for _, _, taken in sent], factor=factor, done=bucket.done
+    )
+    return bucket
+
+
+def allgather(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+    """A backend gathers equal parts: shorter ones are filled up, and cut off again."""
+    inputs = requests[0].inputs
+    bucket = Bucket(inputs[0].device)
+    bucket.outputs = [[]]
+    for i, given in enumerate(inputs):
+        counts = [of_member[i] for of_member in rows]
+        most, is_even = max(counts), len(set(counts)) == 1
+        gathered = given.new_empty((most * members.size, *given.shape[1:]))
+        part = given
+        if not is_even:
+            part = given.new_empty((most, *given.shape[1:]))
+            part[: given.shape[0]].copy_(given)
+        if members.size == 1:
+            gathered.copy_(part)
+        elif gathered.numel():
+            backend = members.backend(given.device)
+            bucket.works.append(backend._allgather_base(as_bytes(gathered), as_bytes(part)))
+
+        def write(gathered: torch.Tensor = gathered, counts: list[int] = counts, most: int = most) -> None:
+            whole = gathered
+            if any(count != most for count in counts):
+                whole = torch.cat([gathered[j * most : j * most + count] for j, count in enumerate(counts)])
+            bucket.outputs[0].append(whole)
+
+        bucket.write(write)
+    return bucket
+
+
+def broadcast(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+    """From the root to the outputs."""
+    bucket = Bucket(requests[0].inputs[0].device)
+    bucket.outputs = [list(requests[0].outputs)]
+    for given, taken in zip(requests[0].inputs, requests[0].outputs, strict=True):
+        if members.rank == signature.root and taken.data_ptr() != given.data_ptr():
+            taken.copy_(given)
+        if members.size > 1 and given.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = signature.root
+            bucket.works.append(members.backend(given.device).broadcast([as_bytes(taken)], options))
+    return bucket
+
+
+def alltoall(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+    """Rows to each member, and from each."""
+    (given,) = requests[0].inputs
+    bucket = Bucket(given.device)
+    sent, received = list(rows[members.rank]), [of_member[members.rank] for of_member in rows]
+    taken = given.new_empty((sum(received), *given.shape[1:]))
+    row_nbytes = math.prod(given.shape[1:]) * given.element_size()
+    if members.size == 1:
+        taken.copy_(given)
+    elif row_nbytes * sum(map(sum, rows)):
+        splits = ([count * row_nbytes for count in counts] for counts in (received, sent))
+        bucket.works.append(members.backend(given.device).alltoall_base(as_bytes(taken), as_bytes(given), *splits))
+    bucket.outputs = [[taken, torch.tensor(received, dtype=torch.int32)]]
+    return bucket
+
+
+def reducescatter(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+    """Every member sums the rows that it gets. The first ones get one more if they cannot be divided equally."""
+    inputs = requests[0].inputs
+    bucket = Bucket(inputs[0].device)
+    bucket.outputs = [[]]
+    for given in inputs:
+        each, more = divmod(given.shape[0], members.size)
+        numel = math.prod(given.shape[1:])
+        source = flat(given)
+        if signature.prescale != 1:
+            multiply(source := source.clone(), signature.prescale)
+        counts = [(each + (j < more)) * numel for j in range(members.size)]
+        own = counts[members.rank]
+        parts = given.new_empty((members.size, own))
+        if members.size == 1:
+            parts.copy_(source.view(1, -1))
+        elif given.numel():
+            nbytes = given.element_size()
+            received, sent = [own * nbytes] * members.size, [count * nbytes for count in counts]
+            backend = members.backend(given.device)
+            bucket.works.append(backend.alltoall_base(as_bytes(parts), as_bytes(source), received, sent))
+
+        def write(parts: torch.Tensor = parts, shape: tuple = (each + (members.rank < more), *given.shape[1:])) -> None:
+            total = parts[0].to(sum_dtype(parts), copy=True)
+            for part in parts[1:]:
+                total.add_(part)
+            scale_sum(total, signature, members.size)
+            bucket.outputs[0].append(total.to(parts.dtype).view(shape))
+
+        bucket.write(write)
+    return bucket
+
+
+CALLS = {
+    "allreduce": allreduce,
+    "allgather": allgather,
+    "broadcast": broadcast,
+    "alltoall": alltoall,
+    "reducescatter": reducescatter,
+}

@@ -1,0 +1,203 @@
+"""What every operation has in common, and the table of what each has of its own: checks, and a derivative.
+
+Derivatives are Horovod's, whose convention a model's results depend on. An allreduce's gradient is reduced like its
+tensor. Gradients of allgather and broadcast are averaged over the ranks, as the loss is taken to be. A reducescatter's
+gradient is gathered, times what the sum was scaled by.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedcomm.horovod.checks import (
+    MOVED,
+    REDUCED,
+    Average,
+    Sum,
+    check_group,
+    check_has_rows,
+    check_scattered_op,
+    check_tensor,
+    parse_splits,
+)
+from fusedcomm.horovod.handles import next_name, refuse, submit, synchronize
+from fusedcomm.horovod.order import Request
+from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set
+from fusedcomm.horovod.signature import Signature
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Call(NamedTuple):
+    """An operation's arguments beside its tensors. `is_group`: whether it has several, as one operation. `how`: op,
+    prescale, postscale, wire, root_rank and splits, as far as the kind has them."""
+
+    kind: str
+    name: str | None
+    process_set: ProcessSet
+    how: dict[str, Any]
+    is_group: bool = False
+
+
+class Kind(NamedTuple):
+    """`dtypes`: that it takes. `has_rows`: whether it deals with rows, the first dimension. `has_output`: whether
+    outputs have the inputs' shapes. `backward`: the gradients of the tensors, from those of the results."""
+
+    dtypes: frozenset[torch.dtype]
+    has_rows: bool
+    has_output: bool
+    backward: Callable[[Any, Tensors], Tensors]
+
+
+def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = False) -> int:
+    """Submits an operation; autograd does not see it. Returns its handle.
+
+    given: a tensor, or a list of them if it is a group, whose names are kept apart from those of single tensors.
+    at_once: the caller is about to wait for it.
+    """
+    found, _ = member_of(call.process_set)
+    about, how, set_id = KINDS[call.kind], call.how, call.process_set.process_set_id
+    if call.is_group:
+        tensors = check_group(call.kind, given, about.dtypes)
+    else:
+        check_tensor(call.kind, given, about.dtypes)
+        tensors = [given]
+    if about.has_rows:
+        for tensor in tensors:
+            check_has_rows(call.kind, tensor)
+    name = call.name
+    if name is None:
+        name = next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
+    name, rows = f"grouped.{name}" if call.is_group else name, ()
+    root = root_in_set(call.process_set, how["root_rank"]) if "root_rank" in how else 0
+    if call.kind == "alltoall":
+        try:
+            rows = tuple(parse_splits(how["splits"], given.shape[0], len(call.process_set.ranks)))
+        except ValueError as error:
+            refuse(found, call.kind, name, str(error), set_id)
+            raise
+    elif call.kind == "allgather":
+        rows = tuple([tensor.shape[0] for tensor in tensors])
+    elif call.kind == "reducescatter":
+        check_scattered_op(how["op"])
+    outputs: list[torch.Tensor] = []
+    if about.has_output:
+        outputs = tensors if in_place else [_empty_like(tensor) for tensor in tensors]
+    inputs = _as_moved(tensors)
+    if call.kind == "alltoall":
+        inputs = [inputs[0][: sum(rows)]]
+    signature = Signature(call.kind, name, how.get("op", Sum), how.get("prescale", 1.0), how.get("postscale", 1.0),
+                          root, how.get("wire", "")).of(inputs)  # fmt: skip
+
+    def finish(request: Request) -> Any:
+        results = outputs or [
+            out.view(torch.bool) if tensor.dtype is torch.bool else out
+            for out, tensor in zip(request.results, tensors, strict=False)
+        ]
+        if call.kind == "alltoall":
+            splits = how["splits"]
+            received = request.results[1]
+            return results[0], received.to(splits.device) if isinstance(splits, torch.Tensor) else received
+        return results if call.is_group else results[0]
+
+    return submit(found, signature, inputs, _as_moved(outputs), finish, outputs if in_place else (),
+                  set_id, at_once, rows)  # fmt: skip
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def _as_moved(tensors: Tensors) -> list[torch.Tensor]:
+    """The tensors as those that backends can move: bools as bytes, in the same memory."""
+    return [each.detach().view(torch.uint8) if each.dtype is torch.bool else each for each in tensors]
+
+
+def finished(call: Call, given: Any, *, in_place: bool = False) -> Any:
+    """Waits for the result; without a derivative."""
+    return synchronize(begin(call, given, in_place=in_place, at_once=True))
+
+
+def run(call: Call, given: Any) -> Any:
+    """Waits for the result, which autograd can differentiate."""
+    tensors = given if isinstance(given, (list, tuple)) else [given]
+    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
+        results = _Differentiable.apply(call, *tensors)
+        return results if call.is_group or call.kind == "alltoall" else results[0]
+    return finished(call, given)
+
+
+class _Differentiable(torch.autograd.Function):
+    """An operation. Errors of both passes: those of the operations."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results, new ones."""
+        results = finished(call, list(tensors) if call.is_group else tensors[0])
+        ctx.call, ctx.num_rows = call, [each.shape[0] if each.dim() else 0 for each in tensors]
+        if call.kind == "alltoall":
+            ctx.received = results[1].tolist()
+            ctx.mark_non_differentiable(results[1])
+        return tuple(results) if isinstance(results, (list, tuple)) else (results,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        """A gradient for each tensor."""
+        contiguous = [None if grad is None else grad.contiguous() for grad in grads]
+        return None, *KINDS[ctx.call.kind].backward(ctx, contiguous)
+
+
+def _together(call: Call, tensors: Tensors) -> list[Any]:
+    """The results of one operation for each tensor."""
+    handles = [begin(call, tensor) for tensor in tensors]
+    return [synchronize(handle) for handle in handles]
+
+
+def _averages(ctx: Any, grads: Tensors) -> list[torch.Tensor]:
+    return _together(Call("allreduce", None, ctx.call.process_set, dict(op=Average)), grads)
+
+
+def _of_allreduce(ctx: Any, grads: Tensors) -> Tensors:
+    found = finished(ctx.call._replace(name=None), grads if ctx.call.is_group else grads[0])
+    return found if ctx.call.is_group else [found]
+
+
+def _of_allgather(ctx: Any, grads: Tensors) -> Tensors:
+    """The averages, narrowed to the rows that this rank gave."""
+    _, rank = member_of(ctx.call.process_set)
+    own = torch.tensor([ctx.num_rows], dtype=torch.int64)
+    begins = finished(Call("allgather", None, ctx.call.process_set, {}), own)[:rank].sum(0).tolist()
+    narrowed = zip(_averages(ctx, grads), begins, ctx.num_rows, strict=True)
+    return [average.narrow(0, begin, rows) for average, begin, rows in narrowed]
+
+
+def _of_broadcast(ctx: Any, grads: Tensors) -> Tensors:
+    """The average on the root, zeros on other ranks."""
+    found, (average,) = member_of(ctx.call.process_set)[0], _averages(ctx, grads)
+    return [average if found.rank == ctx.call.how["root_rank"] else average.zero_()]
+
+
+def _of_alltoall(ctx: Any, grads: Tensors) -> Tensors:
+    """The gradient of the rows that this rank sent, and zeros for rows that were not sent."""
+    own, _ = finished(ctx.call._replace(name=None, how=dict(splits=ctx.received)), grads[0])
+    if own.shape[0] < ctx.num_rows[0]:
+        own = torch.cat([own, own.new_zeros(ctx.num_rows[0] - own.shape[0], *own.shape[1:])])
+    return [own]
+
+
+def _of_reducescatter(ctx: Any, grads: Tensors) -> Tensors:
+    """The gathered gradients, of the given tensors' shapes."""
+    how, process_set = ctx.call.how, ctx.call.process_set
+    factor = how["prescale"] * how["postscale"] * (len(process_set.ranks) if how["op"] == Sum else 1)
+    scaled = [grad * factor if factor != 1 else grad for grad in grads]
+    return _together(Call("allgather", None, process_set, {}), scaled)
+
+
+KINDS = {
+    "allreduce": Kind(REDUCED, False, True, _of_allreduce),
+    "allgather": Kind(MOVED, True, False, _of_allgather),
+    "broadcast": Kind(MOVED, False, True, _of_broadcast),
+    "alltoall": Kind(MOVED, True, False, _of_alltoall),
+    "reducescatter": Kind(REDUCED, True, False, _of_reducescatter),
+}

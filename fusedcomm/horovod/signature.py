@@ -1,0 +1,140 @@
+"""What the ranks must agree on for one operation."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedcomm.horovod.checks import OP_NAMES, Sum
+
+DTYPES = {
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Short": torch.int16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Bool": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NO_NAME = "noname"
+"""Begins the names of operations that were given none."""
+ROWS_MAY_DIFFER = ("allgather", "alltoall")
+"""Kinds whose ranks may give tensors that differ in their first dimension."""
+
+
+class Signature(NamedTuple):
+    """A rank's request: an operation by its name. A grouped operation is one request with several tensors.
+
+    kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
+    root: in the process set.
+    wire: empty: the tensors' own dtype; see wire_texts.py.
+    device: the type of the tensors' device.
+    tensors: dtype and shape of each; without the first dimension where that may differ.
+    tensor_names: by which a configuration chooses wires; empty: `name`, and its number in a group.
+    """
+
+    kind: str
+    name: str
+    op: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    wire: str = ""
+    device: str = "cpu"
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tensor_names: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}.{self.name}"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether ranks may give tensors that differ in their first dimension."""
+        return self.kind in ROWS_MAY_DIFFER
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> "Signature":
+        """This signature, with these tensors' dtypes, shapes and device."""
+        if not tensors:
+            return self
+        first = 1 if self.has_rows else 0
+        described = tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
+        return self._replace(tensors=described, device=tensors[0].device.type)
+
+    def names_of_tensors(self) -> Sequence[str]:
+        """A name for each tensor."""
+        if self.tensor_names:
+            return self.tensor_names
+        return [self.name] if len(self.tensors) == 1 else [f"{self.name}.{i}" for i in range(len(self.tensors))]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors' elements, where their rows are the same on every rank."""
+        return sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
+
+    def fuses(self) -> tuple | None:
+        """Operations with the same value may share a bucket; with None they share none."""
+        dtypes = {dtype for dtype, _ in self.tensors}
+        if self.kind != "allreduce" or len(dtypes) != 1:
+            return None
+        return self.op, self.prescale, self.postscale, self.wire, self.device, *dtypes
+
+    @staticmethod
+    def read(fields: list) -> "Signature":
+        """From what json makes of one."""
+        kind, name, op, prescale, postscale, root, wire, device, tensors, names = fields
+        described = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
+        return Signature(kind, name, op, prescale, postscale, root, wire, device, described, tuple(names))
+
+    def with_rows(self, rows: Sequence[int]) -> "Signature":
+        """This signature with the tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
+        if not self.has_rows:
+            return self
+        whole = [sum(rows)] if self.kind == "alltoall" else rows
+        named = zip(self.tensors, whole, strict=False)
+        return self._replace(tensors=tuple((dtype, (count, *shape)) for (dtype, shape), count in named))
+
+
+class Shape:
+    """For people; equal to others that agree from the dimension `first` on."""
+
+    def __init__(self, sizes: Sequence[int], first: int) -> None:
+        self.sizes, self.first = list(sizes), first
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shape) and self.sizes[self.first :] == other.sizes[self.first :]
+
+    def __repr__(self) -> str:
+        return str(self.sizes)
+
+
+def mismatch(a: Signature, rank_a: int, b: Signature, rank_b: int) -> str:
+    """Why two ranks' requests of one name cannot be one operation; empty if they can. Ranks are of the job."""
+    for what, one, other in _compared(a, b):
+        if one != other:
+            return (
+                f"fusedcomm: the ranks do not agree on {a.key}: its {what} is {one} on rank {rank_a} and {other} on "
+                f"rank {rank_b}. Submit the same on every rank, or use another name"
+            )
+    return ""
+
+
+def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = [
+        ("number of tensors", len(a.tensors), len(b.tensors)),
+        ("op", OP_NAMES[a.op], OP_NAMES[b.op]),
+        ("root rank", a.root, b.root),
+        ("prescale_factor", f"{a.prescale:.17g}", f"{b.prescale:.17g}"),
+        ("postscale_factor", f"{a.postscale:.17g}", f"{b.postscale:.17g}"),
+        ("compression", a.wire or "none", b.wire or "none"),
+    ]
+    found += [("name of a tensor", *names) for names in zip(a.tensor_names, b.tensor_names, strict=False)]
+    found.append(("device", a.device, b.device))
+    first, shape = (1, "shape past the first dimension") if a.has_rows else (0, "shape")
+    for i, (one, other) in enumerate(zip(a.tensors, b.tensors, strict=False)):
+        of = f" of tensor {i}" if len(a.tensors) > 1 else ""
+        found += [("dtype" + of, one[0], other[0]), (shape + of, Shape(one[1], first), Shape(other[1], first))]
+    return found
