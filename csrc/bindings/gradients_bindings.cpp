@@ -248,6 +248,7 @@ void bind_weights(py::module_& m) {
       .def("set_invalid", &PassWeights::set_invalid, NoGil())
       .def("fix_unit", &PassWeights::fix_unit, py::arg("unit"), NoGil())
       .def("take_over", &PassWeights::take_over, py::arg("source"), NoGil())
+      .def_property_readonly("is_refused", &PassWeights::is_refused)
       .def("note_pass", &PassWeights::note_pass, NoGil())
       .def("forget_passes", &PassWeights::forget_passes, NoGil())
       .def("defer", &PassWeights::defer, py::arg("rank"), NoGil())

@@ -2,9 +2,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,7 +10,6 @@
 
 #include "bindings/bindings.h"
 #include "frontends/horovod/order.h"
-#include "gradients/parameter_gradient.h"
 #include "transport/without_gil.h"
 
 namespace fusedcomm {
@@ -67,21 +64,6 @@ std::shared_ptr<Order> make_order(int rank, int size, std::vector<std::vector<in
           end_without_gil};
 }
 
-// A parameter's dense gradient, or a copy (see bucket_gradient()), and a view of it whose dimensions are in the order
-// of memory, which is contiguous.
-std::pair<at::Tensor, at::Tensor> gradient_as_sent(const at::Tensor& parameter,
-                                                   const std::optional<at::Tensor>& arriving) {
-  const at::NoGradGuard no_grad;
-  at::Tensor gradient =
-      bucket_gradient(parameter, /*is_sparse=*/false, /*is_kept=*/false, arriving.value_or(at::Tensor())).tensor;
-  if (gradient.is_contiguous()) return {gradient, gradient};
-  std::vector<int64_t> dims(static_cast<size_t>(gradient.dim()));
-  std::iota(dims.begin(), dims.end(), int64_t{0});
-  std::stable_sort(dims.begin(), dims.end(),
-                   [&](int64_t a, int64_t b) { return gradient.stride(a) > gradient.stride(b); });
-  return {gradient, gradient.permute(dims).contiguous()};  // copies nothing
-}
-
 void bind_operation(py::module_& m) {
   py::class_<horovod::Operation, std::shared_ptr<horovod::Operation>>(m, "AgreedOperation")
       .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool has_number,
@@ -100,7 +82,6 @@ void bind_operation(py::module_& m) {
 }  // namespace
 
 void bind_horovod(pybind11::module_& m) {
-  m.def("gradient_as_sent", &gradient_as_sent, py::arg("parameter"), py::arg("arriving"), NoGil());
   bind_operation(m);
   py::class_<Order, std::shared_ptr<Order>>(m, "Order")
       .def(py::init(&make_order), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sets"), py::arg("control"),

@@ -70,7 +70,7 @@ using GradientsPtr = std::shared_ptr<const Gradients>;
 
 struct BucketRecord;
 
-// A bucket of a backward pass: every rank gets the mean.
+// A bucket of a backward pass: every rank gets the mean × factor.
 struct OfPass {
   // Called when the bucket is new or has other parameters than before. Throws if the front end finds that these are not
   // the gradients of its parameters. May be empty.
@@ -79,6 +79,7 @@ struct OfPass {
   bool is_shadow = false;
   // The record that has the bucket's codes, if it was packed before, perhaps for another number of ranks; else null.
   std::shared_ptr<const BucketRecord> packed;
+  double factor = 1;
 };
 
 // A sum by itself: every rank gets the mean × factor; see plan_bucket().
@@ -113,9 +114,9 @@ struct Bucket {
   const OfRows* rows() const { return std::get_if<OfRows>(&kind); }
   bool gathers() const { return rows() && rows()->gathers; }
   bool ends_pass() const { return of_pass() && is_last; }
-  // What multiplies the sum or the mean; none for a bucket of a pass.
+  // What multiplies the sum or the mean; none for a bucket of a pass whose means are not multiplied.
   std::optional<double> factor() const {
-    if (of_pass()) return std::nullopt;
+    if (of_pass()) return of_pass()->factor == 1 ? std::nullopt : std::optional<double>(of_pass()->factor);
     return rows() ? rows()->factor : named_sum()->factor;
   }
   // What the bucket's future receives: the run of gradients, of separate tensors the first, or this rank's sum.

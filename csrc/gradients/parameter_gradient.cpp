@@ -42,37 +42,44 @@ at::Tensor empty_gradient(const at::Tensor& parameter) {
   return at::empty(parameter.sizes(), options);
 }
 
-// Zeros in the parameter's place, a copy; without elements if `is_sparse`.
-BucketGradient zero_gradient(const at::Tensor& parameter, bool is_sparse) {
-  if (!is_sparse) return {empty_gradient(parameter).zero_(), true};
-  // As an embedding's: indices of rows.
-  return {at::_sparse_coo_tensor_with_dims(1, parameter.dim() - 1, parameter.sizes(),
-                                           parameter.options().requires_grad(false).layout(at::kSparse)),
-          true};
+// A dense copy of `gradient`, which may be sparse, in the order of memory of gradients of this parameter.
+BucketGradient copied(const at::Tensor& parameter, const at::Tensor& gradient, int64_t version) {
+  return {empty_gradient(parameter).copy_(gradient.is_sparse() ? gradient.to_dense() : gradient), true, version};
 }
 
 }  // namespace
 
-BucketGradient bucket_gradient(const at::Tensor& parameter, bool is_sparse, bool is_kept, const at::Tensor& arriving) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor& gradient = parameter.grad();
-  if (!gradient.defined()) return zero_gradient(parameter, is_sparse);
-  if (gradient.is_sparse()) return {gradient, true};
-  const bool lies_as_sent = !gradient.is_conj() && !gradient.is_neg() && gradient.is_non_overlapping_and_dense() &&
-                            torch::autograd::utils::obeys_layout_contract(gradient, parameter);
-  if (!is_kept && lies_as_sent && num_users(gradient, arriving) == 1) return {gradient, false};
-  return {empty_gradient(parameter).copy_(gradient), true};
+BucketGradient zero_gradient(const at::Tensor& parameter, int64_t sparse_dims) {
+  if (sparse_dims == 0) return {empty_gradient(parameter).zero_(), true};
+  return {at::_sparse_coo_tensor_with_dims(sparse_dims, parameter.dim() - sparse_dims, parameter.sizes(),
+                                           parameter.options().requires_grad(false).layout(at::kSparse)),
+          true};
 }
 
-void write_back(const at::Tensor& parameter, const at::Tensor& result) {
+BucketGradient bucket_gradient(const at::Tensor& parameter, int64_t sparse_dims, bool is_kept,
+                               const at::Tensor& arriving) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& gradient = parameter.grad();
+  if (!gradient.defined()) return zero_gradient(parameter, sparse_dims);
+  const int64_t version = gradient.is_inference() ? -1 : static_cast<int64_t>(gradient._version());
+  if (sparse_dims != 0) return {gradient.is_sparse() ? gradient : gradient.to_sparse(sparse_dims), true, version};
+  if (gradient.is_sparse()) return copied(parameter, gradient, version);
+  const bool lies_as_sent = !gradient.is_conj() && !gradient.is_neg() && gradient.is_non_overlapping_and_dense() &&
+                            torch::autograd::utils::obeys_layout_contract(gradient, parameter);
+  if (!is_kept && lies_as_sent && num_users(gradient, arriving) == 1) return {gradient, false, version};
+  return copied(parameter, gradient, version);
+}
+
+void write_back(const at::Tensor& parameter, const at::Tensor& result, int64_t sparse_dims) {
   const at::NoGradGuard no_grad;
   at::Tensor& gradient = parameter.mutable_grad();
+  if (gradient.defined()) sparse_dims = gradient.is_sparse() ? gradient.sparse_dim() : 0;
   const bool takes_elements = gradient.defined() && !gradient.is_sparse() && !result.is_sparse() &&
                               at::has_internal_overlap(gradient) != at::MemOverlap::Yes;
   if (takes_elements) {
     gradient.copy_(result);
   } else {
-    gradient = result;
+    gradient = sparse_dims != 0 && !result.is_sparse() ? result.to_sparse(sparse_dims) : result;
   }
 }
 

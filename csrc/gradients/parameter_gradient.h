@@ -10,6 +10,8 @@ struct BucketGradient {
   at::Tensor tensor;
   // False if `tensor` is the memory of the parameter's gradient.
   bool is_copy = false;
+  // That of the parameter's gradient, which whoever changes it in place raises; -1 if there is no gradient.
+  int64_t version = -1;
 };
 
 // `is_kept`: whether the parameter's gradient must not change before write_back(). `arriving`: the tensor that autograd
@@ -23,11 +25,17 @@ struct BucketGradient {
 //   - something else uses the gradient's memory: the backward pass may still read it, while the bucket writes the mean
 //     there.
 //
-// `is_sparse`: whether gradients of the parameter are sparse. A sparse gradient is returned as it is.
-BucketGradient bucket_gradient(const at::Tensor& parameter, bool is_sparse, bool is_kept, const at::Tensor& arriving);
+// `sparse_dims`: of gradients of the parameter that travel as sparse tensors; 0: they travel as dense ones. A gradient
+// of the other kind is converted.
+BucketGradient bucket_gradient(const at::Tensor& parameter, int64_t sparse_dims, bool is_kept,
+                               const at::Tensor& arriving);
 
-// Gives the parameter the mean. `result`: the tensor of its BucketGradient, or the mean of a sparse one.
-void write_back(const at::Tensor& parameter, const at::Tensor& result);
+// Zeros in the place of the parameter's gradient, a copy; without elements if it is sparse.
+BucketGradient zero_gradient(const at::Tensor& parameter, int64_t sparse_dims);
+
+// Gives the parameter the mean. `result`: the tensor of its BucketGradient, or the mean of a sparse one. A gradient
+// that was sparse stays so, and one that was not there gets `sparse_dims`.
+void write_back(const at::Tensor& parameter, const at::Tensor& result, int64_t sparse_dims);
 
 // Tells autograd that the bucket has written to the parameter's gradient.
 void mark_written(const at::Tensor& parameter);

@@ -33,10 +33,11 @@ struct Head {
   }
 };
 
-PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, GradientsPtr gradients, const Head& head) {
+PassthroughStages dense_stages(std::shared_ptr<TensorTransport> transport, GradientsPtr gradients, double factor,
+                               const Head& head) {
   PassthroughStages stages;
   auto flat = std::make_shared<at::Tensor>();
-  stages.pack = [gradients, flat, head, mean = head.pack_factor() / transport->world_size()] {
+  stages.pack = [gradients, flat, head, mean = head.pack_factor() * factor / transport->world_size()] {
     at::NoGradGuard no_grad;
     *flat = gradients->flattened().mul_(mean);
     if (head.weight) *flat = at::cat({*flat, head.own.to(flat->scalar_type())});
@@ -86,13 +87,13 @@ at::Tensor from_bytes(const at::Tensor& row, int64_t offset, const at::Tensor& l
 // is not used, because it was seen to corrupt the heap now and then (torch 2.11 and 2.13, two ranks, a few in 10⁴
 // calls, also under DDP's default hook).
 PassthroughStages sparse_stages(std::shared_ptr<TensorTransport> transport, at::Tensor buffer,
-                                std::shared_ptr<at::Tensor> result, const Head& head) {
+                                std::shared_ptr<at::Tensor> result, double factor, const Head& head) {
   auto exchange = std::make_shared<SparseExchange>();
   const int64_t world_size = transport->world_size();
   PassthroughStages stages;
-  stages.pack = [exchange, buffer, world_size, head] {
+  stages.pack = [exchange, buffer, world_size, factor, head] {
     at::NoGradGuard no_grad;
-    exchange->local = buffer.coalesce().mul(head.pack_factor() / static_cast<double>(world_size));
+    exchange->local = buffer.coalesce().mul(head.pack_factor() * factor / static_cast<double>(world_size));
     const auto options = at::TensorOptions().dtype(at::kDouble).device(buffer.device());
     exchange->nnz = at::full({1}, static_cast<double>(exchange->local._nnz()), options);
     if (head.weight) exchange->nnz = at::cat({exchange->nnz, head.own.to(at::kDouble)});
@@ -153,8 +154,8 @@ PassthroughStages on_wire_lane(PassthroughStages stages) {
 
 }  // namespace
 
-void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const PassWeightPtr& weight,
-                        PassWeights* weights, const FuturePtr& future, Engine* engine,
+void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, double factor,
+                        const PassWeightPtr& weight, PassWeights* weights, const FuturePtr& future, Engine* engine,
                         const std::shared_ptr<TensorTransport>& transport) {
   const Head head(weight, weights);
   // Read when the job is done: a sparse bucket then has another tensor.
@@ -169,8 +170,8 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   } else {
     for (const at::Tensor& tensor : gradients->tensors()) engine->device().will_use(tensor);
   }
-  PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, head)
-                                                    : dense_stages(transport, gradients, head);
+  PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, factor, head)
+                                                    : dense_stages(transport, gradients, factor, head);
   // On streams, an intermediate tensor's memory goes back to the stream that made it. One stream must therefore make
   // and use all of them.
   if (!gradients->device().is_cpu()) stages = on_wire_lane(std::move(stages));

@@ -154,7 +154,8 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   std::shared_ptr<BucketJob> job = make_job(bucket, record, *engine_, future);
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *bucket.gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), bucket.gradients, weight, &weights_, future, engine_.get(), transport_);
+    submit_passthrough(std::move(job), bucket.gradients, bucket.factor().value_or(1), weight, &weights_, future,
+                       engine_.get(), transport_);
     return future;
   }
   decorate(job.get(), bucket, record, weight, turn);

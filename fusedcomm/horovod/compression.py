@@ -5,12 +5,16 @@ an error for the next sum if the configuration says so. It works on the CPU, for
 travels as compress() returns it.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from fusedcomm.config import Config
-from fusedcomm.horovod.wire_texts import text_of
+from fusedcomm.horovod.wire_texts import config_of, text_of
+from fusedcomm.literals import Weighted
+
+_SENT_AS_THEY_ARE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Compressor:
@@ -129,6 +133,25 @@ def check_compression(compression: Any) -> Any:
         )
     kind = type(compression).__name__
     raise TypeError(f"fusedcomm.horovod: compression={compression!r}, of type {kind}, is no compressor: {cure}")
+
+
+def config_of_gradients(
+    compression: Any, dtypes: set[torch.dtype], predivide: float, weighted: Weighted | None
+) -> Config | None:
+    """The configuration that sums gradients of these dtypes. None: the compressor is the user's, and no wire of ours.
+
+    predivide: what gradients are divided by before the sum; only wire fp16 needs it, where they could overflow.
+    """
+    wire = getattr(compression, "wire", "")
+    if compression is Compression.none:
+        # Gradients of 16 bits travel as they are; fp32 adds up in either case.
+        wire = _SENT_AS_THEY_ARE.get(next(iter(dtypes)), "fp32") if len(dtypes) == 1 else "fp32"
+    if not isinstance(wire, str) or not wire:
+        return None
+    config = config_of(wire)
+    if predivide != 1.0 and config.wire == "fp16":
+        config = dataclasses.replace(config, predivide=predivide)
+    return dataclasses.replace(config, weighted=weighted)
 
 
 def wire_of(compression: Any, tensor: torch.Tensor) -> str:

@@ -34,6 +34,7 @@ from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.operations import Call, finished, run
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.signature import NO_NAME, Signature
+from fusedcomm.horovod.step_reducer import join_all
 from fusedcomm.horovod.world import world
 
 Tensors = Sequence[torch.Tensor]
@@ -212,7 +213,9 @@ def join(device: int = -1) -> int:
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
     join = Signature("join", NO_NAME)
-    number = synchronize(submit(found, join, [], [], lambda request: request.number, at_once=True))
+    handle = submit(found, join, [], [], lambda request: request.number, at_once=True)
+    join_all()
+    number = synchronize(handle)
     joined()
     return number
 

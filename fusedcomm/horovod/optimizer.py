@@ -1,7 +1,7 @@
 """DistributedOptimizer: reduces gradients over the ranks while the backward pass runs, and steps with the result."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,13 +9,10 @@ import torch
 from fusedcomm.horovod.checks import Average
 from fusedcomm.horovod.compression import Compression, check_compression
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
-from fusedcomm.horovod.reduced_optimizer import ReducedOptimizer
-from fusedcomm.horovod.served import Served, name_of_place
+from fusedcomm.horovod.reduced_optimizer import Groups, ReducedOptimizer, name_of_place
 from fusedcomm.literals import Weighted
 from fusedcomm.session.served import refuse_served, serve, servers_of
 from fusedcomm.session.weights import ADDED_MEANS
-
-Groups = int | list[list[torch.Tensor]] | None
 
 
 def DistributedOptimizer(
@@ -73,8 +70,12 @@ def DistributedOptimizer(
     _check_groups(groups)
     named = [(names[each], each) for group in optimizer.param_groups for each in group["params"]]
     if process_set.included():
-        refuse_served(named, Served.serves_as, hooks=True, replaces=Served)
+        refuse_served(named, ReducedOptimizer.serves_as, replaces=ReducedOptimizer)
     reduced = _taken_over(optimizer)
+    if process_set.included():
+        for older in servers_of(parameter for _, parameter in named):
+            older.replace()  # type: ignore[attr-defined]  # others have been refused
+        refuse_served(named, ReducedOptimizer.serves_as, hooks=True)
     reduced.set_up(
         names=names,
         compression=compression,
@@ -86,15 +87,9 @@ def DistributedOptimizer(
         process_set=process_set,
         weighted=weighted,
     )
-    return _serving(reduced, named) if process_set.included() else reduced
-
-
-def _serving(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
-    """`optimizer`, which takes the place of older distributed optimizers of the same parameters."""
-    for older in servers_of(parameter for _, parameter in named):
-        older.is_replaced = True  # type: ignore[attr-defined]  # others have been refused
-    serve(optimizer)
-    return optimizer
+    if process_set.included():
+        serve(reduced)
+    return reduced
 
 
 def _taken_over(optimizer: torch.optim.Optimizer) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fusedcomm import env
-from fusedcomm.horovod.reduced_optimizer import split_list
+from fusedcomm.horovod.step_reducer import split_list
 
 ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
 
@@ -75,7 +75,6 @@ def _util() -> dict[str, Any]:
         "mpi_built": mpi_built,
         "nccl_built": nccl_built,
         "is_iterable": lambda value: isinstance(value, Iterable),
-        "num_rank_is_power_2": lambda num_ranks: num_ranks > 0 and num_ranks & (num_ranks - 1) == 0,
         "split_list": split_list,
     }
 

@@ -167,7 +167,9 @@ def shutdown() -> None:
         if not isinstance(old.order, Ended):  # this process is no child of fork()
             timeline.stop()
             import fusedcomm.horovod.engines as engines
+            import fusedcomm.horovod.step_reducer as step_reducer
 
+            step_reducer.leave_all(old.order.failure or "hvd.shutdown() was called")
             if old.order.failure:  # its thread may wait for a sum that no longer ends
                 engines.close_engines(old, old.order.failure)
             if not old.order.shutdown():

@@ -14,7 +14,8 @@ from fusedcomm.horovod.errors import NOT_INITIALISED, HorovodInternalError
 class World:
     """The result of one hvd.init(). `store` belongs to this init alone. `hosts`: the host name of each rank. `order`:
     the agreement with the other ranks; after shutdown(), Ended. `sockets`: of that agreement, as file descriptors.
-    `sets`: process sets by id; 0 is every rank. `members`: of those that have this rank."""
+    `sets`: process sets by id; 0 is every rank. `members`: of those that have this rank.
+    `nccl`: for gradients on cuda, by optimizers and set."""
 
     rank: int
     size: int
@@ -31,6 +32,7 @@ class World:
     sockets: list[int] = dataclasses.field(default_factory=list)
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
     members: dict[int, Any] = dataclasses.field(default_factory=dict)
+    nccl: dict[str, dist.Backend] = dataclasses.field(default_factory=dict)
 
 
 class Ended:

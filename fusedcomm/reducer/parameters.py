@@ -120,9 +120,3 @@ def ids_of_sparse(module_or_named_parameters: object) -> set[int]:
     if not isinstance(module_or_named_parameters, nn.Module):
         return set()
     return {id(module.weight) for module in module_or_named_parameters.modules() if has_sparse_gradient(module)}
-
-
-def strides_to_agree(named: Named) -> dict[str, list[int]]:
-    """The strides of parameters that are not contiguous: gradients are sent in the order of memory, so all ranks must
-    have the same."""
-    return {name: list(tensor.stride()) for name, tensor in named if not tensor.is_contiguous()}

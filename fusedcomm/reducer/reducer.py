@@ -27,13 +27,18 @@ from fusedcomm.reducer.parameters import (
     named_tensors,
     refuse,
     refuse_with_members,
-    strides_to_agree,
     tensors_of,
 )
-from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, bucket_caps, configs_of
+from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, configs_of
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.parameters import ParameterWatch, device_of, synchronized_parameters
+from fusedcomm.session.parameters import (
+    ParameterWatch,
+    bucket_caps,
+    device_of,
+    strides_to_agree,
+    synchronized_parameters,
+)
 from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import Place, serve
 from fusedcomm.session.session import Session

@@ -10,13 +10,6 @@ from fusedcomm.native import _C
 
 USUAL_BUCKET_MIB = 25
 """MiB at which a bucket is complete if nobody chooses, as in DDP."""
-_FIRST_BUCKET_MIB, _MIB = 1, 1 << 20
-
-
-def bucket_caps(mib: float) -> list[int]:
-    """Bytes at which the first bucket and the others are complete, if a bucket is to have `mib` MiB. As in DDP, the
-    first has 1 MiB at most, so that sending begins early."""
-    return [int(min(_FIRST_BUCKET_MIB, mib) * _MIB), int(mib * _MIB)]
 
 
 class ReducerTarget:

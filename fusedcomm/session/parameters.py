@@ -12,6 +12,8 @@ from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.patterns import by_tensor
 
+_FIRST_BUCKET_MIB, _MIB = 1, 1 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class NamedParameter:
@@ -100,6 +102,18 @@ def synchronized_parameters(
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the gradients are on several devices, {devices}: move the model to one")
     return named_parameters(named, configs)
+
+
+def strides_to_agree(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, list[int]]:
+    """The strides of parameters that are not contiguous: gradients are sent in the order of memory, so all ranks must
+    have the same."""
+    return {name: list(tensor.stride()) for name, tensor in named if not tensor.is_contiguous()}
+
+
+def bucket_caps(mib: float) -> list[int]:
+    """Bytes at which the first bucket and the others are complete, if a bucket is to have `mib` MiB. As in DDP, the
+    first has 1 MiB at most, so that sending begins early."""
+    return [int(min(_FIRST_BUCKET_MIB, mib) * _MIB), int(mib * _MIB)]
 
 
 def _is_in_functional_call() -> bool:

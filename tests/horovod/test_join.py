@@ -58,3 +58,29 @@ def check_joined(rank, size):
 
 def test_a_rank_that_has_joined_changes_no_reduction_and_others_are_refused(ranks):
     ranks.run(check_joined, world_size=3)
+
+
+def check_optimizers(rank, size):
+    """Rank 0 joins before its first step, and the others step with one of two optimizers, with sparse gradients."""
+    with job():
+        table, weight = torch.nn.Embedding(5, 2, sparse=True), torch.nn.Parameter(torch.zeros(3))
+        for parameters in ([table.weight], [weight]):
+            torch.nn.init.zeros_(parameters[0])
+        first = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters())
+        second = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)], op=hvd.Sum)
+        for step in range(2 * rank):
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+            ((table(torch.tensor([step])) * size).sum() + (weight * (rank + 1)).sum()).backward()
+            for optimizer in (second, first) if step % 2 else (first, second):
+                optimizer.step()
+        last = hvd.join()
+        assert last == size - 1
+        return weight.tolist(), table.weight.sum(1).tolist()
+
+
+def test_optimizers_of_ranks_that_have_joined_add_zeros(ranks):
+    found = ranks.run(check_optimizers, world_size=3)
+    assert found[0] == ([0.0] * 3, [0.0] * 5), "a rank that has joined steps no more"
+    assert found[1] == ([-10.0] * 3, [-4.0, -4.0, 0.0, 0.0, 0.0])
+    assert found[2] == ([-16.0] * 3, [-4.0, -4.0, -2.0, -2.0, 0.0])

@@ -276,9 +276,23 @@ def thaws(rank: int) -> None:
         optimizer.step()
 
 
+def adds(rank: int) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
 WEIGHTS = [
-    (weighs(None, weighted="mean"), "rank 1 has no weight in this step ... Give optimizer.weight"),
-    *((weighs(each, weighted="mean"), "rank 1 has no weight in this step") for each in (-1, math.inf, torch.ones(2))),
+    (weighs(None, weighted="mean"), "rank 1 has no weight in this pass ... Give optimizer.weight"),
+    *((weighs(each, weighted="mean"), "rank 1 has no weight in this pass") for each in (-1, math.inf, torch.ones(2))),
     (weighs(3), "ranks weigh equally"),
 ]
 
@@ -307,7 +321,7 @@ def gradient_changed(_: int) -> None:
 
 CHECKED = [
     (in_job(changed, FUSEDCOMM_HOROVOD_CHECK="1"), "rank {rank}: allreduce.weights: tensor 0"),
-    (in_job(gradient_changed, FUSEDCOMM_HOROVOD_CHECK="1"), "rank {rank}: allreduce.weight: tensor 0"),
+    (in_job(gradient_changed, FUSEDCOMM_HOROVOD_CHECK="1"), "rank {rank} of 2: the gradient of weight was changed"),
 ]
 
 # ---- before hvd.init(), and what it reads
@@ -345,13 +359,18 @@ INTERNAL = "HorovodInternalError: fusedcomm:"
 OF_TWO = [
     *after("ValueError:", within_jobs(OPERATIONS + OPTIMIZERS) + SETS + INITS),
     *after("TypeError: fusedcomm.horovod:", within_jobs(COMPRESSIONS)),
-    *after("RuntimeError:", WEIGHTS + CHECKED),
+    *after("RuntimeError:", [*WEIGHTS, CHECKED[0]]),
+    (CHECKED[1][0], f"HorovodInternalError: ... {CHECKED[1][1]}"),
     (
         in_job(lambda _: hvd.reducescatter(FOUR, op=hvd.Max)),
         "HorovodInternalError: reducescatter: ... op=Max is not possible",
     ),
     (in_job(lambda _: setattr(optimizer_of(weighted="mean"), "weight", "3")), "TypeError: ... '3'"),
-    (in_job(thaws), f"{INTERNAL} ... after 1 steps ... after 2 on another"),
+    (
+        in_job(thaws),
+        f"{INTERNAL} the ranks do not train ... bias was True on rank 0 and False on rank 1 ... make a new hvd",
+    ),
+    (in_job(adds), f"{INTERNAL} the ranks do not have the same parameters: ... rank 0 has 2 and rank 1 has 3"),
 ]
 OF_THREE = [
     (SPLITS, "HorovodInternalError: / ValueError: ... splits=[-1, -1, -1] are not possible for 3 rows and 3 ranks"),

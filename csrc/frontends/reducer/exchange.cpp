@@ -47,7 +47,7 @@ void GradReducer::agree_on_order() {
 void GradReducer::send_flags() {
   flags_of_all_ = nullptr;
   if (world_size_ == 1) return;
-  std::vector<int64_t> numbers = {wants_new_order_, taker_ ? taker_->begin() : 0};
+  std::vector<int64_t> numbers = {wants_new_order_, taker_ ? taker_->begin() : num_parameters_, part_ == Part::kZeros};
   numbers.insert(numbers.end(), trained_.words().begin(), trained_.words().end());
   wants_new_order_ = false;
   flags_of_all_ = gather(numbers, "the list of trained parameters");
@@ -58,10 +58,16 @@ void GradReducer::check_flags() {
   const at::Tensor of_all = wait_for_numbers(flags_of_all_);
   flags_of_all_ = nullptr;
   Flags of_rank_0(parameters_.size()), of_rank(parameters_.size());
-  constexpr int64_t kNumBefore = 2;  // numbers that are no flags
+  constexpr int64_t kNumBefore = 3;  // numbers that are no flags
   of_rank_0.assign(of_all[0].const_data_ptr<int64_t>() + kNumBefore);
   for (int64_t rank = 1; rank < world_size_; ++rank) {
-    if (of_all[rank][1].item<int64_t>() != of_all[0][1].item<int64_t>()) give_up(taker_->why_unequal());
+    const int64_t first = of_all[0][1].item<int64_t>(), other = of_all[rank][1].item<int64_t>();
+    if (first != other && taker_) give_up(taker_->why_unequal());
+    if (first != other) {
+      give_up(c10::str("fusedcomm: the ranks do not have the same parameters: in step ", pass_, ", rank 0 has ", first,
+                       " and rank ", rank, " has ", other,
+                       ". Call add_param_group() on every rank, between the same steps"));
+    }
     of_rank.assign(of_all[rank].const_data_ptr<int64_t>() + kNumBefore);
     if (of_rank == of_rank_0) continue;
     size_t index = 0;
@@ -126,7 +132,8 @@ void GradReducer::wait(const FuturePtr& future) {
       lock.unlock();
       if (!membership_) problem_.note_pass(rank_, pass_);
       // Members go on without a rank that has a problem.
-      const std::string problem = membership_ ? "" : problem_.read();
+      std::string problem = membership_ ? "" : problem_.read();
+      if (problem.empty() && options_.steps) problem = options_.steps->failure_of_job();
       if (!problem.empty()) give_up(problem);
       lock.lock();
     }

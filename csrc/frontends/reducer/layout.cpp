@@ -13,7 +13,7 @@ Buckets cut(const std::vector<Piece>& pieces, const std::vector<size_t>& order, 
     int64_t cap = 0;
     size_t last_position = 0;
   };
-  std::map<c10::ScalarType, Open> open;
+  std::map<std::pair<int64_t, c10::ScalarType>, Open> open;    // by group and dtype
   std::vector<std::pair<size_t, std::vector<size_t>>> closed;  // with the position of the last member in the order
   for (size_t position = 0; position < order.size(); ++position) {
     const Piece& piece = pieces[order[position]];
@@ -21,15 +21,15 @@ Buckets cut(const std::vector<Piece>& pieces, const std::vector<size_t>& order, 
       closed.push_back({position, {order[position]}});
       continue;
     }
-    Open& bucket = open.try_emplace(piece.dtype, Open{{}, 0, caps.first_nbytes, 0}).first->second;
+    Open& bucket = open.try_emplace({piece.group, piece.dtype}, Open{{}, 0, caps.first_nbytes, 0}).first->second;
     bucket.members.push_back(order[position]);
     bucket.nbytes += piece.nbytes;
     bucket.last_position = position;
-    if (bucket.nbytes < bucket.cap) continue;
+    if (piece.group >= 0 || bucket.nbytes < bucket.cap) continue;
     closed.emplace_back(position, std::move(bucket.members));
     bucket = {{}, 0, caps.nbytes, 0};
   }
-  for (auto& [dtype, bucket] : open) {
+  for (auto& [key, bucket] : open) {
     if (!bucket.members.empty()) closed.emplace_back(bucket.last_position, std::move(bucket.members));
   }
   std::sort(closed.begin(), closed.end());

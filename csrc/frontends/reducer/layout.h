@@ -14,6 +14,7 @@ struct Piece {
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t nbytes = 0;
   bool is_sparse = false;  // its gradient is a sparse tensor, which has a bucket of its own
+  int64_t group = -1;      // those of a group share a bucket for each dtype, of any size; -1: no group
 };
 
 struct BucketCaps {

@@ -61,10 +61,14 @@ GradReducer::GradReducer(std::shared_ptr<Synchronizer> synchronizer, std::vector
       options_(options),
       say_(std::move(say)),
       is_accelerated_(!parameters_.empty() && !parameters_.front().tensor.is_cpu()),
-      rank_(synchronizer->engine().rank()),
-      world_size_(synchronizer->engine().world_size()),
+      rank_(synchronizer ? synchronizer->engine().rank() : 0),
+      world_size_(synchronizer ? synchronizer->engine().world_size() : 1),
       synchronizer_(std::move(synchronizer)),
       problem_(std::move(store)),
+      every_(options.every),
+      num_parameters_(static_cast<int64_t>(parameters_.size())),
+      passes_left_(parameters_.size(), options.every),
+      kinds_(parameters_.size(), 0),
       caps_(options.caps),
       order_(counted(parameters_.size())),
       trained_(parameters_.size()),
@@ -86,6 +90,7 @@ void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
   const at::Tensor& parameter = parameters_[index].tensor;
   // autograd adds nothing to the gradient of a parameter that has been frozen since the forward pass.
   if (!accumulators_ || !parameter.requires_grad()) return;
+  if (options_.steps) return on_gradient_of_step(lock, index, added);
   if (parameter.grad().defined()) used_.set(index);
   if (!is_synchronizing()) {
     if (!refuses_local_passes_) return;
@@ -111,6 +116,11 @@ void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
                   "in two checkpoints: use torch.utils.checkpoint.checkpoint(…, use_reentrant=False). Or the backward "
                   "pass before this one left out parameters within a reentrant checkpoint"));
   }
+  arrive(index, added);
+}
+
+void GradReducer::arrive(size_t index, const at::Tensor& added) {
+  const size_t bucket = bucket_of_[index];
   has_arrived_[index] = true;
   arrival_.push_back(index);
   if (--num_missing_[bucket] == 0 && bucket == under_way_.size()) hand_over_complete(added);
@@ -197,13 +207,19 @@ void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-void GradReducer::begin_pass() {
+void GradReducer::begin_pass(Part part) {
+  part_ = part;
   num_added_ = 0;
   Flags trained = look_at_parameters();
   check_flags();
   if (must_agree_on_order_) {
     agree_on_order();
     buckets_.clear();
+  }
+  if (options_.steps) {
+    trained.add(trained_.words().data());
+    for (const size_t index : ready_) trained.set(index);
+    if (holds_) learn_sparse();
   }
   if (buckets_.empty() || trained != trained_) {
     if (taker_ && !buckets_.empty()) refuse_other_parameters(trained);
@@ -262,9 +278,10 @@ std::string GradReducer::lost_text() const {
 
 Buckets GradReducer::cut_for(const std::vector<size_t>& order, const Flags& trained) const {
   std::vector<Piece> pieces;
-  for (const Parameter& parameter : parameters_) {
-    const at::Tensor& tensor = parameter.tensor;
-    pieces.push_back({tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), parameter.is_sparse});
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    const int64_t group = group_of_.empty() ? -1 : group_of_[i];
+    pieces.push_back({tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), sends_sparse(i), group});
   }
   std::vector<size_t> members;
   std::copy_if(order.begin(), order.end(), std::back_inserter(members), [&](size_t i) { return trained[i]; });
@@ -320,7 +337,11 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
       gradients = std::make_shared<const Gradients>(std::move(tensors));
     }
     const bool is_last = bucket + 1 == buckets_.size();
-    under_way.future = synchronizer_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
+    OfPass of_pass;
+    of_pass.is_shadow = part_ == Part::kZeros;
+    of_pass.factor = options_.steps && options_.steps->sums ? world_size_ : 1;
+    under_way.future =
+        synchronizer_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients), std::move(of_pass)));
   } catch (const std::exception& error) {
     fail(c10::str(rank_text(), "the hand-over of bucket ", bucket, " failed: ", error_text(error)));
   }
@@ -330,7 +351,7 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
 BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
   const Parameter& parameter = parameters_[index];
   const at::Tensor& gradient = parameter.tensor.grad();
-  if (gradient.defined() && gradient.is_sparse() && !parameter.is_sparse) {
+  if (gradient.defined() && gradient.is_sparse() && !parameter.is_sparse && !options_.steps) {
     fail(c10::str(rank_text(), "the gradient of ", parameter.name,
                   " is sparse. Only an Embedding or EmbeddingBag with sparse=True may have sparse gradients, and the "
                   "GradReducer must be given the module, not its parameters, to know it"));
@@ -339,16 +360,18 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
     fail(c10::str(rank_text(), "the gradient of ", parameter.name, " is ", gradient.scalar_type(),
                   " and the parameter is ", parameter.tensor.scalar_type(), ": they must have the same dtype"));
   }
+  if (part_ == Part::kZeros) return zero_gradient(parameter.tensor, sends_sparse(index) ? sparse_dims(index) : 0);
   // If no rank has used it, its gradient stays as it was.
-  const bool is_kept = !has_arrived_[index];
-  BucketGradient of_bucket = bucket_gradient(parameter.tensor, parameter.is_sparse, is_kept, added);
+  const bool is_kept = !options_.steps && !has_arrived_[index];
+  BucketGradient of_bucket =
+      bucket_gradient(parameter.tensor, sends_sparse(index) ? sparse_dims(index) : 0, is_kept, added);
   num_copied_ += of_bucket.is_copy && !of_bucket.tensor.is_sparse();
   return of_bucket;
 }
 
 void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   membership_ ? wait_for_members(lock) : wait_for_pass();
-  if (!taker_) write_back_all();
+  if (!taker_ && part_ == Part::kGradients) write_back_all();
   if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
   const std::vector<size_t> used = taker_ ? parameters_used() : std::vector<size_t>();
@@ -369,11 +392,13 @@ void GradReducer::write_back_all() {
     for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
       const size_t index = buckets_[bucket][i];
       const BucketGradient& gradient = under_way.gradients[i];
+      if (options_.steps && options_.steps->checks_changes) check_unchanged(index, gradient);
       if (!gradient.is_copy) {
         mark_written(parameters_[index].tensor);
       } else if (!options_.find_unused || used_[index]) {
         const bool is_sparse = gradient.tensor.is_sparse();
-        write_back(parameters_[index].tensor, is_sparse ? under_way.future->value().toTensor() : gradient.tensor);
+        write_back(parameters_[index].tensor, is_sparse ? under_way.future->value().toTensor() : gradient.tensor,
+                   sparse_dims(index));
       }
     }
   }

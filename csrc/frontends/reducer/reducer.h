@@ -16,6 +16,8 @@
 // With every > 1, the passes before each every-th one add up gradients on the rank. Passes that turn() switches off do
 // not count.
 //
+// A pass may also be an optimizer's step, which ends with end_step() and not with a backward pass; see Steps.
+//
 // A rank that cannot go on publishes why (problem.h), and every rank raises that text from backward().
 #pragma once
 
@@ -63,6 +65,25 @@ struct Taker {
   std::function<void(const std::vector<size_t>& used)> end;
 };
 
+// How a reducer works whose passes are an optimizer's steps. A step may have several backward passes. A gradient has
+// arrived when `every` of them have brought it, and end_step() takes the others as they are then, zeros where there are
+// none. A parameter that has been trained stays in the buckets when it is frozen.
+//
+// The reducer needs no ranks before its first end_step(): gradients are held until then. They are also held in a step
+// in which it is not known which of them are sparse.
+struct Steps {
+  bool sums = false;         // whether gradients become sums of the ranks'; otherwise means
+  bool sends_dense = false;  // whether sparse gradients are summed as dense ones
+  // Whether a gradient that is changed between its hand-over and end_step() is an error.
+  bool checks_changes = false;
+  // Throws what a backward pass shall throw: `failure` says why this reducer has failed; empty: a gradient has come too
+  // often. Called without locks.
+  std::function<void(const std::string& failure)> refuse;
+  // Why this rank's job has failed; empty if it has not. A step's first gradient and long waits ask it, with the
+  // reducer's lock.
+  std::function<std::string()> failure_of_job;
+};
+
 class GradReducer : public std::enable_shared_from_this<GradReducer> {
  public:
   struct Parameter {
@@ -73,13 +94,15 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   struct Options {
     BucketCaps caps;
     bool find_unused = false;
-    int64_t every = 1;  // of so many backward passes, the last is synchronized
+    int64_t every = 1;                          // of so many backward passes, the last is synchronized
+    std::optional<Steps> steps = std::nullopt;  // none: a pass is a backward pass
   };
   // Takes warnings for the user. Called without locks, and only if there are any.
   using Say = std::function<void(const std::vector<std::string>&)>;
 
   // `parameters`: in the order in which gradients are expected to arrive, the same on every rank. `store`: has a prefix
-  // that only the ranks of this reducer use. Something else may synchronize none of the parameters.
+  // that only the ranks of this reducer use. Something else may synchronize none of the parameters. With Steps
+  // `synchronizer` and `store` may be null until set_ranks().
   static std::shared_ptr<GradReducer> make(std::shared_ptr<Synchronizer> synchronizer,
                                            std::vector<Parameter> parameters, const Options& options, StorePtr store,
                                            Say say);
@@ -128,6 +151,25 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Gradients that have been copied so far; see gradient.h.
   int64_t num_copied() const;
 
+  // The functions below need Steps.
+  //
+  // Ends the step: all gradients become means or sums. An accelerator's stream waits for them, a CPU's caller. Every
+  // rank calls it after the same steps. Throws as a backward pass without Steps.
+  void end_step();
+  // Takes part in a step of the other ranks with zeros, and changes no gradient. Returns false, without a step, if
+  // every rank has called this one.
+  bool end_step_without_gradients();
+  // Call it between steps, on every rank, before parameters are added: fails if another rank has another number.
+  void agree_on_number(int64_t num_parameters);
+  // Whether a gradient has arrived in this step.
+  bool has_begun_step() const;
+  // From now on `every` backward passes are added up, also for gradients of this step that have not arrived.
+  void set_every(int64_t every);
+  // Parameters of one group, by their numbers in `group_of`, are in one bucket for each dtype; -1: in any.
+  void set_groups(std::vector<int64_t> group_of);
+  // Forgets the step, the ranks and what they have agreed. Gradients are held until set_ranks() and end_step().
+  void leave_ranks();
+
  private:
   // A pass has failed that may still be finished with other ranks.
   struct Interrupted : std::runtime_error {
@@ -153,7 +195,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
               StorePtr store, Say say);
   void add_hooks();
 
+  // What a rank has in a pass.
+  enum class Part { kGradients, kZeros };
+
   void on_gradient(size_t index, const at::Tensor& added);
+  void on_gradient_of_step(std::unique_lock<std::mutex>& lock, size_t index, const at::Tensor& added);
+  void take_gradient_of_step(std::unique_lock<std::mutex>& lock, size_t index, const at::Tensor& added);
   // Call these at the end of a task that has brought gradients of a pass.
   void on_task_end(int64_t pass);
   void on_task_lost(int64_t pass);
@@ -172,7 +219,21 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool only_adds_up(size_t index);
   // Releases the lock during the calls.
   void call_before_pass(std::unique_lock<std::mutex>& lock);
-  void begin_pass();
+  void begin_pass(Part part = Part::kGradients);
+  // Notes that the gradient of a parameter has arrived, and hands over the buckets that are complete with it.
+  void arrive(size_t index, const at::Tensor& added);
+  // Hands over what is left of the step, and waits.
+  void end_pass_of_step(std::unique_lock<std::mutex>& lock);
+  void begin_step();
+  // Fails if the gradient has been changed since it was handed over.
+  void check_unchanged(size_t index, const BucketGradient& gradient);
+  // Learns from all ranks which gradients are sparse.
+  void learn_sparse();
+  // Of the gradients of a parameter; 0: they are dense, or not known.
+  int64_t sparse_dims(size_t index) const;
+  bool sends_sparse(size_t index) const {
+    return sparse_dims(index) != 0 && !(options_.steps && options_.steps->sends_dense);
+  }
   Flags trained_now() const;
   // The parameters that require gradients now. Fails if something else synchronizes one of them.
   Flags look_at_parameters();
@@ -203,6 +264,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void hand_over_again(Synchronizer& from);
   // Sends the other ranks what they need to know before the buckets of a pass.
   void send_flags();
+  // Whether no rank has gradients in this pass. Waits for their flags.
+  bool all_are_without_gradients();
   // Hands warnings to the user. Unlocks `lock`.
   void say_notices(std::unique_lock<std::mutex>& lock);
   // Reads what all ranks have sent at the beginning of the pass, if that has not been read. Fails if they do not train
@@ -246,6 +309,16 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<int> synchronized_tasks_;  // of autograd's engine, from synchronize_task() until they end
   std::string failure_;                  // empty until fail()
   int64_t num_copied_ = 0;
+
+  // The step; see Steps.
+  int64_t every_;
+  bool holds_ = true;  // whether gradients are handed over by end_step() alone
+  Part part_ = Part::kGradients;
+  int64_t num_parameters_;            // as the other ranks are told
+  std::vector<int64_t> passes_left_;  // by parameter: in which its gradient must still come
+  std::vector<size_t> ready_;         // the parameters whose gradients have arrived, in that order
+  std::vector<int64_t> kinds_;        // by parameter: kUnknown, kDense, or kDense + the number of sparse dimensions
+  std::vector<int64_t> group_of_;     // empty: no groups
 
   // The buckets, and what they are cut for.
   BucketCaps caps_;
