@@ -102,19 +102,20 @@ def members_table() -> str:
 
 
 def scale_table() -> str:
-    """At the most ranks that were measured, and by the line through the last two sizes at MANY_RANKS."""
+    """With as many ranks as all ways were measured with; connections also on a line through the sizes at MANY_RANKS."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     for row in load("scale.json")["rows"]:
         if row["case"].endswith(" ranks") and row["impl"] not in ("torch DDP", "reducer"):  # nothing, and as ddp
             found.setdefault(row["impl"], {})[int(row["case"].split()[0])] = row["figures"]
+    few, most = sorted(set.intersection(*map(set, found.values())))[-2:]
     body = []
     for way, by_size in found.items():
-        (few, a), (most, b) = sorted(by_size.items())[-2:]
-        slope = {name: (b[name] - a[name]) / (most - few) for name in b}
-        many = {name: b[name] + slope[name] * (MANY_RANKS - most) for name in b}
-        cells = [f"{b['attach_s']:.1f}", f"{b['threads']:.0f}", f"{b['mib']:.0f}"]
-        body.append([way, *cells, *(f"{b[name]:.0f}; {many[name]:.0f}" for name in ("sockets", "idle_nbytes_s"))])
-    return markdown([f"{most}; {MANY_RANKS} ranks", "attach, s", "threads", "MiB", "sockets", "idle, B/s"], body)
+        a, b = by_size[few], by_size[most]
+        many = b["sockets"] + (b["sockets"] - a["sockets"]) / (most - few) * (MANY_RANKS - most)
+        cells = [f"{b['attach_s']:.1f}", f"{b['threads']:.0f}", f"{b['mib']:.0f}", f"{b['idle_nbytes_s']:.0f}"]
+        body.append([way, *cells, f"{b['sockets']:.0f}", f"{many:.0f}"])
+    heads = [f"{most} ranks", "attach, s", "threads", "MiB", "idle, B/s", "sockets", f"of {MANY_RANKS} ranks"]
+    return markdown(heads, body)
 
 
 def gpu_kernels_table() -> str:
