@@ -83,7 +83,7 @@ void bind_reducer(pybind11::module_& m) {
       .def("agree_on_number", &GradReducer::agree_on_number, py::arg("num_parameters"), NoGil())
       .def_property_readonly("has_begun_step", py::cpp_function(&GradReducer::has_begun_step, NoGil()))
       .def("set_every", &GradReducer::set_every, py::arg("every"), NoGil())
-      .def("set_groups", &GradReducer::set_groups, py::arg("group_of"), NoGil())
+      .def("set_layout", &GradReducer::set_layout, py::kw_only(), py::arg("group_of"), py::arg("order"), NoGil())
       .def("leave_ranks", &GradReducer::leave_ranks, NoGil())
       .def_property_readonly("num_copied", py::cpp_function(&GradReducer::num_copied, NoGil()));
   m.def("synchronized_by", &synchronized_by, py::arg("parameter"));

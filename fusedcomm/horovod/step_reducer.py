@@ -114,7 +114,8 @@ class StepReducer:
         # Two threads may open two of them at once; see join_all().
         names = zlib.crc32(json.dumps([p.name for p in self._parameters]).encode())
         group = group_for(found, self._set, device, f"optimizers/{names}")
-        groups = self._groups_of_all(group)
+        of_first = self._order_of_first(group)
+        groups = self._groups_of_all(of_first)
         agreed = {
             "op": "Sum" if self._options.is_sum else "Average",
             "groups": groups,
@@ -133,15 +134,24 @@ class StepReducer:
         except RuntimeError as error:
             raise HorovodInternalError(str(error)) from error
         number_of = {name: i for i, names in enumerate(groups) for name in names}
-        self.native.set_groups([number_of.get(p.name, -1) for p in self._parameters])
+        place_of = {name: i for i, name in enumerate(of_first)}
+        # Gradients arrive from the model's end to its beginning.
+        order = sorted(range(len(self._parameters)), key=lambda i: -place_of[self._parameters[i].name])
+        self.native.set_layout(group_of=[number_of.get(p.name, -1) for p in self._parameters], order=order)
         self.native.set_ranks(session.synchronizer, session.store("optimizer"))
         self.session, self._world = session, found
         if self.weight is not None:
             give(session.weights, self.weight)
 
-    def _groups_of_all(self, group: OwnGroup) -> list[list[str]]:
-        """The groups by names. A number of groups divides the parameters in the order that they have on the set's first
-        rank."""
+    def _order_of_first(self, group: OwnGroup) -> list[str]:
+        """The names in the order of the set's first rank."""
+        key = f"order/{group.store.add(f'orders/{group.rank()}', 1)}"
+        if group.rank() == 0:
+            group.store.set(key, json.dumps(self._in_order))
+        return json.loads(group.store.get(key))
+
+    def _groups_of_all(self, order: list[str]) -> list[list[str]]:
+        """The groups by names. A number of groups divides the parameters in this order."""
         groups = self._options.groups
         if groups is None:
             return []
@@ -150,10 +160,7 @@ class StepReducer:
             named = [sorted(name_of[id(each)] for each in members if id(each) in name_of) for members in groups]
             return [names for names in named if names]
         trained = {p.name for p in self._parameters if p.tensor.requires_grad}
-        key = f"order/{group.store.add(f'orders/{group.rank()}', 1)}"
-        if group.rank() == 0:
-            group.store.set(key, json.dumps([name for name in self._in_order if name in trained]))
-        return [part for part in split_list(json.loads(group.store.get(key)), groups) if part]
+        return [part for part in split_list([name for name in order if name in trained], groups) if part]
 
     def end_step(self) -> None:
         """Ends the step; see reducer.h. Opens, if the ranks are not connected.

@@ -196,6 +196,7 @@ def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path)
     assert states(document) == {"hooks": "ok", "kernels-ragged": "cut off", "kernels": "ok"}
 
 
+@pytest.mark.check
 def test_goes_on_after_failures_and_hangs(bench_modules, monkeypatch, tmp_path):
     import _gpu
 

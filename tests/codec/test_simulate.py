@@ -180,7 +180,7 @@ X = torch.ones(5000)
             r"config=8 is not possible: use a wire's name \('fp32', .*fusedcomm.Config\(…\)",
         ),
         ([X, X], {"exempt_mask": X}, ValueError, "exempt_mask is torch.float32 of shape"),
-        ([X, X], {"exempt_mask": X[:7] > 0}, ValueError, r"the gradients' shape \(5000,\)"),
+        ([X, X], {"exempt_mask": X[:7] > 0}, ValueError, r"shape \(7,\) on cpu: use torch.bool of shape \(5000,\)"),
         ([X, X], {"exempt_mask": [True]}, TypeError, "exempt_mask must be a tensor or None, not list"),
         ([X, X], {"config": Config(sum="direct"), "exempt_mask": X > 0}, ValueError, "cannot carry exempt"),
     ],

@@ -214,6 +214,7 @@ def check_trainings(rank: int, size: int) -> dict[tuple[str, str], list[str]]:
     return wrong
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("size", few([1, 2, 3, 4], 1, 2, 3))
 def test_it_trains_as_one_process_with_all_gradients(ranks, size):
     assert ranks.run(check_trainings, world_size=size) == [{}] * size

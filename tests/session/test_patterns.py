@@ -177,7 +177,7 @@ MATCHES_NONE = "matches none of the 27 parameters"
         (
             LanguageModel(),
             {"*.weight": "fp16", "lm_head.*": "bf16"},
-            ["'lm_head.*' has no effect: all 1 ", "'embed_tokens.weight' matches"],
+            ["'lm_head.*' has no effect: all 1 ", "as 'embed_tokens.weight' the "],
         ),
         (deep(), {"lm_haed.*": "fp32"}, [MATCHES_NONE, f"the closest names are '{HEAD}' (tied to '{EMBED}'), "]),
         (deep(), {"Embed_Token*": "bf16"}, [MATCHES_NONE, f"the closest names are '{EMBED}' (tied to '{HEAD}'), "]),

@@ -152,9 +152,10 @@ void GradReducer::set_every(int64_t every) {
   for (const size_t index : ready_) passes_left_[index] = 0;
 }
 
-void GradReducer::set_groups(std::vector<int64_t> group_of) {
+void GradReducer::set_layout(std::vector<int64_t> group_of, const std::vector<int64_t>& order) {
   std::lock_guard<std::mutex> lock(mutex_);
   group_of_ = std::move(group_of);
+  order_.assign(order.begin(), order.end());
   buckets_.clear();
 }
 
