@@ -165,8 +165,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool has_begun_step() const;
   // From now on `every` backward passes are added up, also for gradients of this step that have not arrived.
   void set_every(int64_t every);
-  // Parameters of one group, by their numbers in `group_of`, are in one bucket for each dtype; -1: in any. order: of the
-  // parameters in the first step. Every rank has the same.
+  // Parameters of one group, by their numbers in `group_of`, are in one bucket for each dtype; -1: in any. order: of
+  // the parameters in the first step. Every rank has the same.
   void set_layout(std::vector<int64_t> group_of, const std::vector<int64_t>& order);
   // Forgets the step, the ranks and what they have agreed. Gradients are held until set_ranks() and end_step().
   void leave_ranks();
