@@ -11,6 +11,7 @@ from multiprocessing import resource_tracker
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import fusedcomm.native  # noqa: F401  a missing extension is said here, not by each rank
 from fusedcomm.ranks.own_group import served_store
 
 REPORTED = 2
