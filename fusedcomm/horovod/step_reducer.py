@@ -8,7 +8,7 @@ import json
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ _OF_THE_REDUCER = (
 _NO_TIMEOUT = datetime.timedelta(days=365)
 """A slow rank is no error: watches report stalls, and notice lost ranks."""
 _living: "weakref.WeakSet[StepReducer]" = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,9 @@ class StepReducer:
                 failure_of_job=_failure_of_job,
             ),
         )
+        # Two threads may open two of them at once; see join_all().
+        self.purpose = f"optimizers/{zlib.crc32(json.dumps([p.name for p in self._parameters]).encode())}"
+        self.number = next(_numbers)
         self.session: Session | None = None
         self.weight: float | None = None  # of this rank, also with other ranks
         self._world: World | None = None
@@ -111,9 +115,7 @@ class StepReducer:
             return
         self.leave("the job has other ranks")
         device = next((p.tensor.device for p in self._parameters), torch.device("cpu"))
-        # Two threads may open two of them at once; see join_all().
-        names = zlib.crc32(json.dumps([p.name for p in self._parameters]).encode())
-        group = group_for(found, self._set, device, f"optimizers/{names}")
+        group = group_for(found, self._set, device, self.purpose)
         of_first = self._order_of_first(group)
         groups = self._groups_of_all(of_first)
         agreed = {
@@ -238,19 +240,35 @@ def join_all() -> None:
     """Takes part in the steps of every optimizer until all ranks have called this. Raises the first error."""
     errors: list[Exception] = []
 
-    def join(each: StepReducer) -> None:
+    def run(functions: Sequence[Callable[[], None]]) -> None:
+        threads = [threading.Thread(target=function, daemon=True) for function in functions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def join(alike: list[StepReducer]) -> None:
+        """Those of one purpose connect in the order in which they were made, as they do where they step."""
+        try:
+            alike[0].open()
+            rest = [lambda: join(alike[1:])] if alike[1:] else []
+            run([lambda: joined(alike[0]), *rest])
+        except Exception as error:
+            errors.append(error)
+
+    def joined(each: StepReducer) -> None:
         try:
             each.join()
         except Exception as error:
             errors.append(error)
 
     gc.collect()  # an optimizer that nothing refers to may be gone on another rank
+    of_purpose: dict[str, list[StepReducer]] = {}
+    for each in sorted(_living, key=lambda each: each.number):
+        if each.native.is_on:
+            of_purpose.setdefault(each.purpose, []).append(each)
     # Other ranks may step with any of them next.
-    threads = [threading.Thread(target=join, args=(each,), daemon=True) for each in _living if each.native.is_on]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run([lambda alike=alike: join(alike) for alike in of_purpose.values()])
     if errors:
         raise errors[0]
 
