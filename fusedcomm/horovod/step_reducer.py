@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -268,7 +269,7 @@ def join_all() -> None:
         if each.native.is_on:
             of_purpose.setdefault(each.purpose, []).append(each)
     # Other ranks may step with any of them next.
-    run([lambda alike=alike: join(alike) for alike in of_purpose.values()])
+    run([functools.partial(join, alike) for alike in of_purpose.values()])
     if errors:
         raise errors[0]
 
