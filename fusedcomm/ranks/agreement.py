@@ -112,7 +112,7 @@ def _verdict(peers: Peers, store: BoundedStore, record: dict) -> Verdict:
             f"fusedcomm: rank {peers.rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
             f"{_WHAT}: attach must be called on every rank of the process group"
         )
-    return Verdict(**json.loads(store.get("verdict")))
+    return Verdict(**json.loads(peers.call(lambda: store.get("verdict"), _WHAT)))
 
 
 def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watched: bool = False) -> list[object]:
