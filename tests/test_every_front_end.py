@@ -11,10 +11,11 @@ import pytest
 import torch
 from checkpoints import file_of, read
 from front_ends import FRONT_ENDS, end
-from models import Gradients, integers, mean_of_integers, refusal
+from models import Gradients, integers, mean_of_integers, reducer_of, refusal
 from sampling import few
 from scripts import ROOT
 
+import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.simulation import simulate
@@ -183,6 +184,65 @@ def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, nam
     for ours, theirs in zip(ranks_on_streams.run(on_device, name, on_streams.DEVICE), on_cpu, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
+
+
+def reduced(rank, name, config):
+    forward, comm = FRONT_ENDS[name].make(model(), config)
+    if config.weighted:
+        comm.weight = rank + 1
+    return forward, None
+
+
+def with_owners(rank, name, config):
+    reducer = reducer_of(trained := model(), config)
+    return trained, fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, trained.parameters(), lr=0.1, quiet=True)
+
+
+def with_merges(rank, name, config):
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    trained.comm = fusedcomm.LocalSteps(trained, optimizer, 3, delay=2, config=config, quiet=True)
+    return trained, optimizer
+
+
+def with_horovods_optimizer(rank, name, config):
+    hvd.init()
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    return trained, hvd.DistributedOptimizer(optimizer, trained.named_parameters())
+
+
+STEPPING = {
+    **{name: (reduced, name, config) for name, config in ON_STREAMS.items()},
+    "GradReducer": (reduced, "reducer", Config("bf16", weighted="mean")),
+    "ShardedOptimizer": (with_owners, "", Config("fp32", sum="two-shot")),
+    "LocalSteps": (with_merges, "", Config("bf16", sum="two-shot")),
+    "Horovod": (with_horovods_optimizer, "", None),
+}
+
+
+def waits_of_steps(rank, world_size, name, device):
+    """How often each of ten steps has waited for the device, whose work before it has ended."""
+    make, front_end, config = STEPPING[name]
+    found = []
+    with torch.device(device):
+        forward, optimizer = make(rank, front_end, config)
+        optimizer = optimizer or torch.optim.SGD(forward.parameters(), lr=0.1)
+        own = gradients(rank)
+        for _ in range(10):
+            before = on_streams.waits()
+            optimizer.zero_grad()
+            forward(own).backward()
+            optimizer.step()
+            found.append(on_streams.waits() - before)
+            torch.accelerator.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("name", STEPPING)
+def test_a_steady_step_does_not_wait_for_an_accelerator(ranks_on_streams, name):
+    for waits in ranks_on_streams.run(waits_of_steps, name, on_streams.DEVICE):
+        assert waits[4:] == [0] * 6, waits
 
 
 # --- inference mode -------------------------------------------------------------------------------------------------

@@ -53,9 +53,16 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
         devices=[DEVICE],
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
+    torch_groups.own_nccl = _own_backend
     session.Session._path = lambda of, two_levels=None: _Path()
     library.sim_count()
     _libraries.append(library)
+
+
+def _own_backend(store, name, rank, size, timeout, device, is_supervised=True):
+    """As torch_groups.own_nccl()."""
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+    return _libraries[0].sim_backend(gloo)
 
 
 class _Path:
@@ -73,7 +80,7 @@ def _free_memory(rank: int, world_size: int) -> None:
 
 
 def waits() -> int:
-    """How often this rank's main thread has waited for the device."""
+    """How often this rank has waited for the device, on any thread."""
     return _libraries[0].sim_waits()
 
 

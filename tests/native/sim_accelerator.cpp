@@ -75,6 +75,7 @@ thread_local bool t_count_calls = false, t_count_queries = false;
 
 std::atomic<uint64_t> seed{1};
 std::atomic<int64_t> num_resets{0};
+std::atomic<bool> counts_all_waits{false};
 
 // What this thread has waited for: all work that it enqueues later is ordered after that.
 Clock& host_clock(DeviceState& device) {
@@ -102,7 +103,7 @@ void check_fault(DeviceState& device) {
 }
 
 void count(DeviceState& device, int64_t Calls::* kind) {
-  if (!t_count_calls) return;
+  if (!t_count_calls && !(counts_all_waits && kind == &Calls::waited_on_host)) return;
   std::lock_guard<std::mutex> lock(device.calls_mutex);
   ++(device.calls.*kind);
 }
@@ -361,6 +362,7 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
 }
 
 void set_seed(uint64_t number) { seed = number; }
+void count_waits_of_all_threads() { counts_all_waits = true; }
 
 std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
   auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));

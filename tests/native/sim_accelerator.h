@@ -41,6 +41,10 @@ c10::Stream current_stream(int index);
 c10::Stream stream_of(void* handle);
 // Waits on the host. If it `counts`, this thread's later work is ordered after what the stream has been given so far.
 void synchronize(const c10::Stream& stream, bool counts);
+// Makes it torch's accelerator, as pinned memory and Python's streams need. Call it once.
+void become_torchs_accelerator();
+// From now on waits of all threads count, autograd's among them, and not only those of threads with CountCalls.
+void count_waits_of_all_threads();
 
 // Enqueues `work`, as a kernel launch does. An exception from `work` is a fault of the device: the device does no more
 // work, and every later call that uses its streams or events throws.
