@@ -88,8 +88,9 @@ void GradReducer::wait_for_pass() {
     used_of_all = gather(used_.words(), "the list of used parameters");
   }
   if (!is_accelerated_) check_flags();  // on an accelerator the next pass reads them, which have arrived by then
-  for (const UnderWay& bucket : under_way_) {
+  for (UnderWay& bucket : under_way_) {
     if (bucket.future) wait(bucket.future);
+    bucket.used_by = nullptr;
   }
   if (used_of_all && needs_used_of_all()) {
     const at::Tensor& words = wait_for_numbers(used_of_all);

@@ -181,10 +181,17 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Tells when a task of autograd's engine, a call of backward(), ends or is given up.
   class TaskEnd;
 
-  // A bucket that has been handed over.
+  // A bucket that has been handed over. It keeps the gradients while the device may use them.
   struct UnderWay {
+    UnderWay() = default;
+    UnderWay(UnderWay&&) = default;
+    UnderWay& operator=(UnderWay&&) = default;
+    // After an error nobody has waited: tells the allocator which streams may still use the gradients.
+    ~UnderWay();
+
     FuturePtr future;
     std::vector<BucketGradient> gradients;  // in the order of the bucket's parameters
+    std::shared_ptr<Device> used_by;        // null on a CPU, and once the current stream waits for the future
   };
 
   struct Observation {
