@@ -3,6 +3,8 @@ inference mode, calls nothing of torch by a deprecated name, and a copy of its h
 
 import ast
 import copy
+import ctypes
+import gc
 import re
 import warnings
 
@@ -243,6 +245,89 @@ def waits_of_steps(rank, world_size, name, device):
 def test_a_steady_step_does_not_wait_for_an_accelerator(ranks_on_streams, name):
     for waits in ranks_on_streams.run(waits_of_steps, name, on_streams.DEVICE):
         assert waits[4:] == [0] * 6, waits
+
+
+def communicators_of_merges(rank, world_size, device):
+    with torch.device(device):
+        before = len(on_streams.own_backends)
+        forward, optimizer = with_merges(rank, "", Config("bf16", sum="two-shot"))
+        forward.comm.finish()
+        torch.accelerator.synchronize()
+    return on_streams.own_backends[before:]
+
+
+def test_merges_have_a_communicator_of_their_own(ranks_on_streams):
+    """A merge over a slow line would block every collective of the user's."""
+    assert ranks_on_streams.run(communicators_of_merges, on_streams.DEVICE) == [["own"], ["own"]]
+
+
+MANY = [(30 + i,) for i in range(40)]
+
+
+def events_of_steps(rank, world_size, name, device):
+    """The events of torch's allocator in each of ten steps, whose gradients are all new."""
+    found = []
+    with torch.device(device):
+        forward, comm = FRONT_ENDS[name].make(Gradients(*MANY), "fp32")
+        own = [torch.ones(shape, dtype=torch.float32) for shape in MANY]
+        for _ in range(10):
+            before = on_streams.allocators_events()
+            forward.zero_grad()
+            forward(own).backward()
+            torch.accelerator.synchronize()
+            found.append(on_streams.allocators_events() - before)
+    return found
+
+
+@pytest.mark.parametrize("name", ["reducer", "DataParallel"])
+def test_the_allocator_needs_no_events_for_gradients(ranks_on_streams, name):
+    """It needs one a stream for the tables of a bucket that lies in a third place."""
+    for events in ranks_on_streams.run(events_of_steps, name, on_streams.DEVICE):
+        assert max(events[4:]) <= 3, events
+
+
+def heap_nbytes() -> int:
+    """Bytes that this process has from malloc()."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [(f"field {i}", ctypes.c_size_t) for i in range(10)]
+
+    find = ctypes.CDLL(None).mallinfo2
+    find.restype = Info
+    gc.collect()
+    info = find()
+    return getattr(info, "field 4") + getattr(info, "field 7")
+
+
+def memory_over_steps(rank, world_size, name, device, num_steps):
+    """What this rank has after a half of the steps and after all: blocks of the device's memory, or bytes. In every
+    step gradients lie elsewhere."""
+    make, front_end, config = STEPPING[name]
+    found = []
+    with torch.device(device):
+        forward, optimizer = make(rank, front_end, config)
+        optimizer = optimizer or torch.optim.SGD(forward.parameters(), lr=0.1)
+        own, last = gradients(rank), []
+        for step in range(1, num_steps + 1):
+            optimizer.zero_grad()
+            forward(own).backward()
+            optimizer.step()
+            last = [last[-1:], [p.grad for p in forward.parameters()]]
+            if step in (num_steps // 2, num_steps):
+                found.append(heap_nbytes() if device == "cpu" else on_streams.num_blocks())
+        del last
+        if device != "cpu":
+            torch.accelerator.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("num_steps", few([60, 1000], 60))
+@pytest.mark.parametrize("name", STEPPING)
+def test_nothing_grows_while_gradients_move(ranks_on_streams, ranks, name, num_steps):
+    for half, whole in ranks_on_streams.run(memory_over_steps, name, on_streams.DEVICE, num_steps):
+        assert whole <= half + 2, (half, whole)
+    for half, whole in ranks.run(memory_over_steps, name, "cpu", num_steps, world_size=2):
+        assert whole < half + 100 * num_steps, (half, whole)
 
 
 # --- inference mode -------------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, group_store, groups, hosts
+from fusedcomm.ranks import agreement, group_store, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.channels import make_host_channels
+from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan, weights
@@ -35,6 +36,9 @@ Mode: TypeAlias = Literal["active", "searching", "off", "ended"]
 
 NO_WIRE = Config("fp32", "exact", hosts=None)
 """Describes torch's own sums, for a session that is off."""
+
+_FEW_CTAS = 4
+"""Blocks of threads of a collective beside the user's own: a slow one leaves the GPU to the model."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -55,6 +59,8 @@ class Session:
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
         gathers_rows: whether it has all-gathers and no sums.
+        shares_communicator: on an accelerator, whether sums go over the group's own communicator. If not, over another
+            one, so that a slow sum delays no collective of the group's.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
@@ -89,6 +95,7 @@ class Session:
         reduces_rows: bool = False,
         gathers_rows: bool = False,
         is_off: bool = False,
+        shares_communicator: bool = True,
         problem: Exception | None = None,
     ) -> None:
         self.config, self.process_group, self.parameters = cfg, process_group, parameters
@@ -100,6 +107,7 @@ class Session:
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
         self._announces = announce and self.rank == 0
+        self._shares_communicator = shares_communicator
         self._num_gathered = 0
         self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
@@ -204,8 +212,16 @@ class Session:
         return self._connect_hosts()
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
-        connect, group, device = path.connect, self.process_group, self.device
-        return self._while_connecting(lambda: connect(group, device, group_store.own_client(self._store)))
+        def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
+            store, device = group_store.own_client(self._store), self.device
+            group: groups.Group = self.process_group
+            if device.type != "cpu" and not self._shares_communicator:
+                rank, size, timeout = self.rank, self.world_size, groups.group_timeout(group, device)
+                backend = torch_groups.own_nccl(store, "own", rank, size, timeout, device, max_ctas=_FEW_CTAS)
+                group = OwnGroup(store, rank, size, timeout, {device.type: backend})
+            return path.connect(group, device, store)
+
+        return self._while_connecting(connect)
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""

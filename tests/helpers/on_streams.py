@@ -32,7 +32,8 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     library = ctypes.PyDLL(path)
     library.sim_device.restype = library.sim_backend.restype = ctypes.py_object
     library.sim_backend.argtypes = [ctypes.py_object]
-    library.sim_waits.restype = ctypes.c_int64
+    for function in (library.sim_waits, library.sim_num_blocks, library.sim_allocators_events):
+        function.restype = ctypes.c_int64
     library.sim_begin(ctypes.c_uint64(1))
     torch.utils.rename_privateuse1_backend(DEVICE)
     module = types.ModuleType(f"torch.{DEVICE}")
@@ -59,8 +60,13 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     _libraries.append(library)
 
 
-def _own_backend(store, name, rank, size, timeout, device, is_supervised=True):
+own_backends: list[str] = []
+"""The names of the communicators of fusedcomm's own that this process has made."""
+
+
+def _own_backend(store, name, rank, size, timeout, device, is_supervised=True, max_ctas=None):
     """As torch_groups.own_nccl()."""
+    own_backends.append(name)
     gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
     return _libraries[0].sim_backend(gloo)
 
@@ -77,6 +83,18 @@ class _Path:
 def _free_memory(rank: int, world_size: int) -> None:
     gc.collect()
     ctypes.CDLL(_libraries[0]._name).sim_free_memory()  # without the GIL, as functions of a PyDLL are not
+
+
+def num_blocks() -> int:
+    """Blocks of the device's memory that this rank has. Frees those that it has given back."""
+    torch.accelerator.synchronize()
+    _free_memory(0, 1)
+    return _libraries[0].sim_num_blocks()
+
+
+def allocators_events() -> int:
+    """The events that torch's allocator would have recorded, and asked about, for memory that streams share."""
+    return _libraries[0].sim_allocators_events()
 
 
 def waits() -> int:

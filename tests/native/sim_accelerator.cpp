@@ -4,6 +4,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -386,6 +387,10 @@ void give_back(const void* data) {
     Block* const block = block_of(sim, data);
     if (!block) continue;
     block->is_given_back = true;
+    {
+      std::lock_guard<std::mutex> calls_lock(sim.calls_mutex);
+      sim.calls.of_allocator += static_cast<int64_t>(block->users.size());
+    }
     // What is ordered before all later work of its stream: work that the host, this stream or a recorded one has had.
     Clock ended = sim.clocks[block->home];
     merge(&ended, host_clock(sim));
@@ -405,6 +410,12 @@ void free_memory(int index) {
   DeviceState& sim = state(index);
   std::lock_guard<std::mutex> lock(sim.mutex);
   std::erase_if(sim.blocks, [](const auto& block) { return block.second.is_given_back; });
+}
+
+int64_t num_blocks(int index) {
+  DeviceState& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  return std::ranges::count_if(sim.blocks, [](const auto& block) { return !block.second.is_given_back; });
 }
 
 void count_queries(bool count) { t_count_queries = count; }

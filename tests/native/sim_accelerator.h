@@ -77,6 +77,9 @@ struct Calls {
   // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one, or
   // for a stream.
   int64_t asked = 0, timed = 0, waited_on_host = 0;
+  // The events that torch's allocator would record, and ask about, for memory that is given back: one for each stream
+  // of record_use(). On all threads; not in total(), because only some of these are of a bucket.
+  int64_t of_allocator = 0;
   int64_t ordering() const { return recorded + waited; }
   int64_t total() const { return launched + ordering() + created + destroyed + asked + timed + waited_on_host; }
 };
@@ -104,6 +107,9 @@ struct Failures {
 void fail(int index, const Failures& failures);  // begins calls(index) with 0
 // What was to be launched when a launch failed; empty before.
 std::string failed_launch(int index);
+
+// Blocks of memory that have not been given back.
+int64_t num_blocks(int index);
 
 // Lets all streams of a device finish their work, and frees the memory that has been given back: an access to that is
 // no longer found.

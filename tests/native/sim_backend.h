@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -42,6 +43,8 @@ struct BackendOptions {
   bool has_own_stream = false;
   // Collectives that the caller asks for as asynchronous do so; otherwise the test fails.
   bool takes_async = false;
+  // Called by every collective while it is enqueued, with its rank; may be empty.
+  std::function<void(int)> on_enqueue;
 };
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options);

@@ -32,6 +32,12 @@ EXPORTED PyObject* sim_backend(PyObject* gloo) {
 // See free_memory(). Call it without the GIL.
 EXPORTED void sim_free_memory() { sim::free_memory(0); }
 
+// Blocks of the device's memory that somebody has.
+EXPORTED int64_t sim_num_blocks() { return sim::num_blocks(0); }
+
+// Events that the allocator would have recorded so far; see Calls.
+EXPORTED int64_t sim_allocators_events() { return sim::calls(0).of_allocator; }
+
 // From now on waits count.
 EXPORTED void sim_count() { sim::count_waits_of_all_threads(); }
 

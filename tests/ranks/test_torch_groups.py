@@ -93,6 +93,7 @@ class OldStandIn:
     class Options:
         def __init__(self):
             self._timeout = None
+            self.config = SimpleNamespace()
 
     def __init__(self, store, rank, size, options):
         self.timeout = options._timeout
