@@ -2,6 +2,7 @@
 inference mode, calls nothing of torch by a deprecated name, and a copy of its handle is attached to nothing."""
 
 import ast
+import contextlib
 import copy
 import ctypes
 import gc
@@ -223,14 +224,24 @@ STEPPING = {
 }
 
 
-def waits_of_steps(rank, world_size, name, device):
-    """How often each of ten steps has waited for the device, whose work before it has ended."""
+@contextlib.contextmanager
+def stepping(rank, name, device):
+    """The forward pass, the optimizer and this rank's gradients of a row. In the end the device has ended its work."""
     make, front_end, config = STEPPING[name]
-    found = []
     with torch.device(device):
         forward, optimizer = make(rank, front_end, config)
-        optimizer = optimizer or torch.optim.SGD(forward.parameters(), lr=0.1)
-        own = gradients(rank)
+        yield forward, optimizer or torch.optim.SGD(forward.parameters(), lr=0.1), gradients(rank)
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        if name == "Horovod":
+            hvd.barrier()
+            hvd.shutdown()
+
+
+def waits_of_steps(rank, world_size, name, device):
+    """How often each of ten steps has waited for the device, whose work before it has ended."""
+    found = []
+    with stepping(rank, name, device) as (forward, optimizer, own):
         for _ in range(10):
             before = on_streams.waits()
             optimizer.zero_grad()
@@ -302,12 +313,9 @@ def heap_nbytes() -> int:
 def memory_over_steps(rank, world_size, name, device, num_steps):
     """What this rank has after a half of the steps and after all: blocks of the device's memory, or bytes. In every
     step gradients lie elsewhere."""
-    make, front_end, config = STEPPING[name]
     found = []
-    with torch.device(device):
-        forward, optimizer = make(rank, front_end, config)
-        optimizer = optimizer or torch.optim.SGD(forward.parameters(), lr=0.1)
-        own, last = gradients(rank), []
+    with stepping(rank, name, device) as (forward, optimizer, own):
+        last = []
         for step in range(1, num_steps + 1):
             optimizer.zero_grad()
             forward(own).backward()
@@ -316,8 +324,6 @@ def memory_over_steps(rank, world_size, name, device, num_steps):
             if step in (num_steps // 2, num_steps):
                 found.append(heap_nbytes() if device == "cpu" else on_streams.num_blocks())
         del last
-        if device != "cpu":
-            torch.accelerator.synchronize()
     return found
 
 
@@ -327,7 +333,7 @@ def test_nothing_grows_while_gradients_move(ranks_on_streams, ranks, name, num_s
     for half, whole in ranks_on_streams.run(memory_over_steps, name, on_streams.DEVICE, num_steps):
         assert whole <= half + 2, (half, whole)
     for half, whole in ranks.run(memory_over_steps, name, "cpu", num_steps, world_size=2):
-        assert whole < half + 100 * num_steps, (half, whole)
+        assert whole < half + 100 * num_steps + (1 << 17), (half, whole)  # what torch makes late
 
 
 # --- inference mode -------------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ class CudaTables : public BucketTables {
       : in_one_run(exact_table.slice_starts.back() == 0 && lossy_table.deltas.size() == 1 &&
                    lossy_table.deltas.front() == 0) {
     const int64_t num_lossy = num_slices(lossy_table), num_exact = num_slices(exact_table);
-    TORCH_CHECK(counts.empty() || static_cast<int64_t>(counts.size()) == num_lossy + num_exact, "fusedcomm: ",
-                counts.size(), " counts for ", num_lossy, " lossy and ", num_exact, " exact slices");
+    TORCH_CHECK(counts.empty() || static_cast<int64_t>(counts.size()) == num_lossy + num_exact,
+                "fusedcomm: ", counts.size(), " counts for ", num_lossy, " lossy and ", num_exact, " exact slices");
     std::vector<int64_t> words;
     for (int64_t* const count : counts) words.push_back(count - counts.front());
     const std::vector<size_t> lossy_at = append(lossy_table, &words), exact_at = append(exact_table, &words);
@@ -108,8 +108,16 @@ class CudaTables : public BucketTables {
 
   static SliceArgs args(const SliceTable& table, const std::vector<size_t>& at, int64_t* data) {
     const auto of_32 = [&](size_t index) { return reinterpret_cast<const int32_t*>(data + at[index]); };
-    return {data + at[0], of_32(1),     of_32(2),     of_32(3), data + at[4],
-            data + at[5], data + at[6], data + at[7], nullptr,  nullptr,
+    return {data + at[0],
+            of_32(1),
+            of_32(2),
+            of_32(3),
+            data + at[4],
+            data + at[5],
+            data + at[6],
+            data + at[7],
+            nullptr,
+            nullptr,
             static_cast<int32_t>(num_slices(table))};
   }
 

@@ -114,9 +114,9 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
       kept.own_exact = exact;
       kept.lossy = row_segments(*record, payload, /*exact=*/false);
       kept.exact = row_segments(*record, payload, /*exact=*/true);
-      kept.unpack_tables = plan.gathers
-                               ? device->prepare(plan.layouts[payload], kept.lossy.places, kept.exact.places, nbytes, {})
-                               : device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes, {});
+      kept.unpack_tables =
+          plan.gathers ? device->prepare(plan.layouts[payload], kept.lossy.places, kept.exact.places, nbytes, {})
+                       : device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes, {});
       if (plan.gathers) {
         packed_nbytes = own_nbytes;
       } else {

@@ -94,8 +94,8 @@ class BucketRecords {
   };
   // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
   // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
-  // If its gradients lie elsewhere than in the last two places, makes new tables. weight: null without weights. Throws if
-  // the bucket is on another device, or if these are not the gradients of its parameters.
+  // If its gradients lie elsewhere than in the last two places, makes new tables. weight: null without weights. Throws
+  // if the bucket is on another device, or if these are not the gradients of its parameters.
   Found of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters);
 
   // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.

@@ -56,8 +56,8 @@ GatheredPtr gather(const Synchronizer& synchronizer, const at::Tensor& numbers, 
   at::Tensor own = numbers;
   if (enqueues && numbers.is_cpu()) own = at::empty(numbers.sizes(), on_host).copy_(numbers);
   if (!own.is_cpu()) engine.device().will_use(own);
-  const auto transfer = [gathered, own, enqueues, transport = synchronizer.transport(),
-                         device = engine.shared_device(), to = synchronizer.grad_device()](Lane::Completion done) {
+  const auto transfer = [gathered, own, enqueues, transport = synchronizer.transport(), device = engine.shared_device(),
+                         to = synchronizer.grad_device()](Lane::Completion done) {
     const at::NoGradGuard no_grad_on_lane;
     const at::Tensor flat = gathered->of_all.view({-1});  // gloo wants one dimension
     if (!enqueues) return transport->all_gather_tensor(Channel::kScatter, flat, own, std::move(done));

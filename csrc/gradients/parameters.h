@@ -63,8 +63,8 @@ class Parameters {
     int wire;
   };
   // If `known` is empty, parameters are added when they first appear in a bucket. They are then named by their number
-  // and shape, and those with at most one dimension have wire number `wire_1d`. device: of the gradients. codec: the same device, as
-  // the engine has it; must outlive this object's use.
+  // and shape, and those with at most one dimension have wire number `wire_1d`. device: of the gradients. codec: the
+  // same device, as the engine has it; must outlive this object's use.
   Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec);
 
   // The state of a parameter, which is added if it is new.

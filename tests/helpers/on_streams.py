@@ -6,6 +6,7 @@ other operators run on the CPU, on the streams' threads.
 """
 
 import ctypes
+import datetime
 import gc
 import types
 from pathlib import Path
@@ -13,10 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from cuda_stress import LIBRARY
+from patience import HANG_S
 from ranks import Ranks
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import torch_groups
+from fusedcomm.ranks import groups, torch_groups
 from fusedcomm.session import session
 
 DEVICE = "sim"
@@ -55,6 +57,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
     torch_groups.own_nccl = _own_backend
+    groups.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
     session.Session._path = lambda of, two_levels=None: _Path()
     library.sim_count()
     _libraries.append(library)

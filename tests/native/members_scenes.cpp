@@ -232,8 +232,8 @@ class Member {
     const bool counts = session_->wait_for_device();
     sim::count_queries(false);
     if (!counts) return false;
-    REQUIRE(flags_->get().eq(step).all().item<bool>(), "member %d: the first message of step %d has other bytes", member_,
-            step);
+    REQUIRE(flags_->get().eq(step).all().item<bool>(), "member %d: the first message of step %d has other bytes",
+            member_, step);
     return true;
   }
 

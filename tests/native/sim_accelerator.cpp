@@ -377,7 +377,8 @@ std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
 void record_use(const void* data, const c10::Stream& stream) {
   DeviceState& sim = state(stream.device_index());
   std::lock_guard<std::mutex> lock(sim.mutex);
-  if (Block* const block = block_of(sim, data)) block->users.insert(stream.id());
+  Block* const block = block_of(sim, data);
+  if (block && block->home != stream.id()) block->users.insert(stream.id());
 }
 
 void give_back(const void* data) {

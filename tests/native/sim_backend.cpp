@@ -288,11 +288,10 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> enqueue(const char* what, const at::Tensor& send, const at::Tensor& receive,
                                          bool is_async, const Move& move) {
     is_enqueuing_ = true;
+    const std::shared_ptr<void> leaves(nullptr, [this](void*) { is_enqueuing_ = false; });
     index_ = send.device().index();
     if (options_.on_enqueue) options_.on_enqueue(getRank());
-    auto work = enqueue_now(what, send, receive, is_async, move);
-    is_enqueuing_ = false;
-    return work;
+    return enqueue_now(what, send, receive, is_async, move);
   }
 
   c10::intrusive_ptr<c10d::Work> enqueue_now(const char* what, const at::Tensor& send, const at::Tensor& receive,

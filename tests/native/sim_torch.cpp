@@ -185,4 +185,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 void sim::become_torchs_accelerator() {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  c10::register_privateuse1_backend("sim");
 }
