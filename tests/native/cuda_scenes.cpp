@@ -179,8 +179,8 @@ double seconds_of_a_pass(size_t num_buckets) {
   return shortest;
 }
 
-// While a bucket is between hosts, the next one is summed within hosts, and the one before spreads there. A bucket takes
-// three pauses; of four buckets the links have six, one after another.
+// While a bucket is between hosts, the next one is summed within hosts, and the one before spreads there. A bucket
+// takes three pauses; of four buckets the links have six, one after another.
 void three_wires() {
   constexpr size_t kNumBuckets = 4;
   const double serial = static_cast<double>(kNumBuckets) * seconds_of_a_pass(1);
