@@ -57,6 +57,7 @@ SCRIPTS = {
     "codec": "--quick --no-compile --wires bf16 int4",
     "ddp_step": "--quick --model resnet",
     "fsdp": "--quick",
+    "gpus": "--dry-run --networks 'as it is'",
     "horovod": "--quick --params 1e5 --batch 1",
     "scale": "--quick --ways ddp fsdp members",
     "hosts": "--quick --link 100mbit",
@@ -114,6 +115,22 @@ def test_every_script_is_run():
 
 
 # ---- what their checks rest on: no run would find these faults
+
+
+def test_the_figures_of_a_timeline(bench_modules):
+    from lib import gpu_timeline
+
+    kernels = [("gemm", 0, 10), ("ncclDevKernel_AllReduce", 5, 10), ("_pack_kernel", 14, 2), ("softmax", 15, 3)]
+    calls = ["cudaLaunchKernel", "cudaStreamSynchronize", "cudaMalloc", "cudaDeviceSynchronize", "cuMemCreate"]
+    events = [{"cat": "kernel", "name": name, "ts": begin, "dur": length} for name, begin, length in kernels]
+    events += [{"cat": "cuda_runtime", "name": name, "ts": 0} for name in calls] + [{"cat": "cpu_op", "name": "nccl"}]
+    figures = gpu_timeline.figures_of(events)
+    assert figures == {
+        "host_waits": 1,
+        "allocations": 2,
+        "hidden": 6 / 11,
+    }  # 5 to 16 communicates; 5 to 10 and 15 to 16
+    assert gpu_timeline.figures_of([{"cat": "cpu_op", "name": "x"}]) == {}
 
 
 def test_a_wrong_result_fails_the_run(tmp_path):
