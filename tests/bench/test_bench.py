@@ -1,5 +1,5 @@
 """Every script of bench/ measures with its quickest options, and finds no wrong result; and what its checks rest on.
-test_make_gpu.py runs the scripts that `make gpu` runs."""
+test_make_gpu.py runs the scripts that `make gpu` and `make gpus` run."""
 
 import json
 import shlex
@@ -57,7 +57,6 @@ SCRIPTS = {
     "codec": "--quick --no-compile --wires bf16 int4",
     "ddp_step": "--quick --model resnet",
     "fsdp": "--quick",
-    "gpus": "--dry-run --networks 'as it is'",
     "horovod": "--quick --params 1e5 --batch 1",
     "scale": "--quick --ways ddp fsdp members",
     "hosts": "--quick --link 100mbit",
@@ -69,7 +68,7 @@ SCRIPTS = {
     "weights": "--quick",
 }
 """By script: its options."""
-OF_MAKE_GPU = {"kernels", "hook_overhead"}
+OF_MAKE_GPU = {"kernels", "hook_overhead", "gpus"}
 NEEDS = {"accuracy": "sklearn", "codec": "tqdm"}
 """A package that not every machine has."""
 
