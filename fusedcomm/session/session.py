@@ -19,7 +19,7 @@ from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, group_store, groups, hosts, torch_groups
 from fusedcomm.ranks.bounded_store import BoundedStore
-from fusedcomm.ranks.channels import make_host_channels
+from fusedcomm.ranks.channels import MAX_CTAS_BETWEEN, make_host_channels
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.ranks.watch import Watch
@@ -36,9 +36,6 @@ Mode: TypeAlias = Literal["active", "searching", "off", "ended"]
 
 NO_WIRE = Config("fp32", "exact", hosts=None)
 """Describes torch's own sums, for a session that is off."""
-
-_FEW_CTAS = 4
-"""Blocks of threads of a collective beside the user's own: a slow one leaves the GPU to the model."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -217,7 +214,7 @@ class Session:
             group: groups.Group = self.process_group
             if device.type != "cpu" and not self._shares_communicator:
                 rank, size, timeout = self.rank, self.world_size, groups.group_timeout(group, device)
-                backend = torch_groups.own_nccl(store, "own", rank, size, timeout, device, max_ctas=_FEW_CTAS)
+                backend = torch_groups.own_nccl(store, "own", rank, size, timeout, device, max_ctas=MAX_CTAS_BETWEEN)
                 group = OwnGroup(store, rank, size, timeout, {device.type: backend})
             return path.connect(group, device, store)
 

@@ -45,6 +45,8 @@ struct BackendOptions {
   bool takes_async = false;
   // Called by every collective while it is enqueued, with its rank; may be empty.
   std::function<void(int)> on_enqueue;
+  // What each collective takes on its stream, beside its meeting.
+  int64_t pause_ms = 0;
 };
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options);
