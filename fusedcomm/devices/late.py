@@ -15,7 +15,8 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._values, self._arrived = tensor, None
+        self._values = tensor
+        self._arrived: torch.Event | None = None
         if tensor.device.type != "cpu":
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
@@ -42,7 +43,8 @@ class LateAnswers:
     def where(self, is_found: torch.Tensor, things: Sequence[_T]) -> list[_T]:
         """Those of `things` for which `is_found` (bool, [number of things]) is true; on an accelerator, what the call
         before this one asked for."""
-        asked = HostCopy(is_found), things
+        asked: tuple[HostCopy, Sequence[Any]] = HostCopy(is_found), things
+        before: tuple[HostCopy, Sequence[Any]] | None
         if is_found.device.type == "cpu":
             before = asked
         else:

@@ -125,7 +125,7 @@ class Messages:
         if self._reading is not None:
             # Steps follow before the message is read. On their stream the host would wait for these.
             with self._reading, torch.no_grad():
-                message.future.wait()
+                message.future.wait()  # type: ignore[attr-defined]
                 message.numbers = HostCopy(_numbers(message))
 
     def send_again(self, message: Message) -> None:
