@@ -258,6 +258,24 @@ def test_a_steady_step_does_not_wait_for_an_accelerator(ranks_on_streams, name):
         assert waits[4:] == [0] * 6, waits
 
 
+def steps_with_a_write(rank, world_size, device):
+    """What the step says after one whose gradient was written past autograd."""
+    with stepping(rank, "ShardedOptimizer", device) as (forward, optimizer, own):
+        for _ in range(3):
+            forward(own).backward()
+            optimizer.step()
+        forward(own).backward()
+        forward.weights[0].grad.data.add_(1)
+        optimizer.step()
+        forward(own).backward()
+        return refusal(optimizer.step)
+
+
+def test_an_owner_finds_a_written_gradient_a_step_later(ranks_on_streams):
+    for said in ranks_on_streams.run(steps_with_a_write, on_streams.DEVICE):
+        assert "the gradient of weights.0 was changed or removed between backward() and step()" in said
+
+
 def communicators_of_merges(rank, world_size, device):
     with torch.device(device):
         before = len(on_streams.own_backends)
