@@ -3,13 +3,14 @@
 import dataclasses
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
-from fusedcomm.autotune.tuner import Tuner, base_of, to_agree
+from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import OFF, Config, LocalOptions, local_options
 from fusedcomm.ddp.handle import Handle, targets
 from fusedcomm.ddp.module import (
@@ -23,7 +24,7 @@ from fusedcomm.ddp.module import (
     wait_for_delayed,
 )
 from fusedcomm.native import _C
-from fusedcomm.session.parameters import NamedParameter, device_of, numbered, synchronized_parameters
+from fusedcomm.session.parameters import NamedParameter, device_of, synchronized_parameters
 from fusedcomm.session.served import refuse_served
 from fusedcomm.session.session import NO_WIRE, Session
 
@@ -53,26 +54,16 @@ def attach(
     except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells the others
         problem = error
     quiet = quiet or env.quiet()
-    first = base_of(found.configs, has_off=True) if found.is_search else found.configs[0]
-    session = Session(
-        first,
-        ddp.process_group,
-        numbered(found.parameters, first),
-        found.local,
-        found.device,
-        announce=not quiet,
-        also_agree={**(to_agree(found.configs) if found.is_search else {}), **options_to_agree(ddp)},
-        watched=not found.is_search,
-        is_off=found.is_off,
-        problem=problem,
-    )
-    runs: Session | Tuner = session
+    on = ddp.process_group, found.parameters, found.local, found.device, not quiet
+    how: dict[str, Any] = {"also_agree": options_to_agree(ddp), "problem": problem}
+    runs: Session | Tuner
     if found.is_search:
         module = weakref.ref(ddp)
-        caps = lambda: bucket_nbytes_caps(module())  # noqa: E731
-        runs = Tuner(session, found.configs, has_off=True, announce=not quiet, caps=caps)
+        runs = Tuner(found.configs, *on, **how, has_off=True, caps=lambda: bucket_nbytes_caps(module()))
+    else:
+        runs = Session(found.configs[0], *on, **how, is_off=found.is_off)
     handle = Handle(ddp, runs, None if found.is_off else _hook_of(ddp, runs))
-    if session.rank == 0:
+    if handle.session.rank == 0:
         log.report(handle.plan, quiet)
     return handle
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.autotune.tuner import Tuner, to_agree
+from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.config import AUTO, Config, LocalOptions, check, combinations, local_options
 from fusedcomm.members.members import Members
@@ -170,18 +170,18 @@ class GradReducer(CommHandle):
             },
             **more,
         }
-        first, device, announce = configs[0], device_of(named), not quiet
+        device = device_of(named)
         runs: Session | Tuner | Training
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
-            runs = Training(members, first, parameters, options, device, agreed, model, problem)
+            runs = Training(members, configs[0], parameters, options, device, agreed, model, problem)
         else:
-            group = process_group or dist.group.WORLD
-            agreed |= to_agree(configs) if is_search else {}
-            how: Any = {"announce": announce, "also_agree": agreed, "watched": not is_search, "problem": problem}
-            runs = Session(first, group, parameters, options, device, **how)
+            on = process_group or dist.group.WORLD, parameters, options, device, not quiet
+            how: dict[str, Any] = {"also_agree": agreed, "problem": problem}
             if is_search:
-                runs = Tuner(runs, configs, has_off=False, announce=announce, caps=lambda: caps)
+                runs = Tuner(configs, *on, **how, has_off=False, caps=lambda: caps)
+            else:
+                runs = Session(configs[0], *on, **how)
         super().__init__(runs)
         self._bucket_caps = caps
         self._store, self._num_meetings = self.session.store("reducer"), 0

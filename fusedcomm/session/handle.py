@@ -83,6 +83,10 @@ class CommHandle(Surface):
         """The module whose passes are traced."""
         return None
 
+    def _described(self) -> str:
+        session, search = self.session, "searching, now " if self.mode == "searching" else ""
+        return f"{search}wire {session.config.wire}, sum {session.config.sum}, {session.world_size} ranks"
+
     def _plan(self) -> BucketsPlan:
         """The plan of the session that runs."""
         return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())

@@ -22,10 +22,11 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.channels import make_host_channels
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.ranks.watch import Watch
-from fusedcomm.session import levels, plan, weights
+from fusedcomm.session import levels, plan
 from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
 from fusedcomm.session.ranks import Ranks
+from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats, collect
 from fusedcomm.trace.recorder import Recorder
 
@@ -113,7 +114,9 @@ class Session:
             self.peers.doing("in training, with config='off'")
             return
         self.synchronizer = self._engine(path, beside)
-        self.weights = weights.used(self.synchronizer, cfg)
+        if cfg.weighted is not None:
+            self.weights = self.synchronizer.weights
+            self.weights.use(of_sums=cfg.weighted == "sum")
         self.use_comparison([(p.name, p.tensor) for p in parameters or []])
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         self.recorder = Recorder(self.synchronizer, self._store, self.peers, place)
@@ -266,9 +269,17 @@ class Session:
             self._end_watch()
             self._end_watch = None
 
-    def follow(self, process_group: groups.Group) -> None:
-        """Goes on as the session of another group, without an engine."""
-        self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
+    def moved(self, process_group: groups.Group, also_agree: Mapping[str, object] | None = None) -> "Session":
+        """Returns what goes on in this session's place on another group, with its configuration and its state; this one
+        ends. Without an engine that is this session itself. Every rank of the group calls it at the same time."""
+        if not self.has_engine:
+            self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
+            return self
+        on = process_group, self.parameters, self.local, self.device
+        new = Session(self.config, *on, also_agree=also_agree)
+        take_over(new, self)
+        self.stop("the module moved to another process group")
+        return new
 
     @property
     def mode(self) -> Mode:
@@ -413,10 +424,6 @@ class Session:
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:
         """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""
         return plan.plan_of(self, bucket_nbytes_caps, self.is_off if off is None else off)
-
-    def max_over_ranks(self, value: float, what: str) -> float:
-        """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
-        return self.synchronizer.max_over_ranks(value, what)
 
     def say_notices(self) -> None:
         """Emits the engine's notices since the last call as warnings."""
