@@ -111,6 +111,10 @@ struct BucketJob {
 
   // In the order in which they are called.
   std::vector<std::unique_ptr<JobDecorator>> decorators;
+  // Calls this function of every decorator.
+  void decorate(void (JobDecorator::*function)()) const {
+    for (const auto& decorator : decorators) ((*decorator).*function)();
+  }
   // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
   // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
