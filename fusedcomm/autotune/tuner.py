@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from fusedcomm import log
 from fusedcomm.autotune.auto import name_of
-from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.autotune.turns import Turns, preferred
 from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.native import _C
@@ -36,6 +35,37 @@ def num_turns(num_candidates: int) -> int:
     """Turns of each candidate, as many as fit into MAX_STEPS; one at least."""
     later = (MAX_STEPS // num_candidates - UNTIMED_FIRST - TIMED) // (UNTIMED + TIMED)
     return min(1 + max(0, later), MAX_TURNS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The result of a search. ``str()`` is for people. Equal on every rank."""
+
+    finished: bool
+    chosen: str | None
+    """The candidate that is kept, "int8" for example, or "off"; None while the search goes on."""
+    candidates: tuple[str, ...]
+    """What is tried, in the order in which it is preferred."""
+    step_ms: dict[str, float]
+    """Milliseconds of a step by candidate: the median of its turns on the slowest rank; empty before the first turn."""
+    num_steps: int
+    """Training steps that the search has taken so far."""
+    max_steps: int
+    """Training steps that the search takes."""
+
+    @property
+    def line(self) -> str:
+        """The choice, or how far the search is; never empty."""
+        times = ", ".join(f"{name} {step_ms:.4g} ms" for name, step_ms in self.step_ms.items())
+        if not self.finished:
+            tried = ", ".join(self.candidates)
+            return f"config='auto' tries {tried}, step {self.num_steps} of {self.max_steps}: {times or 'no times'}"
+        return f"{self.chosen} chosen by config='auto' " + (
+            f"in {self.num_steps} steps: {times}" if times else "at once"
+        )
+
+    def __str__(self) -> str:
+        return f"fusedcomm: {self.line}"
 
 
 class Target(Protocol):

@@ -8,7 +8,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.ddp.module import (
     ACTIVE_RANKS,
     SameParameters,
@@ -83,10 +82,6 @@ class Handle(CommHandle):
             del targets[ddp]
         ddp._comm_hooks.remove(self._registered)
         _guard_of(ddp).parameters = None
-
-    def tuning(self) -> Tuning | None:
-        """What config="auto" has found so far; printable. None if nothing is searched."""
-        return self.runs.tuning() if isinstance(self.runs, Tuner) else None
 
     def _caps(self) -> list[int] | None:
         return bucket_nbytes_caps(self._ddp())

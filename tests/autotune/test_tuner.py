@@ -324,7 +324,7 @@ def without(rank, world_size, impossible):
 
     Returns (tuning, warnings, largest error of a gradient, wires that ran), or the text of attach's error.
     """
-    path_of = session.Session._connect_beside
+    path_of = session.Session._connect
 
     def connect(self, *arguments):
         if rank == 1 and self.config.wire in impossible:
@@ -333,7 +333,7 @@ def without(rank, world_size, impossible):
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(session.Session, "_connect_beside", connect)
+        patch.setattr(session.Session, "_connect", connect)
         ddp = DistributedDataParallel(Gradients((1, NUMEL)), bucket_cap_mb=25)
         try:
             comm = fusedcomm.attach(ddp, Auto((BF16, INT8)), quiet=True)
