@@ -13,7 +13,6 @@ from fusedcomm import version
 from fusedcomm.tools.arguments import WIRES, Parser, whole, wire
 from fusedcomm.tools.demo import MAX_RANKS
 from fusedcomm.tools.errors import UsageError
-from fusedcomm.tools.plan import command as plan_command
 from fusedcomm.tools.probe import command as probe_command
 from fusedcomm.tools.run import add_to as add_run_to
 
@@ -58,7 +57,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="fusedcomm",
         description="Compressed gradient communication for PyTorch's DistributedDataParallel.",
-        example="fusedcomm doctor\nfusedcomm plan --help",
+        example="fusedcomm doctor\nfusedcomm probe --help",
     )
     parser.set_defaults(parser=parser)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of fusedcomm, torch and Python")
@@ -66,7 +65,6 @@ def _parser() -> Parser:
     _add_doctor_to(commands)
     _add_demo_to(commands)
     _add_timeline_to(commands)
-    plan_command.add_to(commands)
     probe_command.add_to(commands)
     add_run_to(commands)
     return parser
