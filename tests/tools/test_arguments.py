@@ -25,13 +25,6 @@ WRONG: dict[str, dict[str, Rows]] = {
         "--ranks": [("1", (), "use a whole number from 2 to 64"), ("65", (), "use a whole number from 2 to 64")],
         "--out": [("/dev/null", (), "its folder cannot be made (/dev/null is no folder); name another file")],
     },
-    "timeline": {
-        "TRACE": [("no.json", ("-o", "merged.json"), "TRACE no.json: there is no such file; name an existing one")],
-        "--out": [
-            ("/dev/null/merged.json", ("{trace}",), "its folder cannot be made"),
-            ("/", ("{trace}",), "--out / is a folder; name a file"),
-        ],
-    },
     "probe": {
         "--script": [
             ("no.py", (), "there is no file no.py: name a Python file"),
@@ -167,12 +160,12 @@ def test_a_check_leaves_files_as_they_are(tmp_path):
 @pytest.mark.parametrize("command", commands())
 def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
     parser = commands()[command]
-    needed = {"timeline": ("trace.json", "-o", "merged.json"), "run": ("-np", "2")}.get(command, ())
+    needed = ("-np", "2") if command == "run" else ()
     assert "--frobnicate is no option of fusedcomm" in refusal(capsys, command, *needed, "--frobnicate")
     for option in options_of(parser):
         if len(option) > 5 and option.startswith("--"):  # no abbreviations: they would change with the next option
             assert f"use {option}" in refusal(capsys, command, *needed, option[:-1])
-    if command not in ("timeline", "run"):  # these take words
+    if command != "run":  # which takes words
         assert "stray belongs to no option: leave it out" in refusal(capsys, command, *needed, "stray")
 
 
@@ -180,8 +173,7 @@ def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
     ("argv", "said"),
     [
         ((), "COMMAND is missing: add it"),
-        (("frobnicate",), "'frobnicate' is not possible: use one of 'doctor', 'demo', 'timeline', 'probe'"),
-        (("timeline", "trace.json"), "-o/--out is missing: add it"),
+        (("frobnicate",), "'frobnicate' is not possible: use one of 'doctor', 'demo', 'probe'"),
         (("demo", "--steps"), "--steps has no value: write one after it"),
         (("probe", "--caps"), "--caps has no value"),
         (("run", "-np", "2"), "no command"),
@@ -210,7 +202,6 @@ LOADED = "from fusedcomm.tools import cli; import sys, atexit; atexit.register(l
         ("probe", "--script", "no.py"),
         ("demo", "--wires", "int3"),
         ("demo", "--out", "/dev/null"),
-        ("timeline", "no.json", "-o", "merged.json"),
         ("probe", "--help"),
     ],
     ids=" ".join,
