@@ -26,7 +26,7 @@ _LEAST_WIDTH = 6  # characters of the first column
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is sent together: a bucket, a module of FSDP2's, a fragment of LocalSteps, a unit of a ShardedOptimizer.
+    """What is sent together: a bucket, a module of FSDP2's, LocalSteps' message, a unit of a ShardedOptimizer.
 
     `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm.
     """
@@ -193,7 +193,6 @@ class BucketsPlan(Plan):
         wire = " ".join(
             (
                 config.wire,
-                *(["rotated"] if config.blocks.rotate else []),
                 *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )
