@@ -75,7 +75,7 @@ print(cli.main("plan --params bert-large --hosts 8 --nic-gbps 25 --step-ms 300".
 COMPILE = """
 import torch
 from fusedcomm.kernels import compile, variants
-for variant in variants.engine_variants([("int8", 128, False)], [torch.float32])[:2]:
+for variant in variants.engine_variants([("int8", 128)], [torch.float32])[:2]:
     compile.compile(variant, 90)
 print(0)
 """

@@ -93,8 +93,6 @@ class ResidualBuffer {
   at::Tensor own_rows(const at::Tensor& rows) const;
   // Elements of the first residual, as of a rank with the mean weight.
   at::Tensor of_first(int64_t begin, int64_t numel) const;
-  // Elements of the second residual, with its rotation undone.
-  at::Tensor of_means(int64_t begin, int64_t numel) const;
   // The range of a chunk's elements that the first encoder encodes.
   Range first_range(int64_t chunk) const;
 
