@@ -3,7 +3,7 @@
 With FEEDBACK, the residual is added to y first. The count of elements that are not finite is of y before that.
 
 The main loop only notes whether it has met an element that is not finite. A program that has met one goes over its
-tiles again and counts by slice. That is rare, so it may be slow.
+tiles again and counts by slice. Such elements are rare, so this may be slow.
 """
 
 import triton

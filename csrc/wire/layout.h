@@ -245,8 +245,8 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
 
 // A reduce-scatter or an all-gather. Its bucket has a row for each rank, and every row has the same elements. A part of
 // chunk c has a segment of one row, part r that of row r, or on two levels of BucketPlan::row_of_part(r): the list of
-// all rows is, for each chunk, the segments of all rows in the order of parts, each filled up with a hole. Of its own
-// row a rank has all segments, and nothing else, in `own`.
+// all rows is, for each chunk, the segments of all rows in the order of parts, each filled up with a hole. `own` has
+// all segments of a rank's own row, and nothing else.
 struct RowLayouts {
   std::vector<BucketLayout> all;  // one for each format; numels include the holes
   std::vector<BucketLayout> own;
