@@ -90,8 +90,8 @@ py::tuple reduced(const py::object& key) {
 void bind_kernel_key(py::module_& m) {
   py::class_<KernelKey>(m, "KernelKey")
       .def(py::init(&make_key), py::arg("kernel"), py::arg("wire") = py::none(), py::arg("block") = kDefaultBlockNumel,
-           py::arg("grad_dtype") = py::none(), py::arg("in_wire") = py::none(),
-           py::arg("feedback") = py::none(), py::arg("sums") = false)
+           py::arg("grad_dtype") = py::none(), py::arg("in_wire") = py::none(), py::arg("feedback") = py::none(),
+           py::arg("sums") = false)
       .def_readonly("kernel", &KernelKey::kernel)
       .def_property_readonly("wire", &wire_of)
       .def_readonly("block", &KernelKey::block_numel)

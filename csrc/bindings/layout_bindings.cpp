@@ -143,8 +143,8 @@ void bind_layout(pybind11::module_& m) {
       py::arg("max_chunk_nbytes"));
   m.def(
       "bucket_layouts",
-      [](const std::vector<std::tuple<std::string, int64_t, int64_t>>& formats, int64_t num_parts,
-         int64_t exact_numel, int64_t max_chunk_nbytes) {
+      [](const std::vector<std::tuple<std::string, int64_t, int64_t>>& formats, int64_t num_parts, int64_t exact_numel,
+         int64_t max_chunk_nbytes) {
         std::vector<WireFormat> wires;
         for (const auto& [wire, block, numel] : formats) wires.push_back({wire_from_name(wire), block, numel});
         return bucket_layouts(wires, num_parts, exact_numel, max_chunk_nbytes);

@@ -224,7 +224,8 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
       kernels.scale(acc, tile.numel, args.scale);
       encoder.encode(acc, tile.numel, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
-      kernels.blocks[scaled_index(to.wire)].quantize[fp32](acc, out.scales, out.codes, tile.numel / to.block_numel, to.block_numel, args.scale, false);
+      kernels.blocks[scaled_index(to.wire)].quantize[fp32](acc, out.scales, out.codes, tile.numel / to.block_numel,
+                                                           to.block_numel, args.scale, false);
     } else {
       kernels.convert[fp32][index_of(format_of(to.wire))](acc, out.codes, tile.numel, args.scale, false);
     }

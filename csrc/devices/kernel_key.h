@@ -22,9 +22,9 @@ struct KernelKey {
   Wire wire = Wire::kFp32;                     // the wire that is encoded; unpack: decoded
   int64_t block_numel = kDefaultBlockNumel;    // for wires with scales
   GradDtype grad_dtype = GradDtype::kFloat32;  // of the gradients that pack reads or unpack writes
-  Wire in_wire = Wire::kFp32;              // reduce: the wire that is decoded
-  std::optional<ResidualFormat> feedback;  // pack, reduce: the residual's format, if there is one
-  bool sums = false;                       // unpack: adds several messages
+  Wire in_wire = Wire::kFp32;                  // reduce: the wire that is decoded
+  std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format, if there is one
+  bool sums = false;                           // unpack: adds several messages
 
   // `feedback` comes last, so that kernels which differ only in it are neighbors; see CudaKernels::at_any_feedback().
   auto fields() const { return std::tie(kernel, wire, block_numel, grad_dtype, in_wire, sums, feedback); }
