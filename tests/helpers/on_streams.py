@@ -18,7 +18,7 @@ from patience import HANG_S
 from ranks import Ranks
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import groups, torch_groups
+from fusedcomm.ranks import channels, torch_groups
 from fusedcomm.session import session
 
 DEVICE = "sim"
@@ -57,7 +57,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
     torch_groups.own_nccl = _own_backend
-    groups.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
+    channels.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
     session.Session._path = lambda of, two_levels=None: _Path()
     library.sim_count()
     _libraries.append(library)
