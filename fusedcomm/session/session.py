@@ -55,8 +55,7 @@ class Session:
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
         gathers_rows: whether it has all-gathers and no sums.
-        shares_communicator: on an accelerator, whether sums go over the group's own communicator. If not, over another
-            one, so that a slow sum delays no collective of the group's.
+        shares_communicator: whether sums on cuda delay the group's own collectives; see `beside_group`.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
@@ -103,8 +102,7 @@ class Session:
         self.kept: tuple[int, dict[str, int]] = (0, {})
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
-        self._announces = announce and self.rank == 0
-        self._shares_communicator = shares_communicator
+        self._announces, self._shares_communicator = announce and self.rank == 0, shares_communicator
         self._num_gathered = 0
         self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
@@ -226,8 +224,8 @@ class Session:
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
         group, device, store = self.process_group, self.device, bounded_store.own_client(self._store)
-        is_shared = device.type == "cpu" or self._shares_communicator
-        return path.connect(group if is_shared else beside_group(group, device, store), device, store)
+        has_own = device.type != "cpu" and not self._shares_communicator
+        return path.connect(beside_group(group, device, store) if has_own else group, device, store)
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
