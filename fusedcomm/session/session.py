@@ -18,7 +18,7 @@ from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, bounded_store, groups, hosts
+from fusedcomm.ranks import agreement, bounded_store, groups, own_address
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.channels import make_host_channels
 from fusedcomm.ranks.peers import Peers, warn_alone
@@ -145,10 +145,11 @@ class Session:
             record = self._record(also_agree)
         except Exception as error:
             problem = error
-        hosts.publish_name(self._store, self.rank)
+        self._store.set(f"host/{self.rank}", own_address.host_name())
         agreement.agree(self.peers, self._store.under("plan"), record, problem)
         # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        return path, hosts.published_names(self._store, self.world_size)
+        names = self._store.multi_get([f"host/{rank}" for rank in range(self.world_size)])
+        return path, [name.decode() for name in names]
 
     def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
