@@ -18,7 +18,7 @@ from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.session.parameters import NamedParameter, numbered
-from fusedcomm.session.plan import BucketsPlan, plan_of
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import take_over
 
@@ -323,7 +323,7 @@ class Tuner:
 
     def _plan(self) -> BucketsPlan:
         """The running candidate's plan, with what the search has found."""
-        return dataclasses.replace(plan_of(self.session, self._caps()), tuning=self.tuning())
+        return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
 
     def _report(self, finished: bool) -> Tuning:
         candidates = tuple(self._sessions) if self._turns is None else tuple(self._turns.seen)

@@ -21,7 +21,7 @@ from fusedcomm.ddp.module import (
 )
 from fusedcomm.native import _C
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.plan import BucketsPlan, plan_of
+from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import serve
 from fusedcomm.session.session import Session
 
@@ -64,7 +64,7 @@ class Handle(CommHandle):
         """
         if self._attached:
             return self._plan()
-        return dataclasses.replace(plan_of(self.session, self._caps(), off=True), detached=True)
+        return dataclasses.replace(self.session.plan(self._caps(), off=True), detached=True)
 
     def _let_go(self) -> None:
         ddp = self._ddp()

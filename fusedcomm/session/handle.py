@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.plan import BucketsPlan, Plan, plan_of
+from fusedcomm.session.plan import BucketsPlan, Plan
 from fusedcomm.session.served import Place
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
@@ -89,7 +89,7 @@ class CommHandle(Surface):
 
     def _plan(self) -> BucketsPlan:
         """The plan of the session that runs."""
-        return dataclasses.replace(plan_of(self.session, self._caps()), tuning=self.tuning())
+        return dataclasses.replace(self.session.plan(self._caps()), tuning=self.tuning())
 
     def _compared(self) -> ParameterDifference | None:
         """See :meth:`compare_parameters`."""

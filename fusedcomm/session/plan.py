@@ -244,14 +244,13 @@ def _in_brackets(reason: str) -> str:
     return f"  [{reason}]" if reason else ""
 
 
-def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> BucketsPlan:
+def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool) -> BucketsPlan:
     """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
 
     Args:
         bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
-        off: whether the buckets go through DDP's own all-reduce and not through this session. None: as it is.
+        off: whether the buckets go through DDP's own all-reduce and not through this session.
     """
-    off = session.is_off if off is None else off
     now = trainable(session.parameters)
     own_host = None if session.config.hosts is None else session.levels.own_host
     rows = () if off else actual_rows(session.world_size, own_host, session.synchronizer)

@@ -22,7 +22,7 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.channels import with_hosts
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.ranks.watch import Watch
-from fusedcomm.session import levels
+from fusedcomm.session import levels, plan
 from fusedcomm.session.compare import Comparison
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
 from fusedcomm.session.state_dict import take_over
@@ -393,6 +393,10 @@ class Session:
         due = weakref.WeakMethod(comparison.when_due)  # the engine must not keep what the session keeps
         every = self.config.compare_every if comparison.named else None
         self.synchronizer.before_every(every or 0, lambda: due()())
+
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:
+        """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""
+        return plan.plan_of(self, bucket_nbytes_caps, self.is_off if off is None else off)
 
     def say_notices(self) -> None:
         """Emits the engine's notices since the last call as warnings."""
