@@ -198,7 +198,9 @@ class MeshSums:
             summed_nbytes=sum(plan.sent_nbytes for plan in self._between_plans()),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
-            levels="" if self.rows is None else self.rows.levels.described(self._sums.rows.local_wire),
+            levels=""
+            if self.rows is None
+            else self.rows.levels.described(self._sums.rows.local_wire, self.rows.device.type),
             one_level_reason="" if self.rows is None else self.rows.levels.why_not_two,
             off=self.is_off,
             others=others,
