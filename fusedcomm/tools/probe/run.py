@@ -140,16 +140,16 @@ class _Probe:
         """Takes all steps."""
         settings, accept = self._settings, self._settings.accept
         alone_s = statistics.median(alone(self._team, self._task, self._budget_s("alone")))
-        has_buckets = self._front_end == DDP
-        usual = min(settings.caps_mb, key=lambda cap: abs(cap - DEFAULT_CAP_MIB)) if has_buckets else None
+        fsdp2 = fsdp2_of(self._task[0])
+        usual = min(settings.caps_mb, key=lambda cap: abs(cap - DEFAULT_CAP_MIB)) if fsdp2 is None else None
         self._take("wires", choices(settings.wires, accept, self._by_host, usual, self._front_end))
         best = finalists(self._seen, accept)[:2]
-        if has_buckets:
+        if fsdp2 is None:
             caps = [cap for cap in settings.caps_mb if cap != usual]
             others = [dataclasses.replace(choice, bucket_mib=cap) for cap in caps for choice in best]
         else:
             ours = [choice for choice in best if choice.wire != OFF.wire]
-            wires = fsdp2_of(self._task[0]).wires_of_params(self._task[0], accept)
+            wires = fsdp2.wires_of_params(self._task[0], accept)
             others = [dataclasses.replace(choice, params=wire) for wire in wires for choice in ours]
         self._take("buckets", [best[0], *others])
         finals = finalists(self._seen, accept)

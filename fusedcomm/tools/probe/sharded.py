@@ -3,14 +3,15 @@
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from fusedcomm.attaching import attach
-from fusedcomm.config import Config
-from fusedcomm.fsdp.attach import refuse_gathers
+from fusedcomm.attaching import unwrapped
+from fusedcomm.config import Config, Wire
+from fusedcomm.fsdp.attach import attach_fsdp, refuse_gathers
 from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.modules import sharded_modules
 from fusedcomm.fsdp.replicas import reduced
@@ -25,9 +26,9 @@ def unattached(model: nn.Module) -> nn.Module:
     return model
 
 
-def wires_of_params(model: nn.Module, wires: Sequence[str]) -> list[str]:
+def wires_of_params(model: nn.Module, wires: Sequence[Wire]) -> list[Wire]:
     """Those of `wires` in which the model's parameters can be gathered, but not "fp32", as torch does."""
-    found = []
+    found: list[Wire] = []
     for wire in wires:
         with contextlib.suppress(ValueError):
             refuse_gathers(Config(wire, params=wire), sharded_modules(model)[0])
@@ -41,8 +42,9 @@ def attached(model: nn.Module, config: Config | None) -> Iterator[FsdpHandle]:
     call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one level where there could be two is a choice here
-        handle = attach(model, config or "off", quiet=True)
-    with handle.runs.running():
+        handle = attach_fsdp(unwrapped(model), config or "off", quiet=True)
+    meshes: Any = handle.runs
+    with meshes.running():
         pass
     try:
         yield handle
@@ -60,7 +62,8 @@ def sent(handle: FsdpHandle, num_links: int) -> tuple[int, int | None]:
     if plan.traffic is not None:
         return plan.sent_nbytes + plan.gathered_nbytes + plan.summed_nbytes, plan.traffic.nbytes
     # gloo's reduce-scatter is an all-reduce, NCCL's a ring.
-    passes = 2 if handle.runs.comms[0].sharded.device.type == "cpu" else 1
+    meshes: Any = handle.runs
+    passes = 2 if meshes.comms[0].sharded.device.type == "cpu" else 1
     share = (plan.num_replicas - 1) / plan.num_replicas / plan.num_shards
     nbytes = passes * plan.sent_nbytes + plan.exact_gathered_nbytes + round(2 * share * plan.grad_nbytes)
     return nbytes, nbytes * num_links if plan.num_replicas == 1 and not plan.others else None

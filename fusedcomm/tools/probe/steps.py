@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -192,7 +192,10 @@ def _turns(
 
 def _running(handle: "Handle | FsdpHandle | None") -> contextlib.AbstractContextManager:
     """Context of steps that go through `handle`, as those of its DDP do in any case."""
-    return contextlib.nullcontext() if handle is None or isinstance(handle, Handle) else handle.runs.running()
+    if handle is None or isinstance(handle, Handle):
+        return contextlib.nullcontext()
+    meshes: Any = handle.runs
+    return meshes.running()
 
 
 def _sent(
@@ -206,6 +209,7 @@ def _sent(
         numel = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         ring = round(2 * (team.world_size - 1) / team.world_size * 4 * numel)
         return ring, ring * own_host.num_links
+    assert isinstance(handle, Handle)
     plan = handle.plan()
     if own_host.num_ranks == 1:
         return plan.sent_nbytes, plan.sent_nbytes
