@@ -5,12 +5,14 @@ A call begins what moves data, at its turn in the order that the ranks agree on,
 the bucket first, writes the results.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +43,7 @@ class Members:
     device: torch.device | None = None
     """The accelerator of this rank's tensors; None before the first."""
     stream: torch.Stream | None = None
-    """Where the accelerator does what operations do."""
+    """Where the accelerator does what operations do; None before the first."""
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.group.group_rank, self.group.group_size
@@ -65,6 +67,15 @@ class Members:
                 f"a tensor on {device} is not possible, because others of this rank were on {self.device}: each rank "
                 "has one GPU. Call torch.cuda.set_device(hvd.local_rank()) before tensors are made"
             )
+
+    def on_stream(self, kind: str) -> AbstractContextManager[torch.Stream | None]:
+        """Context of work for tensors on this kind of device. None on cpu."""
+        if kind == "cpu":
+            return contextlib.nullcontext()
+        if self.stream is None:
+            self.device = self.device or torch.device(kind, torch.accelerator.current_device_index())
+            self.stream = torch.Stream(self.device)
+        return self.stream
 
     def backend(
         self, device: torch.device, name: str = "operations", timeout: datetime.timedelta | None = None
@@ -122,9 +133,10 @@ class Bucket:
 
     def finish(self) -> None:
         """Call it when the futures have ended. On an accelerator the current stream waits for the results."""
-        if self._device.type == "cpu":
-            return self.write_all()
-        assert self._written is not None
+        if self._writes:
+            self.write_all()
+        if self._written is None:
+            return
         self._written.wait()
         stream = torch.accelerator.current_stream(self._device)
         for output in itertools.chain.from_iterable(self.outputs):
@@ -132,12 +144,10 @@ class Bucket:
                 output.record_stream(stream)  # its memory may be of the stream on which calls are made
 
 
-def neutral(signature: Signature, members: Members) -> list[torch.Tensor]:
-    """Tensors that do not change the others' result, for a rank that has joined."""
+def neutral(signature: Signature, device: torch.device | None) -> list[torch.Tensor]:
+    """Tensors that do not change the others' result, for a rank that has joined. device: an accelerator, if they are to
+    be on one."""
     found = []
-    device = torch.device("cpu")
-    if signature.device != "cpu":
-        device = members.device or torch.device(signature.device, torch.accelerator.current_device_index())
     for name, shape in signature.tensors:
         dtype, value = DTYPES[name], 1.0 if signature.op == Product else 0.0
         if signature.op in (Min, Max):
@@ -145,7 +155,7 @@ def neutral(signature: Signature, members: Members) -> list[torch.Tensor]:
             value = limits.max if signature.op == Min else limits.min
             if dtype.is_floating_point:
                 value = math.copysign(math.inf, value)
-        found.append(torch.full(shape, value, dtype=dtype, device=device))
+        found.append(torch.full(shape, value, dtype=dtype, device="cpu" if signature.device == "cpu" else device))
     return found
 
 

@@ -27,7 +27,7 @@ from fusedcomm.horovod.checks import (
 from fusedcomm.horovod.handles import next_name, refuse, submit, synchronize
 from fusedcomm.horovod.order import Request
 from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set
-from fusedcomm.horovod.signature import Signature
+from fusedcomm.horovod.signature import Signature, described
 
 Tensors = Sequence[torch.Tensor]
 
@@ -59,19 +59,15 @@ class Kind(NamedTuple):
 def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
     """Begins the operations of a bucket, at its turn. On an accelerator all of their work is then enqueued."""
     signature = requests[0].signature
-    for request in requests:
-        if not request.inputs:
-            request.inputs = request.outputs = calls.neutral(request.signature, members)
-    device, call = requests[0].inputs[0].device, KINDS[signature.kind].call
-    if device.type == "cpu":
-        return call(members, signature, rows, requests)
-    members.stream = members.stream or torch.Stream(device)
-    with members.stream:
+    with members.on_stream(signature.device) as stream:
         for request in requests:
-            if request.event is not None:
-                request.event.wait(members.stream)
-        bucket = call(members, signature, rows, requests)
-        bucket.write_all()
+            if not request.inputs:
+                request.inputs = request.outputs = calls.neutral(request.signature, members.device)
+            elif request.event is not None:
+                request.event.wait(stream)
+        bucket = KINDS[signature.kind].call(members, signature, rows, requests)
+        if stream is not None:
+            bucket.write_all()
     return bucket
 
 
@@ -115,7 +111,7 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
     if call.kind == "alltoall":
         inputs = [inputs[0][: sum(rows)]]
     signature = Signature(call.kind, name, how.get("op", Sum), how.get("prescale", 1.0), how.get("postscale", 1.0),
-                          root, how.get("wire", "")).of(inputs)  # fmt: skip
+                          root, how.get("wire", ""), inputs[0].device.type, described(call.kind, inputs))  # fmt: skip
 
     def finish(request: Request) -> Any:
         if in_place:
@@ -131,7 +127,8 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
             return results[0], received.to(splits.device) if isinstance(splits, torch.Tensor) else received
         return results if call.is_group else results[0]
 
-    return submit(found, Request(set_id, signature, inputs, _as_moved(outputs), rows, finish=finish), at_once)
+    moved = inputs if in_place else _as_moved(outputs)
+    return submit(found, Request(set_id, signature, inputs, moved, rows, finish=finish), at_once)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

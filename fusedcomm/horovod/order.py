@@ -124,12 +124,11 @@ class Order:
     def submit(self, request: Request, at_once: bool) -> None:
         """at_once: the caller is about to wait for it. Raises ValueError if an operation of its name is under way,
         HorovodInternalError after a failure."""
-        for tensor in request.inputs:
-            if not tensor.is_cpu:
-                request.event = torch.Event(tensor.device)
-                request.event.record()
-                break
-        operation = self._known.get(request.signature) or self._operation(request.signature)
+        signature = request.signature
+        if signature.device != "cpu":
+            request.event = torch.Event(request.inputs[0].device)
+            request.event.record()
+        operation = self._known.get(signature) or self._operation(signature)
         ticket = request.ticket = next(self._tickets)
         self._requests[ticket] = request
         try:

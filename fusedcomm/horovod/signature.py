@@ -27,6 +27,12 @@ ROWS_MAY_DIFFER = ("allgather", "alltoall")
 """Kinds whose ranks may give tensors that differ in their first dimension."""
 
 
+def described(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """A signature's `tensors`, of an operation of this kind."""
+    first = 1 if kind in ROWS_MAY_DIFFER else 0
+    return tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
+
+
 class Signature(NamedTuple):
     """A rank's request: an operation by its name. A grouped operation is one request with several tensors.
 
@@ -55,14 +61,6 @@ class Signature(NamedTuple):
     def has_rows(self) -> bool:
         """Whether ranks may give tensors that differ in their first dimension."""
         return self.kind in ROWS_MAY_DIFFER
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> "Signature":
-        """This signature, with these tensors' dtypes, shapes and device."""
-        if not tensors:
-            return self
-        first = 1 if self.has_rows else 0
-        described = tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
-        return self._replace(tensors=described, device=tensors[0].device.type)
 
     def names_of_tensors(self) -> Sequence[str]:
         """A name for each tensor, by which a configuration chooses wires."""

@@ -22,12 +22,12 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
 @pytest.fixture(params=[pytest.param("cuda", marks=GPU), pytest.param(on_streams.DEVICE, marks=pytest.mark.check)])
 def run(request):
     """Runs a function on two ranks; its first argument is the device's name, another one if that is given."""
-    is_cuda = request.param == "cuda"
-    ranks = request.getfixturevalue("ranks" if is_cuda else "ranks_on_streams")
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else on_streams.BACKEND
-    run = lambda function, *args, device=request.param: ranks.run(  # noqa: E731
-        function, device, *args, world_size=2, backend=backend
-    )
+
+    def run(function, *args, device=request.param):
+        ranks = request.getfixturevalue("ranks_on_streams" if device == on_streams.DEVICE else "ranks")
+        backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", on_streams.DEVICE: on_streams.BACKEND}[device]
+        return ranks.run(function, device, *args, world_size=2, backend=backend)
+
     run.device = request.param
     return run
 
@@ -122,7 +122,7 @@ def on_other_streams(rank, size, device):
     with job_on(device):
         for step in range(8):
             for dtype in DTYPES:
-                with torch.Stream(torch.device(device)):
+                with torch.Stream(torch.device(device, torch.accelerator.current_device_index())):
                     tensor = late(values(rank, (3000,), dtype, step), device)
                     result = hvd.allreduce(tensor, op=hvd.Sum, name=f"of {dtype}")
                     wrong += (result.cpu() != all_values(size, (3000,), dtype, step).sum(0).to(dtype)).sum().item()

@@ -10,8 +10,9 @@
 namespace fusedcomm::horovod {
 namespace {
 
-// Submitted operations are gathered so long for one message, unless somebody waits for one of them.
-constexpr std::chrono::microseconds kBatch{300};
+// Submitted operations are gathered so long for one message, unless somebody waits for one of them: as long as
+// Horovod's cycles.
+constexpr std::chrono::milliseconds kBatch{1};
 // After a failure, what is under way may still end for so long, and rank 0 has so long to answer a shutdown().
 constexpr std::chrono::seconds kGrace{5};
 // An operation that has failed waits so long for rank 0's word about who is lost.
