@@ -117,6 +117,8 @@ def kernel_variants(
         local_wire=cfg.local_wire if two_levels else None,
         one_shot=reduces_rows or world_size > 1 and cfg.is_one_shot(world_size),
         keeps_residuals=True,  # also ranks that stand in for others under Join have no weight
+        # `wire` is that of a module whose parameters are all gathered exactly.
+        gathered=() if cfg.params == "fp32" else (cfg.wire, cfg.params),
     )
 
 
