@@ -91,7 +91,7 @@ class Signature(NamedTuple):
     def read(fields: list) -> "Signature":
         """From what json makes of one."""
         *others, tensors = fields
-        return Signature(*others, tuple((dtype, tuple(shape)) for dtype, shape in tensors))
+        return Signature._make([*others, tuple((dtype, tuple(shape)) for dtype, shape in tensors)])
 
     def with_rows(self, rows: Sequence[int]) -> "Signature":
         """This signature with the tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""

@@ -68,8 +68,7 @@ enum class MessageType : uint8_t {
 template <typename On, typename Of>
 void visit_operation(On& on, Of& of) {
   on(of.key), on(of.signature), on(of.fuses), on(of.nbytes);
-  on(of.has_number), on(of.may_lack_joined), on(of.is_call), on(of.is_join), on(of.may_be_small),
-      on(of.reduction);
+  on(of.has_number), on(of.may_lack_joined), on(of.is_call), on(of.is_join), on(of.may_be_small), on(of.reduction);
 }
 template <typename On, typename Of>
 void visit_entry(On& on, Of& of) {
