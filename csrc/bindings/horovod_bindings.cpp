@@ -98,7 +98,6 @@ void bind_horovod(pybind11::module_& m) {
           py::arg("ticket"), py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"),
           py::arg("inputs"), py::arg("outputs"), py::arg("at_once"), NoGil())
       .def("poll", &Order::poll, py::arg("ticket"), NoGil())
-      .def("set_watch", &Order::set_watch, py::arg("watch").none(true), NoGil())
       // Returns the error's text, empty if there is none, and of a join the rank that joined last.
       .def(
           "wait",

@@ -195,28 +195,23 @@ class Order:
     def wait(self, request: Request) -> Any:
         """Returns what the request's `finish` makes of it, when its outputs are written. Raises
         HorovodInternalError."""
-        error, request.number = self._native.wait(request.ticket)
+        failure, request.number = self._native.wait(request.ticket)
         del self._requests[request.ticket]
-        if error:
-            raise HorovodInternalError(error)
+        if failure:
+            raise HorovodInternalError(failure)
         if request.bucket is not None:
             try:
                 request.bucket.finish()
             except RuntimeError as error:
                 raise HorovodInternalError(f"fusedcomm: {request.signature.key} failed: {error}") from error
+        elif (watcher := self._watcher) is not None and request.signature.tensors:  # a small sum
+            watcher.issued([request])
+            watcher.ended([request])
         return request.finish(request)
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tells the watcher of all operations from now on. None: tells nobody."""
         self._watcher = watcher
-        self._native.set_watch(None if watcher is None else _weakly(self._tell))
-
-    def _tell(self, tickets: Sequence[int]) -> None:
-        """Small sums have ended."""
-        requests = [each for ticket in tickets if (each := self._requests.get(ticket)) is not None]
-        if (watcher := self._watcher) is not None:
-            watcher.issued(requests)
-            watcher.ended(requests)
 
     def shutdown(self) -> bool:
         """Every rank's requests fail from then on. Returns whether all that was under way has ended. Idempotent."""

@@ -414,10 +414,6 @@ void Order::write_small_sums(const Issue& issue, const Requests& requests) {
       write_small(response.operation->reduction, response.sum, size, requests[i]->outputs);
     }
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  const Watch watch = watch_;
-  lock.unlock();
-  if (watch) watch(issue.tickets);
 }
 
 void Order::finish(const Requests& requests, const Result& result) {
@@ -428,11 +424,6 @@ void Order::finish(const Requests& requests, const Result& result) {
     request->result = result;
   }
   changed_.notify_all();
-}
-
-void Order::set_watch(Watch watch) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  watch_ = std::move(watch);
 }
 
 // On rank 0: tells every rank, and sends nothing more.

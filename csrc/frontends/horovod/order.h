@@ -52,8 +52,6 @@ class Order {
   // Begins a bucket, and returns what is under way. One thread at a time calls it, in the same order on all members.
   // What it throws ends the operations of all ranks.
   using Start = std::function<Futures(const Issue& issue)>;
-  // Is told of small sums that have ended.
-  using Watch = std::function<void(const std::vector<Ticket>& tickets)>;
   struct Result {
     std::string error;  // empty: the operation has ended; on an accelerator, its data move on a stream
     int number = 0;     // join: the rank that joined last
@@ -71,7 +69,6 @@ class Order {
   bool poll(Ticket ticket);
   // Waits for the operation's end. Forgets the ticket.
   Result wait(Ticket ticket);
-  void set_watch(Watch watch);
   // Ends the operations of every rank.
   void leave(const std::string& why);
   // Idempotent. Returns whether all threads, and all that was under way, have ended.
@@ -135,7 +132,6 @@ class Order {
   int num_threads_ = 0;               // that have not ended
   std::map<int, int> num_under_way_;  // buckets by set
   bool rings_at_end_ = false;         // of a bucket
-  Watch watch_;
 
   // On rank 0, held to decide what is next, and to issue it. Nobody who waits for it holds the GIL.
   std::recursive_mutex turn_;
