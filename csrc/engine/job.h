@@ -37,7 +37,7 @@ inline const BucketPlanPtr& no_plan() {
 struct KeptMessages {
   // This rank's packed chunks. Pack overwrites them in the next pass, which begins when this rank has all means.
   std::shared_ptr<std::byte> codes;
-  // The encoded means of all parts. Those of the next pass overwrite them: they come from ranks that had the codes of
+  // The encoded means of all parts. The next pass's means overwrite them: they come from ranks that had the codes of
   // all ranks in that pass, so every rank has finished this one.
   std::shared_ptr<std::byte> means;
   // The means of the pass before, on lanes that enqueue; null on others. A transfer that is aborted on a device lets

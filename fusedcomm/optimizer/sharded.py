@@ -49,8 +49,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     Args:
         reducer: a :class:`GradReducer`, or a :class:`DataParallel`. Its wire carries the gradients.
-        optimizer_class: a torch optimizer. Of AdamW, SGD and others that treat each element by itself, ranks own equal
-            numbers of elements; of others, as Muon, whole parameters.
+        optimizer_class: a torch optimizer. If it treats each element by itself, as AdamW and SGD do, ranks own equal
+            numbers of elements; else, as with Muon, whole parameters.
         params: parameters, pairs of names and parameters, or groups of either, which may name another class,
             ``{"params": […], "optimizer_class": torch.optim.Muon, "lr": …}``. None: all of the reducer's in one group.
             Each must be in one group.

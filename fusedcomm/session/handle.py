@@ -246,7 +246,7 @@ class CommHandle(Surface):
             path: ``{rank}`` becomes the rank. Without it only rank 0 records.
             all_ranks: rank 0 writes one trace, in which each rank is a process. The collectives align the ranks'
                 clocks; "otherData" has the precision in microseconds. A collective call: every rank traces the same
-                steps. The command ``fusedcomm timeline`` makes the same trace of files with ``{rank}``.
+                steps.
 
         Raises:
             ValueError: all_ranks is set and the path has ``{rank}``.

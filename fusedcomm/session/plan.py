@@ -26,7 +26,7 @@ _LEAST_WIDTH = 6  # characters of the first column
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is sent together: a bucket, a module of FSDP2's, a fragment of LocalSteps, a unit of a ShardedOptimizer.
+    """What is sent together: a bucket, a module of FSDP2's, LocalSteps' message, a unit of a ShardedOptimizer.
 
     `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm.
     """
@@ -193,7 +193,6 @@ class BucketsPlan(Plan):
         wire = " ".join(
             (
                 config.wire,
-                *(["rotated"] if config.blocks.rotate else []),
                 *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )
@@ -221,9 +220,7 @@ class BucketsPlan(Plan):
     def _ranks(self) -> str:
         if self.hosts is None or self.one_level_reason:
             return f"{self.world_size} ranks"
-        return (
-            f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {self.config.local_wire} inside a host"
-        )
+        return self.hosts.described(self.config.local_wire, self.device_type)
 
 
 def _line(row: Row) -> str:

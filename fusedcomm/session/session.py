@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -162,8 +161,6 @@ class Session:
     def _engine(self, path: "CpuPath | CudaPath | None", beside: "Session | None") -> "_C.Synchronizer":
         """Connects the ranks and makes the engine. Raises if any rank cannot."""
         synchronizer, problem = None, None
-        if self.rank == 0:
-            self._store.set("run", uuid.uuid4().hex)
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path) if path is not None else self._connect_beside(beside)
