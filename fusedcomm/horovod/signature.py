@@ -90,8 +90,9 @@ class Signature(NamedTuple):
     @staticmethod
     def read(fields: list) -> "Signature":
         """From what json makes of one."""
-        *others, tensors = fields
-        return Signature._make([*others, tuple((dtype, tuple(shape)) for dtype, shape in tensors)])
+        kind, name, op, prescale, postscale, root, wire, device, tensors = fields
+        shapes = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
+        return Signature(kind, name, op, prescale, postscale, root, wire, device, shapes)
 
     def with_rows(self, rows: Sequence[int]) -> "Signature":
         """This signature with the tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
