@@ -5,7 +5,7 @@
 //   all-gather: this rank's row ──► pack ──► all-gather ──► decode ──► rows [rank 0's | rank 1's | …]
 //
 // On two levels a reduce-scatter adds within hosts first, and of an all-gather each row crosses the network once for
-// each other host; see sums.cpp.
+// each other host; see sums.cpp. A rank may keep what has crossed it, to gather the same rows again within its host.
 //
 // A row consists of pieces, for FSDP2 a slice of each of a module's parameters that are trained. With error feedback
 // the pack of a reduce-scatter keeps a residual of all rows. That of an all-gather keeps none.
