@@ -42,7 +42,6 @@ KernelKey key_of(const char* kernel, const BucketLayout& layout) {
   KernelKey key{kernel};
   key.wire = layout.wire;
   key.block_numel = layout.block_numel;
-  key.rotated = layout.rotated;
   return key;
 }
 
@@ -127,8 +126,8 @@ const CudaTables& tables_of(const BucketSlices& slices) {
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
-                       std::string isa, int64_t num_pack_programs, bool forced_sync)
-    : StreamDevice(device, forced_sync),
+                       std::string isa, int64_t num_pack_programs, bool two_levels, bool forced_sync)
+    : StreamDevice(device, two_levels, forced_sync),
       driver_(std::move(driver)),
       kernels_(kernels),
       isa_(std::move(isa)),
@@ -239,7 +238,6 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   launch.scale = args.scale;
   launch.residual = residual_from(args.residual, first, residual_numel);
   KernelKey key = encoder_key(ReduceLaunch::kName, to, args.residual);
-  key.rotated = to.rotated && !from.rotated;  // a rotated input stays rotated
   key.in_wire = from.wire;
   launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
 }

@@ -11,12 +11,10 @@ namespace {
 
 // In the order in which a bucket passes through the lanes.
 constexpr std::array<LaneRole, kNumLaneRoles> kRoles = {
-    LaneRole::kPack,   LaneRole::kScatter,     LaneRole::kLocalReduce, LaneRole::kCrossScatter,
-    LaneRole::kReduce, LaneRole::kCrossGather, LaneRole::kGather,      LaneRole::kUnpack};
+    LaneRole::kPack,        LaneRole::kScatter, LaneRole::kLocalReduce, LaneRole::kCrossScatter, LaneRole::kReduce,
+    LaneRole::kCrossGather, LaneRole::kGather,  LaneRole::kLocalGather, LaneRole::kUnpack};
 
-bool is_of_two_levels(LaneRole role) {
-  return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
-}
+bool is_of_two_levels(LaneRole role) { return role >= LaneRole::kLocalReduce; }
 
 }  // namespace
 
@@ -220,15 +218,19 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
 }
 
 bool Engine::is_on_wire(const BucketJob& job) const {
-  return device_->wire_runs_stages() && job.plan->num_chunks() == 1 && job.grad_nbytes <= device_->max_nbytes_on_wire();
+  return device_->wire_runs_stages() && job.plan->num_chunks() == 1 && !job.plan->has_three_wires() &&
+         job.grad_nbytes <= device_->max_nbytes_on_wire();
 }
 
 Lane& Engine::lane_of(const BucketJob& job, LaneRole role) const {
   if (is_on_wire(job)) return lane(LaneRole::kScatter);
   // In a bucket of one chunk nothing else uses the wire between the collectives before and after a sum. If the sum runs
-  // on the wire's own lane, these need no events to wait for each other.
-  const bool is_between = role == LaneRole::kLocalReduce || role == LaneRole::kReduce;
-  if (is_between && device_->wire_runs_stages() && job.plan->num_chunks() == 1) return lane(LaneRole::kScatter);
+  // on the wire's own lane, these need no events to wait for each other. With three wires the sum over hosts always
+  // runs on the one between them: it is of few elements, and must not wait for an earlier bucket's unpack.
+  if (role == LaneRole::kReduce && device_->wire_runs_stages()) {
+    if (job.plan->has_three_wires()) return lane(LaneRole::kCrossScatter);
+    if (job.plan->num_chunks() == 1) return lane(LaneRole::kScatter);
+  }
   return lane(role);
 }
 
@@ -289,9 +291,7 @@ void Engine::scale(BucketJob& job) {
 
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   if (job.is_packed) return;
-  if (chunk == 0) {
-    for (const auto& decorator : job.decorators) decorator->before_pack();
-  }
+  if (chunk == 0) job.decorate(&JobDecorator::before_pack);
   int64_t count = 0;
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
@@ -304,10 +304,7 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
-  const bool is_first_encoder = !job.plan->on_two_levels();
-  if (is_first_encoder && chunk == job.plan->num_chunks() - 1) {
-    for (const auto& decorator : job.decorators) decorator->after_first_encoder();
-  }
+  if (job.is_last_chunk(chunk) && !job.plan->on_two_levels()) job.decorate(&JobDecorator::after_first_encoder);
   ++job.num_packed;
 }
 
@@ -321,7 +318,7 @@ void Engine::unpack_kept(BucketJob& job) {
   for (int64_t chunk = 0; chunk < job.plan->num_chunks(); ++chunk) {
     unpack(job, chunk, job.kept->means.get() + chunk * job.plan->chunk_nbytes(), 1);
   }
-  for (const auto& decorator : job.decorators) decorator->after_unpack();
+  job.decorate(&JobDecorator::after_unpack);
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
@@ -337,9 +334,7 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
-  if (chunk == job.plan->num_chunks() - 1) {
-    for (const auto& decorator : job.decorators) decorator->after_first_encoder();
-  }
+  if (job.is_last_chunk(chunk)) job.decorate(&JobDecorator::after_first_encoder);
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
@@ -348,9 +343,7 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
     device_->add_heads(parts, stride, place_.num_hosts, out, stride, 1);
     if (chunk == 0) device_->add_heads(out, 0, 1, job.head->reduced, 0, 1);
   }
-  if (chunk == 0) {
-    for (const auto& decorator : job.decorators) decorator->before_reduce();
-  }
+  if (chunk == 0) job.decorate(&JobDecorator::before_reduce);
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan->layouts[i];
     BucketLayout from = to;
