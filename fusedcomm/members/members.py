@@ -145,6 +145,7 @@ class Members(Sealed):
         """The step at which the training began that these members do: of the state that was loaded."""
         self._seal()
         if gather is not None:
+            self.plane.hooks.num_founders = dist.get_world_size()
             self._found(gather)
 
     # ---- what users read
