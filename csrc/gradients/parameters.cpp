@@ -36,6 +36,7 @@ Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device
   for (const Known& parameter : known) {
     add(parameter.tensor, parameter.name, next_number_++, parameter.wire);
   }
+  if (codec_->counts_in_memory()) add_counts();  // not in the first pass, because the host waits
 }
 
 const ParameterStatePtr& Parameters::add(const at::Tensor& parameter, std::string name, uint32_t number, int wire) {
@@ -208,12 +209,14 @@ void Parameters::restore_nonfinite(const std::map<std::string, int64_t>& counts)
   }
 }
 
+void Parameters::add_counts() {
+  counts_.push_back(codec_->allocate(kNumCounts * static_cast<int64_t>(sizeof(int64_t))));
+  for (int64_t i = 0; i < kNumCounts; ++i) spare_.push_back({counts_.size() * kNumCounts - 1 - i});
+}
+
 int64_t* Parameters::count_of(ParameterState* state) {
   if (!state->on_device) {
-    if (spare_.empty()) {
-      counts_.push_back(codec_->allocate(kNumCounts * static_cast<int64_t>(sizeof(int64_t))));
-      for (int64_t i = 0; i < kNumCounts; ++i) spare_.push_back({counts_.size() * kNumCounts - 1 - i});
-    }
+    if (spare_.empty()) add_counts();
     state->on_device = spare_.back();
     spare_.pop_back();
   }

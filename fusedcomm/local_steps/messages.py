@@ -118,6 +118,9 @@ class Messages:
             with self._reading, torch.no_grad():
                 message.future.wait()  # type: ignore[attr-defined]
                 message.numbers = HostCopy(self._numbers(message))
+                # A message that is given up is not read.
+                for tensor in (message.mean, message.control, message.checksum, self._state.anchor):
+                    tensor.record_stream(self._reading)
 
     def send_again(self, message: Message) -> None:
         """Sends a message of an earlier session over this one, with the residuals that it had."""
