@@ -60,6 +60,7 @@ class Session:
 
     Attributes:
         explains: whether an error waits for what the watch finds out about the other ranks.
+        warms_up: whether the first collectives on an accelerator run here.
         ranks: of the group; a session beside another one shares them.
         levels: of its sums.
         synchronizer: the engine; None with `is_off`.
@@ -72,7 +73,7 @@ class Session:
         PeerLostError: a rank is lost before it has attached.
     """
 
-    explains = True
+    explains = warms_up = True
 
     def __init__(
         self,
@@ -201,7 +202,13 @@ class Session:
             path = self._path(two_levels=True)  # its kernels for two levels, too
         self.native_device, self._transport = self._connect_path(path)
         self.s_per_byte, self.codec = path.s_per_byte, path.codec
-        return self._connect_hosts()
+        return self._warm(self._connect_hosts())
+
+    def _warm(self, transport: "_C.C10dTransport") -> "_C.C10dTransport":
+        """`transport`, whose first collectives have run: what they find wrong is an error of attach."""
+        if self.warms_up and self.device.type != "cpu":
+            self._while_connecting(transport.warm_up)
+        return transport
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
         connect, group, device = path.connect, self.process_group, self.device
@@ -225,7 +232,9 @@ class Session:
             self.codec = path.codec
         self.s_per_byte = beside.s_per_byte
         self._transport = beside._transport
-        return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
+        if self.levels.are_those_of(beside.levels):
+            return beside.synchronizer.transport
+        return self._warm(self._connect_hosts())
 
     @property
     def session(self) -> "Session":
