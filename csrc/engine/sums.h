@@ -91,7 +91,7 @@ struct Step {
   // (n-1)/n of each message. An all-reduce, which is a ring, sends twice as much. A step of the codec sends nothing.
   int64_t sent_nbytes(int64_t num_chunks) const;
   // The bytes of these that go to other hosts, as the mean of the `ranks_on_host` ranks of this rank's host; 0 if all
-  // ranks share one. Of a collective of all ranks, an all-to-all and an all-gather send to each rank of another host,
+  // ranks share one. In a collective of all ranks, an all-to-all and an all-gather send to each rank of another host,
   // and an all-reduce, which is a ring in the order of ranks, leaves the host on `links_of_host` of its links.
   int64_t sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_host, int64_t links_of_host) const;
 };
@@ -111,9 +111,11 @@ std::vector<Step> steps_of(Sum sum, const ChunkShape& shape);
 
 // The steps of a chunk of a reduce-scatter, and of an all-gather: the halves of a two-shot, of which shape.nbytes is
 // the message, with a part for each rank. An all-gather ignores host_nbytes, because it sends the same codes on both
-// levels.
+// levels. With keeps_messages, on two levels, it keeps what a rank receives of other hosts.
 std::vector<Step> steps_of_reduce_scatter(const ChunkShape& shape);
 std::vector<Step> steps_of_all_gather(const ChunkShape& shape);
+// Gathers once more, within hosts, what an all-gather has kept.
+std::vector<Step> steps_of_all_gather_again(const ChunkShape& shape);
 
 // Bytes of the two buffers that a chunk needs; 0 for a buffer that no step uses.
 struct Workspace {

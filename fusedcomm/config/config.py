@@ -67,7 +67,7 @@ class Config(Options):
             if patterns give a tied parameter different wires through different names.
         predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
             divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
-        blocks: a :class:`Blocks`: how many elements share a scale, and whether they are rotated.
+        blocks: a :class:`Blocks`: how many elements share a scale.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
         measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
@@ -94,6 +94,9 @@ class Config(Options):
             each rank sends its shard in that wire, and all ranks compute with the same decoded values; the shards,
             which optimizers step, are not rounded. Exact are the parameters whose wire in `wires` is "fp32", and if
             `params` has scales, biases and norms, unless "1d" is among `wires`.
+        params_kept: whether a rank keeps the codes that it receives of other hosts from a forward pass to the backward
+            pass, so that this one gathers within hosts. It needs sums on two levels, and modules that free their
+            parameters between the passes. The plan has the memory.
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
@@ -112,12 +115,14 @@ class Config(Options):
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
     weighted: Weighted | None = None
     params: Wire = "fp32"
+    params_kept: bool = False
 
     def __post_init__(self) -> None:
         combinations.refuse("Config", {"wire": self.wire})
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
         check.choice("params", self.params, WIRES)
+        check.flag("params_kept", self.params_kept)
         for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
             check.kind(name, getattr(self, name), kind)
         if self.compare_every is not None:
@@ -157,6 +162,8 @@ class Config(Options):
             "hosts": self.named_hosts,
             "local_wire": self.local_wire if self.needs_two_levels else "fp32",
             "weighted": self.weighted,
+            "params": self.params,
+            "params_kept": self.params_kept,
         }
 
     # ---- the values of fields that were left open
@@ -223,14 +230,11 @@ class Config(Options):
         return tuple(dict.fromkeys((self.wire, *others)))
 
     @property
-    def formats(self) -> list[tuple[str, int, bool]]:
-        """(wire, block, rotate) of each of `numbered_wires`, as the engine takes them. Wires without scales have a
-        block, too."""
-        rotate = self.blocks.rotate
-        others = [
-            (wire, _C.default_block_numel(wire), rotate and wire in WITH_SCALES) for wire in self.numbered_wires[1:]
-        ]
-        return [(self.wire, self.block_numel, rotate), *others]
+    def formats(self) -> list[tuple[str, int]]:
+        """(wire, block) of each of `numbered_wires`, as the engine takes them. Wires without scales have a block,
+        too."""
+        others = [(wire, _C.default_block_numel(wire)) for wire in self.numbered_wires[1:]]
+        return [(self.wire, self.block_numel), *others]
 
     def number_of(self, wire: str) -> int:
         """The number of a wire that parameters may have, as csrc/engine/config.h defines it."""
@@ -306,7 +310,7 @@ class Config(Options):
         Raises:
             ValueError: options that the engine cannot combine.
         """
-        (wire, block, rotate), *others = self.formats
+        (wire, block), *others = self.formats
         return _C.WireConfig(
             wire=wire,
             sum=self.sum,
@@ -314,7 +318,6 @@ class Config(Options):
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=chunks.nbytes,
             chunks_in_flight=chunks.in_flight,
-            rotate=rotate,
             others=others,
             error_feedback=self.residual_format,
             feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
@@ -342,6 +345,6 @@ class Config(Options):
             # A list, because order matters: the first pattern that matches counts, and the bytes of the wires follow
             # each other in this order.
             "wires": list(self.wires.items()),
-            "blocks": {"numel": self.block_numel, "rotate": self.blocks.rotate},
+            "blocks": {"numel": self.block_numel},
             "hosts": None if levels is None else {"groups": levels.groups, "local_wire": self.local_wire},
         }

@@ -16,7 +16,7 @@ from models import KINDS
 from test_fsdp_feedback import gradients_of, made
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 
 pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
 pytestmark = [
@@ -35,19 +35,21 @@ CONFIGS = {
     "int8": Config("int8"),
     "int8 all": Config("int8", wires=LOSSY_1D, chunks=Chunks(4096)),
     "fp8 fed back": Config("fp8", feedback=UNSHARDED),
-    "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
-    "int4 fed back": Config("int4", blocks=Blocks(rotate=True), feedback=UNSHARDED, chunks=Chunks(4096)),
-    "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}, blocks=Blocks(rotate=True)),
+    "int4": Config("int4"),
+    "int4 fed back": Config("int4", feedback=UNSHARDED, chunks=Chunks(4096)),
+    "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}),
     "exempt": Config("bf16", wires={"first.*": "fp32"}),
-    "parameters in int4": Config("int8", params="int4", blocks=Blocks(rotate=True)),
+    "parameters in int4": Config("int8", params="int4"),
     "parameters exempt": Config("int8", params="bf16", wires={"*": "fp32"}, chunks=Chunks(4096)),
 }
+
+ALL = {**CONFIGS, "parameters kept": Config("int8", params="int8", params_kept=True, hosts=2)}
 
 
 def by_what_config_has(name: str, **others: object) -> dict:
     """For `pytest.mark.sampled`. A case interprets kernels, which takes seconds."""
-    config = CONFIGS[name]
-    has = {"feedback": config.feedback is not None, "rotation": config.blocks.rotate, "params": config.params}
+    config = ALL[name]
+    has = {"feedback": config.feedback is not None, "params": config.params}
     return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
 
 
@@ -58,11 +60,13 @@ def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
 
 
 def three_steps(model, rank, device):
-    """The bits of this rank's gradients in three steps, and of the parameters that a pass has. In the second step two
-    gradients are not finite."""
+    """The bits of this rank's gradients in three steps, and of the parameters that forward and backward passes have. In
+    the second step two gradients are not finite."""
     seen = []
     model.register_forward_hook(
-        lambda of, *_: seen.extend(p.detach().clone().flatten().float().cpu() for p in of.parameters())
+        lambda of, *_: seen.extend(
+            getattr(p, "_local_tensor", p).detach().clone().flatten().float().cpu() for p in of.parameters()
+        )
     )
     for step in range(3):
         gradients = gradients_of(model, rank, step)
@@ -70,7 +74,9 @@ def three_steps(model, rank, device):
             gradients[0].view(-1)[5 + rank] = torch.inf
             gradients[-1].view(-1)[-1 - rank] = torch.nan
         model.zero_grad()
-        model([gradient.to(device) for gradient in gradients]).backward()
+        given = [gradient.to(device).requires_grad_() for gradient in gradients]
+        model(given).backward()
+        seen += [each.grad.flatten().cpu() for each in given]
         for parameter in model.parameters():
             local = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
             seen.append(local.flatten().float().cpu().clone())
@@ -112,17 +118,18 @@ def check(ranks, kind, config, world_size, library, triton_folder=None):
 CASES = [("sharded", name, world_size) for name in CONFIGS for world_size in (2, 3)]
 CASES += [(f"gradients in {d}", name, 2) for d in ("bfloat16", "float16 +") for name in ("fp32", "bf16", "int8 all")]
 CASES += [(f"gradients in {d}", "parameters in int4", 2) for d in ("bfloat16", "float16 +")]
+CASES += [("gathered twice", "parameters kept", 4)]
 CASES += [
     (kind, name, 4 if kind == "hsdp" else 2)
     for kind in ("hsdp", "replicate")
-    for name in ("fp32", "bf16", "int8", "int4 rotated")
+    for name in ("fp32", "bf16", "int8", "int4")
 ]
 
 
 @pytest.mark.sampled(by=by_what_config_has)
 @pytest.mark.parametrize(("kind", "name", "world_size"), CASES)
 def test_sums_have_the_cpus_bits(ranks, library, kind, name, world_size):
-    check(ranks, kind, CONFIGS[name], world_size, library)
+    check(ranks, kind, ALL[name], world_size, library)
 
 
 @pytest.mark.sampled(by=by_what_config_has)
