@@ -31,9 +31,6 @@ std::unique_ptr<JobDecorator> measured(BucketJob* job, const BucketRecordPtr& re
 std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, const BucketRecord& record,
                                        const PassWeightPtr& weight, PassWeights* weights, Engine* engine);
 
-// Lets old errors fade before they are added to the gradients. decay: what multiplies residuals.
-std::unique_ptr<JobDecorator> decayed(const BucketRecordPtr& record, double decay);
-
 // Remembers second residuals as they are, for a pass that begins again; see KeptPass.
 std::unique_ptr<JobDecorator> remembered(const BucketRecordPtr& record);
 

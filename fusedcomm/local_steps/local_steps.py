@@ -50,8 +50,8 @@ class LocalSteps(Surface):
             step after 20 seconds since the last message arrived, so each rank makes the steps that it can.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
             or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
-        config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback with decay 0.95 if it
-            has scales; a Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
+        config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
+            Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
         weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
         masters: the optimizer's own fp32 copies by the model's parameter names. They are merged, and the model's
             parameters are refreshed.

@@ -99,8 +99,8 @@ LOSSY = [
     Config("bf16", feedback=Feedback()),
     Config("fp16"),
     Config("int8"),
-    Config("int8", feedback=Feedback("bf16", decay=0.5)),
-    Config("int4", feedback=Feedback(decay=0.75)),
+    Config("int8", feedback=Feedback("bf16")),
+    Config("int4", feedback=Feedback()),
     Config("fp8", feedback=Feedback()),
 ]
 LOSSY = [dataclasses.replace(config, chunks=Chunks(4096)) for config in LOSSY]
