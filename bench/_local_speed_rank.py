@@ -15,7 +15,7 @@ import fusedcomm
 DELAY, MARGIN = 5, 1.1
 """The least delay that is tried, where H allows it: LocalSteps' own."""
 FIRST_STEPS = 10
-"""Steps whose median time says what the plan needs to know. They are not part of the result."""
+"""Steps whose median time says which delay hides messages. They are not part of the result."""
 
 
 class Trained:
