@@ -8,7 +8,7 @@ from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.messages import CONTROL_NUMEL
 from fusedcomm.local_steps.progress import Progress
 from fusedcomm.native import _C
-from fusedcomm.session.plan import Plan, planned_row
+from fusedcomm.session.plan import Plan, row_of
 from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
@@ -47,13 +47,13 @@ class LocalPlan(Plan):
 def make_plan(session: Session, of: Progress) -> LocalPlan:
     """See :meth:`fusedcomm.LocalSteps.plan`."""
     state, residual_nbytes = of.state, 0
-    own_host = session.levels.own_host if session.hosts is not None and session.ranks_per_host > 1 else None
+    own_host = session.levels.own_host if session.levels.hosts is not None and session.ranks_per_host > 1 else None
     slices = [(each.local.numel(), each.wire) for each in state.merged if each.local.numel()]
     slices.append((CONTROL_NUMEL, _C.EXACT_WIRE))
     like = torch.empty(0, dtype=torch.float32)
     plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
     names = tuple(each.name for each in state.merged)
-    row = planned_row(own_host, 0, names, like.dtype, state.numel, plan)
+    row = row_of(session.world_size, own_host, 0, names, like.dtype, state.numel, plan)
     if session.config.residual_format is not None and row.wire != "fp32":
         lossy = sum(each.local.numel() for each in state.merged if each.wire != _C.EXACT_WIRE)
         second = lossy // session.world_size if plan.sum == "two-shot" else 0

@@ -16,7 +16,7 @@ from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows
 from fusedcomm.optimizer.owner import Owner, State, StepError
 from fusedcomm.optimizer.parts import Target, units
-from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.optimizer.plan import ShardedPlan, make_plan, warn_of_one_level
 from fusedcomm.optimizer.scaler import SumsScaler
 from fusedcomm.optimizer.seen import SeenGradients
 from fusedcomm.optimizer.trial import changed_by_steps
@@ -142,6 +142,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self._hand_over_to(found)
         if old.rank == 0:
             log.report(self.plan, quiet)
+            warn_of_one_level(self.plan(), self._sums)
 
     # ---- making it
 
