@@ -16,7 +16,7 @@ from cuda_stress import LIBRARY
 from ranks import Ranks
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import torch_groups
+from fusedcomm.ranks import channels, torch_groups
 from fusedcomm.session import session
 
 DEVICE = "sim"
@@ -54,6 +54,8 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
     session.Session._path = lambda of, two_levels=None: _Path()
+    connect = channels.connect_gloo
+    channels.connect_gloo = lambda *args: library.sim_backend(connect(*args))  # within hosts and between them
     library.sim_count()
     _libraries.append(library)
 
@@ -61,7 +63,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
 class _Path:
     codec = "simulated"
     s_per_byte = None
-    has_two_levels = False
+    has_two_levels = True
 
     def connect(self, process_group, device, store):
         return _libraries[0].sim_device(), _C.StreamTransport(process_group._get_backend(device), device)
