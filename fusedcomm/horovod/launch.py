@@ -1,24 +1,19 @@
 """The sources from which a process learns its rank, the number of ranks, and the store over which they meet.
 
-The first of these that applies: what :func:`set_launch` has given, the store of `fusedcomm run --elastic`,
-torch.distributed if the script has initialised it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this
-one process.
+The first of these that applies: the store of `fusedcomm run --elastic`, torch.distributed if the script has initialised
+it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this one process.
 """
 
 import contextlib
 import dataclasses
 import datetime
 import ipaddress
-import json
 import os
-import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import fusedcomm.horovod.rendezvous as rendezvous
-from fusedcomm.horovod.environment import Settings
 from fusedcomm.ranks.own_group import served_store
 
 SET_BY = "FUSEDCOMM_HOROVOD_SET_BY"
@@ -33,44 +28,33 @@ class Launch:
     rank: int
     size: int
     store: dist.Store
-    timeout: datetime.timedelta
     is_horovods: bool = False
 
 
-_given: Callable[[], Launch] | None = None
 # TCPStores by (host, port): a process that hosts one must keep it, since others may still use it.
 _stores: dict[tuple[str, int], dist.Store] = {}
 
 
-def set_launch(function: Callable[[], Launch] | None) -> None:
-    """Has the next hvd.init() ask `function` for rank, size and store. None: as usual again."""
-    global _given
-    _given = function
-
-
-def find(settings: Settings) -> Launch:
+def find(timeout: datetime.timedelta) -> Launch:
     """Raises ValueError if the variables contradict each other or name no place to meet."""
-    timeout = datetime.timedelta(seconds=settings.timeout_s)
-    if _given is not None:
-        return _given()
     if rendezvous.is_elastic():
-        return Launch(*rendezvous.meet(), timeout)
+        return Launch(*rendezvous.meet())
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
         _, store = c10d._world.pg_map[group]
-        return Launch(dist.get_rank(), dist.get_world_size(), store, timeout)
+        return Launch(dist.get_rank(), dist.get_world_size(), store)
     if "HOROVOD_RANK" in os.environ and SET_BY not in os.environ:
         return _from_horovod_variables(timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         if size == 1:
-            return Launch(rank, 1, dist.HashStore(), timeout)
+            return Launch(rank, 1, dist.HashStore())
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         # Workers that torchrun has restarted find the store of those before. (Agents of several hosts count apart.)
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = dist.PrefixStore("attempt " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        return Launch(rank, size, store, timeout)
-    return Launch(0, 1, dist.HashStore(), timeout)
+        return Launch(rank, size, store)
+    return Launch(0, 1, dist.HashStore())
 
 
 def _from_horovod_variables(timeout: datetime.timedelta) -> Launch:
@@ -78,7 +62,7 @@ def _from_horovod_variables(timeout: datetime.timedelta) -> Launch:
     if not 0 <= rank < size:
         raise ValueError(f"HOROVOD_RANK={rank} is not possible with HOROVOD_SIZE={size}: ranks go from 0 to {size - 1}")
     if size == 1:
-        return Launch(0, 1, dist.HashStore(), timeout, is_horovods=True)
+        return Launch(0, 1, dist.HashStore(), is_horovods=True)
     host = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or os.environ.get("MASTER_ADDR")
     port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT") or os.environ.get("MASTER_PORT")
     if not host or not port:
@@ -92,7 +76,7 @@ def _from_horovod_variables(timeout: datetime.timedelta) -> Launch:
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_master = rank == 0 and not is_hosted
         _stores[where] = _store_at(*where, is_master, timeout)
-    return Launch(rank, size, _stores[where], timeout, is_horovods=True)
+    return Launch(rank, size, _stores[where], is_horovods=True)
 
 
 def _store_at(host: str, port: int, is_master: bool, timeout: datetime.timedelta) -> dist.Store:
@@ -111,14 +95,6 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def fresh(launch: Launch) -> dist.Store:
-    """The launch's store under a prefix for this init: ranks may shut down and init any number of times. Every rank
-    must init as often as the others; the count is the store's, since a rank may be another process than before."""
-    ours = dist.PrefixStore("fusedcomm/horovod", launch.store)
-    count = ours.add(f"inits/{launch.rank}", 1)
-    return dist.PrefixStore(f"{count}/{launch.size}", ours)
-
-
 def subset(launch: Launch, ranks: list[int]) -> Launch:
     """The job of those ranks alone, numbered anew in their order. Raises ValueError if this rank is none of them."""
     if sorted(set(ranks)) != sorted(ranks) or not all(0 <= rank < launch.size for rank in ranks):
@@ -130,24 +106,6 @@ def subset(launch: Launch, ranks: list[int]) -> Launch:
     name = "ranks " + ",".join(map(str, ranks))
     store = dist.PrefixStore(name, launch.store)
     return dataclasses.replace(launch, rank=ranks.index(launch.rank), size=len(ranks), store=store)
-
-
-def exchange(launch: Launch, store: dist.Store, about: dict) -> list[dict]:
-    """What each rank says of itself. Raises TimeoutError that names the ranks that say nothing."""
-    store.set(f"about/{launch.rank}", json.dumps(about))
-    deadline, pause_s = time.monotonic() + launch.timeout.total_seconds(), 1e-3
-    keys = [f"about/{rank}" for rank in range(launch.size)]
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(
-                f"fusedcomm.horovod: hvd.init() took too long: ranks {missing} of {launch.size} have not connected "
-                f"within {launch.timeout.total_seconds():.0f} s. Check that they run and call hvd.init(); "
-                "HOROVOD_GLOO_TIMEOUT_SECONDS sets the time"
-            )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    return [json.loads(store.get(key)) for key in keys]
 
 
 # Variables in which launchers say a process's place, in the order local rank and size, cross rank and size.

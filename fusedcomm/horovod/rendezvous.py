@@ -54,7 +54,7 @@ def meet() -> tuple[int, int, dist.Store]:
     """
     global _current
     store, worker = _open(), os.environ[WORKER]
-    timeout_s = environment.seconds("HOROVOD_ELASTIC_TIMEOUT")
+    timeout_s = _timeout_s()
     deadline = time.monotonic() + timeout_s
     _set(store, f"waiting/{worker}")
     while time.monotonic() < deadline:
@@ -114,12 +114,16 @@ def _open() -> dist.Store:
     """The launcher's store. Raises ValueError if the variables do not name it."""
     global _store
     if _store is None:
-        host = environment.text("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-        port = environment.text("HOROVOD_GLOO_RENDEZVOUS_PORT")
+        host = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
         if not host or not port:
             raise ValueError(
                 f"{WORKER} is set but not where the launcher is: start the job with fusedcomm run --elastic"
             )
-        timeout = datetime.timedelta(seconds=environment.seconds("HOROVOD_ELASTIC_TIMEOUT"))
+        timeout = datetime.timedelta(seconds=_timeout_s())
         _store = dist.PrefixStore(PREFIX, dist.TCPStore(host, int(port), None, False, timeout))
     return _store
+
+
+def _timeout_s() -> float:
+    return environment.seconds("HOROVOD_ELASTIC_TIMEOUT", os.environ.get("HOROVOD_ELASTIC_TIMEOUT") or "600")

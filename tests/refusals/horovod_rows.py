@@ -12,7 +12,7 @@ from refusals import rows
 import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
-from fusedcomm.horovod.wire_texts import config_of
+from fusedcomm.horovod.compression import config_of
 
 Call = Callable[[int], object]
 
@@ -124,7 +124,7 @@ def wrong_sets(*process_sets: object) -> Call:
 INITS = [
     (wrong_sets([[0, 9]]), "a process set of the ranks [0, 9] is not possible: ranks go from 0 to 1"),
     (wrong_sets([[]]), "a process set of the ranks [] is not possible"),
-    (wrong_sets([[0], [0]]), "hvd.init(process_sets=…): two sets have the ranks [0]"),
+    (wrong_sets([[0], [0]]), "there is a process set of the ranks [0] already; its id is 1"),
     (wrong_sets([[0, 1]]), "there is a process set of the ranks [0, 1] already"),
     (wrong_sets("dynamic"), "hvd.init(process_sets='dynamic'): expected a list of process sets"),
     (wrong_sets([[0, 0]]), "ProcessSet([0, 0]): a rank appears twice"),

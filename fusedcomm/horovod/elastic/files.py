@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-import fusedcomm.horovod.environment as environment
 from fusedcomm import files
 
 
 def path() -> Path | None:
     """This job's file; None if no folder is named. Under torchrun the job's name is its --rdzv-id."""
-    folder = environment.text("FUSEDCOMM_HOROVOD_STATE")
-    if folder is None:
+    folder = os.environ.get("FUSEDCOMM_HOROVOD_STATE")
+    if not folder:
         return None
     return Path(folder) / f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'job'}.pt"
 
