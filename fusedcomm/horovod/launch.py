@@ -1,7 +1,7 @@
 """The sources from which a process learns its rank, the number of ranks, and the store over which they meet.
 
-The first of these that applies: the store of `fusedcomm run --elastic`, torch.distributed if the script has initialised
-it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this one process.
+The first of these that applies: the members of `fusedcomm run --elastic`, torch.distributed if the script has
+initialised it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this one process.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import os
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import fusedcomm.horovod.rendezvous as rendezvous
+import fusedcomm.horovod.membership as membership
 from fusedcomm.ranks.own_group import served_store
 
 SET_BY = "FUSEDCOMM_HOROVOD_SET_BY"
@@ -37,8 +37,8 @@ _stores: dict[tuple[str, int], dist.Store] = {}
 
 def find(timeout: datetime.timedelta) -> Launch:
     """Raises ValueError if the variables contradict each other or name no place to meet."""
-    if rendezvous.is_elastic():
-        return Launch(*rendezvous.meet())
+    if membership.is_elastic():
+        return Launch(*membership.place())
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
         _, store = c10d._world.pg_map[group]
@@ -114,7 +114,8 @@ _TORCHRUNS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
 
 
 def places(rank: int, hosts: list[str], is_horovods: bool) -> dict[str, int]:
-    """local_rank, local_size, cross_rank and cross_size, as the launcher says, or else from each rank's host name."""
+    """local_rank, local_size, cross_rank and cross_size, as the launcher says; in an elastic job, or if it does not,
+    from each rank's host name."""
     mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     local_rank = mine.index(rank)
     # The hosts that have a rank of my number.
@@ -122,7 +123,7 @@ def places(rank: int, hosts: list[str], is_horovods: bool) -> dict[str, int]:
     found = dict(zip(_PLACES, (local_rank, len(mine), cross.index(hosts[rank]), len(cross)), strict=True))
     for name, torchruns in zip(_PLACES, _TORCHRUNS, strict=True):
         text = os.environ.get(f"HOROVOD_{name.upper()}" if is_horovods else torchruns, "")
-        if text.isdigit():
+        if text.isdigit() and not membership.is_elastic():
             found[name] = int(text)
     return found
 

@@ -69,11 +69,14 @@ def check_object_state(rank, size):
             state.commit()
         state.sync()
         assert state.epoch == 7
-        return "ended"
+        called = []
+        state.register_reset_callbacks([lambda: called.append("reset")])
+        state.on_reset()
+        return called
 
 
 def test_states_are_those_of_the_rank_that_has_committed_most(ranks):
-    assert ranks.run(check_object_state, world_size=3) == ["ended"] * 3
+    assert ranks.run(check_object_state, world_size=3) == [["reset"]] * 3
 
 
 def check_torch_state(rank, size):
@@ -152,26 +155,6 @@ def check_registry(rank, size):
 
 def test_a_handler_of_the_users_own_is_used(ranks):
     assert ranks.run(check_registry, world_size=2) == [5, 5]
-
-
-def check_interrupt(rank, size):
-    with job(HOROVOD_ELASTIC="1"):
-        called = []
-        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0)
-        state.register_reset_callbacks([lambda: called.append("reset")])
-        state.check_host_updates()
-        if rank == 0:
-            state.on_hosts_updated(5, 1)
-        try:
-            state.commit()
-        except hvd.HostsUpdatedInterrupt as interrupt:
-            state.on_reset()
-            state.check_host_updates()
-            return interrupt.skip_sync, called
-
-
-def test_all_ranks_are_interrupted_together(ranks):
-    assert ranks.run(check_interrupt, world_size=2) == [(True, ["reset"])] * 2
 
 
 @pytest.fixture

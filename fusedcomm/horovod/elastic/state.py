@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.elastic.files as files
-import fusedcomm.horovod.rendezvous as rendezvous
+import fusedcomm.horovod.membership as membership
 import fusedcomm.horovod.world as worlds
 from fusedcomm.horovod.elastic.handlers import StateHandler, handlers_of
 from fusedcomm.horovod.errors import HostsUpdatedInterrupt
@@ -21,8 +21,6 @@ class State:
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
-        self._updates: list[tuple[int, bool]] = []  # (generation or timestamp, whether hosts were only removed)
-        self._last_update = 0
         self._num_commits = 0
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
@@ -31,14 +29,9 @@ class State:
 
     def on_reset(self) -> None:
         """The ranks have met again: calls reset() and what register_reset_callbacks() was given."""
-        self._updates.clear()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
-
-    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """The hosts have changed. update_res: 1 if hosts were only removed; other values: some were added."""
-        self._updates.append((timestamp, update_res == 1))
 
     def commit(self) -> None:
         """Saves the state, and lets changes of the hosts interrupt the training. Call it on every rank after the same
@@ -49,19 +42,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt on all ranks together if rank 0 knows of a change. A collective call if the job
-        is elastic."""
-        if not worlds.world().settings.elastic:
-            return
-        if self._rank() == 0 and (update := rendezvous.update()) is not None:
-            self._updates.append(update)
-        newer = [(when, removed) for when, removed in self._updates if when > self._last_update]
-        self._updates.clear()
-        last = max((when for when, _ in newer), default=self._last_update)
-        previous, last, only_removed = self._bcast_object((self._last_update, last, all(each for _, each in newer)))
-        self._last_update = last
-        if last > previous:
-            raise HostsUpdatedInterrupt(only_removed)
+        """Raises HostsUpdatedInterrupt if ranks of an elastic job were lost or join, on all ranks at the same of these
+        calls. Every rank makes as many."""
+        if membership.end_step():
+            raise HostsUpdatedInterrupt(skip_sync=False)
 
     def newest_rank(self) -> int:
         """The rank that has committed most often, the first of several. A collective call. The others' counts become
