@@ -108,9 +108,8 @@ def _met(asked_for: tuple) -> World:
     if differs := agreement.difference(sets):
         raise ValueError(f"hvd.init(): {differs}. Give every rank the same sets in the same order")
     hosts = [of_rank["host"] for of_rank in abouts]
-    places = launch.places(found.rank, hosts, found.is_horovods)
-    if not found.is_horovods:
-        launch.publish({"rank": found.rank, "size": found.size, **places})
+    places = launch.places(found.rank, hosts)
+    launch.publish({"rank": found.rank, "size": found.size, **places})
     return World(
         rank=found.rank,
         size=found.size,

@@ -111,7 +111,7 @@ class Job(Workers):
 
     def __init__(self, args: argparse.Namespace, slots: list[str]) -> None:
         super().__init__(args, slots)
-        self.where |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
+        self.where |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
 
     def fixed(self) -> int:
         """Starts every rank, and ends all when one fails."""
@@ -128,7 +128,7 @@ class Job(Workers):
                 "CROSS_SIZE": len(cross),
             }
             variables = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
-            self.start(host, {**variables, "HOROVOD_HOSTNAME": host}, str(rank))
+            self.start(host, {**variables, **self.place(rank), "HOROVOD_HOSTNAME": host}, str(rank))
         while self.workers:
             for worker in self.ended():
                 if worker.process.returncode:

@@ -102,10 +102,7 @@ class MembersJob(Workers):
     def _start(self, slot: int, joins: bool) -> None:
         host = self.slots[slot]
         variables = {
-            "RANK": str(slot),
-            "WORLD_SIZE": str(len(self.slots)),
-            "LOCAL_RANK": str(self.slots[:slot].count(host)),
-            "LOCAL_WORLD_SIZE": str(self.slots.count(host)),
+            **self.place(slot),
             env.MEMBERS: str(self.file.path),
             env.JOIN: "1" if joins else "0",
         }
