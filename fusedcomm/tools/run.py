@@ -41,12 +41,12 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="with --members: these ranks join a member, or one of those in a file (they begin)",
+        help="with --members or --elastic: these ranks join a member, or one of those in a file (they begin)",
     )
     parser.add_argument(
         "--address",
         metavar="HOST",
-        help="with --members: where other hosts reach this one (127.0.0.1, or with -H found)",
+        help="with --members or --elastic: where other hosts reach this one (127.0.0.1, or with -H found)",
     )
     parser.add_argument("--min-np", type=whole(1), metavar="M", help="with fewer ranks an elastic job ends (1)")
     parser.add_argument(
