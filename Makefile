@@ -13,6 +13,8 @@
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.
 #                It can be split into three calls of at most nine minutes, the most valuable first: --call 1, 2, 3. Each
 #                call adds its result to bench/results/<gpu>-torch<version>.json            ARGS="--call 1"
+#   make gpus    on a machine with several GPUs: sums and steps of fusedcomm, of NCCL and of torch's hooks, in six
+#                minutes; writes build/gpus.json                                            ARGS="--ranks 4"
 #   make sanitize    run the stress programs of tests/native under each sanitizer     SANITIZERS=thread ARGS=engine
 #   make build, lint, types, format, clean
 #
@@ -61,7 +63,7 @@ KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test check test-all test-torches bench gpu build sanitize lint types format clean check-tools check-packages FORCE
+.PHONY: help demo test check test-all test-torches bench gpu gpus build sanitize lint types format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -98,6 +100,10 @@ bench: build
 gpu: PACKAGES += triton>=3.6 pytest>=9 hypothesis tqdm
 gpu: | $(READY) $(if $(findstring --dry-run,$(ARGS)),build $(KERNELS))
 	$(PY) bench/_gpu.py $(ARGS)
+
+gpus: PACKAGES += triton>=3.6
+gpus: build
+	$(PY) bench/gpus.py $(ARGS)
 
 sanitize:
 	bash tests/native/run_sanitizers.sh $(ARGS)

@@ -37,8 +37,8 @@ from fusedcomm.config import Config
 from fusedcomm.ranks import groups
 from fusedcomm.tools.local_ranks import interrupts_later
 
-# Buckets of each module.
 NUM_BUCKETS = 16
+"""Buckets of each module."""
 
 
 def noop_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -49,23 +49,29 @@ def noop_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 class Parameters(torch.nn.Module):
-    def __init__(self, numel: int, device: str) -> None:
+    def __init__(self, numel: int, device: str, num_buckets: int) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros(numel, device=device) for _ in range(NUM_BUCKETS))
+        self.weights = torch.nn.ParameterList(torch.zeros(numel, device=device) for _ in range(num_buckets))
 
     def forward(self) -> torch.Tensor:
         return sum(weight.sum() for weight in self.weights)
 
 
 class Impl:
-    """One hook on one module with NUM_BUCKETS buckets of `numel` elements. `scale`: the hook's result / the mean."""
+    """One hook on one module with `num_buckets` of `numel` elements. `scale`: the hook's result / the mean."""
 
     def __init__(
-        self, name: str, register: Callable[[DistributedDataParallel], object], numel: int, scale: float, device: str
+        self,
+        name: str,
+        register: Callable[[DistributedDataParallel], object],
+        numel: int,
+        scale: float,
+        device: str,
+        num_buckets: int = NUM_BUCKETS,
     ) -> None:
-        self.name, self.device = name, device
+        self.name, self.device, self.num_buckets = name, device, num_buckets
         # A cap of one byte gives each parameter its own bucket, once DDP has rebuilt its buckets.
-        self.ddp = DistributedDataParallel(Parameters(numel, device), bucket_cap_mb=1 / (1 << 20))
+        self.ddp = DistributedDataParallel(Parameters(numel, device, num_buckets), bucket_cap_mb=1 / (1 << 20))
         self.has_hook = register(self.ddp) is not False
         for _ in range(3):
             self.ddp().backward()
@@ -90,7 +96,7 @@ class Impl:
             results.append((value[0] if isinstance(value, list) else value).unique().tolist())
         mean = (world_size + 1) / 2
         expected = rank + 1 if self.name == "no-op" else mean * self.scale
-        return len(self.buckets) == NUM_BUCKETS and results == [[expected]] * NUM_BUCKETS
+        return len(self.buckets) == self.num_buckets and results == [[expected]] * self.num_buckets
 
     def time_once(self) -> None:
         """Hands over all buckets, then waits for all results, as a backward pass does."""
@@ -104,8 +110,8 @@ class Impl:
             future.wait()
         synchronize(self.device)
         done = time.perf_counter()
-        self.call_s.append((called - started) / NUM_BUCKETS)
-        self.result_s.append((done - started) / NUM_BUCKETS)
+        self.call_s.append((called - started) / self.num_buckets)
+        self.result_s.append((done - started) / self.num_buckets)
 
     def launches(self) -> dict[str, float] | None:
         """Kernels ("kernels", of which "nccl" are NCCL's) and copies (memcpy, memset) for each bucket. None if the
@@ -124,7 +130,7 @@ class Impl:
         if not kernels:
             return None
         counts = {"kernels": len(kernels) - 1, "nccl": sum("nccl" in name for name in kernels), "copies": len(copies)}
-        return {name: count / NUM_BUCKETS for name, count in counts.items()}
+        return {name: count / self.num_buckets for name, count in counts.items()}
 
 
 def synchronize(device: str) -> None:

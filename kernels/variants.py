@@ -83,6 +83,7 @@ def engine_variants(
     local_wire: str | None = None,
     one_shot: bool = False,
     keeps_residuals: bool = False,
+    gathered: Sequence[str] = (),
 ) -> tuple["_C.KernelKey", ...]:
     """Every kernel that an engine launches for these wires and gradient dtypes, each once.
 
@@ -93,6 +94,7 @@ def engine_variants(
         local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
         one_shot: unpack sums several messages, and there is no reduce but within a host.
+        gathered: the wires of all-gathers beside a one-shot's sums.
         keeps_residuals: in some passes pack leaves the residuals as they are: those in which this rank has no weight.
     """
     variants = []
@@ -111,6 +113,8 @@ def engine_variants(
         for dtype in grad_dtypes:
             variants += [Variant("pack", block=block, grad_dtype=dtype, **how) for how in packs]
             variants.append(Variant("unpack", block=block, grad_dtype=dtype, **unpack))
+            if wire in gathered:
+                variants.append(Variant("unpack", block=block, grad_dtype=dtype, **{**unpack, "sums": False}))
         variants += [Variant("reduce", block=block, **how) for how in sums]
     # For exact sums, small ones and those of wire fp32, of what is not summed in place: gradients that are allocated
     # one by one, and sums with a factor.

@@ -139,12 +139,12 @@ void bind_devices(py::module_& m) {
            py::arg("forced_sync"));
   py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
       .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa,
-                       int64_t num_pack_programs, bool forced_sync) {
+                       int64_t num_pack_programs, bool two_levels, bool forced_sync) {
              return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, num_pack_programs,
-                                                 forced_sync);
+                                                 two_levels, forced_sync);
            }),
            py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("num_pack_programs"),
-           py::arg("forced_sync"), NoGil())
+           py::arg("two_levels"), py::arg("forced_sync"), NoGil())
       .def("warm_up", &CudaDevice::warm_up, NoGil())
       .def_property_readonly("streams", &CudaDevice::streams);
 

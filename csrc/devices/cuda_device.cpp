@@ -127,8 +127,8 @@ const CudaTables& tables_of(const BucketSlices& slices) {
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
-                       std::string isa, int64_t num_pack_programs, bool forced_sync)
-    : StreamDevice(device, forced_sync),
+                       std::string isa, int64_t num_pack_programs, bool two_levels, bool forced_sync)
+    : StreamDevice(device, two_levels, forced_sync),
       driver_(std::move(driver)),
       kernels_(kernels),
       isa_(std::move(isa)),

@@ -18,9 +18,9 @@ class CudaDevice : public StreamDevice {
  public:
   // num_pack_programs: the most programs that pack has; each takes several tiles, because it looks for elements that
   // are not finite at its end. Other kernels have a program for each tile. `device` may be the CPU, with a driver that
-  // runs kernels there. Throws ValueError if num_pack_programs is below 1.
+  // runs kernels there. two_levels, forced_sync: see StreamDevice. Throws ValueError if num_pack_programs is below 1.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
-             int64_t num_pack_programs, bool forced_sync);
+             int64_t num_pack_programs, bool two_levels, bool forced_sync);
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;

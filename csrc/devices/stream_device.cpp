@@ -7,11 +7,13 @@
 
 namespace fusedcomm {
 
-StreamDevice::StreamDevice(c10::Device device, bool forced_sync) : device_(device), forced_sync_(forced_sync) {
+StreamDevice::StreamDevice(c10::Device device, bool two_levels, bool forced_sync)
+    : device_(device), forced_sync_(forced_sync) {
   if (device.is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
   constexpr int kHighPriority = -1;
-  for (int i = 0; i < 3; ++i) {
+  const int num_streams = two_levels ? 5 : 3;
+  for (int i = 0; i < num_streams; ++i) {
     streams_.push_back(guard.getNewStream(device, kHighPriority));
     lane_streams_.push_back(std::make_shared<LaneStream>(streams_.back(), events_));
   }
@@ -22,12 +24,16 @@ std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
   switch (role) {
     case LaneRole::kPack:
       return std::make_unique<StreamLane>(lane_streams_[0]);
-    // The collectives of all communicators share one stream, so every rank runs them in the same order.
+    // The collectives of a communicator share one stream, so every rank runs them in the same order.
     case LaneRole::kScatter:
     case LaneRole::kGather:
+    case LaneRole::kLocalReduce:
+      return std::make_unique<StreamLane>(lane_streams_[1]);
     case LaneRole::kCrossScatter:
     case LaneRole::kCrossGather:
-      return std::make_unique<StreamLane>(lane_streams_[1]);
+      return std::make_unique<StreamLane>(lane_streams_.at(3));
+    case LaneRole::kLocalGather:
+      return std::make_unique<StreamLane>(lane_streams_.at(4));
     // Sums and unpack share a stream, because both wait for the wire, in the wire's order.
     default:
       return std::make_unique<StreamLane>(lane_streams_[2]);

@@ -1,10 +1,16 @@
-// A device whose work runs on three streams of our own. This class makes the streams, the events between them and the
-// stamps. A subclass adds memory and kernels.
+// A device whose work runs on streams of our own: three, or five if sums have two levels. This class makes the streams,
+// the events between them and the stamps. A subclass adds memory and kernels.
 //
 //   pack stream     waits for the gradients' stream, then pack
 //   wire stream     all collectives; the sums of a bucket of one chunk, which lie between two of them; all stages of
 //                   a small bucket, whose future is completed on it
 //   unpack stream   other sums, unpack; the futures of other buckets are completed on it
+//
+// On two levels the wire stream has the first sums, those within hosts. Two more streams let the links of a host and
+// those between hosts carry different buckets at the same time:
+//
+//   cross stream    collectives between hosts, and the sums over hosts
+//   spread stream   the all-gathers within a host that follow
 #pragma once
 
 #include <c10/core/Device.h>
@@ -23,9 +29,10 @@ c10::Stream current_stream_of(c10::Device device);
 
 class StreamDevice : public Device {
  public:
-  // forced_sync: the host waits for every stage, so an error is reported at the stage that caused it. `device` may be
-  // the CPU: then there are no streams, and each stage ends before the next begins.
-  StreamDevice(c10::Device device, bool forced_sync);
+  // two_levels: whether sums may have two levels. forced_sync: the host waits for every stage, so an error is reported
+  // at the stage that caused it. `device` may be the CPU: then there are no streams, and each stage ends before the
+  // next begins.
+  StreamDevice(c10::Device device, bool two_levels, bool forced_sync);
 
   std::unique_ptr<Lane> make_lane(LaneRole role) override;
   bool wire_runs_stages() const override { return on_streams(); }
@@ -38,7 +45,7 @@ class StreamDevice : public Device {
   void enter_watching_thread() const override;
   void settle() override;
 
-  // pack, wire, unpack; none on CPU.
+  // pack, wire, unpack, and for sums on two levels cross and spread; none on CPU.
   const std::vector<c10::Stream>& streams() const { return streams_; }
 
  protected:

@@ -11,12 +11,10 @@ namespace {
 
 // In the order in which a bucket passes through the lanes.
 constexpr std::array<LaneRole, kNumLaneRoles> kRoles = {
-    LaneRole::kPack,   LaneRole::kScatter,     LaneRole::kLocalReduce, LaneRole::kCrossScatter,
-    LaneRole::kReduce, LaneRole::kCrossGather, LaneRole::kGather,      LaneRole::kUnpack};
+    LaneRole::kPack,        LaneRole::kScatter, LaneRole::kLocalReduce, LaneRole::kCrossScatter, LaneRole::kReduce,
+    LaneRole::kCrossGather, LaneRole::kGather,  LaneRole::kLocalGather, LaneRole::kUnpack};
 
-bool is_of_two_levels(LaneRole role) {
-  return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
-}
+bool is_of_two_levels(LaneRole role) { return role >= LaneRole::kLocalReduce; }
 
 }  // namespace
 
@@ -220,15 +218,19 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
 }
 
 bool Engine::is_on_wire(const BucketJob& job) const {
-  return device_->wire_runs_stages() && job.plan->num_chunks() == 1 && job.grad_nbytes <= device_->max_nbytes_on_wire();
+  return device_->wire_runs_stages() && job.plan->num_chunks() == 1 && !job.plan->has_three_wires() &&
+         job.grad_nbytes <= device_->max_nbytes_on_wire();
 }
 
 Lane& Engine::lane_of(const BucketJob& job, LaneRole role) const {
   if (is_on_wire(job)) return lane(LaneRole::kScatter);
   // In a bucket of one chunk nothing else uses the wire between the collectives before and after a sum. If the sum runs
-  // on the wire's own lane, these need no events to wait for each other.
-  const bool is_between = role == LaneRole::kLocalReduce || role == LaneRole::kReduce;
-  if (is_between && device_->wire_runs_stages() && job.plan->num_chunks() == 1) return lane(LaneRole::kScatter);
+  // on the wire's own lane, these need no events to wait for each other. With three wires the sum over hosts always
+  // runs on the one between them: it is of few elements, and must not wait for an earlier bucket's unpack.
+  if (role == LaneRole::kReduce && device_->wire_runs_stages()) {
+    if (job.plan->has_three_wires()) return lane(LaneRole::kCrossScatter);
+    if (job.plan->num_chunks() == 1) return lane(LaneRole::kScatter);
+  }
   return lane(role);
 }
 

@@ -6,15 +6,17 @@
 //   pack lane ──► scatter lane ──► reduce lane ──► gather lane ──► unpack lane        two-shot
 //   pack lane ──► scatter lane ───────────────────────────────────► unpack lane       all-reduce (exact, direct)
 //   pack lane ──► scatter lane (all-gather) ──────────────────────► unpack lane, which sums       one-shot
-//   pack ──► scatter (local) ──► local reduce ──► cross scatter ──► reduce ──► cross gather ──► gather (local) ──►
+//   pack ──► scatter (local) ──► local reduce ──► cross scatter ──► reduce ──► cross gather ──► local gather ──►
 //   unpack                                                                 two-shot on two levels
 //
 // Every lane takes the chunks of all buckets in the same order. The order of collectives on each channel therefore
 // depends on the buckets alone, never on timing. While chunk k is on the wire, chunk k+1, of this bucket or the next,
 // is packed. Where the lanes are streams, chunk k+1's all-to-all is enqueued before chunk k's all-gather, so the wire
 // has work while chunk k is reduced. A bucket of one chunk has no such work, and is reduced on the wire's own stream.
-// All stages of a small bucket run there, because that saves the host more time than it costs the wire. Nothing here
-// waits: submit() returns at once, and on_done is called from the lane of unpack. This layer does not use torch.
+// All stages of a small bucket run there, because that saves the host more time than it costs the wire. Sums on two
+// levels have three wires, each with a stream and communicators of its own: while bucket k is between hosts, bucket k+1
+// is summed within them and bucket k−1 spreads there. Nothing here waits: submit() returns at once, and on_done is
+// called from the lane of unpack. This layer does not use torch.
 #pragma once
 
 #include <array>
@@ -37,7 +39,7 @@
 namespace fusedcomm {
 
 // The number of LaneRole's enumerators.
-inline constexpr size_t kNumLaneRoles = 8;
+inline constexpr size_t kNumLaneRoles = 9;
 
 class Engine {
  public:

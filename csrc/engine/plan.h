@@ -47,6 +47,8 @@ struct BucketPlan {
   // Bytes of a chunk's message within a host; 0 on one level.
   int64_t host_chunk_nbytes() const { return host_layouts.empty() ? 0 : host_layouts.front().chunk_nbytes(); }
   bool on_two_levels() const { return !host_layouts.empty(); }
+  // Whether it goes over the links of a host, those between hosts, and those of a host again.
+  bool has_three_wires() const { return on_two_levels() || ranks_per_host > 1; }
   // Whether unpack writes the means. If not, the collective does, or a single rank has nothing to do.
   bool unpacks() const;
   // Whether the codec adds what encoders have made. Only then does error feedback apply.

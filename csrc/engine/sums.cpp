@@ -43,15 +43,13 @@ Step unpack_sum(int64_t nbytes, int64_t num_messages) {
                    num_messages);
 }
 
-// The lane that starts the channel's collectives. A local channel shares its lane with the channel among all ranks.
+// The lane that starts the channel's collectives. The local scatter shares its lane with the channel among all ranks.
 LaneRole role_of(Channel channel) {
   switch (channel) {
     case Channel::kGather:
       return LaneRole::kGather;
-    case Channel::kLocalScatter:
-      return LaneRole::kScatter;
     case Channel::kLocalGather:
-      return LaneRole::kGather;
+      return LaneRole::kLocalGather;
     case Channel::kCrossScatter:
       return LaneRole::kCrossScatter;
     case Channel::kCrossGather:

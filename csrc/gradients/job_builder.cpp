@@ -17,8 +17,20 @@ SliceList slice_list(const std::vector<SlicePlace>& places, const at::Tensor& te
   return list;
 }
 
-// Addresses are taken for each job, because gradients may be allocated at every backward pass.
-void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job) {
+// This rank's row as the job uses it; undefined without rows. Kernels read kAlignNbytes at a time from a multiple of
+// them, and FSDP2's row to be gathered begins anywhere in its rows: it is then copied.
+at::Tensor row_of_job(const Bucket& bucket, const BucketRecord& record, const Device& device) {
+  if (!bucket.rows()) return {};
+  const at::Tensor& own = bucket.rows()->own;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(own.data_ptr()) % kAlignNbytes == 0;
+  if (!bucket.gathers() || is_aligned || record.kept.empty() || !record.kept.front().tables) return own;
+  at::Tensor copy = own.clone();
+  device.will_use(copy);
+  return copy;
+}
+
+// Addresses are taken for each job, because gradients may be allocated at every backward pass. own: of row_of_job().
+void add_slices(const Bucket& bucket, const BucketRecord& record, const at::Tensor& own, BucketJob* job) {
   const Gradients& gradients = *bucket.gradients;
   std::byte* const origin = gradients.origin();
   for (size_t i = 0; i < record.kept.size(); ++i) {
@@ -27,7 +39,7 @@ void add_slices(const Bucket& bucket, const BucketRecord& record, BucketJob* job
     payload.slices.origin = origin;
     payload.slices.tables = kept.tables;
     if (!bucket.rows()) continue;
-    const at::Tensor &rows = gradients.front(), &own = bucket.rows()->own;
+    const at::Tensor& rows = gradients.front();
     BucketSlices of_all{slice_list(kept.lossy.places, rows), slice_list(kept.exact.places, rows), origin};
     BucketSlices of_own{slice_list(kept.own_lossy.places, own), slice_list(kept.own_exact.places, own), own.data_ptr()};
     if (record.plan.gathers) std::swap(of_all, of_own);
@@ -74,21 +86,18 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   job->grad_nbytes = gradients->nbytes();
   job->plan = BucketPlanPtr(record, &record->plan);
   // What an all-gather packs is this rank's row.
+  const at::Tensor own_row = row_of_job(bucket, *record, engine.device());
   GradientsPtr packed = gradients;
-  if (bucket.gathers()) {
-    packed = std::make_shared<const Gradients>(bucket.rows()->own.view({-1}), gradients->places());
-  }
+  if (bucket.gathers()) packed = std::make_shared<const Gradients>(own_row.view({-1}), gradients->places());
   job->on_nonfinite = [record, packed](const BucketJob& job, int64_t chunk) {
     attribute_nonfinite(*record, *packed, job, chunk);
   };
   job->payloads.resize(record->kept.size());
-  add_slices(bucket, *record, job.get());
+  add_slices(bucket, *record, own_row, job.get());
   add_residuals(*record, job.get());
   std::shared_ptr<Device> device;  // that of rows
-  at::Tensor own_row;
   if (bucket.rows()) {
     device = engine.shared_device();
-    own_row = bucket.rows()->own;
     job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, own_row);
   } else {
     const bool by_wire_only = engine.is_on_wire(*job);

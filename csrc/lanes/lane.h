@@ -42,9 +42,18 @@ struct Moment {
   StampPtr stamp;
 };
 
-// The stage of a bucket that a lane serves. kLocalReduce, kCrossScatter and kCrossGather exist only for sums on two
-// levels (engine.h).
-enum class LaneRole : uint8_t { kPack, kScatter, kReduce, kGather, kUnpack, kLocalReduce, kCrossScatter, kCrossGather };
+// The stage of a bucket that a lane serves. Those from kLocalReduce on exist only for sums on two levels (engine.h).
+enum class LaneRole : uint8_t {
+  kPack,
+  kScatter,
+  kReduce,
+  kGather,
+  kUnpack,
+  kLocalReduce,
+  kCrossScatter,
+  kCrossGather,
+  kLocalGather
+};
 
 class Lane {
  public:

@@ -181,8 +181,6 @@ TABLE = tuple(Combination(*row) for row in (
      "use Feedback(unsharded=True) if there is memory for it, or leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "replicas without shards": True},
      "nothing is gathered", "leave it out"),
-    ("FSDP2", {"params": Besides(("fp32",)), _ON_CUDA: True},
-     "parameters are gathered in codes on cpu alone", "leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "a module's own all-gather": GIVEN},
      "it would take that one's place", "attach before set_custom_all_gather(), or leave one of them out"),
     ("FSDP2", {"weighted": GIVEN, "modules on several meshes": True},

@@ -19,15 +19,16 @@ DRIVER = "libcuda.so.1"
 LEAST_CAPABILITY = 75
 """Least compute capability of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
 
-NUM_STREAMS = 4
-"""Streams that run side by side: the backward pass's, and fusedcomm's for packing, for the wire and for unpacking."""
+NUM_STREAMS, NUM_STREAMS_BY_HOST = 4, 6
+"""Streams that run side by side: the backward pass's, and fusedcomm's for packing, for the wire and for unpacking. Sums
+on two levels have three wires."""
 
 
 class CudaPath:
     """One rank's device, before the ranks have agreed: its kernels are compiled, loaded and launched once.
 
     Args:
-        two_levels: whether to prepare the kernels for sums on two levels, too.
+        two_levels: whether to prepare the kernels and streams for sums on two levels, too.
         reduces_rows: as for :func:`kernel_variants`.
 
     Raises:
@@ -69,6 +70,7 @@ class CudaPath:
                 device=device,
                 isa=f"{compiler} sm_{capability}",
                 num_pack_programs=PACK_PROGRAMS_PER_SM * num_sms,
+                two_levels=two_levels,
                 forced_sync=env.sync(),
             )
             self._device.warm_up()
@@ -117,6 +119,8 @@ def kernel_variants(
         local_wire=cfg.local_wire if two_levels else None,
         one_shot=reduces_rows or world_size > 1 and cfg.is_one_shot(world_size),
         keeps_residuals=True,  # also ranks that stand in for others under Join have no weight
+        # `wire` is that of a module whose parameters are all gathered exactly.
+        gathered=() if cfg.params == "fp32" else (cfg.wire, cfg.params),
     )
 
 

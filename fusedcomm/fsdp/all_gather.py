@@ -38,14 +38,14 @@ class WatchedAllGather(AllGather):
 
 
 class Gathering(dist.Work):
-    """An all-gather under way, on cpu. Its wait() is called before the output is read."""
+    """An all-gather under way. Its wait() is called before the output is read."""
 
     def __init__(self, future: torch.futures.Future) -> None:
         super().__init__()
         self._future = future
 
     def wait(self, timeout: object = None) -> bool:
-        """Waits. The engine's errors come when they come, so there is no timeout.
+        """Waits; on cuda only the current stream does. The engine's errors come when they come, so there is no timeout.
 
         Raises RuntimeError: the all-gather failed."""
         self._future.wait()
@@ -53,7 +53,7 @@ class Gathering(dist.Work):
 
 
 class CodedAllGather(AllGather):
-    """Sends this rank's shard in codes, and decodes those of all ranks, its own included. On cpu.
+    """Sends this rank's shard in codes, and decodes those of all ranks, its own included.
 
     Left to `inner`: gathers over other ranks, which pass on decoded values (reshard_after_forward=n). With one warning:
     dtypes that no wire carries, and extension tensors, which encode themselves.
@@ -95,7 +95,10 @@ class CodedAllGather(AllGather):
         if self.is_exact or group is not self._sharded.process_group or not self._carries(input_tensor):
             return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         future = self._native.all_gather(rows=output_tensor, own=input_tensor, is_last=False)
-        return Gathering(future)  # torch waits before it reads, also without async_op
+        if async_op or self._sharded.device.type == "cpu":  # there torch waits before it reads, too
+            return Gathering(future)
+        future.wait()
+        return None
 
     def _carries(self, row: torch.Tensor) -> bool:
         """Whether `row` can be sent in codes. Warns once if not."""

@@ -102,7 +102,6 @@ def _refuse_gathers(config: Config, sharded: list[Sharded]) -> None:
     given = {
         "params": config.params,
         "replicas without shards": all(each.process_group is None for each in sharded),
-        "gradients on cuda": any(each.device.type != "cpu" for each in sharded),
         "a module's own all-gather": next(others, None),
     }
     combinations.refuse("FSDP2", given)

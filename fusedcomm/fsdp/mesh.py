@@ -192,7 +192,9 @@ class MeshSums:
             exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
-            levels="" if self.rows is None else self.rows.levels.described(self._sums.rows.local_wire),
+            levels=""
+            if self.rows is None
+            else self.rows.levels.described(self._sums.rows.local_wire, self.rows.device.type),
             one_level_reason="" if self.rows is None else self.rows.levels.why_not_two,
             off=self.is_off,
             others=others,

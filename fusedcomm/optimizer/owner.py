@@ -111,6 +111,7 @@ class Owner:
         self.hyperparameters: list[dict[str, Any]] = []
         self._reduced: dict[int, torch.futures.Future] = {}
         self._started: dict[int, Started] = {}
+        self._stepped: int | None = None  # on an accelerator, a unit whose updates are not sent yet
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_thread = False
         weakref.finalize(self, self._work.put, None)
@@ -136,7 +137,7 @@ class Owner:
 
     def begin(self, hyperparameters: list[dict[str, Any]]) -> None:
         """Begins a pass. hyperparameters: of each group, used at once where units overlap."""
-        self._reduced, self._started = {}, {}
+        self._reduced, self._started, self._stepped = {}, {}, None
         if self._overlaps:
             self._set(hyperparameters)
             for exchange in self._exchanges:
@@ -151,15 +152,27 @@ class Owner:
             # Collectives of two communicators must have the same order on every rank, as the hand-overs have.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             with self._stream, torch.no_grad():
+                self._send_stepped()
                 self._reduced[index].wait()
                 self._step_unit(index)
-                self._started[index] = _known(self._exchanges[index].send())
+                self._stepped = index
+                if len(self._reduced) == len(self._exchanges):
+                    self._send_stepped()
             return
         if not self._has_thread:
             self._has_thread = True
             threading.Thread(target=_work_on, args=(self._work,), name="fc-owner", daemon=True).start()
         started = self._started[index] = concurrent.futures.Future()
         self._work.put(functools.partial(self._step_when_reduced, index, self._reduced[index], started))
+
+    def _send_stepped(self) -> None:
+        """Begins to send the updates of the unit that was stepped last, if they are not sent.
+
+        The wire runs what it was given in order. It was given the sums of the next unit first, so it has work while
+        the owner steps."""
+        if self._stepped is not None:
+            self._started[self._stepped] = _known(self._exchanges[self._stepped].send())
+            self._stepped = None
 
     @torch.no_grad()
     def _step_when_reduced(self, index: int, reduced: torch.futures.Future, started: Started) -> None:

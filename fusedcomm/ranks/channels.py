@@ -26,6 +26,12 @@ LONG_ENOUGH_S = 1e-3
 MIN_S_PER_BYTE = 1e-11
 """Least result, in seconds a byte: no link is faster."""
 
+MAX_CTAS_IN_HOST, MAX_CTAS_BETWEEN = 16, 8
+"""Most thread blocks of NCCL's for the collectives of a channel, each of which takes a multiprocessor. Two channels
+within hosts and one between them work at the same time. Together they fit onto the 40 multiprocessors of a T4, so none
+waits for a multiprocessor that another holds while that one waits for a peer. NCCL's own choice is up to 64 for each. A
+host's interface is slower than its links inside, and needs fewer. NCCL_MAX_CTAS overrides both."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
@@ -57,17 +63,18 @@ def make_channels(process_group: Group, device: torch.device, store: dist.Store)
 def make_host_channels(process_group: Group, device: torch.device, store: dist.Store, hosts: Hosts) -> HostChannels:
     """Connects this rank with the ranks of its host, and with one rank on each other host. A collective call.
 
-    On cuda both collectives of a level share a communicator, because they are enqueued on one stream. The communicators
-    are connected on return.
+    On cuda each of the three wire streams has a communicator, so both collectives between hosts share one. The
+    communicators are connected on return.
     """
     timeout = group_timeout(process_group, device)
     local_rank, host = hosts.place(process_group.rank())
     local = (local_rank, hosts.ranks_per_host, timeout)
     cross = (host, hosts.num_hosts, timeout)
     if device.type == "cuda":
-        on_host = torch_groups.own_nccl(store, f"local/{host}", *local, device)
-        between = torch_groups.own_nccl(store, f"cross/{local_rank}", *cross, device)
-        return HostChannels(on_host, on_host, between, between)
+        scatter = torch_groups.own_nccl(store, f"local scatter/{host}", *local, device, max_ctas=MAX_CTAS_IN_HOST)
+        between = torch_groups.own_nccl(store, f"cross/{local_rank}", *cross, device, max_ctas=MAX_CTAS_BETWEEN)
+        gather = torch_groups.own_nccl(store, f"local gather/{host}", *local, device, max_ctas=MAX_CTAS_IN_HOST)
+        return HostChannels(scatter, gather, between, between)
     return HostChannels(
         connect_gloo(store, f"local scatter/{host}", *local),
         connect_gloo(store, f"local gather/{host}", *local),

@@ -26,6 +26,11 @@ class Hosts:
     def ranks_per_host(self) -> int:
         return len(self.groups[0])
 
+    def described(self, local_wire: str, device_type: str) -> str:
+        """The hosts of sums on two levels and how these are sent, for people. Never empty."""
+        text = f"{self.num_hosts} hosts × {self.ranks_per_host} ranks, {local_wire} inside a host"
+        return f"{text}, on three wire streams" if device_type == "cuda" else text
+
     @property
     def flat_reason(self) -> str:
         """Why sums have one level although hosts are given; empty if they have two."""

@@ -102,11 +102,14 @@ def own_nccl(
     timeout: datetime.timedelta,
     device: torch.device,
     is_supervised: bool = True,
+    max_ctas: int | None = None,
 ) -> dist.Backend:
     """A new, connected NCCL backend over the ranks that call this with the same name. A collective call of these ranks.
 
     is_supervised: whether torch's watchdog ends the process, or aborts collectives, when one fails or is late. If not,
         only ``abort()`` ends those that wait for a lost rank.
+    max_ctas: the most thread blocks of one collective. None: as NCCL chooses. A torch whose options have no
+        configuration of NCCL's leaves it to NCCL, too.
     """
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise RuntimeError(
@@ -116,6 +119,8 @@ def own_nccl(
     # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    if max_ctas is not None and hasattr(options, "config"):
+        options.config.max_ctas = max_ctas
     with _environment_lock, env.changed(**({} if is_supervised else _UNSUPERVISED)):
         backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
     # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,

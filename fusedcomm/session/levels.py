@@ -26,11 +26,11 @@ class Levels:
         """Ranks on each host if sums have two levels, else 1."""
         return 1 if self.hosts is None or self.one_level_reason else self.hosts.ranks_per_host
 
-    def described(self, local_wire: str) -> str:
-        """The hosts of sums on two levels, for people; empty if they have one."""
+    def described(self, local_wire: str, device_type: str) -> str:
+        """The hosts of sums on two levels and how these are sent, for people; empty if they have one level."""
         if self.hosts is None or self.one_level_reason:
             return ""
-        return f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {local_wire} inside a host"
+        return self.hosts.described(local_wire, device_type)
 
     @property
     def why_not_two(self) -> str:

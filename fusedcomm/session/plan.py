@@ -221,9 +221,7 @@ class BucketsPlan(Plan):
     def _ranks(self) -> str:
         if self.hosts is None or self.one_level_reason:
             return f"{self.world_size} ranks"
-        return (
-            f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {self.config.local_wire} inside a host"
-        )
+        return self.hosts.described(self.config.local_wire, self.device_type)
 
 
 def _line(row: Row) -> str:

@@ -158,11 +158,15 @@ def _streams_verdict() -> list[tuple[str, str]]:
     from fusedcomm.devices import cuda
 
     queues = env.cuda_queues()
-    if queues is None or queues >= cuda.NUM_STREAMS:
+    if queues is None or queues >= cuda.NUM_STREAMS_BY_HOST:
         return []
+    where = "on CUDA" if queues < cuda.NUM_STREAMS else "on CUDA, with sums on two levels,"
     what = "wait for each other" if queues == 1 else f"share {queues} queues, and wait for each other there"
-    told = f"on CUDA the backward pass and fusedcomm's streams {what}, so little communication is overlapped"
-    cure = f"Unset it (then 8 queues), or set {cuda.NUM_STREAMS} or more, unless tensor parallelism needs this value"
+    told = f"{where} the backward pass and fusedcomm's streams {what}, so little communication is overlapped"
+    cure = (
+        f"Unset it (then 8 queues), or set {cuda.NUM_STREAMS} or more, {cuda.NUM_STREAMS_BY_HOST} with sums on two "
+        "levels, unless tensor parallelism needs this value"
+    )
     return [("streams", f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {told}. {cure}")]
 
 

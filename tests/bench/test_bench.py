@@ -1,5 +1,5 @@
 """Every script of bench/ measures with its quickest options, and finds no wrong result; and what its checks rest on.
-test_make_gpu.py runs the scripts that `make gpu` runs."""
+test_make_gpu.py runs the scripts that `make gpu` and `make gpus` run."""
 
 import json
 import shlex
@@ -68,7 +68,7 @@ SCRIPTS = {
     "weights": "--quick",
 }
 """By script: its options."""
-OF_MAKE_GPU = {"kernels", "hook_overhead"}
+OF_MAKE_GPU = {"kernels", "hook_overhead", "gpus"}
 NEEDS = {"accuracy": "sklearn", "codec": "tqdm"}
 """A package that not every machine has."""
 
@@ -114,6 +114,22 @@ def test_every_script_is_run():
 
 
 # ---- what their checks rest on: no run would find these faults
+
+
+def test_the_figures_of_a_timeline(bench_modules):
+    from lib import gpu_timeline
+
+    kernels = [("gemm", 0, 10), ("ncclDevKernel_AllReduce", 5, 10), ("_pack_kernel", 14, 2), ("softmax", 15, 3)]
+    calls = ["cudaLaunchKernel", "cudaStreamSynchronize", "cudaMalloc", "cudaDeviceSynchronize", "cuMemCreate"]
+    events = [{"cat": "kernel", "name": name, "ts": begin, "dur": length} for name, begin, length in kernels]
+    events += [{"cat": "cuda_runtime", "name": name, "ts": 0} for name in calls] + [{"cat": "cpu_op", "name": "nccl"}]
+    figures = gpu_timeline.figures_of(events)
+    assert figures == {
+        "host_waits": 1,
+        "allocations": 2,
+        "hidden": 6 / 11,
+    }  # 5 to 16 communicates; 5 to 10 and 15 to 16
+    assert gpu_timeline.figures_of([{"cat": "cpu_op", "name": "x"}]) == {}
 
 
 def test_a_wrong_result_fails_the_run(tmp_path):

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: its plan, dry runs of its benchmarks, and how it runs parts that the tests make."""
+"""`make gpu` and `make gpus` without a GPU: plans, dry runs, and how parts are run that the tests make."""
 
 import argparse
 import json
@@ -54,6 +54,24 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
     assert {"scale/fp32/flat", "call/256", "result/256"} <= ours
     assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks"}
     assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
+
+
+@pytest.mark.check
+def test_the_dry_run_for_several_gpus_measures_every_way_and_ends_with_a_verdict(tmp_path):
+    path = tmp_path / "gpus.json"
+    command = [sys.executable, str(BENCH / "gpus.py"), "--dry-run", "--ranks", "4", "--networks", "as it is"]
+    done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["dry_run"] is True and found["not_measured"] == []
+    assert all(row["checked"] for row in found["rows"])
+    sums = {row["impl"] for row in found["rows"] if row["case"] == "as it is/bucket/5000"}
+    assert {"NCCL fp32", "c++ fp16 hook", "fusedcomm int4 two-shot", "fusedcomm int8 two levels"} <= sums
+    steps = {row["impl"]: row["figures"]["error"] for row in found["rows"] if row["case"] == "as it is/step"}
+    assert {"DDP", "GradReducer, int8", "ShardedOptimizer, int8", "FSDP2, int8, params int8"} <= set(steps)
+    assert steps["FSDP2"] < 1e-6 and 1e-3 < steps["DDP, int8"] == pytest.approx(steps["GradReducer, int8"], rel=0.2)
+    *_, verdict, dry_run = done.stdout.strip().splitlines()
+    assert verdict.startswith("as it is: ") and " times as fast as " in verdict and dry_run.startswith("DRY RUN")
 
 
 @pytest.mark.full

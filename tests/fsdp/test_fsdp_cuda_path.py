@@ -39,13 +39,15 @@ CONFIGS = {
     "int4 fed back": Config("int4", blocks=Blocks(rotate=True), feedback=UNSHARDED, chunks=Chunks(4096)),
     "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}, blocks=Blocks(rotate=True)),
     "exempt": Config("bf16", wires={"first.*": "fp32"}),
+    "parameters in int4": Config("int8", params="int4", blocks=Blocks(rotate=True)),
+    "parameters exempt": Config("int8", params="bf16", wires={"*": "fp32"}, chunks=Chunks(4096)),
 }
 
 
 def by_what_config_has(name: str, **others: object) -> dict:
     """For `pytest.mark.sampled`. A case interprets kernels, which takes seconds."""
     config = CONFIGS[name]
-    has = {"feedback": config.feedback is not None, "rotation": config.blocks.rotate}
+    has = {"feedback": config.feedback is not None, "rotation": config.blocks.rotate, "params": config.params}
     return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
 
 
@@ -56,8 +58,12 @@ def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
 
 
 def three_steps(model, rank, device):
-    """The bits of this rank's gradients in three steps. In the second one two are not finite."""
+    """The bits of this rank's gradients in three steps, and of the parameters that a pass has. In the second step two
+    gradients are not finite."""
     seen = []
+    model.register_forward_hook(
+        lambda of, *_: seen.extend(p.detach().clone().flatten().float().cpu() for p in of.parameters())
+    )
     for step in range(3):
         gradients = gradients_of(model, rank, step)
         if step == 1:
@@ -105,6 +111,7 @@ def check(ranks, kind, config, world_size, library, triton_folder=None):
 
 CASES = [("sharded", name, world_size) for name in CONFIGS for world_size in (2, 3)]
 CASES += [(f"gradients in {d}", name, 2) for d in ("bfloat16", "float16 +") for name in ("fp32", "bf16", "int8 all")]
+CASES += [(f"gradients in {d}", "parameters in int4", 2) for d in ("bfloat16", "float16 +")]
 CASES += [
     (kind, name, 4 if kind == "hsdp" else 2)
     for kind in ("hsdp", "replicate")

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import warnings
 
+import on_streams
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fusedcomm
-from fusedcomm.config import Config
+from fusedcomm.config import Chunks, Config
 
 WIDTH = 48
 ERRORS = {"bf16": 0.003, "fp16": 0.0004, "int8": 0.02, "fp8": 0.05, "int4": 0.15}
@@ -196,6 +197,40 @@ def _with_nan(rank, world_size):
 
 def test_nan_in_a_weight_is_a_block_of_nan_on_all_ranks_and_the_report_names_it(ranks):
     assert ranks.run(_with_nan, world_size=2) == [([(1, "3", "3.weight (value)", 1)], 128)] * 2
+
+
+def _trained_on(rank, world_size, device):
+    """The bits of this rank's shards after five steps that gather ahead in all ways, and how often the host has waited
+    for the device in each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 77), nn.Linear(77, WIDTH)) for _ in range(4)]).to(device)
+    mesh = init_device_mesh(device, (world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[3].set_modules_to_backward_prefetch([model[2], model[1]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = Config("bf16", params="bf16", wires={"0.*": "fp32"}, chunks=Chunks(4096, in_flight=2))
+    waits = []
+    with fusedcomm.attach(model, config, quiet=True):
+        for step in range(5):
+            x = _batch(rank, step).to(device)
+            before = on_streams.waits() if device != "cpu" else 0
+            optimizer.zero_grad()
+            if step % 2:
+                under_way = [layer.unshard(async_op=True) for layer in model]
+                under_way[0].wait()
+            model(x).square().mean().backward()
+            optimizer.step()
+            waits.append(on_streams.waits() - before if device != "cpu" else 0)
+        return [p.to_local().detach().cpu() for p in model.parameters()], waits[2:]
+
+
+def test_an_accelerators_streams_give_the_cpus_bits_and_the_host_never_waits(ranks_on_streams, ranks):
+    on_cpu = ranks.run(_trained_on, "cpu", world_size=2)
+    for ours, theirs in zip(ranks_on_streams.run(_trained_on, on_streams.DEVICE), on_cpu, strict=True):
+        assert all(map(torch.equal, ours[0], theirs[0])) and ours[1] == theirs[1] == [0, 0, 0]
 
 
 # ---- bytes

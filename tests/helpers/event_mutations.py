@@ -67,7 +67,7 @@ def read(name: str) -> list[Mutation]:
 
 def write_sources(mutations: list[Mutation], folder: Path) -> None:
     """Writes the mutated sources to folder / "csrc", and the header that they need to be compiled with."""
-    edits: dict[str, list[tuple[int, int, str]]] = {}
+    edits: dict[str, dict[tuple[int, int], str]] = {}  # by file and span; several may be of the same text
     for index, mutation in enumerate(mutations):
         before, _, rest = mutation.text.partition("«")
         part, mark, after = rest.partition("»")
@@ -77,15 +77,17 @@ def write_sources(mutations: list[Mutation], folder: Path) -> None:
         count = source.count(before + part + after)
         assert count == 1, f"{mutation.file} has this text {count} times, not once: {mutation.text}"
         chosen = f"event_mutations::chosen({index})"
-        if part.endswith(";"):
-            new = f"if ({chosen}) {{ {mutation.replacement} }} else {{ {part} }}"
-        else:
-            new = f"({chosen} ? ({mutation.replacement}) : ({part}))"
         begin = source.index(before + part + after) + len(before)
-        edits.setdefault(mutation.file, []).append((begin, begin + len(part), new))
+        span = begin, begin + len(part)
+        otherwise = edits.setdefault(mutation.file, {}).get(span, part)
+        if part.endswith(";"):
+            new = f"if ({chosen}) {{ {mutation.replacement} }} else {{ {otherwise} }}"
+        else:
+            new = f"({chosen} ? ({mutation.replacement}) : ({otherwise}))"
+        edits[mutation.file][span] = new
     for file, of_file in edits.items():
         source = (ROOT / "csrc" / file).read_text()
-        for begin, end, new in sorted(of_file, reverse=True):
+        for (begin, end), new in sorted(of_file.items(), reverse=True):
             source = source[:begin] + new + source[end:]
         path = folder / "csrc" / file
         path.parent.mkdir(parents=True, exist_ok=True)

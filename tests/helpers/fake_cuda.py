@@ -120,6 +120,7 @@ class FakeCuda:
             device=torch.device("cpu"),
             isa="fake",
             num_pack_programs=NUM_PACK_PROGRAMS,
+            two_levels=cfg.needs_two_levels,
             forced_sync=False,
         )
 

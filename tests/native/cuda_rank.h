@@ -38,6 +38,7 @@ struct Setup {
   int num_synced = 0;           // the ranks, from 0 on, with forced synchronization
   int64_t measure_every = 0;
   sim::BackendOptions backend;
+  int64_t pause_ms = 0;  // of each collective within a host; one between hosts has half
 };
 
 // Gradients are small signed integers times a power of two, so every wire of these scenes has the exact mean.
@@ -53,14 +54,16 @@ class Rank {
       : setup_(setup), rank_(rank), device_(sim::device(rank)), on_device_(device_), model_(device_, shapes_of(setup)) {
     // Attaching may happen on another stream than training.
     const c10::StreamGuard on_side(c10::impl::VirtualGuardImpl(device_.type()).getNewStream(device_, 0));
-    cuda_ = sim::cuda_device(device_, rank < setup.num_synced);
+    cuda_ = sim::cuda_device(device_, setup.config.ranks_per_host > 1, rank < setup.num_synced);
     cuda_->warm_up();
     const auto transport = make_transport(groups);
     hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport,
                                            model_.known, device_, Synchronizer::Options{0, setup.measure_every});
     switch_.set(hook_, nullptr);
-    for (int stream = 0; stream < kNumStreams; ++stream) {
-      sim::set_pause(rank, stream, stream == rank % kNumStreams ? 400 : 40);
+    // The default one, the one of attaching, and the device's.
+    const int num_streams = 2 + static_cast<int>(cuda_->streams().size());
+    for (int stream = 0; stream < num_streams; ++stream) {
+      sim::set_pause(rank, stream, stream == rank % num_streams ? 400 : 40);
     }
   }
 
@@ -170,6 +173,7 @@ class Rank {
 
   c10::Stream compute() const { return sim::current_stream(rank_); }
   void synchronize() const { sim::synchronize(compute(), /*counts=*/false); }
+  const std::shared_ptr<Synchronizer>& shared_hook() const { return hook_; }
   Synchronizer& hook() const { return *hook_; }
   Engine& engine() const { return hook_->engine(); }
   CudaDevice& cuda() const { return *cuda_; }
@@ -181,8 +185,6 @@ class Rank {
   const std::string& error() const { return error_; }
 
  private:
-  static constexpr int kNumStreams = 5;  // the default one, the one of attaching, and the device's
-
   static std::vector<std::vector<sim::Shape>> shapes_of(const Setup& setup) {
     std::vector<std::vector<sim::Shape>> shapes = setup.buckets;
     if (setup.passes_float64) shapes.insert(shapes.begin(), {{500, 0, at::kDouble}, {20, 0, at::kDouble}});
@@ -192,15 +194,20 @@ class Rank {
   // Ranks are on hosts in order: the first `ranks_per_host` are on the first one.
   std::shared_ptr<C10dTransport> make_transport(sim::Groups& groups) {
     const int64_t on_host = setup_.config.ranks_per_host;
-    const auto backend = [&](const std::string& name, int64_t rank, int64_t size) {
-      return sim::make_backend(groups.get(name, size), static_cast<int>(rank), static_cast<int>(size), setup_.backend);
+    const auto backend = [&](const std::string& name, int64_t rank, int64_t size, int64_t pause_ms) {
+      sim::BackendOptions options = setup_.backend;
+      options.pause_ms = pause_ms;
+      return sim::make_backend(groups.get(name, size), static_cast<int>(rank), static_cast<int>(size), options);
     };
-    const auto transport = std::make_shared<StreamTransport>(backend("all", rank_, setup_.world_size), device_);
+    const auto transport = std::make_shared<StreamTransport>(backend("all", rank_, setup_.world_size, 0), device_);
     if (on_host == 1) return transport;
     const Place place{rank_ % on_host, on_host, rank_ / on_host, setup_.world_size / on_host};
-    const auto local = backend("host " + std::to_string(place.host), place.local_rank, on_host);
-    const auto cross = backend("cross " + std::to_string(place.local_rank), place.host, place.num_hosts);
-    return transport->with_hosts(place, {local, local, cross, cross});
+    const std::string host = std::to_string(place.host);
+    const auto scatter = backend("local scatter " + host, place.local_rank, on_host, setup_.pause_ms);
+    const auto cross =
+        backend("cross " + std::to_string(place.local_rank), place.host, place.num_hosts, setup_.pause_ms / 2);
+    const auto gather = backend("local gather " + host, place.local_rank, on_host, setup_.pause_ms);
+    return transport->with_hosts(place, {scatter, gather, cross, cross});
   }
 
   // Called on a stream's thread.

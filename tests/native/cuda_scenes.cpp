@@ -1,5 +1,7 @@
 // The CUDA path without a GPU: results and lifetimes, what the host waits for, times. See cuda_rank.h.
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <future>
 #include <map>
 #include <string>
@@ -10,6 +12,7 @@
 
 #include "cuda_rank.h"
 #include "gradients/collective_calls.h"
+#include "gradients/rows.h"
 #include "scenes.h"
 
 using namespace cuda_scenes;
@@ -130,7 +133,61 @@ void staged_passthrough() {
   });
 }
 
+// Sums of rows, and rows that every rank gets, as FSDP2's modules and a ShardedOptimizer's units have them.
+void rows() {
+  for (const int64_t ranks_per_host : {1, 2}) {
+    const Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot, ranks_per_host));
+    with_ranks(setup, [&](Rank& rank, int index) {
+      constexpr int64_t kRowNumel = 1500;
+      const int64_t world_size = setup.world_size;
+      const auto options = at::TensorOptions().device(rank.hook().grad_device());
+      Rows rows(rank.shared_hook(), 0, {{"a row", kRowNumel}});
+      rows.set_row({0});
+      for (int step = 0; step < 4; ++step) {
+        const at::Tensor sent = at::empty({world_size * kRowNumel}, options), received = at::empty_like(sent);
+        const at::Tensor own = at::empty({kRowNumel}, options);
+        sim::backward(sent, [=](size_t i) { return gradient(index, step, 0, i); });
+        rows.reduce_scatter(sent, own, 1.0 / static_cast<double>(world_size), /*is_last=*/false)->waitAndThrow();
+        rows.all_gather(received, own, /*is_last=*/true)->waitAndThrow();
+        sim::optimizer(received, [=](size_t i, double value) {
+          const double mean = gradient(0, step, 0, i) * static_cast<double>(world_size + 1) / 2;
+          REQUIRE(value == mean, "step %d element %zu of the rows: %g, not %g", step, i, value, mean);
+        });
+      }
+      rank.synchronize();
+    });
+  }
+}
+
 // ---- the host, and times
+
+// The shortest pass of some, in seconds, with buckets that go over the links of a host and those between hosts.
+double seconds_of_a_pass(size_t num_buckets) {
+  Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot, 2, 4));
+  setup.buckets.assign(num_buckets, {{1500}});
+  setup.pause_ms = 20;
+  double shortest = 1e9;
+  with_ranks(setup, [&](Rank& rank, int index) {
+    for (int step = 0; step < 4; ++step) {
+      const auto begin = std::chrono::steady_clock::now();
+      rank.train(step);
+      rank.synchronize();
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+      if (index == 0) shortest = std::min(shortest, took.count());
+    }
+  });
+  return shortest;
+}
+
+// While a bucket is between hosts, the next one is summed within hosts, and the one before spreads there. A bucket
+// takes three pauses; of four buckets the links have six, one after another.
+void three_wires() {
+  constexpr size_t kNumBuckets = 4;
+  const double serial = static_cast<double>(kNumBuckets) * seconds_of_a_pass(1);
+  const double found = seconds_of_a_pass(kNumBuckets) / serial;
+  std::printf("three_wires: %zu buckets take %.3f of serial\n", kNumBuckets, found);
+  REQUIRE(found < 0.7, "%zu buckets take %.3f of serial", kNumBuckets, found);
+}
 
 void open(std::promise<void>* gate, const c10::Stream& stream) {
   sim::launch(stream, "gate", {}, [opened = gate->get_future().share()] { opened.wait(); });
@@ -268,13 +325,15 @@ void driver_calls() {
     Wire wire;
     Sum sum;
     double of_several_chunks, of_one_chunk, of_a_small_one;
+    int64_t ranks_per_host = 1;
   };
   for (const Case& c :
        {Case{Wire::kBf16, Sum::kTwoShot, 50.5, 16.5, 11.5}, Case{Wire::kBf16, Sum::kOneShot, 32.5, 14.5, 9.5},
-        Case{Wire::kBf16, Sum::kDirect, 32.5, 14.5, 9.5}, Case{Wire::kFp32, Sum::kExact, 12.5, 12.5, 8.5}}) {
+        Case{Wire::kBf16, Sum::kDirect, 32.5, 14.5, 9.5}, Case{Wire::kFp32, Sum::kExact, 12.5, 12.5, 8.5},
+        Case{Wire::kBf16, Sum::kTwoShot, 77.5, 23.5, 23.5, 2}}) {
     for (const auto& [numel, expected] :
          {std::pair{5700, c.of_several_chunks}, std::pair{1500, c.of_one_chunk}, std::pair{700, c.of_a_small_one}}) {
-      Setup setup = setup_of(wire_config(c.wire, c.sum));
+      Setup setup = setup_of(wire_config(c.wire, c.sum, c.ranks_per_host));
       setup.buckets.assign(kNumBuckets, {{numel}});
       const sim::Calls pass = calls_of_a_pass(setup);
       const double found = static_cast<double>(pass.total()) / kNumBuckets;
@@ -290,6 +349,8 @@ const Scenes kCudaScenes = {{"training_steps", training_steps},
                             {"dropped", dropped},
                             {"calls", calls},
                             {"staged_passthrough", staged_passthrough},
+                            {"rows", rows},
+                            {"three_wires", three_wires},
                             {"host_never_waits", host_never_waits},
                             {"end_in_order", end_in_order},
                             {"traced", traced},

@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <functional>
@@ -13,6 +14,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -300,8 +302,9 @@ class Backend : public c10d::Backend {
     const bool in_place = send.data_ptr() == receive.data_ptr() && send.numel() == receive.numel();
     launch(stream, what, {access(send, in_place), access(receive, true)},
            [meeting = meeting_, sequence = num_begun_++, rank = getRank(), part = Part{on_cpu(send), on_cpu(receive)},
-            move, num_under_way = num_under_way_] {
+            move, num_under_way = num_under_way_, pause = std::chrono::milliseconds(options_.pause_ms)] {
              meeting->meet(sequence, rank, part, move);
+             std::this_thread::sleep_for(pause);
              --*num_under_way;
            });
     if (!on_own) return nullptr;

@@ -42,6 +42,8 @@ struct BackendOptions {
   bool has_own_stream = false;
   // Collectives that the caller asks for as asynchronous do so; otherwise the test fails.
   bool takes_async = false;
+  // What each collective takes on its stream, beside its meeting.
+  int64_t pause_ms = 0;
 };
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options);

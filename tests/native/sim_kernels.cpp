@@ -302,10 +302,10 @@ class SimCudaDevice : public CudaDevice {
 
 }  // namespace
 
-std::shared_ptr<CudaDevice> cuda_device(c10::Device device, bool forced_sync) {
+std::shared_ptr<CudaDevice> cuda_device(c10::Device device, bool two_levels, bool forced_sync) {
   return std::make_shared<SimCudaDevice>(std::make_shared<CudaDriver>(driver_path()),
                                          kernels({Wire::kFp32, Wire::kBf16}), device, "simulated",
-                                         /*num_pack_programs=*/8, forced_sync);
+                                         /*num_pack_programs=*/8, two_levels, forced_sync);
 }
 
 }  // namespace sim

@@ -1,5 +1,9 @@
 """With fp32 both ways, owners give the bits of the same optimizer on every rank: parameters, and what groups have."""
 
+import contextlib
+import threading
+from unittest import mock
+
 import on_streams
 import pytest
 import torch
@@ -19,9 +23,12 @@ from owners import (
     loss_of,
     train,
 )
+from patience import HANG_S
 from sampling import few
 
 from fusedcomm.config import Chunks, Config
+from fusedcomm.optimizer.exchange import Exchange
+from fusedcomm.optimizer.owner import Owner
 
 WAYS = {
     "adamw": Way(),
@@ -110,6 +117,53 @@ OF_THEM += (("scaled", False),)
 @pytest.mark.parametrize("case", few(ON_STREAMS, *OF_THEM), ids=str)
 def test_so_they_are_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, case):
     check(ranks_on_streams, 6, *case, 2, on_streams.DEVICE)
+
+
+# ---- what is under way while an owner steps
+
+
+def begun(rank, world_size, device):
+    """What a step of several units has begun, in order: ("sum" or "step" or "send", how many of these before). On a
+    CPU, whose owners have a thread, the step of a unit begins when the next unit's sum has."""
+    order, changed = [], threading.Condition()
+
+    def noting(kind, call):
+        def noted(of, *args):
+            with changed:
+
+                def before(what):
+                    return sum(each == what for each, _ in order)
+
+                if kind == "step" and device == "cpu" and before("step") + 1 < len(of._exchanges):
+                    assert changed.wait_for(lambda: before("sum") > before("step") + 1, HANG_S), order
+                order.append((kind, before(kind)))
+                changed.notify_all()
+            return call(of, *args)
+
+        return noted
+
+    of_classes = (Exchange, "reduce", "sum"), (Owner, "_step_unit", "step"), (Exchange, "send", "send")
+    with contextlib.ExitStack() as patched:
+        for of, name, kind in of_classes:
+            patched.enter_context(mock.patch.object(of, name, noting(kind, getattr(of, name))))
+        train(Way(), rank, world_size, 1, owners=True, overlap=True, device=device)
+    return order
+
+
+def test_updates_of_a_unit_are_enqueued_behind_the_sums_of_the_next(ranks_on_streams):
+    """All of them are on one wire, which would otherwise be idle while the owner steps."""
+    for order in ranks_on_streams.run(begun, on_streams.DEVICE):
+        num = len(order) // 3
+        expected = [("sum", 0), ("step", 0)]
+        for unit in range(1, num):
+            expected += [("sum", unit), ("send", unit - 1), ("step", unit)]
+        assert num > 2 and order == [*expected, ("send", num - 1)]
+
+
+def test_on_a_cpu_sums_go_on_while_an_owner_steps(ranks):
+    for order in ranks.run(begun, "cpu", world_size=2):
+        num = len(order) // 3
+        assert num > 2 and all(order.index(("sum", i + 1)) < order.index(("step", i)) for i in range(num - 1))
 
 
 # ---- bf16 parameters

@@ -93,9 +93,10 @@ class OldStandIn:
     class Options:
         def __init__(self):
             self._timeout = None
+            self.config = SimpleNamespace(max_ctas=None)
 
     def __init__(self, store, rank, size, options):
-        self.timeout = options._timeout
+        self.timeout, self.max_ctas = options._timeout, options.config.max_ctas
         self.calls.append(("made", rank, size))
 
     def eager_connect_single_device(self, device):
@@ -152,11 +153,13 @@ class GroupOfSix:
 
 
 def test_communicators_of_two_levels_are_connected_at_attach(nccl):
-    """A communicator connects when all its ranks do, so every rank connects them in the same order: first inside the
-    host, then between hosts."""
+    """A communicator connects when all its ranks do, so every rank connects them in the same order: inside the host,
+    between hosts, inside it again. Each wire stream has one, and all together fit onto a small GPU."""
     two_of_three = hosts.checked([[0, 1, 2], [3, 4, 5]], 6)
     channels = make_host_channels(GroupOfSix(), CUDA, dist.HashStore(), two_of_three)
     made = [("made", 1, 3), ("made", 1, 2)]
-    assert OldStandIn.calls == [made[0], ("connected", CUDA), made[1], ("connected", CUDA)]
-    assert channels.local_scatter is channels.local_gather and channels.cross_scatter is channels.cross_gather
-    assert channels.local_scatter.timeout == channels.cross_scatter.timeout == SECONDS
+    connected = ("connected", CUDA)
+    assert OldStandIn.calls == [made[0], connected, made[1], connected, made[0], connected]
+    wires = [channels.local_scatter, channels.cross_scatter, channels.local_gather]
+    assert channels.cross_scatter is channels.cross_gather and channels.local_scatter is not channels.local_gather
+    assert {wire.timeout for wire in wires} == {SECONDS} and [wire.max_ctas for wire in wires] == [16, 8, 16]

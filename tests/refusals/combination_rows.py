@@ -24,7 +24,7 @@ from fusedcomm.config import Blocks, Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.config.combinations import ADDED_PASSES, TABLE, Besides, Combination
 from fusedcomm.ddp.module import refuse_join, refuse_sparse
 from fusedcomm.devices.cuda import CudaPath
-from fusedcomm.fsdp.attach import _refuse_gathers, _refuse_weighted
+from fusedcomm.fsdp.attach import _refuse_weighted
 from fusedcomm.fsdp.levels import sums_of
 from fusedcomm.integrations import attachment
 from fusedcomm.members.training.recovery import with_recovery_codes
@@ -53,7 +53,7 @@ OPTIONS = {
 UNSHARDED = Config(feedback=Feedback(unsharded=True))
 IN_BACKWARD = "parameters of _apply_optimizer_in_backward()"
 CUDA, TWO = torch.device("cuda"), SimpleNamespace(size=lambda: 2)
-ON_CUDA = SimpleNamespace(process_group=TWO, replicas=TWO, device=CUDA, has_own_all_gather=False)
+ON_CUDA = SimpleNamespace(process_group=TWO, replicas=TWO, device=CUDA)
 DDP_ON_CUDA = SimpleNamespace(
     module=nn.Sequential(nn.Embedding(5, 3, sparse=True)),
     parameters_to_ignore=set(),
@@ -193,7 +193,6 @@ BY_SETTING = {
     ("FSDP2", "shards without replicas"): lambda given: sums_of(config_of(given), TWO, None),
     ("FSDP2", "replicas without shards"): by_replicas,
     ("FSDP2", "a module's own all-gather"): by_own_all_gather,
-    ("FSDP2", "gradients on cuda"): lambda given: _refuse_gathers(config_of(given), [ON_CUDA]),
     ("FSDP2", "every_rank"): by_attachment,
     **{("Members", name): by_reducer_of_members for name in ("process_group", "find_unused_parameters", "config")},
 }

@@ -81,7 +81,8 @@ def test_without_the_extension_a_command_says_how_to_build_it(demo_packages):
     [
         ("CXX", "", 0, r"c\+\+"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", 0, "CUDA_DEVICE_MAX_CONNECTIONS=1: .* wait for each other, so"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "3", 0, "CUDA_DEVICE_MAX_CONNECTIONS=3: .* share 3 queues"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "3", 0, "CUDA_DEVICE_MAX_CONNECTIONS=3: on CUDA the .* share 3 queues"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "5", 0, "CUDA_DEVICE_MAX_CONNECTIONS=5: on CUDA, with sums on two levels, the"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", 0, "^((?!CUDA_DEVICE_MAX_CONNECTIONS)[\\s\\S])*$"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "", 0, "^((?!CUDA_DEVICE_MAX_CONNECTIONS)[\\s\\S])*$"),
         ("FUSEDCOMM_ISA", "abacus", 1, "FUSEDCOMM_ISA=abacus"),

@@ -1,0 +1,380 @@
+"""One rank of bench/gpus.py, which starts the ranks and reads what rank 0 writes: sums of one bucket, or steps."""
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hook_overhead import Impl, noop_hook, synchronize
+from lib.common import Report, make_row
+from lib.gpu_timeline import figures_of
+from lib.models import make_model, numel_of
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import Config
+from fusedcomm.ranks import groups
+
+ALONE, DDP = "compute alone", "DDP"
+CHECK_LR, LR = 1.0, 1e-3
+"""The step whose change of the parameters is checked is large beside their rounding."""
+
+
+# ---- sums of one bucket
+
+
+class Collective:
+    """A sum as somebody would write it without a hook, on one tensor. It has what hook_overhead.Impl has."""
+
+    def __init__(self, name: str, numel: int, device: str, average: Callable[[Tensor], None]) -> None:
+        self.name, self.device, self.average = name, device, average
+        self.tensor = torch.empty(numel, device=device)
+        self.call_s: list[float] = []
+        self.result_s: list[float] = []
+
+    def check(self, rank: int, world_size: int) -> bool:
+        self.tensor.fill_(rank + 1)
+        self.average(self.tensor)
+        return self.tensor.unique().tolist() == [(world_size + 1) / 2]
+
+    def time_once(self) -> None:
+        synchronize(self.device)
+        started = time.perf_counter()
+        self.average(self.tensor)
+        called = time.perf_counter()
+        synchronize(self.device)
+        self.call_s.append(called - started)
+        self.result_s.append(time.perf_counter() - started)
+
+
+def in_fp32(tensor: Tensor) -> None:
+    tensor.div_(dist.get_world_size())
+    dist.all_reduce(tensor)
+
+
+def in_bf16(tensor: Tensor) -> None:
+    sent = tensor.div(dist.get_world_size()).to(torch.bfloat16)
+    dist.all_reduce(sent)
+    tensor.copy_(sent)
+
+
+class Registered(Collective):
+    """NCCL on memory that is registered with its communicator."""
+
+    def __init__(self, name: str, numel: int, device: str) -> None:
+        super().__init__(name, 1, device, in_fp32)
+        backend = dist.group.WORLD._get_backend(torch.device(device))
+        self.pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self.pool):
+            self.tensor = torch.empty(numel, device=device)
+        backend.register_mem_pool(self.pool)
+
+
+class WithCupy(Collective):
+    """CuPy's binding of NCCL, with the scale and the cast in one kernel each: what is written by hand today."""
+
+    def __init__(self, name: str, numel: int, device: str) -> None:
+        super().__init__(name, numel, device, self._average)
+        import cupy
+        from cupy.cuda import nccl
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        unique = [nccl.get_unique_id() if rank == 0 else None]
+        dist.broadcast_object_list(unique, src=0)
+        self.communicator = nccl.NcclCommunicator(world_size, unique[0], rank)
+        self.pack = cupy.ElementwiseKernel("float32 x, float32 scale", "float16 y", "y = x * scale", "pack")
+        self.unpack = cupy.ElementwiseKernel("float16 x", "float32 y", "y = x", "unpack")
+        self.own = cupy.asarray(self.tensor)
+        self.sent = cupy.empty(numel, "float16")
+        self.stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        self.kind = nccl.NCCL_FLOAT16, nccl.NCCL_SUM
+
+    def _average(self, tensor: Tensor) -> None:
+        with self.stream:
+            self.pack(self.own, 1 / dist.get_world_size(), self.sent)
+            place = self.sent.data.ptr
+            self.communicator.allReduce(place, place, self.sent.size, *self.kind, self.stream.ptr)
+            self.unpack(self.sent, self.own)
+
+
+def sums_of(numel: int, device: str) -> dict[str, Callable[[], "Impl | Collective"]]:
+    """By name, what sums a bucket of `numel` elements."""
+    world_size = dist.get_world_size()
+
+    def hook(name: str, register: Callable[[DistributedDataParallel], object]) -> Callable[[], Impl]:
+        return lambda: Impl(name, register, numel, 1, device, num_buckets=1)
+
+    def ours(name: str, config: Config) -> Callable[[], Impl]:
+        return hook(name, lambda ddp: fusedcomm.attach(ddp, config, quiet=True))
+
+    group = dist.group.WORLD
+    ways = {
+        "no-op hook": hook("no-op", lambda ddp: ddp.register_comm_hook(group, noop_hook)),
+        "NCCL fp32": lambda: Collective("NCCL fp32", numel, device, in_fp32),
+        "NCCL bf16": lambda: Collective("NCCL bf16", numel, device, in_bf16),
+        "c++ fp16 hook": hook(
+            "c++ fp16 hook", lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        ),
+    }
+    if device != "cpu":
+        ways["NCCL fp32, registered"] = lambda: Registered("NCCL fp32, registered", numel, device)
+        ways["CuPy, fp16"] = lambda: WithCupy("CuPy, fp16", numel, device)
+        ways["bf16 hook"] = hook(
+            "bf16 hook", lambda ddp: ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
+        )
+    ways["fusedcomm fp32"] = ours("fusedcomm fp32", Config("fp32"))
+    ways["fusedcomm bf16 direct"] = ours("fusedcomm bf16 direct", Config("bf16", "direct", wires={"1d": "bf16"}))
+    for wire in ("bf16", "int8", "fp8", "int4"):
+        for sum in ("one-shot", "two-shot"):
+            name = f"fusedcomm {wire} {sum}"
+            ways[name] = ours(name, Config(wire, sum, wires={"1d": wire}, hosts=None))
+    if world_size >= 4 and world_size % 2 == 0:
+        halves = [list(range(world_size // 2)), list(range(world_size // 2, world_size))]
+        ways["fusedcomm int8 two levels"] = ours(
+            "fusedcomm int8 two levels", Config("int8", wires={"1d": "int8"}, hosts=halves)
+        )
+    return ways
+
+
+def measure_sums(arguments: argparse.Namespace, report: Report, until: float) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for index, numel in enumerate(arguments.numel):
+        made: dict[str, Impl | Collective] = {}
+        for name, make in sums_of(numel, arguments.device).items():
+            try:
+                way = make()
+                right = way.check(rank, world_size)
+            except Exception as error:
+                failed = name.startswith("fusedcomm")
+                report.missing(f"bucket/{numel}", name, f"{type(error).__name__}: {error}", failed=failed)
+                continue
+            if everybody(right):
+                made[name] = way
+            else:
+                report.missing(f"bucket/{numel}", name, "wrong result")
+        share = (until - time.monotonic()) / (len(arguments.numel) - index)
+        take_turns(made, lambda way: way.time_once(), arguments.rounds, time.monotonic() + share)
+        rows = []
+        for name, way in made.items():
+            row = make_row(f"bucket/{numel}", name, numel, 4 * numel, way.result_s[1:], True)
+            call_s = statistics.median(way.call_s[1:])
+            bus = 2 * (world_size - 1) / world_size * 4 * numel / row.median_s
+            rows.append(dataclasses.replace(row, figures={"call_s": call_s, "bus_bytes_per_s": bus}))
+        report.add(rows)
+        made.clear()
+        gc.collect()
+
+
+# ---- steps of a model
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """make(model, learning rate): returns what runs the forward pass, and the optimizer. `tolerance`: of the change of
+    the parameters, relative to that with DDP."""
+
+    make: Callable[[nn.Module, float], tuple[nn.Module, torch.optim.Optimizer]]
+    tolerance: float = 1e-2
+
+
+def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def wrapped(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def alone(model: nn.Module, lr: float) -> tuple:
+    return model, sgd(model, lr)
+
+
+def ddp(model: nn.Module, lr: float) -> tuple:
+    return wrapped(model), sgd(model, lr)
+
+
+def torchs_hook(model: nn.Module, lr: float) -> tuple:
+    forward = wrapped(model)
+    forward._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return forward, sgd(model, lr)
+
+
+def attached(wire: str) -> Callable[..., tuple]:
+    def make(model: nn.Module, lr: float) -> tuple:
+        forward = wrapped(model)
+        fusedcomm.attach(forward, wire, quiet=True)
+        return forward, sgd(model, lr)
+
+    return make
+
+
+def reducer(model: nn.Module, lr: float) -> tuple:
+    fusedcomm.GradReducer(model, "int8", quiet=True)
+    return model, sgd(model, lr)
+
+
+def owners(model: nn.Module, lr: float) -> tuple:
+    optimizer = torch.optim.SGD
+    return model, fusedcomm.ShardedOptimizer(
+        fusedcomm.GradReducer(model, "int8", quiet=True), optimizer, update="bf16", quiet=True, lr=lr
+    )
+
+
+def sharded(config: Config | None) -> Callable[..., tuple]:
+    def make(model: nn.Module, lr: float) -> tuple:
+        for layer in model.layers.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if config is not None:
+            fusedcomm.attach(model, config, quiet=True)
+        return model, sgd(model, lr)
+
+    return make
+
+
+WAYS = {
+    ALONE: Way(alone, float("inf")),
+    DDP: Way(ddp, 0),
+    "DDP, c++ fp16 hook": Way(torchs_hook, 3e-2),
+    "DDP, bf16": Way(attached("bf16"), 3e-2),
+    "DDP, int8": Way(attached("int8"), 6e-2),
+    "GradReducer, int8": Way(reducer, 6e-2),
+    "ShardedOptimizer, int8": Way(owners, 6e-2),
+    "FSDP2": Way(sharded(None)),
+    "FSDP2, int8": Way(sharded(Config("int8")), 6e-2),
+    "FSDP2, int8, params int8": Way(sharded(Config("int8", params="int8")), 0.3),
+}
+
+
+class Runner:
+    def __init__(self, way: Way, arguments: argparse.Namespace) -> None:
+        self.device = arguments.device
+        self.model = make_model("transformer", arguments.params, arguments.length).to(self.device)
+        self.numel = numel_of(self.model)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.batch = [part.to(self.device) for part in self.model.batch(arguments.batch, generator)]
+        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.forward, self.optimizer = way.make(self.model, CHECK_LR)
+        self.step()
+        self.change = [now - old for now, old in zip(self._whole(), before, strict=True)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = LR
+        self.step_s: list[float] = []
+
+    def _whole(self) -> list[Tensor]:
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+
+    def step(self) -> None:
+        inputs, targets = self.batch
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.device != "cpu"):
+            loss = F.cross_entropy(self.forward(inputs), targets)
+        loss.backward()
+        self.optimizer.step()
+
+    def time_once(self) -> None:
+        synchronize(self.device)
+        started = time.perf_counter()
+        self.step()
+        synchronize(self.device)
+        self.step_s.append(time.perf_counter() - started)
+
+    def timeline(self) -> dict[str, float]:
+        """See lib/gpu_timeline.py, of one step."""
+        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+            self.step()
+            synchronize(self.device)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            profiler.export_chrome_trace(path)
+            with open(path) as file:
+                return figures_of(json.load(file)["traceEvents"])
+
+
+def error_of(change: list[Tensor], right: list[Tensor]) -> float:
+    off = sum((got - want).double().square().sum().item() for got, want in zip(change, right, strict=True))
+    return (off / sum(want.double().square().sum().item() for want in right)) ** 0.5
+
+
+def measure_steps(arguments: argparse.Namespace, report: Report, until: float) -> None:
+    made: dict[str, Runner] = {}
+    errors: dict[str, float] = {}
+    right: list[Tensor] = []
+    for name in (DDP, *(name for name in WAYS if name != DDP)):
+        try:
+            runner = Runner(WAYS[name], arguments)
+        except Exception as error:
+            report.missing("step", name, f"{type(error).__name__}: {error}")
+            continue
+        right = right or runner.change
+        errors[name] = error_of(runner.change, right)
+        runner.change = []
+        if everybody(errors[name] <= WAYS[name].tolerance):
+            made[name] = runner
+        else:
+            report.missing("step", name, f"its change of the parameters is off by {errors[name]:.2g}")
+    right.clear()
+    made = {name: made[name] for name in WAYS if name in made}
+    take_turns(made, lambda runner: runner.time_once(), arguments.rounds, until)
+    timelines = {name: runner.timeline() for name, runner in made.items()}
+    rows = []
+    for name, runner in made.items():
+        row = make_row("step", name, runner.numel, 4 * runner.numel, runner.step_s[1:], True)
+        rows.append(dataclasses.replace(row, figures={"error": errors[name], **timelines[name]}))
+    report.add(rows)
+
+
+# ---- both
+
+
+def everybody(holds: bool) -> bool:
+    """Whether it holds on every rank. A collective call."""
+    found: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(found, holds)
+    return all(found)
+
+
+def take_turns(ways: dict, once: Callable[..., None], rounds: int, until: float) -> None:
+    """Every way in every round, in another order each time, until rank 0's clock says `until`; at least twice."""
+    names = list(ways)
+    for index in range(rounds):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            dist.barrier()
+            once(ways[name])
+        is_late = [time.monotonic() > until]
+        dist.broadcast_object_list(is_late, src=0)
+        if is_late[0] and index > 0:
+            return
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results, text = sys.argv[1:]
+    arguments = argparse.Namespace(**json.loads(text))
+    started = time.monotonic()
+    if arguments.device != "cpu":
+        arguments.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(arguments.device)
+    dist.init_process_group("gloo" if arguments.device == "cpu" else "nccl")
+    report = Report(Path(results) if dist.get_rank() == 0 else None)
+    measure = measure_sums if arguments.part == "sums" else measure_steps
+    measure(arguments, report, started + arguments.seconds)
+    groups.end_together()
+
+
+if __name__ == "__main__":
+    main()
