@@ -132,7 +132,7 @@ def text_of(config: Config) -> str:
 def config_of(text: str) -> Config:
     """The configuration that :func:`text_of` has named, without measurements. Raises ValueError for another text."""
     if text in WIRES:
-        fields = {"wire": text}
+        fields: Any = {"wire": text}
     else:
         try:
             fields = json.loads(text)
