@@ -53,7 +53,7 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     refuse(f"setuptools 77 or later is needed, and Python ({sys.executable}) has {setuptools.__version__}")
 
 # There is no -std: torch adds the one that its headers need.
-# -O3: with -O2 the codec's rotated kernels take twice as long, and a call of the hook takes 7% longer.
+# -O3: with -O2 a call of the hook takes 7% longer.
 # -ffp-contract=off: a fused multiply-add rounds once where the reference rounds twice, and the bytes must match.
 COMPILE_FLAGS = [
     "-O3",

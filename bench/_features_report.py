@@ -6,7 +6,7 @@ import statistics
 from _steps_report import load_document as load
 from _steps_report import markdown
 
-LOCAL_WAYS = ("average", "corrected", "corrected int4", "nesterov", "DiLoCo .7")
+LOCAL_WAYS = ("average", "corrected", "corrected int4")
 EVERY = (5, 10, 30, 100)
 EVERY_STEP = "int4 every step"
 OWNER_WAYS = {

@@ -39,22 +39,15 @@ def ways(every: int, delay: int) -> dict[str, dict | None]:
         "int4 every step": None,
         "PowerSGD": None,
         f"H={every} {POST_LOCAL}": None,
-        f"H={every} average": local(merge="average"),
-        f"H={every} corrected": local(merge="corrected", delay=late),
-        f"H={every} DiLoCo .7": local(merge="nesterov", delay=0, outer=published),
-        f"H={every} nesterov": local(merge="nesterov", delay=late),
-        f"H={every} corrected int8": local("int8", merge="corrected", delay=late),
-        f"H={every} corrected int4": local("int4", merge="corrected", delay=late),
-        f"H={every} corrected int4 no feedback": local(Config("int4"), merge="corrected", delay=late),
-        f"H={every} corrected int4 4 fragments": local("int4", merge="corrected", delay=late, fragments=4),
+        f"H={every} average": local(delay=0),
+        f"H={every} corrected": local(delay=late),
+        f"H={every} corrected int8": local("int8", delay=late),
+        f"H={every} corrected int4": local("int4", delay=late),
+        f"H={every} corrected int4 no feedback": local(Config("int4"), delay=late),
     }
     if delay == USUAL_DELAY:
         return found
     return {f"{way}, {late} late" if given and given.get("delay") else way: given for way, given in found.items()}
-
-
-def published(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def held_out(model: nn.Module, characters: Characters) -> float:

@@ -119,14 +119,13 @@ def errors(rows: Sequence[dict], path: Path) -> None:
         "int8": ("int8", GREEN),
         "fp8": ("fp8", RED),
         "int4": ("int4", ORANGE),
-        "int4 rotated": ("int4, rotated", PURPLE),
     }
     figure, all_axes = plt.subplots(1, len(kinds), figsize=(10, 4.2), sharey=True, layout="constrained")
     for axes, (kind, title) in zip(all_axes, kinds.items(), strict=True):
         own = [row for row in rows if row["gradients"] == kind]
         for way, (label, color) in ways.items():
             points = [(row["ranks"], row["vnmse"] ** 0.5) for row in own if row["way"] == way]
-            style = "--" if way.endswith("ring") else ":" if way.endswith("rotated") else "-"
+            style = "--" if way.endswith("ring") else "-"
             axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label)
         axes.set(yscale="log", xlabel="ranks", title=title)
         axes.set_xscale("log", base=2)

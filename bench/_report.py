@@ -25,7 +25,7 @@ _WIRES = {
 }
 """Bytes an element, scales included, and when to use the wire."""
 _HOOK_RESULTS = {"one rank": "cpu-hook-overhead.json", "two ranks": "cpu-hook-overhead-2-ranks.json"}
-_CODES = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4", "int4-rotated": "rotated"}
+_CODES = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4"}
 _STAGES = {
     "pack": ("pack", _CODES),
     "… with fp32 error feedback, of the same traffic": (

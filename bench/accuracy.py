@@ -30,7 +30,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import fusedcomm
-from fusedcomm.config import Blocks, Config
+from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.tools.demo import training as demo
 
@@ -52,7 +52,6 @@ class Way:
     name: str
     wire: str
     sum: str
-    rotate: bool = False
     reversed: bool = False  # ranks in reverse order
     error_feedback: str | None = None
 
@@ -65,30 +64,28 @@ class Way:
         grads = list(grads)[:: -1 if self.reversed else 1]
         return fusedcomm.simulate(
             grads,
-            Config(self.wire, sum=self.sum, blocks=Blocks(rotate=self.rotate)),
+            Config(self.wire, sum=self.sum),
             exempt_mask=exempt_mask,
             residuals=residuals,
         )
 
 
 TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES]
-ROTATED = [Way(f"{way.wire} rotated", way.wire, way.sum, rotate=True) for way in TWO_SHOT if _C.has_scales(way.wire)]
 OTHERS = [
     Way("fp32 exact", "fp32", "exact"),
     Way("bf16 ring", "bf16", "direct"),
     Way("fp16 ring", "fp16", "direct"),
 ]
-WAYS = [*OTHERS, *TWO_SHOT, *ROTATED]
+WAYS = [*OTHERS, *TWO_SHOT]
 
 UNMODIFIED = Way("fp32", "fp32", "exact")
 REPEAT = Way("fp32, ranks added in reverse", "fp32", "exact", reversed=True)
 TRAINING_WAYS = [
     UNMODIFIED,
     REPEAT,
-    *[way for way in [*TWO_SHOT, *ROTATED] if way.name in ("bf16", "int8", "fp8", "int4", "int4 rotated")],
+    *[way for way in TWO_SHOT if way.name in ("bf16", "int8", "fp8", "int4")],
     Way("int4, feedback", "int4", "two-shot", error_feedback="fp32"),
     Way("int4, feedback in bf16", "int4", "two-shot", error_feedback="bf16"),
-    Way("int4 rotated, feedback", "int4", "two-shot", rotate=True, error_feedback="fp32"),
 ]
 
 

@@ -49,12 +49,12 @@ WHOLE = 1 << 62
 # Chunk size of a one-shot sum of two ranks on a link of 1 Gbit/s.
 ONE_SHOT_CHUNK_NBYTES = 128 << 10
 PLAIN_WIRES = _C.WIRES
-# Wires that differ only in how they encode. They unpack like the plain or the rotated wire.
+# Wires that differ only in how they encode. They unpack like the plain wire.
 SPECIAL_WIRES = (
-    *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback", "int4-rotated-feedback"),
+    *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback"),
     "int4-feedback_bf16",
 )
-WIRES = (*PLAIN_WIRES, "int4-rotated", *SPECIAL_WIRES)
+WIRES = (*PLAIN_WIRES, *SPECIAL_WIRES)
 # Greatest error that passes the check, relative to the value itself, or for int8 to the greatest value of its block:
 # twice half a step, because an expression may round before it divides.
 TOLERANCE = {"fp32": 2.0**-22, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1.01 / 127}
@@ -115,9 +115,9 @@ def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out:
 def layout_of(
     wire: str, num_parts: int, numel: int, block: int | None = None, chunk_nbytes: int = WHOLE
 ) -> "_C.BucketLayout":
-    name, *how = wire.split("-")
+    name = wire.partition("-")[0]
     block = block or _C.default_block_numel(name)
-    return _C.bucket_layout(name, block, num_parts, 0, numel, chunk_nbytes, "rotated" in how)
+    return _C.bucket_layout(name, block, num_parts, 0, numel, chunk_nbytes)
 
 
 class Residuals:

@@ -5,9 +5,9 @@
     python bench/fsdp.py --part loss                          # what parameters in codes cost in loss, over loopback
 
 speed
-A step gathers the parameters, in fp32 unless a way names another wire, once for the forward pass and once for the
-backward pass, and reduce-scatters the gradients. "gradients" is the part of the step that a step without the
-reduce-scatter and with parameters in fp32 does not take.
+A step gathers the parameters, in --param-dtype unless a way names another wire, once for the forward pass and once for
+the backward pass, and reduce-scatters the gradients. "kept": the second time within the host. "gradients" is the part
+of the step that a step without the reduce-scatter and with parameters in --param-dtype does not take.
 
     step ms    median of a rank's step
     gradients  ms of it for the gradients
@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", choices=("speed", "loss"), default="speed", help="(speed)")
     parser.add_argument("--layers", type=int, default=4, help="blocks, each a group of its own (4)")
     parser.add_argument("--width", type=int, default=384, help="(384)")
+    parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="for torch's policy (fp32)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to compare (all)")
     parser.add_argument("--rounds", type=int, default=6, help="(6)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps in each turn (2)")

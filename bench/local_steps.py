@@ -13,9 +13,7 @@ trained on afterwards, on English prose, by DDP in fp32 for every way.
     PowerSGD           torch's hook, matrix rank 4, from the tenth step on
     H=… post-local SGD torch's: gradients averaged for a tenth of the steps, then parameters every H steps, blocking
     H=… average        parameters averaged every H steps, blocking
-    H=… corrected      LocalSteps' default rule, 5 steps late; fp32 unless a wire is named
-    H=… DiLoCo .7      outer Nesterov .7/.9 as published, blocking
-    H=… nesterov       LocalSteps' outer optimizer with its table's learning rate, 5 steps late
+    H=… corrected      5 steps late; fp32 unless a wire is named
 
     loss      mean of the seeds, and the difference from DDP: mean, least and greatest of the seeds
     steps/s   median of the seeds; without evaluations

@@ -17,7 +17,7 @@ from fusedcomm.version import __version__
 if TYPE_CHECKING:
     from fusedcomm.attaching import attach
     from fusedcomm.autotune.auto import Auto
-    from fusedcomm.autotune.tuning import Tuning
+    from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.config import (
         SUMS,
         WIRES,
@@ -98,7 +98,7 @@ _HOME = {
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",
-    "Tuning": "autotune.tuning",
+    "Tuning": "autotune.tuner",
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",

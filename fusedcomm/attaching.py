@@ -83,14 +83,13 @@ def attach(
             or backend, or the ranks do not agree (the same text on every rank).
     """
     model = unwrapped(model)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has modules of it only if it has been imported
-    is_module = isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel)
-    is_sharded = fsdp is not None and is_module and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
-    combinations.refuse("FSDP2" if is_sharded else "attach", {"members": members})
-    if is_sharded:
+    is_fsdp2 = is_sharded(model)
+    combinations.refuse("FSDP2" if is_fsdp2 else "attach", {"members": members})
+    if is_fsdp2:
         from fusedcomm.fsdp.attach import attach_fsdp  # imports FSDP2, which takes a while
 
         return attach_fsdp(model, config, local=local, quiet=quiet)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
         raise TypeError(
             "fusedcomm.attach takes FSDP2, and this is FullyShardedDataParallel, which is FSDP1: use "
@@ -102,6 +101,14 @@ def attach(
             "its gradients itself: DataParallel(model, config=…) chooses how, and model.comm tells what it does"
         )
     return attach_ddp(_ddp_of(model), config, local=local, quiet=quiet)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `model` has modules of FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has modules of it only if it has been imported
+    if fsdp is None or not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
+        return False
+    return any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
 
 
 def _ddp_of(model: nn.Module) -> nn.Module:

@@ -122,9 +122,9 @@ class Residuals:
             nbytes = _C.residual_nbytes(self.format, layout.padded_numel)
             self._of_senders = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(num_senders)]
             self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
-            self._layout = _described(layout)
-        if _described(layout) != self._layout or len(self._of_senders) != num_senders:
-            those, these = (len(self._of_senders), self._layout), (num_senders, _described(layout))
+            self._layout = repr(layout)
+        if repr(layout) != self._layout or len(self._of_senders) != num_senders:
+            those, these = (len(self._of_senders), self._layout), (num_senders, repr(layout))
             raise ValueError(f"residuals are for {those}, not for {these}: make one Residuals for each bucket")
 
     def _decay(self, factor: float) -> None:
@@ -135,10 +135,6 @@ class Residuals:
 
 
 # ---- sums
-
-
-def _described(layout: "_C.BucketLayout") -> str:
-    return f"{layout!r}{' rotated' if layout.rotated else ''}"
 
 
 _Residual = tuple[str, torch.Tensor, int]
@@ -185,7 +181,7 @@ class _Places:
 
 def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout":
     """The bucket in chunks with one part, so small that all ranks' encodings of a chunk fit in _PIECES_NBYTES."""
-    formats = [(layout.wire, layout.block_numel, layout.rotated, layout.lossy_numel)]
+    formats = [(layout.wire, layout.block_numel, layout.lossy_numel)]
     (of_one,) = _C.bucket_layouts(formats, 1, layout.exact_numel, max(_PIECES_NBYTES // world_size, 1))
     return of_one
 
@@ -284,7 +280,7 @@ def _added_by_transport(
 ) -> torch.Tensor:
     """The mean of `slices` where the transport adds their encodings, in the wire dtype and in rank order."""
     layout, numel = plan.layout, slices[0].numel()
-    (packed,) = _C.bucket_layouts([(layout.wire, layout.block_numel, False, numel)], 1, 0, _ONE_CHUNK)
+    (packed,) = _C.bucket_layouts([(layout.wire, layout.block_numel, numel)], 1, 0, _ONE_CHUNK)
     total, addend = torch.empty(2, packed.part.nbytes, dtype=torch.uint8)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.wire]
     for rank, slice_ in enumerate(slices):

@@ -82,7 +82,7 @@ def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     grad_nbytes = variant.grad_dtype.itemsize if variant.grad_dtype is not None else 4
     plain = plain_registers(variant.kernel, variant.wire or "fp32", variant.in_wire, grad_nbytes)
-    how = options(constants["TILE"], plain, variant.rotated, variant.feedback, variant.sums)
+    how = options(constants["TILE"], plain, variant.feedback, variant.sums)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
 
@@ -155,7 +155,6 @@ def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, ob
         "WIRE": WIRE_IDS[wire],
         "BLOCK": variant.block,
         "TILE": tile_of(wire, variant.block),
-        "ROTATED": variant.rotated,
         "FEEDBACK": FEEDBACK_IDS[variant.feedback],
         "SUMS": variant.sums,
     }

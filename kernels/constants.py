@@ -31,7 +31,6 @@ FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL
 def options(
     tile: int,
     plain_registers: int = 64,
-    rotated: bool = False,
     feedback: str | None = None,
     sums: bool = False,
 ) -> dict[str, object]:
@@ -40,7 +39,7 @@ def options(
         "num_warps": NUM_WARPS,
         "num_stages": 1,  # no loop is pipelined through shared memory
         "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
-        "maxnreg": max_registers(tile, plain_registers, rotated, feedback, sums),
+        "maxnreg": max_registers(tile, plain_registers, feedback, sums),
     }
 
 

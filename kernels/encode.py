@@ -1,4 +1,4 @@
-"""Encodes a tile, for pack and reduce: adds the residual, rotates, rounds, stores, and updates the residual.
+"""Encodes a tile, for pack and reduce: adds the residual, rounds, stores, and updates the residual.
 
 A step that a variant does not have costs nothing: its parameters are not read, and no registers are used for it.
 """
@@ -20,7 +20,6 @@ from .elements import (
 )
 from .quantise import quantise, store_scales
 from .residual import store_residual
-from .rotation import rotate, unrotate
 
 
 @triton.jit
@@ -68,21 +67,17 @@ def encode_and_store(y, sections, tile, numel, part_numel, VEC: tl.constexpr, WI
 
 @triton.jit
 def encode_tile(y, sections, tile, numel, part_numel, kept, kept_at, VEC: tl.constexpr, encoder):
-    """Encodes `y` as encode_and_store does, with the variant's residual and rotation.
+    """Encodes `y` as encode_and_store does, with the variant's residual.
 
     kept: the tile's residual, fp32 [TILE]. kept_at: element of the residual that the tile starts with. encoder:
-    (residual, WIRE, BLOCK, ROTATED, FEEDBACK); the last four are constants.
+    (residual, WIRE, BLOCK, FEEDBACK); the last three are constants.
     """
     residual = encoder[0]
     WIRE: tl.constexpr = encoder[1]
     BLOCK: tl.constexpr = encoder[2]
-    ROTATED: tl.constexpr = encoder[3]
-    FEEDBACK: tl.constexpr = encoder[4]
+    FEEDBACK: tl.constexpr = encoder[3]
     if FEEDBACK:
         y += kept
-    rotated = rotate(y) if ROTATED else y
-    decoded = encode_and_store(rotated, sections, tile, numel, part_numel, VEC, WIRE, BLOCK)
+    decoded = encode_and_store(y, sections, tile, numel, part_numel, VEC, WIRE, BLOCK)
     if FEEDBACK:
-        if ROTATED:
-            decoded = unrotate(decoded)
         store_residual(residual, y - decoded, kept_at, numel, VEC, FEEDBACK)

@@ -1,10 +1,9 @@
 """Gradients → wire bytes: y = x·scale, rounded to the wire's dtype. Each gradient is read once, each byte written once.
 
-With FEEDBACK, the residual is added to y first. With ROTATED, y is rotated, in registers, before it is rounded. The
-count of elements that are not finite is of y before either.
+With FEEDBACK, the residual is added to y first. The count of elements that are not finite is of y before that.
 
 The main loop only notes whether it has met an element that is not finite. A program that has met one goes over its
-tiles again and counts by slice. That is rare, so it may be slow.
+tiles again and counts by slice. Such elements are rare, so this may be slow.
 """
 
 import triton
@@ -77,7 +76,7 @@ def pack_slices(seen, grads, slices, sections, parts, taken, scale, encoder, TIL
     tile of the tables.
     """
     residual = encoder[0]
-    FEEDBACK: tl.constexpr = encoder[4]
+    FEEDBACK: tl.constexpr = encoder[3]
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
@@ -127,7 +126,6 @@ def pack_kernel(
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    ROTATED: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
     parts = (shape.stride, shape.numel, first_part, num_parts)
@@ -146,7 +144,7 @@ def pack_kernel(
         exact_parts,
         0,
         scale,
-        (residual, FP32, BLOCK, False, 0),
+        (residual, FP32, BLOCK, 0),
         EXACT_TILE,
         RATIO,
     )
@@ -158,7 +156,7 @@ def pack_kernel(
         parts,
         num_exact,
         scale,
-        (residual, WIRE, BLOCK, ROTATED, FEEDBACK),
+        (residual, WIRE, BLOCK, FEEDBACK),
         TILE,
         1,
     )

@@ -72,7 +72,7 @@ def reduce_tile(ranks, sections, part_numel, part, tile, scale, encoder, IN_WIRE
     """
     residual = encoder[0]
     BLOCK: tl.constexpr = encoder[2]
-    FEEDBACK: tl.constexpr = encoder[4]
+    FEEDBACK: tl.constexpr = encoder[3]
     VEC: tl.constexpr = vector_numel(ranks[1].dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
@@ -124,7 +124,6 @@ def reduce_kernel(
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    ROTATED: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
     EXACT_TILE: tl.constexpr = TILE // exact_ratio(
@@ -137,7 +136,7 @@ def reduce_kernel(
         (shape.stride, shape.exact_numel, num_parts),
         0,
         scale,
-        (residual, FP32, BLOCK, False, 0),
+        (residual, FP32, BLOCK, 0),
         FP32,
         EXACT_TILE,
     )
@@ -147,7 +146,7 @@ def reduce_kernel(
         (shape.stride, shape.numel, num_parts),
         num_parts * tiles_of(shape.exact_numel, EXACT_TILE),
         scale,
-        (residual, WIRE, BLOCK, ROTATED, FEEDBACK),
+        (residual, WIRE, BLOCK, FEEDBACK),
         IN_WIRE,
         TILE,
     )

@@ -1,8 +1,8 @@
 """The place of a tile: its range of the list, and its elements' places in memory.
 
 A tile is at most TILE consecutive elements of one section of one part. An element's place in the list is congruent to
-its place in memory, modulo 16 bytes of gradients; holes in the list see to that. So every vector, VEC consecutive
-elements from a multiple of VEC on, lies in one run or in a hole, and its address is aligned. The run is looked up once
+its place in memory, modulo 16 bytes of gradients; holes in the list see to that. Every vector, VEC consecutive elements
+from a multiple of VEC on, therefore lies in one run or in a hole, and its address is aligned. The run is looked up once
 for each vector. A tile that lies in one run needs no lookup. Only where a run is not aligned, as a view may be, are
 elements accessed one by one.
 """

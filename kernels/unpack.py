@@ -1,7 +1,7 @@
 """Wire bytes → gradients: x = decoded·scale, rounded to the gradient's dtype. Each byte is read once.
 
-With ROTATED, decoded values are rotated back before they are multiplied by the scale. With SUMS there are several
-messages of one part each, one after the other. Then x = (fp32 sum of the decoded messages, in their order)·scale.
+With SUMS there are several messages of one part each, one after the other. Then x = (fp32 sum of the decoded messages,
+in their order)·scale.
 """
 
 import triton
@@ -18,7 +18,6 @@ from .elements import (
     to_gradient,
     vector_numel,
 )
-from .rotation import unrotate
 from .tiles import (
     addresses,
     exact_ratio,
@@ -38,11 +37,10 @@ from .tiles import (
 def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, decoder):
     """fp32 [TILE]: the decoded elements of a part from `begin` on. `numel` of them exist.
 
-    decoder: constants (WIRE, BLOCK, ROTATED, …).
+    decoder: constants (WIRE, BLOCK, …).
     """
     WIRE: tl.constexpr = decoder[0]
     BLOCK: tl.constexpr = decoder[1]
-    ROTATED: tl.constexpr = decoder[2]
     PER_CODE: tl.constexpr = per_code(WIRE)
     lane = code_lane(TILE, VEC, WIRE)
     places = codes_in + begin // PER_CODE + lane
@@ -55,8 +53,6 @@ def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.
         values = times_scales(decode(codes, WIRE), scales, VEC)
     else:
         values = decode(codes, WIRE)
-    if ROTATED:
-        values = unrotate(values)
     return values
 
 
@@ -90,9 +86,9 @@ def unpack_slices(
 
     sections: (scales, codes) of part 0 in the first message. parts: (bytes from one part, or message, to the next,
     elements of a part, number of the first part, number of parts). taken: number of units before the list. decoder:
-    constants (WIRE, BLOCK, ROTATED, SUMS). RATIO: tiles in a tile of the tables.
+    constants (WIRE, BLOCK, SUMS). RATIO: tiles in a tile of the tables.
     """
-    SUMS: tl.constexpr = decoder[3]
+    SUMS: tl.constexpr = decoder[2]
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty)
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
@@ -129,7 +125,6 @@ def unpack_kernel(
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    ROTATED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     RATIO: tl.constexpr = exact_ratio(vector_numel(grads.dtype.element_ty, message.codes.dtype.element_ty))
@@ -142,7 +137,7 @@ def unpack_kernel(
         num_messages,
         0,
         scale,
-        (FP32, BLOCK, False, SUMS),
+        (FP32, BLOCK, SUMS),
         TILE // RATIO,
         RATIO,
     )
@@ -154,7 +149,7 @@ def unpack_kernel(
         num_messages,
         num_parts * tiles_of(shape.exact_numel, TILE // RATIO),
         scale,
-        (WIRE, BLOCK, ROTATED, SUMS),
+        (WIRE, BLOCK, SUMS),
         TILE,
         1,
     )

@@ -37,7 +37,6 @@ def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: in
 def max_registers(
     tile: int,
     plain: int,
-    rotated: bool = False,
     feedback: str | None = None,
     sums: bool = False,
 ) -> int:
@@ -47,7 +46,7 @@ def max_registers(
     """
     if tile > TILE:
         return 255
-    return 128 if rotated or feedback is not None or sums else plain
+    return 128 if feedback is not None or sums else plain
 
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
@@ -76,7 +75,7 @@ class Compiled:
 
 
 def engine_variants(
-    wires: Sequence[tuple[str, int, bool]],
+    wires: Sequence[tuple[str, int]],
     grad_dtypes: Sequence[torch.dtype],
     feedback: str | None = None,
     measured: bool = False,
@@ -88,7 +87,7 @@ def engine_variants(
     """Every kernel that an engine launches for these wires and gradient dtypes, each once.
 
     Args:
-        wires: (name, block, rotated) of each wire.
+        wires: (name, block) of each wire.
         feedback: the format of residuals. Wires without loss have none. None: no residuals are kept.
         measured: in some steps the error of each first encoder is measured, through an fp32 residual.
         local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
@@ -98,18 +97,18 @@ def engine_variants(
         keeps_residuals: in some passes pack leaves the residuals as they are: those in which this rank has no weight.
     """
     variants = []
-    for wire, block, rotated in wires:
+    for wire, block in wires:
         lossless = wire == "fp32"
         encoder = {"feedback": None if lossless else feedback}
         first_encoders = [encoder, {"feedback": "fp32"}] if measured and not lossless else [encoder]
         if keeps_residuals and encoder["feedback"] is not None:
             first_encoders.append({"feedback": None})
-        packs = [{"wire": wire, "rotated": rotated, **how} for how in first_encoders]
+        packs = [{"wire": wire, **how} for how in first_encoders]
         sums = [] if one_shot else [{"wire": wire, **encoder}]
         if local_wire is not None:
             packs.append({"wire": local_wire})
-            sums += [{"wire": wire, "rotated": rotated, "in_wire": local_wire, **how} for how in first_encoders]
-        unpack = {"wire": wire, "rotated": rotated, "sums": one_shot}
+            sums += [{"wire": wire, "in_wire": local_wire, **how} for how in first_encoders]
+        unpack = {"wire": wire, "sums": one_shot}
         for dtype in grad_dtypes:
             variants += [Variant("pack", block=block, grad_dtype=dtype, **how) for how in packs]
             variants.append(Variant("unpack", block=block, grad_dtype=dtype, **unpack))
@@ -118,7 +117,7 @@ def engine_variants(
         variants += [Variant("reduce", block=block, **how) for how in sums]
     # For exact sums, small ones and those of wire fp32, of what is not summed in place: gradients that are allocated
     # one by one, and sums with a factor.
-    is_exact = any(wire == "fp32" for wire, _, _ in wires)
+    is_exact = any(wire == "fp32" for wire, _ in wires)
     for dtype in grad_dtypes if is_exact else {torch.float32} & set(grad_dtypes):
         variants += [Variant(kernel, wire="fp32", grad_dtype=dtype) for kernel in ("pack", "unpack")]
     variants.append(Variant("scale"))

@@ -1,4 +1,5 @@
-"""Every block of code in README.md and docs/ runs as it is printed, on two ranks, or stands in NOT_RUN with a reason.
+"""Every block of code in README.md and docs/ runs as it is printed, on two ranks, or stands in NOT_RUN with a reason;
+and so do the scripts for trainers in examples/.
 
 A ```python block that imports torch is a script of its own. The other ```python blocks of a page are one program, in
 their order. A name that no block before has made comes from GIVEN, which is the same for all pages. A block that
@@ -75,14 +76,17 @@ writer = types.SimpleNamespace(add_scalar=print)
 
 ATTACHING = {"attach", "GradReducer", "DataParallel", "LocalSteps", "Members", "CommState", "ShardedOptimizer"}
 
+TRAINERS = ("lightning", "fabric", "accelerate", "transformers")
 PRINTED = {
     # In the report at attach, and in the plan of each rank.
     "docs/fsdp.md-1": ("reduce-scatters in int8 over 2 ranks", 3),
-    **{f"docs/integrations.md-{number}": ("wire int8", None) for number in (1, 2, 3, 4)},
+    **{f"examples/with_{trainer}.py": ("wire int8", None) for trainer in TRAINERS},
 }
 """What a program must print, and how often; None: what it must print or log at all."""
 
 NOT_RUN = {
+    "from fusedcomm.integrations.": "lines of a script in examples/, which runs",
+    "model, optimizer = fabric.setup": "lines of a script in examples/, which runs",
     "-import horovod.torch as hvd": "a change of a script: tests/horovod/test_examples.py makes it",
     'members = fusedcomm.Members(join="10.0.0.7': "a job on another host: tests/members/trainees.py joins jobs",
     "fusedcomm run --members -np 2 --join": "a job on another host: tests/tools/test_run_members.py gives it",
@@ -174,7 +178,8 @@ def programs() -> tuple[dict[str, str], dict[str, list[str]]]:
             found[f"{block.page}-{number}"] = block.code
         else:
             snippets.setdefault(block.page, []).append(block.code)
-    return found | {page: program(codes) for page, codes in snippets.items()}, snippets
+    of_trainers = {f"examples/with_{name}.py": (ROOT / f"examples/with_{name}.py").read_text() for name in TRAINERS}
+    return found | of_trainers | {page: program(codes) for page, codes in snippets.items()}, snippets
 
 
 def commands() -> list[tuple[str, str]]:
@@ -197,7 +202,7 @@ def test_every_block_is_of_a_kind_that_runs_or_has_a_reason():
     assert PRINTED.keys() <= PROGRAMS.keys()
 
 
-@pytest.mark.parametrize("name", few(PROGRAMS, "docs/low-bit.md", "docs/integrations.md-3"))
+@pytest.mark.parametrize("name", few(PROGRAMS, "docs/low-bit.md", "examples/with_accelerate.py"))
 def test_the_python_of_a_page_runs(tmp_path, name):
     for package in set(re.findall(r"(?m)^(?:from|import) (lightning|accelerate|transformers)\b", PROGRAMS[name])):
         if importlib.util.find_spec(package) is None:

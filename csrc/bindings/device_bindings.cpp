@@ -43,7 +43,7 @@ class KernelLoader {
 // An argument that the kernel does not use may be None. `in_wire`: None if it is `wire`. Throws if a needed one is
 // None.
 KernelKey make_key(const std::string& kernel, const std::optional<std::string>& wire, int64_t block,
-                   std::optional<at::ScalarType> grad_dtype, bool rotated, const std::optional<std::string>& in_wire,
+                   std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire,
                    const std::optional<std::string>& feedback, bool sums) {
   KernelKey key{kernel};
   if (kernel == kScaleKernel) return normalised(key);
@@ -52,7 +52,6 @@ KernelKey make_key(const std::string& kernel, const std::optional<std::string>& 
   key.wire = wire_from_name(*wire);
   key.block_numel = block;
   if (grad_dtype) key.grad_dtype = grad_dtype_of(*grad_dtype);
-  key.rotated = rotated;
   key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
   if (feedback) key.feedback = residual_format_from_name(*feedback);
   key.sums = sums;
@@ -82,7 +81,7 @@ std::optional<std::string> feedback_of(const KernelKey& key) {
 // The state that pickle stores of a key: its class and the arguments of make_key, in order.
 py::tuple reduced(const py::object& key) {
   py::list arguments;
-  for (const char* name : {"kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "feedback", "sums"}) {
+  for (const char* name : {"kernel", "wire", "block", "grad_dtype", "in_wire", "feedback", "sums"}) {
     arguments.append(key.attr(name));
   }
   return py::make_tuple(key.attr("__class__"), py::tuple(arguments));
@@ -91,13 +90,12 @@ py::tuple reduced(const py::object& key) {
 void bind_kernel_key(py::module_& m) {
   py::class_<KernelKey>(m, "KernelKey")
       .def(py::init(&make_key), py::arg("kernel"), py::arg("wire") = py::none(), py::arg("block") = kDefaultBlockNumel,
-           py::arg("grad_dtype") = py::none(), py::arg("rotated") = false, py::arg("in_wire") = py::none(),
-           py::arg("feedback") = py::none(), py::arg("sums") = false)
+           py::arg("grad_dtype") = py::none(), py::arg("in_wire") = py::none(), py::arg("feedback") = py::none(),
+           py::arg("sums") = false)
       .def_readonly("kernel", &KernelKey::kernel)
       .def_property_readonly("wire", &wire_of)
       .def_readonly("block", &KernelKey::block_numel)
       .def_property_readonly("grad_dtype", &grad_type_of)
-      .def_readonly("rotated", &KernelKey::rotated)
       .def_property_readonly("in_wire", &in_wire_of)
       .def_property_readonly("feedback", &feedback_of)
       .def_readonly("sums", &KernelKey::sums)

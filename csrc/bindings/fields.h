@@ -26,8 +26,8 @@ inline void read_field(const pybind11::handle& given, std::optional<ResidualForm
   if (!given.is_none()) *field = residual_format_from_name(given.cast<std::string>());
 }
 inline void read_field(const pybind11::handle& given, std::vector<WireFormat>* field) {
-  for (const auto& [name, block_numel, rotated] : given.cast<std::vector<std::tuple<std::string, int64_t, bool>>>()) {
-    field->push_back({wire_from_name(name), block_numel, rotated, 0});
+  for (const auto& [name, block_numel] : given.cast<std::vector<std::pair<std::string, int64_t>>>()) {
+    field->push_back({wire_from_name(name), block_numel, 0});
   }
 }
 

@@ -78,8 +78,6 @@ py::tuple names_of_wires() {
 void bind_wires(py::module_& m) {
   m.attr("WIRE_LAYOUT_VERSION") = kWireLayoutVersion;
   m.attr("ALIGN_NBYTES") = kAlignNbytes;
-  m.attr("ROTATION_NUMEL") = kRotationNumel;
-  m.attr("ROTATION_SIGNS") = kRotationSigns;
   m.attr("GRAD_DTYPES") = py::tuple(py::cast(std::vector(std::begin(kGradDtypes), std::end(kGradDtypes))));
   m.def(
       "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
@@ -106,7 +104,6 @@ void bind_layout_classes(py::module_& m) {
   py::class_<BucketLayout>(m, "BucketLayout")
       .def_property_readonly("wire", [](const BucketLayout& layout) { return wire_name(layout.wire); })
       .def_readonly("block_numel", &BucketLayout::block_numel)
-      .def_readonly("rotated", &BucketLayout::rotated)
       .def_readonly("num_parts", &BucketLayout::num_parts)
       .def_readonly("num_chunks", &BucketLayout::num_chunks)
       .def_readonly("exact_numel", &BucketLayout::exact_numel)
@@ -139,20 +136,17 @@ void bind_layout(pybind11::module_& m) {
   m.def(
       "bucket_layout",
       [](const std::string& wire, int64_t block, int64_t num_parts, int64_t exact_numel, int64_t lossy_numel,
-         int64_t max_chunk_nbytes, bool rotated) {
-        return bucket_layout(wire_from_name(wire), block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes,
-                             rotated);
+         int64_t max_chunk_nbytes) {
+        return bucket_layout(wire_from_name(wire), block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes);
       },
       py::arg("wire"), py::arg("block"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("lossy_numel"),
-      py::arg("max_chunk_nbytes"), py::arg("rotated") = false);
+      py::arg("max_chunk_nbytes"));
   m.def(
       "bucket_layouts",
-      [](const std::vector<std::tuple<std::string, int64_t, bool, int64_t>>& formats, int64_t num_parts,
-         int64_t exact_numel, int64_t max_chunk_nbytes) {
+      [](const std::vector<std::tuple<std::string, int64_t, int64_t>>& formats, int64_t num_parts, int64_t exact_numel,
+         int64_t max_chunk_nbytes) {
         std::vector<WireFormat> wires;
-        for (const auto& [wire, block, rotated, numel] : formats) {
-          wires.push_back({wire_from_name(wire), block, rotated, numel});
-        }
+        for (const auto& [wire, block, numel] : formats) wires.push_back({wire_from_name(wire), block, numel});
         return bucket_layouts(wires, num_parts, exact_numel, max_chunk_nbytes);
       },
       py::arg("formats"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("max_chunk_nbytes"));

@@ -43,7 +43,13 @@ void bind_reducer(pybind11::module_& m) {
            py::arg("steps") = py::none())
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
-      .def("set_synchronizer", &GradReducer::set_synchronizer, py::arg("synchronizer"), NoGil())
+      // As HookSwitch has it, whose process group is asked where there is no engine.
+      .def(
+          "set",
+          [](GradReducer& reducer, std::shared_ptr<Synchronizer> synchronizer, const py::object&) {
+            reducer.set_synchronizer(std::move(synchronizer));
+          },
+          py::arg("synchronizer"), py::arg("process_group") = py::none(), NoGil())
       .def("set_ranks", &GradReducer::set_ranks, py::arg("synchronizer"), py::arg("store"), NoGil())
       // finish() → bool and recover(failure) → Synchronizer or None; see Membership.
       .def(
@@ -67,8 +73,8 @@ void bind_reducer(pybind11::module_& m) {
       .def_property_readonly("num_passes", py::cpp_function(&GradReducer::num_passes, NoGil()))
       .def("buckets_now", &GradReducer::buckets_now, NoGil())
       .def("check", &GradReducer::check, NoGil())
-      .def("observe", &GradReducer::observe, py::arg("device"), py::arg("before_pass"), NoGil())
-      .def("end_observation", &GradReducer::end_observation, NoGil())
+      .def("watch", &GradReducer::observe, py::arg("device"), py::arg("begin_pass"), NoGil())
+      .def("unwatch", &GradReducer::end_observation, NoGil())
       .def("take_pass_ends", &GradReducer::take_pass_ends, NoGil())
       .def("turn_on_once", &GradReducer::turn_on_once, NoGil())
       // With the GIL: a tensor's hooks are read by Python's garbage collector, on whichever thread collects.

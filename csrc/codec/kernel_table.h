@@ -26,11 +26,11 @@ using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float s
 // data[i] *= scale. Returns how many products are not finite.
 using ScaleFn = int64_t (*)(float* data, int64_t numel, float scale);
 
-// Writes scales and codes of whole blocks of src·scale. Returns how many products are not finite, before any rotation.
+// Writes scales and codes of whole blocks of src·scale. Returns how many products are not finite.
 using QuantizeFn = int64_t (*)(const void* src, void* scales, void* codes, int64_t num_blocks, int64_t block_numel,
                                float scale, bool streamed);
 
-// dst[i] = Dst((codes[i]·scales[i / block_numel])·factor) for whole blocks. A rotation is undone before ·factor.
+// dst[i] = Dst((codes[i]·scales[i / block_numel])·factor) for whole blocks.
 using DequantizeFn = void (*)(const void* scales, const void* codes, void* dst, int64_t num_blocks, int64_t block_numel,
                               float factor, bool streamed);
 
@@ -51,10 +51,8 @@ using SubtractFn = void (*)(const float* value, const float* decoded, void* out,
 
 // The kernels of one code.
 struct BlockKernels {
-  QuantizeFn quantize[kNumFormats];              // [source]
-  QuantizeFn quantize_rotated[kNumFormats];      // [source]
-  DequantizeFn dequantize[kNumFormats];          // [destination]
-  DequantizeFn dequantize_rotated[kNumFormats];  // [destination]
+  QuantizeFn quantize[kNumFormats];      // [source]
+  DequantizeFn dequantize[kNumFormats];  // [destination]
   SumBlocksFn sum;
 };
 

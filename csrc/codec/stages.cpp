@@ -38,19 +38,17 @@ class Blocks {
 
   // Encodes src·scale. Returns how many products are not finite.
   int64_t encode(const void* src, Format grad, int64_t num_blocks, float scale, bool streamed) {
-    const auto& quantize = layout_.rotated ? kernels_.quantize_rotated : kernels_.quantize;
     const Section<Byte> out = take(num_blocks);
-    return quantize[index_of(grad)](src, out.scales, out.codes, num_blocks, block_numel(), scale, streamed);
+    return kernels_.quantize[index_of(grad)](src, out.scales, out.codes, num_blocks, block_numel(), scale, streamed);
   }
 
   // dst = decoded·factor
   void decode(void* dst, Format grad, int64_t num_blocks, float factor, bool streamed) {
-    const auto& dequantize = layout_.rotated ? kernels_.dequantize_rotated : kernels_.dequantize;
     const Section<Byte> in = take(num_blocks);
-    dequantize[index_of(grad)](in.scales, in.codes, dst, num_blocks, block_numel(), factor, streamed);
+    kernels_.dequantize[index_of(grad)](in.scales, in.codes, dst, num_blocks, block_numel(), factor, streamed);
   }
 
-  // Writes blocks of zeros, whose scales and codes are zero bytes, rotated or not.
+  // Writes blocks of zeros, whose scales and codes are zero bytes.
   void zero(int64_t num_blocks) {
     const Section<Byte> out = take(num_blocks);
     std::memset(out.scales, 0, static_cast<size_t>(section_.scales - out.scales));
@@ -150,7 +148,7 @@ int64_t pack_tiles(const KernelTable& kernels, const PackArgs& args, const Unit&
   const BucketLayout& layout = args.layout;
   std::byte* const part = args.out + part_place(layout, unit.part);
   const int64_t part_begin = (args.chunk * layout.num_parts + unit.part) * layout.part.lossy_numel;
-  TileEncoder encoder(kernels, layout, args.residual, layout.rotated);
+  TileEncoder encoder(kernels, layout, args.residual);
   alignas(64) float tile[kMaxTileNumel];
   int64_t nonfinite = 0;
   for (int64_t first = 0; first < unit.numel;) {
@@ -176,18 +174,6 @@ void sum_unit(const KernelTable& kernels, const BucketLayout& from, const std::b
   }
 }
 
-// Like sum_unit for the lossy section of a rotated layout: undoes the rotation of each part before it is added.
-void sum_unrotated(const KernelTable& kernels, const BucketLayout& from, const std::byte* parts, const Unit& unit,
-                   float* acc) {
-  const int fp32 = index_of(Format::kFp32);
-  alignas(64) float addend[kMaxTileNumel];
-  for (int64_t part = 0; part < from.num_parts; ++part) {
-    Blocks<const std::byte> blocks(kernels, from, {from, unit, parts + part_place(from, part)});
-    blocks.decode(part == 0 ? acc : addend, Format::kFp32, unit.numel / from.block_numel, 1.0f, false);
-    if (part != 0) kernels.add[fp32](acc, addend, unit.numel);
-  }
-}
-
 // unpack_unit for several messages.
 void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Format grad,
                 bool streamed) {
@@ -197,11 +183,7 @@ void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& 
   alignas(64) float acc[kMaxTileNumel];
   for (int64_t first = 0; cursor.remaining() > 0; first += tile_numel) {
     const Unit tile{0, unit.exact, unit.first + first, std::min(tile_numel, unit.numel - first)};
-    if (from.rotated && !unit.exact) {
-      sum_unrotated(kernels, from, args.parts, tile, acc);
-    } else {
-      sum_unit(kernels, from, args.parts, tile, acc);
-    }
+    sum_unit(kernels, from, args.parts, tile, acc);
     scatter(kernels, cursor, tile.numel, acc, args.scale, grad, streamed);
   }
 }
@@ -227,9 +209,8 @@ int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& 
 void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit& unit) {
   const BucketLayout& to = args.to;
   std::byte* const part = args.out + part_place(to, unit.part);
-  const bool rotates = to.rotated && !args.from.rotated;
   const int fp32 = index_of(Format::kFp32);
-  TileEncoder encoder(kernels, to, args.residual, rotates);
+  TileEncoder encoder(kernels, to, args.residual);
   const int64_t residual_begin = (args.chunk * args.num_parts + unit.part) * to.part.lossy_numel;
   alignas(64) float acc[kMaxTileNumel];
   for (int64_t first = unit.first; first < unit.first + unit.numel;) {
@@ -243,9 +224,8 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
       kernels.scale(acc, tile.numel, args.scale);
       encoder.encode(acc, tile.numel, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
-      const BlockKernels& blocks = kernels.blocks[scaled_index(to.wire)];
-      const QuantizeFn quantize = rotates ? blocks.quantize_rotated[fp32] : blocks.quantize[fp32];
-      quantize(acc, out.scales, out.codes, tile.numel / to.block_numel, to.block_numel, args.scale, false);
+      kernels.blocks[scaled_index(to.wire)].quantize[fp32](acc, out.scales, out.codes, tile.numel / to.block_numel,
+                                                           to.block_numel, args.scale, false);
     } else {
       kernels.convert[fp32][index_of(format_of(to.wire))](acc, out.codes, tile.numel, args.scale, false);
     }

@@ -29,9 +29,8 @@ inline void check_residual(const Residual& residual, int64_t numel) {
 
 class TileEncoder {
  public:
-  // rotates: whether the encoder rotates the values. False also for values that are rotated already.
-  TileEncoder(const KernelTable& kernels, const BucketLayout& layout, const Residual& residual, bool rotates)
-      : kernels_(kernels), layout_(layout), residual_(residual), rotates_(rotates) {}
+  TileEncoder(const KernelTable& kernels, const BucketLayout& layout, const Residual& residual)
+      : kernels_(kernels), layout_(layout), residual_(residual) {}
 
   int64_t tile_numel() const { return std::max(kTileNumel, layout_.block_numel); }
 
@@ -55,13 +54,11 @@ class TileEncoder {
   int64_t num_blocks(int64_t numel) const { return numel / layout_.block_numel; }
 
   void quantize(const float* values, int64_t numel, const Section<std::byte>& out) {
-    const QuantizeFn quantize = rotates_ ? blocks().quantize_rotated[kFp32] : blocks().quantize[kFp32];
-    quantize(values, out.scales, out.codes, num_blocks(numel), layout_.block_numel, 1.0F, false);
+    blocks().quantize[kFp32](values, out.scales, out.codes, num_blocks(numel), layout_.block_numel, 1.0F, false);
   }
 
   void dequantize(int64_t numel, const Section<std::byte>& in) {
-    const DequantizeFn dequantize = rotates_ ? blocks().dequantize_rotated[kFp32] : blocks().dequantize[kFp32];
-    dequantize(in.scales, in.codes, decoded_, num_blocks(numel), layout_.block_numel, 1.0F, false);
+    blocks().dequantize[kFp32](in.scales, in.codes, decoded_, num_blocks(numel), layout_.block_numel, 1.0F, false);
   }
 
   void convert(const float* values, int64_t numel, const Section<std::byte>& out) {
@@ -84,7 +81,6 @@ class TileEncoder {
   const KernelTable& kernels_;
   const BucketLayout& layout_;
   const Residual& residual_;
-  const bool rotates_;
   alignas(64) float decoded_[kMaxTileNumel];
 };
 

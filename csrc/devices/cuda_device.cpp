@@ -42,7 +42,6 @@ KernelKey key_of(const char* kernel, const BucketLayout& layout) {
   KernelKey key{kernel};
   key.wire = layout.wire;
   key.block_numel = layout.block_numel;
-  key.rotated = layout.rotated;
   return key;
 }
 
@@ -239,7 +238,6 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   launch.scale = args.scale;
   launch.residual = residual_from(args.residual, first, residual_numel);
   KernelKey key = encoder_key(ReduceLaunch::kName, to, args.residual);
-  key.rotated = to.rotated && !from.rotated;  // a rotated input stays rotated
   key.in_wire = from.wire;
   launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
 }

@@ -22,14 +22,12 @@ struct KernelKey {
   Wire wire = Wire::kFp32;                     // the wire that is encoded; unpack: decoded
   int64_t block_numel = kDefaultBlockNumel;    // for wires with scales
   GradDtype grad_dtype = GradDtype::kFloat32;  // of the gradients that pack reads or unpack writes
-  // pack: rotates before encoding. reduce: the same, if its input is not rotated already. unpack: rotates back.
-  bool rotated = false;
-  Wire in_wire = Wire::kFp32;              // reduce: the wire that is decoded
-  std::optional<ResidualFormat> feedback;  // pack, reduce: the residual's format, if there is one
-  bool sums = false;                       // unpack: adds several messages
+  Wire in_wire = Wire::kFp32;                  // reduce: the wire that is decoded
+  std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format, if there is one
+  bool sums = false;                           // unpack: adds several messages
 
   // `feedback` comes last, so that kernels which differ only in it are neighbors; see CudaKernels::at_any_feedback().
-  auto fields() const { return std::tie(kernel, wire, block_numel, grad_dtype, rotated, in_wire, sums, feedback); }
+  auto fields() const { return std::tie(kernel, wire, block_numel, grad_dtype, in_wire, sums, feedback); }
   bool operator<(const KernelKey& other) const { return fields() < other.fields(); }
   bool operator==(const KernelKey& other) const { return fields() == other.fields(); }
 };
@@ -54,7 +52,6 @@ inline std::string to_string(const KernelKey& key) {
   if (key.kernel == kScaleKernel) return text;
   text += " of " + wire_name(key.wire);
   if (has_scales(key.wire)) text += " in blocks of " + std::to_string(key.block_numel);
-  if (key.rotated) text += ", rotated";
   if (key.kernel == kReduceKernel) {
     text += ", from " + wire_name(key.in_wire);
   } else {

@@ -20,13 +20,12 @@ void require(bool holds, const std::string& fields) {
 // fusedcomm/config/ has told users already what goes together, and with the values.
 void check_config(const WireConfig& config) {
   check_block_numel(config.block_numel);
-  for (const WireFormat& format : config.others) check_format(format);
+  for (const WireFormat& format : config.others) check_block_numel(format.block_numel);
   const bool has_one_wire = config.others.empty();
   const bool rounds = config.wire != Wire::kFp32 || !has_one_wire;
   const bool is_auto = config.sum == Sum::kAuto;
   const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;
   const double predivide = config.predivide;
-  require(!config.rotate || has_scales(config.wire), "rotate and wire");
   require(config.sum != Sum::kDirect || (is_16_bit(config.wire) && has_one_wire), "sum and wires");
   require(config.sum != Sum::kExact || !rounds, "sum and wires");
   require(!config.feedback || (rounds && !transport_adds), "error feedback, wires and sum");
@@ -47,7 +46,7 @@ void check_config(const WireConfig& config) {
 
 WireFormat wire_format(const WireConfig& config, int number) {
   if (number > 0) return config.others.at(static_cast<size_t>(number) - 1);
-  return {config.wire, config.block_numel, config.rotate, 0};
+  return {config.wire, config.block_numel, 0};
 }
 
 }  // namespace fusedcomm

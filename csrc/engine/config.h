@@ -18,7 +18,6 @@ struct WireConfig {
   // Bytes of a chunk's message, approximately: a chunk has at least one grain in each part.
   int64_t max_chunk_nbytes = 512 << 10;
   int64_t num_slots = 4;                   // chunks that may be under way at once; each has a workspace
-  bool rotate = false;                     // rotate runs of elements before they are quantized, against outliers
   std::vector<WireFormat> others;          // wires that some parameters have instead of `wire`; their numel is not used
   std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
   double feedback_decay = 1;               // what residuals are multiplied by before they are added to gradients
@@ -39,7 +38,6 @@ struct WireConfig {
     visit("predivide", &WireConfig::predivide);
     visit("chunk_nbytes", &WireConfig::max_chunk_nbytes);
     visit("chunks_in_flight", &WireConfig::num_slots);
-    visit("rotate", &WireConfig::rotate);
     visit("others", &WireConfig::others);
     visit("error_feedback", &WireConfig::feedback);
     visit("feedback_decay", &WireConfig::feedback_decay);

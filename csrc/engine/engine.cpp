@@ -291,9 +291,7 @@ void Engine::scale(BucketJob& job) {
 
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   if (job.is_packed) return;
-  if (chunk == 0) {
-    for (const auto& decorator : job.decorators) decorator->before_pack();
-  }
+  if (chunk == 0) job.decorate(&JobDecorator::before_pack);
   int64_t count = 0;
   const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
@@ -306,10 +304,7 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
-  const bool is_first_encoder = !job.plan->on_two_levels();
-  if (is_first_encoder && chunk == job.plan->num_chunks() - 1) {
-    for (const auto& decorator : job.decorators) decorator->after_first_encoder();
-  }
+  if (job.is_last_chunk(chunk) && !job.plan->on_two_levels()) job.decorate(&JobDecorator::after_first_encoder);
   ++job.num_packed;
 }
 
@@ -323,7 +318,7 @@ void Engine::unpack_kept(BucketJob& job) {
   for (int64_t chunk = 0; chunk < job.plan->num_chunks(); ++chunk) {
     unpack(job, chunk, job.kept->means.get() + chunk * job.plan->chunk_nbytes(), 1);
   }
-  for (const auto& decorator : job.decorators) decorator->after_unpack();
+  job.decorate(&JobDecorator::after_unpack);
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
@@ -339,9 +334,7 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
-  if (chunk == job.plan->num_chunks() - 1) {
-    for (const auto& decorator : job.decorators) decorator->after_first_encoder();
-  }
+  if (job.is_last_chunk(chunk)) job.decorate(&JobDecorator::after_first_encoder);
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
@@ -350,9 +343,7 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
     device_->add_heads(parts, stride, place_.num_hosts, out, stride, 1);
     if (chunk == 0) device_->add_heads(out, 0, 1, job.head->reduced, 0, 1);
   }
-  if (chunk == 0) {
-    for (const auto& decorator : job.decorators) decorator->before_reduce();
-  }
+  if (chunk == 0) job.decorate(&JobDecorator::before_reduce);
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan->layouts[i];
     BucketLayout from = to;

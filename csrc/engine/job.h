@@ -37,7 +37,7 @@ inline const BucketPlanPtr& no_plan() {
 struct KeptMessages {
   // This rank's packed chunks. Pack overwrites them in the next pass, which begins when this rank has all means.
   std::shared_ptr<std::byte> codes;
-  // The encoded means of all parts. Those of the next pass overwrite them: they come from ranks that had the codes of
+  // The encoded means of all parts. The next pass's means overwrite them: they come from ranks that had the codes of
   // all ranks in that pass, so every rank has finished this one.
   std::shared_ptr<std::byte> means;
   // The means of the pass before, on lanes that enqueue; null on others. A transfer that is aborted on a device lets
@@ -111,6 +111,10 @@ struct BucketJob {
 
   // In the order in which they are called.
   std::vector<std::unique_ptr<JobDecorator>> decorators;
+  // Calls this function of every decorator.
+  void decorate(void (JobDecorator::*function)()) const {
+    for (const auto& decorator : decorators) ((*decorator).*function)();
+  }
   // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
   // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
@@ -119,6 +123,7 @@ struct BucketJob {
 
   // At least 1, also for a bucket that is empty or not planned.
   int64_t num_chunks() const { return std::max<int64_t>(1, plan->num_chunks()); }
+  bool is_last_chunk(int64_t chunk) const { return chunk == num_chunks() - 1; }
 
   StampPtr submitted;
   int64_t step = 0;

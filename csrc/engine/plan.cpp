@@ -122,7 +122,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
   WireFormat whole = formats.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
-    whole = {Wire::kFp32, config.block_numel, false, numels.whole};
+    whole = {Wire::kFp32, config.block_numel, numels.whole};
     if (factor) {
       plan->unpack_scale = static_cast<float>(*factor / world_size);
     } else {

@@ -91,7 +91,7 @@ struct Step {
   // (n-1)/n of each message. An all-reduce, which is a ring, sends twice as much. A step of the codec sends nothing.
   int64_t sent_nbytes(int64_t num_chunks) const;
   // The bytes of these that go to other hosts, as the mean of the `ranks_on_host` ranks of this rank's host; 0 if all
-  // ranks share one. Of a collective of all ranks, an all-to-all and an all-gather send to each rank of another host,
+  // ranks share one. In a collective of all ranks, an all-to-all and an all-gather send to each rank of another host,
   // and an all-reduce, which is a ring in the order of ranks, leaves the host on `links_of_host` of its links.
   int64_t sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_host, int64_t links_of_host) const;
 };

@@ -9,7 +9,7 @@
 
 namespace fusedcomm {
 
-// The job completes `future`. Of a bucket that the codec does not carry the job has only a label; see passthrough.h.
+// The job completes `future`. If the codec does not carry the bucket, the job has only a label; see passthrough.h.
 std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr& record, const Engine& engine,
                                     const FuturePtr& future);
 

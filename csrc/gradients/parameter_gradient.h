@@ -10,7 +10,7 @@ struct BucketGradient {
   at::Tensor tensor;
   // False if `tensor` is the memory of the parameter's gradient.
   bool is_copy = false;
-  // That of the parameter's gradient, which whoever changes it in place raises; -1 if there is no gradient.
+  // Version of the parameter's gradient, which whoever changes it in place raises; -1 if there is no gradient.
   int64_t version = -1;
 };
 

@@ -4,8 +4,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 
 #include "devices/stream_device.h"
 
@@ -24,21 +22,6 @@ class NoAutocast {
 // bit of some quotients. The reference, the CPU codec and the device kernels divide.
 at::Tensor divisor(double value, const at::Tensor& like) {
   return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
-}
-
-// Undoes the rotation of tests/helpers/reference. `values` has a multiple of kRotationNumel elements.
-at::Tensor unrotated(const at::Tensor& values) {
-  at::Tensor runs = values.reshape({-1, kRotationNumel});
-  for (int64_t h = 1; h < kRotationNumel; h *= 2) {
-    const at::Tensor pairs = runs.view({-1, kRotationNumel / (2 * h), 2, h});
-    const at::Tensor a = pairs.select(2, 0), b = pairs.select(2, 1);
-    runs = at::stack({a + b, a - b}, 2).view({-1, kRotationNumel});
-  }
-  std::array<float, kRotationNumel> signs;
-  for (size_t i = 0; i < signs.size(); ++i) signs[i] = (kRotationSigns >> i & 1U ? -1.0F : 1.0F) / kRotationNumel;
-  const at::Tensor factors =
-      at::from_blob(signs.data(), {kRotationNumel}, at::kFloat).to(values.device(), at::kFloat, false, /*copy=*/true);
-  return (runs * factors).view(-1);
 }
 
 at::Tensor zeros(ResidualFormat format, int64_t numel, c10::Device device) {
@@ -142,7 +125,7 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
     if (second.numel() > 0) {
       const int64_t at = chunk * part_numel + second.begin - of_part.begin;
       values.narrow(0, second.begin - begin, second.numel())
-          .add_(of_means(at, second.numel()) / divisor(reduce_scale_, values));
+          .add_(load(second_, at, second.numel()) / divisor(reduce_scale_, values));
     }
   }
   return values.div_(divisor(pack_scale_, values));
@@ -170,13 +153,6 @@ at::Tensor ResidualBuffer::own_rows(const at::Tensor& rows) const {
 at::Tensor ResidualBuffer::range_of(const at::Tensor& values, int64_t begin, int64_t numel) const {
   if (!of_rows_) return values.narrow(0, begin, numel);
   return values.view({layout_.num_parts, -1}).narrow(1, begin, numel / layout_.num_parts);
-}
-
-at::Tensor ResidualBuffer::of_means(int64_t begin, int64_t numel) const {
-  if (!layout_.rotated) return load(second_, begin, numel);
-  const int64_t first = begin / kRotationNumel * kRotationNumel;
-  const int64_t end = round_up(begin + numel, kRotationNumel);
-  return unrotated(load(second_, first, end - first)).narrow(0, begin - first, numel);
 }
 
 at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
@@ -210,8 +186,7 @@ at::Tensor ResidualBuffer::own_first() const {
 }
 
 std::optional<EncoderResiduals> ResidualBuffer::of_encoders() const {
-  // A rotation spreads what is left out over the padding, too, which is of no parameter.
-  const bool is_known = is_unscaled() && !layout_.rotated;
+  const bool is_known = is_unscaled();
   if (is_known && !has_second_) return std::nullopt;
   const NoAutocast no_autocast;
   for (const at::Tensor& residual : storages()) will_read(residual);

@@ -29,8 +29,8 @@ class ResidualBuffer {
   // the first residual is needed.
   ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
                  const Place& place, c10::Device device, bool of_first_only = false);
-  // That of a reduce-scatter: a part for each row, of which layout `all` is; there is no second one. Where it says
-  // `begin`, elements are counted in a row, and [numel] elements are [num_rows, numel / num_rows].
+  // A reduce-scatter's residual: a part for each row, of which layout `all` is; there is no second one. `begin` counts
+  // elements in a row then, and [numel] elements are [num_rows, numel / num_rows].
   static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& all, ResidualFormat format, float pack_scale,
                                                  const Place& place, c10::Device device);
 
@@ -88,13 +88,11 @@ class ResidualBuffer {
   at::Tensor own_first() const;
   // values() of rows.
   at::Tensor row_values(int64_t begin, int64_t numel) const;
-  // Of `rows`, [num_rows, …], a view of those that this rank encodes, in the order of its parts: on two levels those of
-  // the ranks with its local number.
+  // Returns a view of those of `rows`, [num_rows, …], that this rank encodes, in the order of its parts: on two levels
+  // the rows of the ranks with its local number.
   at::Tensor own_rows(const at::Tensor& rows) const;
   // Elements of the first residual, as of a rank with the mean weight.
   at::Tensor of_first(int64_t begin, int64_t numel) const;
-  // Elements of the second residual, with its rotation undone.
-  at::Tensor of_means(int64_t begin, int64_t numel) const;
   // The range of a chunk's elements that the first encoder encodes.
   Range first_range(int64_t chunk) const;
 

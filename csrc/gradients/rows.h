@@ -8,7 +8,7 @@
 // each other host; see sums.cpp.
 //
 // A row consists of pieces, for FSDP2 a slice of each of a module's parameters that are trained. With error feedback
-// the pack of a reduce-scatter keeps a residual of all rows. That of an all-gather keeps none.
+// the pack of a reduce-scatter keeps a residual of all rows. An all-gather's pack keeps none.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -40,7 +40,7 @@ class Rows {
   int64_t row_numel() const { return row_numel_; }
   // What a call sends, of a reduce-scatter or, if `gathers`, of an all-gather.
   const BucketPlan& plan(bool gathers) const { return gathers ? gather_plan_ : scatter_plan_; }
-  // Of this rank's residuals; 0 without error feedback.
+  // Bytes of this rank's residuals; 0 without error feedback.
   int64_t residual_nbytes() const;
 
   // Each returns at once. rows: [world_size × row_numel()], own: [row_numel()], each float32, bfloat16 or float16. Both

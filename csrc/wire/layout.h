@@ -46,11 +46,6 @@ inline constexpr int64_t kMaxVectorNumel = kAlignNbytes / 2;
 // Four numbers in fp32, which are added up over the ranks as they are; see MessageHead in engine/job.h.
 inline constexpr int64_t kHeadNbytes = 16;
 
-// Elements that one rotation mixes; see tests/helpers/reference. Divides every block size.
-inline constexpr int64_t kRotationNumel = 32;
-// Bit i is set if element i of these changes its sign before the rotation.
-inline constexpr uint32_t kRotationSigns = 0x9E3779B9;
-
 inline constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -118,7 +113,6 @@ struct Range {
 struct BucketLayout {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
-  bool rotated = false;   // lossy elements are rotated before they are quantized
   int64_t num_parts = 1;  // parts in a chunk: world_size for two-shot, otherwise 1
   int64_t num_chunks = 0;
   int64_t exact_numel = 0;  // of the whole bucket
@@ -167,18 +161,8 @@ inline PartLayout part_layout(Wire wire, int64_t block_numel, int64_t exact_nume
 struct WireFormat {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
-  bool rotated = false;
   int64_t numel = 0;
 };
-
-// Throws std::invalid_argument if the block size is not possible or the wire cannot be rotated.
-inline void check_format(const WireFormat& format) {
-  check_block_numel(format.block_numel);
-  if (format.rotated && !has_scales(format.wire)) {
-    throw std::invalid_argument(
-        "rotate=True is for wires with scales: other wires round each element alone, so a rotation does not help");
-  }
-}
 
 // Cuts a bucket into equal chunks of about `max_chunk_nbytes` at most; a part has at least one grain. Returns one
 // layout for each of `formats`, in their order. Throws std::invalid_argument if there is no format or a number is out
@@ -192,7 +176,7 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& f
   }
   int64_t nbytes = 0, numel = exact_numel;
   for (const WireFormat& format : formats) {
-    check_format(format);
+    check_block_numel(format.block_numel);
     nbytes +=
         part_layout(format.wire, format.block_numel, &format == formats.data() ? exact_numel : 0, format.numel).nbytes;
     numel += format.numel;
@@ -204,7 +188,6 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& f
     BucketLayout layout;
     layout.wire = format.wire;
     layout.block_numel = format.block_numel;
-    layout.rotated = format.rotated;
     layout.num_parts = num_parts;
     layout.exact_numel = layouts.empty() ? exact_numel : 0;
     layout.lossy_numel = format.numel;
@@ -230,8 +213,8 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& f
 
 // As bucket_layouts, for a bucket with a single lossy format.
 inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_parts, int64_t exact_numel,
-                                  int64_t lossy_numel, int64_t max_chunk_nbytes, bool rotated = false) {
-  return bucket_layouts({{wire, block_numel, rotated, lossy_numel}}, num_parts, exact_numel, max_chunk_nbytes).front();
+                                  int64_t lossy_numel, int64_t max_chunk_nbytes) {
+  return bucket_layouts({{wire, block_numel, lossy_numel}}, num_parts, exact_numel, max_chunk_nbytes).front();
 }
 
 // The layouts of the same bucket between the ranks of one host, before a sum over hosts. There is one part for each of
@@ -249,7 +232,6 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
     const int64_t num_hosts = layout.num_parts / ranks_per_host;
     BucketLayout host = layout;
     host.wire = wire;
-    host.rotated = false;
     host.num_parts = ranks_per_host;
     host.part =
         part_layout(wire, layout.block_numel, num_hosts * layout.part.exact_numel, num_hosts * layout.part.lossy_numel);
@@ -263,8 +245,8 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
 
 // A reduce-scatter or an all-gather. Its bucket has a row for each rank, and every row has the same elements. A part of
 // chunk c has a segment of one row, part r that of row r, or on two levels of BucketPlan::row_of_part(r): the list of
-// all rows is, for each chunk, the segments of all rows in the order of parts, each filled up with a hole. Of its own
-// row a rank has all segments, and nothing else, in `own`.
+// all rows is, for each chunk, the segments of all rows in the order of parts, each filled up with a hole. `own` has
+// all segments of a rank's own row, and nothing else.
 struct RowLayouts {
   std::vector<BucketLayout> all;  // one for each format; numels include the holes
   std::vector<BucketLayout> own;

@@ -43,8 +43,8 @@ void visit(const BucketLayout& from, const Section& source, const BucketLayout& 
 // layouts are not of the same elements in the same format.
 template <class Copy>
 void relayout(const BucketLayout& from, const BucketLayout& to, const Copy& copy) {
-  if (from.wire != to.wire || from.block_numel != to.block_numel || from.rotated != to.rotated ||
-      from.exact_numel != to.exact_numel || from.lossy_numel != to.lossy_numel) {
+  if (from.wire != to.wire || from.block_numel != to.block_numel || from.exact_numel != to.exact_numel ||
+      from.lossy_numel != to.lossy_numel) {
     throw std::invalid_argument("relayout: the layouts are not of the same elements");
   }
   using relayout_detail::Section;

@@ -5,19 +5,19 @@ import itertools
 import math
 import statistics
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from fusedcomm import log
 from fusedcomm.autotune.auto import name_of
-from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.autotune.turns import Turns, preferred
-from fusedcomm.config import AUTO, OFF, Config
+from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
-from fusedcomm.session.parameters import numbered
+from fusedcomm.session.parameters import NamedParameter, numbered
 from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import take_over
@@ -37,6 +37,37 @@ def num_turns(num_candidates: int) -> int:
     return min(1 + max(0, later), MAX_TURNS)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The result of a search. ``str()`` is for people. Equal on every rank."""
+
+    finished: bool
+    chosen: str | None
+    """The candidate that is kept, "int8" for example, or "off"; None while the search goes on."""
+    candidates: tuple[str, ...]
+    """What is tried, in the order in which it is preferred."""
+    step_ms: dict[str, float]
+    """Milliseconds of a step by candidate: the median of its turns on the slowest rank; empty before the first turn."""
+    num_steps: int
+    """Training steps that the search has taken so far."""
+    max_steps: int
+    """Training steps that the search takes."""
+
+    @property
+    def line(self) -> str:
+        """The choice, or how far the search is; never empty."""
+        times = ", ".join(f"{name} {step_ms:.4g} ms" for name, step_ms in self.step_ms.items())
+        if not self.finished:
+            tried = ", ".join(self.candidates)
+            return f"config='auto' tries {tried}, step {self.num_steps} of {self.max_steps}: {times or 'no times'}"
+        return f"{self.chosen} chosen by config='auto' " + (
+            f"in {self.num_steps} steps: {times}" if times else "at once"
+        )
+
+    def __str__(self) -> str:
+        return f"fusedcomm: {self.line}"
+
+
 class Target(Protocol):
     """The object that gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
 
@@ -53,17 +84,6 @@ class Target(Protocol):
         """When the last bucket of each pass since the last call was handed over, in ms since the first of them."""
 
 
-def base_of(configs: Sequence[Config], has_off: bool) -> Config:
-    """The configuration of a search's first session."""
-    # What stands in for off sends nothing, so it measures nothing.
-    return Config("fp32", measure_every=0) if has_off else configs[0]
-
-
-def to_agree(configs: Sequence[Config], chosen: str | None = None) -> dict[str, object]:
-    """What ranks that search compare beside their options."""
-    return {AUTO: {"candidates": [name_of(config) for config in configs], "chosen": chosen}}
-
-
 class Tuner:
     """Keeps the sessions of all candidates and switches between them. They share the channels of the first session,
     which stands in for off where off is a candidate.
@@ -74,11 +94,10 @@ class Tuner:
     all-reduce is not.
 
     Args:
-        base: the first session, of base_of(configs, has_off) and not watched, on ranks that have agreed on
-            to_agree(configs).
         configs: the candidates beside off, the preferred ones first.
+        process_group, parameters, local, device, announce, also_agree, problem: as for :class:`Session`. `parameters`
+            may have the wires of any candidate.
         has_off: whether DDP's own all-reduce is a candidate, before the others.
-        announce: whether rank 0 may print.
         caps: returns the present caps on buckets, in bytes; None when the module is gone.
         chosen: the candidate that an earlier tuner has kept, so that nothing is searched.
 
@@ -90,18 +109,27 @@ class Tuner:
 
     def __init__(
         self,
-        base: Session,
         configs: Sequence[Config],
+        process_group: dist.ProcessGroup,
+        parameters: Sequence[NamedParameter],
+        local: LocalOptions,
+        device: torch.device,
+        announce: bool,
         *,
         has_off: bool,
-        announce: bool,
         caps: Callable[[], list[int] | None],
+        also_agree: Mapping[str, object],
+        problem: Exception | None = None,
         chosen: str | None = None,
     ) -> None:
         self._configs = {name_of(config): config for config in configs}
         self._has_off, self._announce, self._caps = has_off, announce, caps
         self._target: Target | None = None
-        self._base = base
+        # What stands in for off sends nothing, so it measures nothing.
+        first = Config("fp32", measure_every=0) if has_off else configs[0]
+        also_agree = {AUTO: {"candidates": list(self._configs), "chosen": chosen}, **also_agree}
+        on = process_group, numbered(parameters, first), local, device, announce
+        self._base = base = Session(first, *on, also_agree=also_agree, watched=False, problem=problem)
         base.is_off = has_off
         self._sessions = {OFF if has_off else name_of(base.config): base}
         self.session = base
@@ -158,37 +186,22 @@ class Tuner:
         for session in {*self._sessions.values(), self.session}:
             session.stop(reason)
 
-    def moved(self, base: Session) -> "Tuner":
-        """Returns a tuner on another group, with the same choice, or with a search that begins again.
-
-        base: as for this class, on ranks that have agreed on to_agree().
-        """
-        new = Tuner(
-            base,
-            list(self._configs.values()),
-            has_off=self._has_off,
-            announce=self._announce,
-            caps=self._caps,
-            chosen=self._kept,
-        )
+    def moved(self, process_group: dist.ProcessGroup, also_agree: Mapping[str, object]) -> "Tuner":
+        """As :meth:`Session.moved`: with the same choice, or with a search that begins again."""
+        base = self._base
+        on = process_group, base.parameters, base.local, base.device, self._announce
+        how: dict[str, Any] = {"has_off": self._has_off, "caps": self._caps, "also_agree": also_agree}
+        new = Tuner(list(self._configs.values()), *on, **how, chosen=self._kept)
         if self._kept is not None:
             new._tuning = self._tuning
         take_over(new.session, self.session)
+        self.stop("the module moved to another process group")
         return new
 
     @property
     def _kept(self) -> str | None:
         """The candidate that the search has kept; None before, and where there was nothing to search."""
         return self._running if self._tuning is not None and self._tuning.step_ms else None
-
-    @property
-    def first(self) -> Config:
-        """The configuration of the first session."""
-        return base_of(list(self._configs.values()), self._has_off)
-
-    def to_agree(self) -> dict[str, object]:
-        """What ranks compare on which this search goes on."""
-        return to_agree(list(self._configs.values()), self._kept)
 
     def tuning(self) -> Tuning:
         """See :meth:`fusedcomm.session.handle.CommHandle.tuning`."""
@@ -223,7 +236,7 @@ class Tuner:
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-TIMED:]
         own_ms = statistics.mean(steps) if steps else math.inf
         what = f"the times of config='auto' trying {self._running}"
-        self._turns.record([self.session.max_over_ranks(own_ms, what)])
+        self._turns.record([self.session.synchronizer.max_over_ranks(own_ms, what)])
         if not self._turns.finished:
             self._run(self._turns.candidate)
             return

@@ -6,11 +6,9 @@ may differ from rank to rank. Each option is documented in its class's docstring
 
 from fusedcomm.config.config import AUTO, OFF, Config
 from fusedcomm.config.local import (
-    STALL_AFTER_S,
     LocalOptions,
     choose_codec_threads,
     choose_isa,
-    choose_stall_after,
     local_options,
 )
 from fusedcomm.config.options import (
@@ -39,7 +37,6 @@ __all__ = [
     "Sum",
     "Wire",
     "WireWithoutScales",
-    "STALL_AFTER_S",
     "SUMS",
     "WIRES",
     "WITHOUT_SCALES",
@@ -53,6 +50,5 @@ __all__ = [
     "TwoLevels",
     "choose_codec_threads",
     "choose_isa",
-    "choose_stall_after",
     "local_options",
 ]

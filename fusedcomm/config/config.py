@@ -67,7 +67,7 @@ class Config(Options):
             if patterns give a tied parameter different wires through different names.
         predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
             divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
-        blocks: a :class:`Blocks`: how many elements share a scale, and whether they are rotated.
+        blocks: a :class:`Blocks`: how many elements share a scale.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
         measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
@@ -223,14 +223,11 @@ class Config(Options):
         return tuple(dict.fromkeys((self.wire, *others)))
 
     @property
-    def formats(self) -> list[tuple[str, int, bool]]:
-        """(wire, block, rotate) of each of `numbered_wires`, as the engine takes them. Wires without scales have a
-        block, too."""
-        rotate = self.blocks.rotate
-        others = [
-            (wire, _C.default_block_numel(wire), rotate and wire in WITH_SCALES) for wire in self.numbered_wires[1:]
-        ]
-        return [(self.wire, self.block_numel, rotate), *others]
+    def formats(self) -> list[tuple[str, int]]:
+        """(wire, block) of each of `numbered_wires`, as the engine takes them. Wires without scales have a block,
+        too."""
+        others = [(wire, _C.default_block_numel(wire)) for wire in self.numbered_wires[1:]]
+        return [(self.wire, self.block_numel), *others]
 
     def number_of(self, wire: str) -> int:
         """The number of a wire that parameters may have, as csrc/engine/config.h defines it."""
@@ -306,7 +303,7 @@ class Config(Options):
         Raises:
             ValueError: options that the engine cannot combine.
         """
-        (wire, block, rotate), *others = self.formats
+        (wire, block), *others = self.formats
         return _C.WireConfig(
             wire=wire,
             sum=self.sum,
@@ -314,7 +311,6 @@ class Config(Options):
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=chunks.nbytes,
             chunks_in_flight=chunks.in_flight,
-            rotate=rotate,
             others=others,
             error_feedback=self.residual_format,
             feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
@@ -342,6 +338,6 @@ class Config(Options):
             # A list, because order matters: the first pattern that matches counts, and the bytes of the wires follow
             # each other in this order.
             "wires": list(self.wires.items()),
-            "blocks": {"numel": self.block_numel, "rotate": self.blocks.rotate},
+            "blocks": {"numel": self.block_numel},
             "hosts": None if levels is None else {"groups": levels.groups, "local_wire": self.local_wire},
         }

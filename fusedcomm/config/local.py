@@ -12,8 +12,6 @@ MAX_CODEC_THREADS = 4
 MOST_CODEC_THREADS = 256
 """Most threads of a codec stage that a user can ask for."""
 
-STALL_AFTER_S = 60.0
-"""Seconds: by default a bucket in flight that has not moved for this long is a stall."""
 LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S = 0.1, 1e9
 """Seconds that a user can ask for. On most networks a bucket takes longer than the least, so that a shorter time would
 report every bucket. The most are 31 years, and fit into the engine's clock."""
@@ -83,11 +81,3 @@ def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
 
 def _check_codec_threads(option: str, value: object) -> None:
     check.whole(option, value, 1, MOST_CODEC_THREADS, f"a whole number from 1 to {MOST_CODEC_THREADS}")
-
-
-def choose_stall_after(stall_after: float | None, timeout_s: float) -> float:
-    """Seconds: the argument, else STALL_AFTER_S, but at most a third of the group's timeout.
-
-    A report then comes before the timeout.
-    """
-    return min(STALL_AFTER_S, timeout_s / 3) if stall_after is None else float(stall_after)

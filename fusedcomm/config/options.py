@@ -48,13 +48,9 @@ class Blocks(Options):
     Args:
         numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
             The wires of `Config.wires` always have the default.
-        rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantized, and by its inverse
-            after they are decoded. An outlier then costs its block less accuracy. This helps int4 on heavy-tailed
-            gradients. An Inf or NaN turns its whole run into NaN.
     """
 
     numel: int | None = None
-    rotate: bool = False
 
     def __post_init__(self) -> None:
         if self.numel is not None:
@@ -62,7 +58,6 @@ class Blocks(Options):
             check.whole("Blocks(numel)", self.numel, 32, 4096, possible)
             if self.numel & (self.numel - 1):
                 raise ValueError(f"Blocks(numel)={self.numel} is not possible: use {possible}")
-        check.flag("Blocks(rotate)", self.rotate)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

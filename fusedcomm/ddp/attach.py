@@ -1,15 +1,15 @@
 """``fusedcomm.attach``: gives a DDP module the native communication hook."""
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
-from fusedcomm.autotune.tuner import Tuner, base_of, to_agree
+from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import OFF, Config, LocalOptions, local_options
 from fusedcomm.ddp.handle import Handle, targets
 from fusedcomm.ddp.module import (
@@ -23,7 +23,7 @@ from fusedcomm.ddp.module import (
     wait_for_delayed,
 )
 from fusedcomm.native import _C
-from fusedcomm.session.parameters import NamedParameter, device_of, numbered, synchronized_parameters
+from fusedcomm.session.parameters import NamedParameter, device_of, synchronized_parameters
 from fusedcomm.session.served import refuse_served
 from fusedcomm.session.session import NO_WIRE, Session
 
@@ -46,72 +46,51 @@ def attach(
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
-    _check_module(ddp, config)
-    found, problem = _Arguments(), None
+    if not isinstance(ddp, DistributedDataParallel):
+        chosen(config)  # a configuration that is not possible is said first
+        raise TypeError(
+            f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
+            "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
+        )
+    options, device, problem = LocalOptions(), torch.device("cpu"), None
+    configs: Sequence[Config] = (Config("fp32"),)
+    parameters: list[NamedParameter] = []
+    is_off = is_search = False
     try:
-        found = _checked(ddp, config, local, in_turns)
+        wanted = chosen(config)
+        named = named_tensors(ddp.module, ddp.parameters_to_ignore)
+        if not in_turns:
+            refuse_served(named, Handle.serves_as, Handle.place)
+        device = device_of(named)
+        if ddp in targets:
+            forget_refused_hooks(ddp)
+        refuse_options(ddp)
+        is_off, is_search = wanted == OFF, isinstance(wanted, Auto)
+        configs = wanted.configs if isinstance(wanted, Auto) else (NO_WIRE if is_off else wanted,)
+        parameters = synchronized_parameters(named, configs)
+        if not is_off:
+            wait_for_delayed(ddp)
+            refuse_unhooked(parameters)
+        if is_search:
+            refuse_sparse(ddp, device)
+            for each in configs:
+                each.refuse_unsharded()
+        options = local_options(local)
     except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells the others
         problem = error
     quiet = quiet or env.quiet()
-    first = base_of(found.configs, has_off=True) if found.is_search else found.configs[0]
-    session = Session(
-        first,
-        ddp.process_group,
-        numbered(found.parameters, first),
-        found.local,
-        found.device,
-        announce=not quiet,
-        also_agree={**(to_agree(found.configs) if found.is_search else {}), **options_to_agree(ddp)},
-        watched=not found.is_search,
-        is_off=found.is_off,
-        problem=problem,
-    )
-    runs: Session | Tuner = session
-    if found.is_search:
+    on = ddp.process_group, parameters, options, device, not quiet
+    how: dict[str, Any] = {"also_agree": options_to_agree(ddp), "problem": problem}
+    runs: Session | Tuner
+    if is_search:
         module = weakref.ref(ddp)
-        caps = lambda: bucket_nbytes_caps(module())  # noqa: E731
-        runs = Tuner(session, found.configs, has_off=True, announce=not quiet, caps=caps)
-    handle = Handle(ddp, runs, None if found.is_off else _hook_of(ddp, runs))
-    if session.rank == 0:
+        runs = Tuner(configs, *on, **how, has_off=True, caps=lambda: bucket_nbytes_caps(module()))
+    else:
+        runs = Session(configs[0], *on, **how, is_off=is_off)
+    handle = Handle(ddp, runs, None if is_off else _hook_of(ddp, runs))
+    if handle.session.rank == 0:
         log.report(handle.plan, quiet)
     return handle
-
-
-@dataclasses.dataclass(frozen=True)
-class _Arguments:
-    """What attach() was given, checked. `configs`: the candidates of a search, or the one configuration."""
-
-    configs: Sequence[Config] = (Config("fp32"),)
-    is_search: bool = False
-    is_off: bool = False
-    parameters: Sequence[NamedParameter] = ()
-    local: LocalOptions = dataclasses.field(default_factory=LocalOptions)
-    device: torch.device = torch.device("cpu")
-
-
-def _checked(
-    ddp: DistributedDataParallel, config: ConfigLike | None, local: LocalOptions | None, in_turns: bool
-) -> _Arguments:
-    """The arguments of attach(). Raises as that."""
-    wanted = chosen(config)
-    named = named_tensors(ddp.module, ddp.parameters_to_ignore)
-    if not in_turns:
-        refuse_served(named, Handle.serves_as, Handle.place)
-    is_off, is_search = wanted == OFF, isinstance(wanted, Auto)
-    configs = wanted.configs if isinstance(wanted, Auto) else (NO_WIRE if is_off else wanted,)
-    device = device_of(named)
-    if ddp in targets:
-        forget_refused_hooks(ddp)
-    refuse_options(ddp)
-    parameters = synchronized_parameters(named, configs)
-    if not is_off:
-        wait_for_delayed(ddp)
-        refuse_unhooked(parameters)
-    if is_search:
-        refuse_sparse(ddp, device)
-        for each in configs:
-            each.refuse_unsharded()
-    return _Arguments(configs, is_search, is_off, parameters, local_options(local), device)
 
 
 def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwitch":
@@ -131,12 +110,3 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
     runs.session.confirm(problem, runs.stop)
     ddp.logger._set_comm_hook_name("fusedcomm")
     return target
-
-
-def _check_module(ddp: DistributedDataParallel, config: ConfigLike | None) -> None:
-    if not isinstance(ddp, DistributedDataParallel):
-        chosen(config)  # a configuration that is not possible is said first
-        raise TypeError(
-            f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
-            "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
-        )

@@ -8,7 +8,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.autotune.tuning import Tuning
 from fusedcomm.ddp.module import (
     ACTIVE_RANKS,
     SameParameters,
@@ -22,11 +21,9 @@ from fusedcomm.ddp.module import (
 )
 from fusedcomm.native import _C
 from fusedcomm.session.handle import CommHandle
-from fusedcomm.session.parameters import numbered
 from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.served import serve
 from fusedcomm.session.session import Session
-from fusedcomm.session.state_dict import take_over
 
 # The switch that each module's reducer calls. A reducer keeps its hook, so attaching again reuses the switch.
 targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookSwitch]" = weakref.WeakKeyDictionary()
@@ -40,6 +37,8 @@ class Handle(CommHandle):
     With config="off" DDP stays as it comes: it has no hook and no engine, nothing is counted or traced, and the state
     is what was loaded.
     """
+
+    _runs: Session | Tuner | None
 
     def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookSwitch | None") -> None:
         """target: what the module's reducer calls; None with config="off"."""
@@ -84,10 +83,6 @@ class Handle(CommHandle):
         ddp._comm_hooks.remove(self._registered)
         _guard_of(ddp).parameters = None
 
-    def tuning(self) -> Tuning | None:
-        """What config="auto" has found so far; printable. None if nothing is searched."""
-        return self.runs.tuning() if isinstance(self.runs, Tuner) else None
-
     def _caps(self) -> list[int] | None:
         return bucket_nbytes_caps(self._ddp())
 
@@ -95,11 +90,9 @@ class Handle(CommHandle):
         return self._ddp()
 
     def _described(self) -> str:
-        session = self.session
         if self.mode == "off":
-            return f"off, DDP's own all-reduce, {session.world_size} ranks"
-        search = "searching, now " if self.mode == "searching" else ""
-        return f"{search}wire {session.config.wire}, sum {session.config.sum}, {session.world_size} ranks"
+            return f"off, DDP's own all-reduce, {self.session.world_size} ranks"
+        return super()._described()
 
     def parameters_now(self) -> list[torch.Tensor]:
         """The parameters that DDP synchronizes, and frozen ones."""
@@ -108,8 +101,10 @@ class Handle(CommHandle):
         return [] if ddp is None else synchronized_tensors(ddp)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        if self.session.process_group is not ddp.process_group:
-            self._follow_process_group(ddp)
+        if self.session.process_group is not ddp.process_group:  # after DistributedDataParallel._update_process_group
+            self._runs = self._runs.moved(ddp.process_group, options_to_agree(ddp))
+            if self.session.has_engine:
+                self._run_on(ddp)
         if self._target is None:
             self._is_hooked = ddp in targets and not let_go(ddp)
             return
@@ -123,30 +118,6 @@ class Handle(CommHandle):
         if self._is_hooked and isinstance(self._runs, Tuner) and self._runs.is_off_for_good:
             forget_refused_hooks(ddp)
             self._is_hooked = not _C.remove_hook(ddp.reducer)
-
-    def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
-        """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
-        old, runs = self.session, self.runs
-        if not old.has_engine:
-            old.follow(ddp.process_group)
-            return
-        search = runs if isinstance(runs, Tuner) else None
-        config = old.config if search is None else search.first
-        session = Session(
-            config,
-            ddp.process_group,
-            numbered(old.parameters, config),
-            old.local,
-            old.device,
-            # Ranks that attach only now compare it, too.
-            also_agree={**({} if search is None else search.to_agree()), **options_to_agree(ddp)},
-            watched=search is None,
-        )
-        if search is None:
-            take_over(session, old)
-        self._runs = session if search is None else search.moved(session)
-        runs.stop("the module moved to another process group")
-        self._run_on(ddp)
 
     def _run_on(self, ddp: DistributedDataParallel) -> None:
         if not self._is_hooked:

@@ -92,11 +92,11 @@ def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]], s
     wanted = chosen(config, "FSDP2")
     combinations.refuse("FSDP2", {"sum": wanted.sum, "measure_every": wanted.measure_every})
     wanted.check_patterns(named)
-    _refuse_gathers(wanted, sharded)
+    refuse_gathers(wanted, sharded)
     return wanted
 
 
-def _refuse_gathers(config: Config, sharded: list[Sharded]) -> None:
+def refuse_gathers(config: Config, sharded: list[Sharded]) -> None:
     """Raises ValueError where parameters cannot be gathered in codes."""
     others = (f"{type(each.all_gather).__name__} of {each.title}" for each in sharded if each.has_own_all_gather)
     given = {

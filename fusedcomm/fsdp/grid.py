@@ -26,7 +26,7 @@ class Grid:
         call."""
         made = rows or replicas
         assert made is not None
-        own = [dist.get_process_group_ranks(made.process_group), made.ranks.host_names]
+        own = [dist.get_process_group_ranks(made.process_group), made.host_names]
         if rows is None:
             found = [[[rank], [host]] for rank, host in zip(*own, strict=True)]
         else:

@@ -1,7 +1,8 @@
 """The sums of the modules that are on one mesh: their sessions, what sends them, and what is told of them."""
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -160,13 +161,17 @@ class MeshSums:
             comm.use(pending)
             comm.sharded.use(comm, all_gather)
 
-    def stop(self, reason: str) -> None:
-        """Stops the engines and restores torch's own collectives."""
+    def rest(self) -> None:
+        """Restores torch's own collectives."""
         for comm in [] if self.is_off else self.comms:
             all_gather = comm.sharded.all_gather
             while isinstance(all_gather, (CodedAllGather, WatchedAllGather)):
                 all_gather = all_gather.inner
             comm.sharded.use(DefaultReduceScatter(), all_gather)
+
+    def stop(self, reason: str) -> None:
+        """Stops the engines and restores torch's own collectives."""
+        self.rest()
         for session in self.sessions:
             session.stop(reason)
 
@@ -190,6 +195,7 @@ class MeshSums:
             params="fp32" if self.is_off else self.config.params,
             gathered_nbytes=rings_nbytes + sum(plan.sent_nbytes for plan in gathered),
             exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
+            summed_nbytes=sum(plan.sent_nbytes for plan in self._between_plans()),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
             levels=""
@@ -202,15 +208,19 @@ class MeshSums:
 
     def _traffic(self, grid: Grid) -> Traffic:
         """The bytes that the hosts of these ranks send."""
-        sums = []
-        if self.between is not None:
-            native = self.between.session.native_config
-            for comm in self.comms:
-                trained = [p for p in comm.sharded.parameters if p.is_trained]
-                slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
-                sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
         scattered = [] if self.rows is None else [comm.native().plan(gathers=False) for comm in self.comms]
-        return grid.traffic(scattered, *self._gathered(), sums)
+        return grid.traffic(scattered, *self._gathered(), self._between_plans())
+
+    def _between_plans(self) -> list["_C.BucketPlan"]:
+        """The plans of a step's all-reduces between replicas; empty where torch sums."""
+        if self.between is None:
+            return []
+        sums, native = [], self.between.session.native_config
+        for comm in self.comms:
+            trained = [p for p in comm.sharded.parameters if p.is_trained]
+            slices = [(p.row_numel, self.between.wire_of(p.name, p.tensor)) for p in trained]
+            sums.append(_C.plan_bucket(native, self.num_replicas, torch.empty(0, dtype=torch.float32), slices))
+        return sums
 
     def _gathered(self) -> tuple[list["_C.BucketPlan"], int]:
         """The plans of a step's all-gathers in codes, and the bytes that a rank sends in those of torch."""
@@ -300,6 +310,17 @@ class Meshes:
         self.pending = Pending(None if self.weights is None else self.meshes[0].sessions[-1].weights)
         for mesh in self.meshes:
             mesh.start(self.pending)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of steps in turns with other handles' steps: afterwards these sums rest, and torch has its own."""
+        for mesh in self.meshes:
+            mesh.start(self.pending)
+        try:
+            yield
+        finally:
+            for mesh in self.meshes:
+                mesh.rest()
 
     @property
     def comms(self) -> list[FusedReduceScatter]:

@@ -47,7 +47,6 @@ def attach(
     *,
     local: LocalOptions | None = None,
     quiet: bool = False,
-    every_rank: bool = False,
 ) -> "Handle | FsdpHandle | None":
     """Attaches fusedcomm to a model that ``accelerator.prepare`` has returned, and registers its state.
 
@@ -56,19 +55,17 @@ def attach(
 
     Args:
         config, local, quiet: as for :func:`fusedcomm.attach`.
-        every_rank: whether checkpoints hold every rank's residuals instead of their mean. See :class:`Attachment`.
 
     Returns:
         The handle; None on one rank, where there is nothing to send.
 
     Raises:
         TypeError: ``prepare`` has not wrapped the model.
-        ValueError: every_rank=True, and the model is sharded by FSDP2.
         RuntimeError: this version of Accelerate has no ``register_for_checkpointing``. Also as
             :func:`fusedcomm.attach`.
     """
     need(accelerator, ("num_processes", "register_for_checkpointing"), "Accelerate", "Accelerate 1.15")
-    attachment = Attachment(config, local=local, quiet=quiet, every_rank=every_rank)
+    attachment = Attachment(config, local=local, quiet=quiet)
     asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # set by fsdp_plugin=, too
     attachment.attach(
         model,

@@ -29,7 +29,6 @@ class FusedCommCallback(pl.Callback):
 
     Args:
         config, local, quiet: as for :func:`fusedcomm.attach`.
-        every_rank: whether checkpoints hold every rank's residuals instead of their mean. See :class:`Attachment`.
 
     The attribute `handle` is what :func:`fusedcomm.attach` has returned; None outside a fit. Lightning's checkpoints
     hold the handle's state.
@@ -44,10 +43,9 @@ class FusedCommCallback(pl.Callback):
         *,
         local: LocalOptions | None = None,
         quiet: bool = False,
-        every_rank: bool = False,
     ) -> None:
         need(pl.Callback, ("on_fit_start", "on_exception", "teardown", "state_dict", "load_state_dict"), _NAME, _TESTED)
-        self._attachment = Attachment(config, local=local, quiet=quiet, every_rank=every_rank)
+        self._attachment = Attachment(config, local=local, quiet=quiet)
 
     @property
     def handle(self) -> "Handle | FsdpHandle | None":

@@ -14,17 +14,16 @@ from transformers.trainer_utils import get_last_checkpoint
 from fusedcomm import files
 from fusedcomm.autotune.auto import ConfigLike
 from fusedcomm.config import LocalOptions
-from fusedcomm.ddp.handle import Handle
 from fusedcomm.integrations.accelerate import ASKED_FOR_FSDP
-from fusedcomm.integrations.attachment import RANKS, Attachment, need
+from fusedcomm.integrations.attachment import Attachment, need
 
 if TYPE_CHECKING:
+    from fusedcomm.ddp.handle import Handle
     from fusedcomm.fsdp.handle import FsdpHandle
 
 _TESTED = "Transformers 5.24"
 _NAME = f"Transformers {transformers.__version__}"
-# With DDP one file for each rank; with FSDP2 one for all, which is the same whatever their number.
-_FILE, _FILE_OF_ALL = "fusedcomm_{rank}.pt", "fusedcomm.pt"
+_FILE = "fusedcomm.pt"
 _HOW = "Transformers wraps it when the script runs under torchrun"
 
 
@@ -37,7 +36,7 @@ class FusedCommCallback(transformers.TrainerCallback):
         config, local, quiet: as for :func:`fusedcomm.attach`.
 
     The attribute `handle` is what :func:`fusedcomm.attach` has returned; None outside training. A checkpoint's folder
-    has one file for each rank, ``fusedcomm_0.pt`` and so on; with FSDP2 ``fusedcomm.pt`` alone.
+    has its state in ``fusedcomm.pt``, which any number of ranks can load.
 
     Raises:
         RuntimeError: this version of Transformers lacks something that is needed.
@@ -72,19 +71,16 @@ class FusedCommCallback(transformers.TrainerCallback):
         """Attaches, with the state of the checkpoint that training resumes from. Called by Transformers."""
         trainer = self._trainer()
         if self._resumed_from is not None:
-            self._attachment.load_state_dict(_saved_in(Path(self._resumed_from), args))
+            self._attachment.load_state_dict(_saved_in(Path(self._resumed_from)))
         asked = ASKED_FOR_FSDP if getattr(args, "fsdp", None) else ""
         self._attachment.attach(trainer.model_wrapped, args.world_size, _HOW, asked_for_fsdp=asked)
 
     def on_save(self, args, state, control, **_) -> None:
         """Saves the state beside the checkpoint."""
-        is_of_all = not isinstance(self.handle, Handle)
-        saved = self._attachment.state_dict() if is_of_all else self._attachment.own_state()
-        if saved and (args.should_save or not is_of_all):
+        saved = self._attachment.state_dict()
+        if saved and args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)  # on a host without rank 0, and without a shared file system
-            name = _FILE_OF_ALL if is_of_all else _FILE.format(rank=args.process_index)
-            with files.replacing(folder / name) as file:
+            with files.replacing(folder / _FILE) as file:
                 torch.save(saved, file)
 
     def on_train_end(self, args, state, control, **_) -> None:
@@ -111,15 +107,7 @@ def _see_training(trainer: "transformers.Trainer", callback: FusedCommCallback) 
     trainer.train = train
 
 
-def _saved_in(folder: Path, args: "transformers.TrainingArguments") -> dict:
-    """The state of all ranks in a checkpoint's folder, or this rank's; after a change of the number of ranks every
-    rank's; else empty."""
-    of_all = folder / _FILE_OF_ALL
-    if of_all.exists():
-        return torch.load(of_all, map_location="cpu", weights_only=True)
-    own = folder / _FILE.format(rank=args.process_index)
-    states = [torch.load(own, map_location="cpu", weights_only=True)] if own.exists() else []
-    if not states or states[0]["world_size"] != args.world_size:
-        paths = sorted(folder.glob(_FILE.format(rank="*")))
-        states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-    return {RANKS: states} if states else {}
+def _saved_in(folder: Path) -> dict:
+    """The state in a checkpoint's folder; empty if there is none."""
+    path = folder / _FILE
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}

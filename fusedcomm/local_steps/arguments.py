@@ -10,12 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check, combinations
-from fusedcomm.literals import Merge, MergeWeights
+from fusedcomm.literals import MergeWeights
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.windows import seconds_of
 from fusedcomm.native import _C
 
-MERGES: tuple[Merge, ...] = ("corrected", "nesterov", "average")
 DECAY = 0.95
 """The decay of residuals where only the name of a wire with scales is given."""
 DELAY = 5
@@ -31,8 +30,6 @@ class Schedule:
     """Steps from one merge of a parameter to the next, or the time, as "20s"."""
     delay: int
     """Steps from a snapshot to its merge."""
-    merge: Merge
-    fragments: int
     weights: MergeWeights | None
 
     def record(self) -> dict[str, object]:
@@ -54,45 +51,26 @@ class Schedule:
         """The steps of a rank that have the weight 1, the same on every rank."""
         return float(self.every) if self.seconds is None else self.seconds
 
-    def fragment_of(self, turn: int) -> int:
-        """The fragment whose snapshot is taken in a turn, counted from 0."""
-        return turn % self.fragments
-
     def step_of(self, turn: int) -> int:
-        """The steps after which the turn's snapshot is taken, where steps are counted."""
+        """The steps after which the snapshot of a turn, counted from 0, is taken, where steps are counted."""
         assert not isinstance(self.every, str)
-        fragment, period = self.fragment_of(turn), turn // self.fragments
-        return period * self.every + (fragment + 1) * self.every // self.fragments
+        return (turn + 1) * self.every
 
 
-def schedule(
-    every: int | str, delay: int | None, merge: Merge, fragments: int, weights: MergeWeights | None, outer: object
-) -> Schedule:
-    """Raises ValueError for an argument that is out of range, and for two that exclude each other."""
+def schedule(every: int | str, delay: int | None, weights: MergeWeights | None) -> Schedule:
+    """Raises ValueError for an argument that is out of range, and for a delay that is not below `every`."""
     if isinstance(every, str):
         seconds_of(every)
     else:
         check.whole("every", every, 1, _MOST, 'a whole number of steps, 1 or more, or a time like "20s"')
-    check.choice("merge", merge, MERGES)
-    check.whole("fragments", fragments, 1, _MOST, "a whole number, 1 or more")
     if weights is not None:
         check.choice("weights", weights, ("steps",))
     if delay is None:
-        delay = 0 if merge == "average" else DELAY if isinstance(every, str) else min(DELAY, every - 1)
+        delay = DELAY if isinstance(every, str) else min(DELAY, every - 1)
     check.whole("delay", delay, 0, _MOST, "a whole number of steps, 0 or more")
-    if not isinstance(every, str):
-        _check_steps(every, delay, fragments)
-    time = every if isinstance(every, str) else None
-    combinations.refuse("LocalSteps", {"merge": merge, "delay": delay, "outer": outer, "every as a time": time})
-    return Schedule(every, delay, merge, fragments, weights)
-
-
-def _check_steps(every: int, delay: int, fragments: int) -> None:
-    """Raises ValueError for what does not fit between two merges."""
-    if delay >= every:
+    if not isinstance(every, str) and delay >= every:
         raise ValueError(f"delay={delay} is not below every={every}: use delay={every - 1} or less, or a greater every")
-    if fragments > every:
-        raise ValueError(f"fragments={fragments} is more than every={every}: use at most {every} fragments")
+    return Schedule(every, delay, weights)
 
 
 def configuration(config: "Config | Wire") -> Config:

@@ -11,15 +11,14 @@ from torch import nn
 
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
-from fusedcomm.literals import Merge, MergeWeights
+from fusedcomm.literals import MergeWeights
 from fusedcomm.local_steps import arguments, checkpoint, shards
-from fusedcomm.local_steps.fragments import Fragment, begin_equal, cut, record, refuse_changed
+from fusedcomm.local_steps.merged_state import MergedState, begin_equal, record, refuse_changed
 from fusedcomm.local_steps.merges import Merges
-from fusedcomm.local_steps.merging import SOME_RANKS, Merging, fitting
+from fusedcomm.local_steps.merging import Merging, fitting
 from fusedcomm.local_steps.messages import Messages
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
 from fusedcomm.local_steps.progress import Progress
-from fusedcomm.local_steps.rules import Outer, OuterMaker
 from fusedcomm.local_steps.stats import LocalStats, StepTimer, collect
 from fusedcomm.local_steps.windows import Window
 from fusedcomm.members.members import Members
@@ -39,26 +38,20 @@ class LocalSteps(Surface):
     It is another algorithm than averaging gradients, with another loss curve. Make it on every rank. All ranks begin
     with the parameters of the group's first rank; buffers stay each rank's own.
 
-    At a fragment's turn a snapshot y of its parameters is taken, and its difference from the merged state m, which all
-    ranks share, is sent. Training goes on for `delay` steps to z; then the ranks' mean m̄ becomes the merged state.
+    A snapshot y of the parameters is taken, and its difference from the merged state m, which all ranks share, is sent.
+    Training goes on for `delay` steps to z; then the ranks' mean m̄ becomes the merged state, and the parameters are
+    z + (m̄ − y), so no step of this rank is lost or counts twice.
 
     Args:
         model: the module; or, with ranks of a host that average gradients, a DistributedDataParallel or a module of
             FSDP2's over them. What requires gradients now is merged; of a DTensor the rank's own shard.
         optimizer: any torch optimizer that holds these parameters. It is not wrapped; its steps are followed by a hook.
-        every: steps from one merge of a parameter to the next; or a time, "20s": a merge begins at each rank's first
+        every: steps from one merge to the next; or a time, "20s": a merge begins at each rank's first
             step after 20 seconds since the last message arrived, so each rank makes the steps that it can.
-        delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge. None: 5, or less where
-            `every` or another argument demands it. Where `every` is a time, the next merge of the same parameters
-            ends it earlier.
-        merge: "corrected": x = z + (m̄ − y), so no step of this rank is lost or counts twice.
-            "nesterov": `outer` moves m̄ against the mean difference; then as "corrected". With delay=0 this is DiLoCo.
-            "average": x = m̄, with delay=0.
-        fragments: parts that have their turns one after another, `every` / fragments apart.
+        delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
+            or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
         config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback with decay 0.95 if it
             has scales; a Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
-        outer: for "nesterov": a function that makes a torch optimizer of a list of fp32 parameters. None: SGD with
-            Nesterov's momentum 0.9 and a learning rate by `every`, in steps, and the number of ranks.
         weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
         masters: the optimizer's own fp32 copies by the model's parameter names. They are merged, and the model's
             parameters are refreshed.
@@ -85,28 +78,21 @@ class LocalSteps(Surface):
         every: int | str,
         *,
         delay: int | None = None,
-        merge: Merge = "corrected",
-        fragments: int = 1,
         config: Config | Wire = "int4",
-        outer: OuterMaker | None = None,
         weights: MergeWeights | None = None,
         masters: Mapping[str, torch.Tensor] | None = None,
         process_group: dist.ProcessGroup | None = None,
         members: Members | None = None,
         quiet: bool = False,
     ) -> None:
-        schedule = arguments.schedule(every, delay, merge, fragments, weights, outer)
+        schedule = arguments.schedule(every, delay, weights)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
         if members is not None:
             cfg = fitting(members, cfg, model, process_group)
         group = dist.group.WORLD if process_group is None else process_group
-        # The outer learning rate must not depend on how many members there are when this rank joins.
-        num_ranks = group.size() if members is None else SOME_RANKS
         self.place: Place = "across hosts" if isinstance(model, nn.Module) and shards.has_mates(model) else "alone"
         problem: Exception | None = None
-        outer_optimizer: Outer | None = None
-        parts: list[Fragment] = []
         self._model, self._optimizer = model, optimizer
         try:
             found = arguments.targets(model, optimizer, masters)
@@ -115,23 +101,19 @@ class LocalSteps(Surface):
                 shards.refuse_group([(name, target) for name, _, target in found], group)
             refuse_served([pair[:2] for pair in found], self.serves_as, self.place, hooks=self.place == "alone")
             cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
-            parts = cut(found, cfg, fragments)
-            if merge == "nesterov":
-                outer_optimizer = Outer(parts, outer, every, num_ranks)
         except (ValueError, TypeError) as error:
-            problem = error  # the other ranks are told
-        device = parts[0].anchor.device if parts else torch.device("cpu")
-        seconds = schedule.seconds
-        window = None if seconds is None else Window(str(every), seconds / fragments)
-        self.progress = progress = Progress(schedule, parts, outer_optimizer, window)
+            problem, found = error, []  # the other ranks are told
+        state = MergedState(found, cfg)
+        device, seconds = state.anchor.device, schedule.seconds
+        window = None if seconds is None else Window(str(every), seconds)
+        self.progress = progress = Progress(schedule, state, window)
         if members is None:
             self._session = Session(
                 cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem
             )
         else:
             self._merging = Merging(progress, model, members, cfg, device, self._record(), problem)
-        wires = {name: wire for fragment in parts for name, wire in fragment.wires().items()}
-        self.messages = Messages(self.session, wires, members is not None and cfg.feedback is not None, window)
+        self.messages = Messages(self.session, state, members is not None and cfg.feedback is not None, window)
         before, arrive = (
             (lambda number: None, self.messages.wait)
             if self._merging is None
@@ -142,7 +124,7 @@ class LocalSteps(Surface):
         if self._merging is not None:
             self._merging.start(self.merges)
         if members is None or members.joins is None:
-            begin_equal(parts, self.session, is_equal=members is not None)
+            begin_equal(state, self.session, is_equal=members is not None)
             if window is not None:
                 window.begin()
         self._hooks = self._hook()
@@ -153,14 +135,10 @@ class LocalSteps(Surface):
 
     def served(self) -> list[torch.Tensor]:
         """See :class:`fusedcomm.session.served.Server`."""
-        return (
-            [each.parameter for fragment in self.progress.fragments for each in fragment.merged] if self._hooks else []
-        )
+        return [each.parameter for each in self.progress.state.merged] if self._hooks else []
 
     def _record(self) -> dict[str, object]:
-        of = self.progress
-        outer = None if of.outer is None else of.outer.record()
-        return {**of.schedule.record(), "outer": outer, **record(of.fragments)}
+        return {**self.progress.schedule.record(), **record(self.progress.state)}
 
     @property
     def is_attached(self) -> bool:
@@ -168,8 +146,7 @@ class LocalSteps(Surface):
         return bool(self._hooks)
 
     def _described(self) -> str:
-        schedule = self.progress.schedule
-        how = f"wire {self.session.config.wire}, merge {schedule.merge!r} every {schedule.period}"
+        how = f"wire {self.session.config.wire}, a merge every {self.progress.schedule.period}"
         return f"{how}, {self.session.world_size} ranks, {self.progress.steps} steps"
 
     @property
@@ -177,8 +154,8 @@ class LocalSteps(Surface):
         """The session of the present ranks."""
         return self._session if self._merging is None else self._merging.session
 
-    def _refuse_changed(self, fragment: Fragment) -> None:
-        refuse_changed(fragment, self.progress.fragments, self._model, self._optimizer, self.session.rank)
+    def _refuse_changed(self) -> None:
+        refuse_changed(self.progress.state, self._model, self._optimizer, self.session.rank)
 
     def _hook(self) -> list[Any]:
         # The optimizer keeps this object alive, which need not be assigned to anything.
@@ -212,7 +189,7 @@ class LocalSteps(Surface):
     def state_dict(self) -> dict:
         """The state of this rank for a checkpoint, beside the model's, the optimizer's and the sampler's.
 
-        Waits for messages under way, which are part of the state; so training goes on as if it had not been
+        Waits for the message under way, which is part of the state; so training goes on as if it had not been
         interrupted. Every rank saves its own, after the same step; where `every` is a time, after :meth:`finish`. To go
         on with another number of ranks, call :meth:`finish` first, too: each rank may then load any rank's.
         """
@@ -220,7 +197,7 @@ class LocalSteps(Surface):
         progress = self.progress
         if progress.window is not None and progress.num_messages != progress.finished_at:
             raise RuntimeError(f"fusedcomm: every={progress.schedule.every!r}: call finish() before saving")
-        self.merges.read_all()
+        self.merges.read()
         return checkpoint.save(progress, self.session)
 
     @torch.no_grad()
@@ -232,7 +209,7 @@ class LocalSteps(Surface):
         Nothing has changed then.
         """
         self._refuse_ended()
-        self.merges.read_all()
+        self.merges.read()
         checkpoint.load(self.progress, self.session, saved)
 
     def plan(self, bits_s: float | None = None, step_s: float | None = None) -> LocalPlan:
@@ -262,7 +239,7 @@ class LocalSteps(Surface):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.progress.under_way.clear()
+        self.progress.under_way = None
         (self._merging or self._session).stop("LocalSteps was detached")
 
     def _refuse_ended(self) -> None:

@@ -1,7 +1,7 @@
 """LocalSteps on ranks that come and go.
 
-a rank is lost    messages under way end with an error; each is taken from a rank that has its mean, or is sent again
-a rank joins      before a message: the merges under way are ended first, and it gets the merged state and a member's
+a rank is lost    the message under way ends with an error; it is taken from a rank that has its mean, or is sent again
+a rank joins      before a message: the merge under way is ended first, and it gets the merged state and a member's
                   buffers and optimizer; it takes part in that message with no weight
 """
 
@@ -24,8 +24,6 @@ from fusedcomm.members.training.views import MAX_FAILURES, Views
 from fusedcomm.ranks import agreement, objects
 from fusedcomm.ranks.own_group import OwnGroup
 
-SOME_RANKS = 4
-"""Stands for the number of ranks where it may change."""
 _MEAN = "mean of a merge"
 _MERGED, _BUFFERS = "merged state", "buffers"
 
@@ -70,13 +68,8 @@ class Merging(Views):
         self._of, self._model, self._config = progress, model, config
         self._also_agree = {**record, "members": {"min_ranks": members.min_ranks}}
         self._is_stopped = False
-        # As many as another rank may lack: it has sent all of them.
-        schedule = progress.schedule
-        if isinstance(schedule.every, str):
-            most = 2 + schedule.fragments  # a fragment's message ends before its next one
-        else:
-            most = 2 + schedule.delay * schedule.fragments // schedule.every
-        self._means: collections.deque[tuple[int, tuple[torch.Tensor, ...]]] = collections.deque(maxlen=most)
+        # Another rank may lack the last one: it has sent it, and not the next.
+        self._means: collections.deque[tuple[int, tuple[torch.Tensor, ...]]] = collections.deque(maxlen=2)
         members.plane.hooks.handlers[_MEAN] = self._serve_mean
         if members.joins is None:
             self._begin(problem)
@@ -89,7 +82,7 @@ class Merging(Views):
         """Call it when the merges over the first session are made. Gives this rank the state that it begins with."""
         self._merges = merges
         if self.members.joins is None:
-            self._take_first_anchors()
+            self._take_first_anchor()
         else:
             self._take_state()
 
@@ -109,9 +102,7 @@ class Merging(Views):
 
     def _own_state(self, name: str) -> Any:
         if name == _MERGED:
-            outer = self._of.outer
-            anchors = [fragment.anchor for fragment in self._of.fragments]
-            return {"anchors": anchors, "outer": None if outer is None else outer.optimizer.state_dict()}
+            return {"anchor": self._of.state.anchor}
         return dict(self._model.named_buffers()) if name == _BUFFERS else None
 
     def _is_common(self, name: str) -> bool:
@@ -151,25 +142,20 @@ class Merging(Views):
     # ---- called on the main thread
 
     @torch.no_grad()
-    def _take_first_anchors(self) -> None:
+    def _take_first_anchor(self) -> None:
         """Takes the first rank's parameters, in a founder."""
 
         def take(found: list) -> None:
-            for fragment, anchor in zip(self._of.fragments, found[0]["anchors"], strict=True):
-                fragment.anchor.copy_(anchor)
+            self._of.state.anchor.copy_(found[0]["anchor"])
 
         self._begin_equal([_MERGED], take, lambda decision: self.recover("", decision))
 
     @torch.no_grad()
     def _take_state(self) -> None:
         """Takes the merged state, in a rank that joins; its parameters begin as this state."""
-        outer = self._of.outer
         said, value = self._received(_MERGED)
-        for fragment, anchor in zip(self._of.fragments, value["anchors"], strict=True):
-            fragment.anchor.copy_(anchor)
-            fragment.write(anchor)
-        if outer is not None:
-            outer.optimizer.load_state_dict(value["outer"])
+        self._of.state.anchor.copy_(value["anchor"])
+        self._of.state.write(self._of.state.anchor)
         buffers = self._received(_BUFFERS)[1]
         for name, buffer in self._model.named_buffers():
             buffer.copy_(buffers[name])
@@ -228,29 +214,28 @@ class Merging(Views):
             raise RuntimeError(f"fusedcomm: message {message.number} failed {MAX_FAILURES} times, last with: {failure}")
 
     def recover(self, failure: str, first: Decision | None = None) -> None:
-        """Goes over to the next view, with the messages under way. first: the decision on it, if it is known."""
+        """Goes over to the next view, with the message under way. first: the decision on it, if it is known."""
         began = time.monotonic()
         with self._going_on():
             for _ in range(MAX_FAILURES):
                 decision, first = first or self.members.plane.recover(), None
                 if self._fetch(decision) and self._install(decision, began):
-                    for message in self._of.under_way:
-                        if message.future is not None:
-                            self._merges.messages.send_again(message)
+                    message = self._of.under_way
+                    if message is not None and message.future is not None:
+                        self._merges.messages.send_again(message)
                     return self._tell()
             raise RuntimeError(f"fusedcomm: {MAX_FAILURES} changes of ranks failed one after another: {failure}")
 
     def _fetch(self, decision: Decision) -> bool:
-        """Takes the means that others have from them. False if they are lost."""
-        newest = max(decision.finished.values(), default=-1)
-        for message in self._of.under_way:
-            if message.future is None or message.number > newest:
-                continue
-            found = self._ask(self._ahead(decision, message.number), _MEAN, {"number": message.number})
-            if found is None or not self.members.plane.barrier.has_finished(message.number, decision.view.number):
-                return False
-            self._merges.messages.fill(message, found[1])
-            self._end_step(message)
+        """Takes the mean that others have from them. False if they are lost."""
+        message, newest = self._of.under_way, max(decision.finished.values(), default=-1)
+        if message is None or message.future is None or message.number > newest:
+            return True
+        found = self._ask(self._ahead(decision, message.number), _MEAN, {"number": message.number})
+        if found is None or not self.members.plane.barrier.has_finished(message.number, decision.view.number):
+            return False
+        self._merges.messages.fill(message, found[1])
+        self._end_step(message)
         return True
 
     def _end_step(self, message: Message) -> None:

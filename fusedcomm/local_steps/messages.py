@@ -4,11 +4,10 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping
 
 import torch
 
-from fusedcomm.local_steps.fragments import Fragment, squares
+from fusedcomm.local_steps.merged_state import MergedState, squares
 from fusedcomm.local_steps.windows import Window
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
@@ -23,11 +22,8 @@ CONTROL_NUMEL = _FIRST_BIT + _BITS
 
 @dataclasses.dataclass
 class Message:
-    """A message of a fragment: its merge is under way."""
+    """A message: its merge is under way."""
 
-    fragment: Fragment
-    merge: int
-    """Counts this fragment's merges."""
     began: int
     """Steps after which the snapshot was taken."""
     due: int
@@ -37,9 +33,9 @@ class Message:
     mean: torch.Tensor
     """fp32: the ranks' mean difference, once the message has arrived."""
     checksum: torch.Tensor | None = None
-    """The merged state's before the merge, as Fragment.checksum() has it; None once the message is read."""
+    """The merged state's before the merge, as MergedState.checksum() has it; None once the message is read."""
     number: int = 0
-    """Counts the messages of all fragments."""
+    """Counts messages."""
     weight: float = 1.0
     """This rank's weight, in the unit that all ranks share."""
     world_size: int = 0
@@ -55,11 +51,6 @@ class Message:
     all_finish: bool = False
     """Whether all ranks had ended their training, once the message is read."""
 
-    @property
-    def names(self) -> set[str]:
-        """The names of the message's tensors, as the engine knows them."""
-        return set(self.fragment.tensors(self.own))
-
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
@@ -73,16 +64,16 @@ class Spread:
 
 
 class Messages:
-    """Sums the fragments' differences over the ranks.
+    """Sums the ranks' differences from the merged state.
 
     Args:
-        wires: numbers by the names of Fragment.tensors().
         keeps: whether residuals are kept for a message that is sent again.
         window: is told when a message leaves and when it arrives.
     """
 
-    def __init__(self, session: Session, wires: Mapping[str, int], keeps: bool, window: Window | None) -> None:
-        self._wires, self._keeps, self._window = dict(wires), keeps, window
+    def __init__(self, session: Session, state: MergedState, keeps: bool, window: Window | None) -> None:
+        self._state, self._keeps, self._window = state, keeps, window
+        self._names = set(state.tensors(state.anchor))
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages."""
         self.use(session)
@@ -92,7 +83,7 @@ class Messages:
         self._session = session
         assert session.synchronizer is not None  # a session that has none raises where it is made
         self._synchronizer = session.synchronizer
-        wires = self._wires  # not this object, which has the synchronizer
+        wires = self._state.wires()  # not this object, which has the synchronizer
         self._synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
         self._sum = _C.FusedSum(self._synchronizer)
 
@@ -101,7 +92,7 @@ class Messages:
         assert message.checksum is not None
         message.world_size = self._session.world_size
         if self._keeps:
-            message.residuals = self._synchronizer.residuals(message.names)
+            message.residuals = self._synchronizer.residuals(self._names)
         message.mean = message.own.clone() if message.weight == 1 else message.own * message.weight
         # Filled where it is used, so that the host need not wait for an accelerator.
         control = message.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=message.mean.device)
@@ -109,7 +100,7 @@ class Messages:
         control[1] = squares(message.own)
         control[2] = message.is_finishing
         control[_FIRST_BIT:] = _bits(message.checksum)
-        tensors = message.fragment.tensors(message.mean)
+        tensors = self._state.tensors(message.mean)
         done = None
         if self._window is not None:
             self._window.wait_for(message.number, self._session.rank)
@@ -120,7 +111,7 @@ class Messages:
 
     def send_again(self, message: Message) -> None:
         """Sends a message of an earlier session over this one, with the residuals that it had."""
-        self._synchronizer.restore_residuals(message.residuals, message.names)
+        self._synchronizer.restore_residuals(message.residuals, self._names)
         self.send(message)
 
     def fill(self, message: Message, content: memoryview) -> None:
@@ -142,7 +133,7 @@ class Messages:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
         assert message.checksum is not None
         message.future, message.residuals = None, {}
-        squared = [squares(message.mean), squares(message.fragment.anchor)]
+        squared = [squares(message.mean), squares(self._state.anchor)]
         seen = torch.cat([message.control.double(), torch.stack(squared), _bits(message.checksum).double()])
         weight, of_own, finishing, *bits = seen.tolist()  # all at once: here the host waits for an accelerator
         of_mean, of_anchor = bits[_BITS : _BITS + 2]
@@ -164,9 +155,9 @@ class Messages:
             return
         checksum = sum(1 << bit for bit, is_set in enumerate(own) if is_set)
         raise RuntimeError(
-            f"fusedcomm: the merged state of fragment {message.fragment.index} is not the same on every rank (checksum "
-            f"{checksum:08x} on rank {self._session.rank}, before merge {message.merge}): a rank has changed it, has "
-            "loaded another checkpoint, or computes other bits. Load the same state on every rank"
+            f"fusedcomm: the merged state is not the same on every rank (checksum {checksum:08x} on rank "
+            f"{self._session.rank}, before merge {message.number}): a rank has changed it, has loaded another "
+            "checkpoint, or computes other bits. Load the same state on every rank"
         )
 
 

@@ -17,8 +17,8 @@ class LocalStats:
 
     steps: int = 0
     merges: int = 0
-    """Merges of fragments."""
     under_way: int = 0
+    """1 while a message is under way."""
     sent_nbytes: int = 0
     sent_between_hosts_nbytes: int = 0
     waited_ms: float = 0.0
@@ -49,8 +49,8 @@ def collect(
     last = of.spread
     return LocalStats(
         steps=of.steps,
-        merges=sum(of.merges) - len(of.under_way),
-        under_way=len(of.under_way),
+        merges=of.merges - (of.under_way is not None),
+        under_way=int(of.under_way is not None),
         sent_nbytes=counts.sent_nbytes,
         sent_between_hosts_nbytes=counts.sent_between_hosts_nbytes,
         waited_ms=1e3 * waited_s,

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import env, log
-from fusedcomm.config import check, choose_stall_after
+from fusedcomm.config import check
 from fusedcomm.members.plane import addresses
 from fusedcomm.members.plane.control import ControlPlane, new_uid
 from fusedcomm.members.plane.listener import numeric_host
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training.place import check_state, share_of
-from fusedcomm.ranks import agreement, channels, group_store, groups, own_address, torch_groups
+from fusedcomm.ranks import agreement, bounded_store, channels, groups, own_address, torch_groups
 from fusedcomm.ranks.objects import pack
 from fusedcomm.ranks.own_group import OwnGroup, served_store
-from fusedcomm.ranks.peers import Peers, private_store
+from fusedcomm.ranks.peers import Peers
 from fusedcomm.session.surface import Sealed
 
 if TYPE_CHECKING:
@@ -113,11 +113,9 @@ class Members(Sealed):
         if join is None and min_ranks > dist.get_world_size():
             raise ValueError(f"fusedcomm: min_ranks={min_ranks} with {dist.get_world_size()} ranks: start more")
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
-        timeout = dist.default_pg_timeout
-        if join is None:
-            with contextlib.suppress(RuntimeError):  # it has no backend for cpu
-                timeout = groups.group_timeout(dist.group.WORLD, torch.device("cpu"))
-        near = addresses.split(join.split(",")[0]) if join is not None else group_store.store_address(dist.group.WORLD)
+        cpu, world = torch.device("cpu"), dist.group.WORLD
+        timeout = dist.default_pg_timeout if join is not None else groups.group_timeout(world, cpu)
+        near = addresses.split(join.split(",")[0]) if join is not None else bounded_store.store_address(world)
         own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
         self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
@@ -125,7 +123,7 @@ class Members(Sealed):
             "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        gather = None if join is not None else _gathering(timeout)
+        gather = None if join is not None else _gathering(cpu)
         job = None if gather is None else self._common_job(gather)
         self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
         self._noted: set[str] = set()
@@ -147,6 +145,7 @@ class Members(Sealed):
         """The step at which the training began that these members do: of the state that was loaded."""
         self._seal()
         if gather is not None:
+            self.plane.hooks.num_founders = dist.get_world_size()
             self._found(gather)
 
     # ---- what users read
@@ -387,19 +386,18 @@ class Members(Sealed):
 
     def _found(self, gather: Callable[[str, object], list]) -> None:
         told = gather("members", vars(self.plane.member))
-        store = group_store.innermost_store(dist.group.WORLD)
+        store = bounded_store.innermost_store(dist.group.WORLD)
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
 
 
-def _gathering(timeout: datetime.timedelta) -> Callable[[str, object], list]:
+def _gathering(device: torch.device) -> Callable[[str, object], list]:
     """gather(key, record) returns the records of all ranks that begin. A rank that is lost before it has called it is
     named on the others. A collective call."""
-    group, what = dist.group.WORLD, "making its Members"
-    store = private_store(group, timeout, what)
-    peers = Peers(group, store, timeout, choose_stall_after(None, timeout.total_seconds()))
-    return lambda key, record: agreement.gather(peers, store.under(key), record, what)
+    what = "making its Members"
+    peers = Peers.of(dist.group.WORLD, device, what=what)
+    return lambda key, record: agreement.gather(peers, peers.store.under(key), record, what)
 
 
 def _init_process_group() -> None:

@@ -132,7 +132,7 @@ class Exchange:
 
     @property
     def sent_between_hosts_nbytes(self) -> int:
-        """Those of them that go to other hosts, as the mean of the ranks of this rank's host."""
+        """Bytes of `sent_nbytes` that go to other hosts, as the mean of the ranks of this rank's host."""
         own = self._sums.levels.own_host
         return sum(plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links) for plan in self._plans)
 

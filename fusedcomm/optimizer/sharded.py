@@ -16,7 +16,7 @@ from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows
 from fusedcomm.optimizer.owner import Owner, State, StepError
 from fusedcomm.optimizer.parts import Target, units
-from fusedcomm.optimizer.plan import ShardedPlan, make_plan
+from fusedcomm.optimizer.plan import ShardedPlan, make_plan, warn_of_one_level
 from fusedcomm.optimizer.scaler import SumsScaler
 from fusedcomm.optimizer.seen import SeenGradients
 from fusedcomm.optimizer.trial import changed_by_steps
@@ -49,8 +49,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     Args:
         reducer: a :class:`GradReducer`, or a :class:`DataParallel`. Its wire carries the gradients.
-        optimizer_class: a torch optimizer. Of AdamW, SGD and others that treat each element by itself, ranks own equal
-            numbers of elements; of others, as Muon, whole parameters.
+        optimizer_class: a torch optimizer. If it treats each element by itself, as AdamW and SGD do, ranks own equal
+            numbers of elements; else, as with Muon, whole parameters.
         params: parameters, pairs of names and parameters, or groups of either, which may name another class,
             ``{"params": […], "optimizer_class": torch.optim.Muon, "lr": …}``. None: all of the reducer's in one group.
             Each must be in one group.
@@ -142,6 +142,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self._hand_over_to(found)
         if old.rank == 0:
             log.report(self.plan, quiet)
+            warn_of_one_level(self.plan(), self._sums)
 
     # ---- making it
 

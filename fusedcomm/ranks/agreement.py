@@ -11,15 +11,20 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
 from fusedcomm import version
 from fusedcomm.native import _C
-from fusedcomm.ranks.bounded_store import BoundedStore
+from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.peers import GivenUpError, PeerLostError, Peers
 
+T = TypeVar("T")
+
+_GIVEN_UP = "given up"
+"""Store key at which a rank says why it cannot attach. Ranks that are connecting then stop waiting for it."""
 # Key of the reason why a rank cannot attach. Such a record has only this and the two keys below.
 PROBLEM = "problem"
 # Key of whether that reason is another agreement's text, which names a rank already.
@@ -94,6 +99,36 @@ def agree(peers: Peers, store: BoundedStore, record: dict, problem: Exception | 
         # Another rank's earlier problem may have caused this one, unless both are the same.
         is_same = verdict is not None and verdict.cause == record[PROBLEM]
         raise problem from (None if is_same else error)
+
+
+def connect(peers: Peers, store: BoundedStore, function: Callable[[], T]) -> T:
+    """Returns what `function` returns, which waits for all ranks. Raises if one is lost, or has called :func:`ready`
+    with a problem. store: of the engine that is made."""
+    return peers.call(
+        function,
+        "connecting with the other ranks to attach",
+        given_up=lambda: store.text(_GIVEN_UP),
+    )
+
+
+def ready(peers: Peers, store: BoundedStore, found: dict, problem: Exception | None) -> None:
+    """Compares what the ranks have made, so that all go on or none. Raises as :func:`agree`. store: of the engine."""
+    if problem is not None and not isinstance(problem, GivenUpError):
+        with contextlib.suppress(RuntimeError):  # the store has failed, too
+            why = f"{peers.title(peers.rank)} cannot attach: {problem}"
+            store.set(_GIVEN_UP, why.replace("fusedcomm: ", ""))
+    agree(peers, store.under("ready"), found, problem)
+
+
+def confirm(peers: Peers, store: BoundedStore, problem: Exception | None, stop: Callable[[str], object]) -> None:
+    """Raises what a rank has found since, this rank's `problem` first, once `stop` was called. Once for a store."""
+    try:
+        agree(peers, store.under("confirmed"), {}, problem)
+    except StoreError:
+        pass  # training needs no store; this rank has no problem, or that would have been raised
+    except Exception:
+        stop("a rank could not attach")
+        raise
 
 
 def _verdict(peers: Peers, store: BoundedStore, record: dict) -> Verdict:

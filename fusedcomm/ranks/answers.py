@@ -76,12 +76,9 @@ def collect(
 
 def name_absent(store: BoundedStore, call: RollCall) -> None:
     """Asks for the processes and addresses of the absent ranks, at most MAX_LISTED of them. Raises StoreError."""
-    found: dict[tuple[str, int], bytes] = {}
-    named = list(call.absent)[:MAX_LISTED]
-    read(store, {(what, rank): f"{what}/{rank}" for what in ("who", "began") for rank in named}, found)
-    for (what, rank), said in found.items():
-        if what == "who":
-            call.absent[rank] = said.decode()
-        else:
-            with contextlib.suppress(ValueError):
-                call.began[rank] = decode(Began, said)
+    found: dict[int, bytes] = {}
+    read(store, {rank: f"began/{rank}" for rank in list(call.absent)[:MAX_LISTED]}, found)
+    for rank, said in found.items():
+        with contextlib.suppress(ValueError):
+            call.began[rank] = decode(Began, said)
+            call.absent[rank] = call.began[rank].who

@@ -70,10 +70,9 @@ def refuse_unknown(process_group: Group) -> None:
 
 def describe_process(process_group: Group) -> str:
     """Names this rank's process and host, for people. Never empty."""
-    if isinstance(process_group, OwnGroup):
-        return process_group.describe_process()
+    in_job = process_group.rank_in_job if isinstance(process_group, OwnGroup) else dist.get_rank()
     text = own_address.own_process()
-    return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
+    return text if in_job in (None, process_group.rank()) else f"{text}, rank {in_job} of the job"
 
 
 def ranks_in_job(process_group: Group) -> list[int] | None:
@@ -92,10 +91,12 @@ def gloo_backend(process_group: Group) -> dist.Backend | None:
 
 
 def group_timeout(process_group: Group, device: torch.device) -> datetime.timedelta:
-    """The timeout of the group's backend for `device`. Raises RuntimeError if it has none."""
+    """The timeout of the group's backend for `device`; torch's default if it has none."""
     if isinstance(process_group, OwnGroup):
         return process_group.timeout
-    return process_group._get_backend(device).options._timeout
+    with contextlib.suppress(Exception):  # whoever needs that backend says so
+        return process_group._get_backend(device).options._timeout
+    return dist.default_pg_timeout
 
 
 def end_together() -> None:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from fusedcomm.ranks import own_address
-
 _TORCHS = datetime.timedelta(seconds=300)
 """Timeout of a TCPStore's requests where none is given."""
 
@@ -74,9 +72,3 @@ class OwnGroup:
             return "gloo"
         backend = self.backends.get(device.type)
         return None if backend is None else backend.name()
-
-    def describe_process(self) -> str:
-        """Names this rank's process and host, for people. Never empty."""
-        text = own_address.own_process()
-        different = self.rank_in_job not in (None, self.group_rank)
-        return f"{text}, rank {self.rank_in_job} of the job" if different else text

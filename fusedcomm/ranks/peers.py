@@ -14,14 +14,17 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import group_store, groups
+from fusedcomm.ranks import bounded_store, groups
 from fusedcomm.ranks.bounded_store import BoundedStore, Errand, StoreError
 
 T = TypeVar("T")
 
+STALL_AFTER_S = 60.0
+"""Seconds: by default a wait that takes this long is a stall."""
 _TAG = 0x66757365
 """Tag of messages that are never sent on the user's group; "fuse" in ASCII."""
 _FIRST_POLL_S, _POLL_S = 1e-3, 0.25
@@ -60,14 +63,50 @@ class Peers:
         self, process_group: groups.Group, store: BoundedStore, timeout: datetime.timedelta, stall_after_s: float
     ) -> None:
         self.rank, self.world_size, self.timeout = process_group.rank(), process_group.size(), timeout
-        self.stall_after_s = stall_after_s
+        self.store, self.stall_after_s, self._num_parts = store, stall_after_s, 0
         self._in_job = groups.ranks_in_job(process_group)
         self._store = store.under("peers")
         self._connections = _connections_of(process_group)
         self._poll_s = max(_POLL_S, self.world_size / _POLLS_PER_S)
+        self.who = groups.describe_process(process_group)
         if self.world_size > 1:
-            who = groups.describe_process(process_group)
-            self.call(lambda: self._store.set(f"who/{self.rank}", who), "attaching")
+            self.call(lambda: self._store.set(f"who/{self.rank}", self.who), "attaching")
+
+    @classmethod
+    def of(
+        cls,
+        process_group: groups.Group,
+        device: torch.device,
+        stall_after: float | None = None,
+        what: str = "attaching",
+    ) -> "Peers":
+        """Those of a new attachment to the group.
+
+        Args:
+            device: where the gradients are: waits have the timeout of its backend.
+            stall_after: as for :func:`reported_after_s`.
+            what: what this rank is doing, for errors.
+
+        Raises:
+            RuntimeError: torch.distributed does not know the group.
+            PeerLostError: a rank, which may have hosted the store, is lost.
+        """
+        groups.refuse_unknown(process_group)
+        timeout = groups.group_timeout(process_group, device)
+        try:
+            store = bounded_store.private_store(process_group, timeout)
+        except StoreError as error:
+            lost = _connections_of(process_group).lost_within(_GRACE_S)
+            if not lost:
+                raise
+            own = f"rank {process_group.rank()} of {process_group.size()}"
+            raise _loss(own, lost, f"rank {min(lost)}", what, _UNKNOWN) from error
+        return cls(process_group, store, timeout, reported_after_s(stall_after, timeout.total_seconds()))
+
+    def part(self) -> BoundedStore:
+        """A store for a further engine of the same ranks. Every rank asks for as many, in the same order."""
+        self._num_parts += 1
+        return self.store.under(f"beside/{self._num_parts}")
 
     def title(self, rank: int) -> str:
         """A rank of the group as all ranks of the job know it: "rank 1", of a smaller group "rank 5 of the job"."""
@@ -224,11 +263,11 @@ class Peers:
         )
 
     def _name(self, rank: int) -> str:
-        who = _answer(lambda: _text(self._store, f"who/{rank}"))
+        who = _answer(lambda: self._store.text(f"who/{rank}"))
         return f"rank {rank} ({who})" if who else f"rank {rank}"
 
     def _last_seen(self, rank: int) -> str:
-        doing = _answer(lambda: _text(self._store, f"doing/{rank}"))
+        doing = _answer(lambda: self._store.text(f"doing/{rank}"))
         if doing is None:
             return _UNKNOWN
         return f"It was last seen {doing}" if doing else "It has not come to attach"
@@ -240,19 +279,10 @@ def warn_alone(text: str, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel)
 
 
-def private_store(process_group: groups.Group, timeout: datetime.timedelta, what: str = "attaching") -> BoundedStore:
-    """As group_store.private_store(), but the loss of a rank, which may have hosted the store, is a PeerLostError.
-
-    what: what this rank is doing, for that error.
-    """
-    try:
-        return group_store.private_store(process_group, timeout)
-    except StoreError as error:
-        lost = _connections_of(process_group).lost_within(_GRACE_S)
-        if not lost:
-            raise
-        own = f"rank {process_group.rank()} of {process_group.size()}"
-        raise _loss(own, lost, f"rank {min(lost)}", what, _UNKNOWN) from error
+def reported_after_s(stall_after: float | None, timeout_s: float) -> float:
+    """Seconds after which a wait is reported: the argument, else STALL_AFTER_S, but at most a third of the group's
+    timeout, so that a report comes before it."""
+    return min(STALL_AFTER_S, timeout_s / 3) if stall_after is None else float(stall_after)
 
 
 def _loss(own: str, lost: Mapping[int, str], name: str, what: str, seen: str) -> PeerLostError:
@@ -303,8 +333,3 @@ def _answer(function: Callable[[], T]) -> T | None:
     with suppress(RuntimeError):
         return errand.result()
     return None
-
-
-def _text(store: BoundedStore, key: str) -> str:
-    """The text of a key; empty if the key is not set."""
-    return store.get(key).decode() if store.check([key]) else ""

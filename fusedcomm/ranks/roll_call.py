@@ -88,10 +88,12 @@ class State(Traffic):
 
 @dataclasses.dataclass
 class Began:
-    """What a rank says when its watch begins: its addresses, and the ends of its connections with ports."""
+    """What a rank says when its watch begins: its addresses, the ends of its connections with ports, and its process
+    and host for people."""
 
     own: list[str] = dataclasses.field(default_factory=list)
     own_ends: list[str] = dataclasses.field(default_factory=list)
+    who: str = ""
 
 
 def encode(said: Opening | State | Began) -> str:

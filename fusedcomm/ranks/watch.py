@@ -25,14 +25,13 @@ import datetime
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-
-import torch.distributed as dist
+from collections.abc import Mapping
 
 from fusedcomm.native import _C
 from fusedcomm.ranks.answers import collect, name_absent
-from fusedcomm.ranks.bounded_store import OwnClient, StoreError
+from fusedcomm.ranks.bounded_store import BoundedStore, OwnClient, StoreError
 from fusedcomm.ranks.connections import MAX_LISTED, Traffic, connections
+from fusedcomm.ranks.peers import Peers
 from fusedcomm.ranks.roll_call import (
     CRAWLING,
     CUT,
@@ -90,12 +89,9 @@ class Watch:
     """The watch of one engine, from now until :meth:`end`, or the engine's stop.
 
     Args:
-        store: has a prefix that only the ranks of this engine use. Each rank has set "who/<rank>" in it.
-        stall_after_s: a wait this long, in seconds, opens a roll call.
-        timeout_s: the process group's timeout, in seconds.
+        peers: the ranks.
+        store: has a prefix that only the ranks of this engine use.
         store_port: of the process group's store if that is a TCPStore, else 0.
-        store_text: what the store is and which process hosts it, for people.
-        lost: returns the ranks whose connection to this one has ended, as far as the backend tells.
         explains: whether errors wait for a roll call. With few ranks that takes up to 1 s, 3 s if a rank is missing
             that is not lost, and 18 s at most; with 1,000 ranks 2 s, 5 s and 34 s.
 
@@ -105,26 +101,21 @@ class Watch:
     def __init__(
         self,
         synchronizer: "_C.Synchronizer",
-        rank: int,
-        world_size: int,
-        store: dist.Store,
-        *,
-        stall_after_s: float,
-        timeout_s: float,
+        peers: Peers,
+        store: BoundedStore,
         store_port: int,
-        store_text: str,
-        lost: Callable[[], Collection[int]],
         explains: bool = True,
     ) -> None:
-        self._rank, self._world_size, self._stall_after_s = rank, world_size, stall_after_s
-        self._store_port, self._store_text, self._lost = store_port, store_text, lost
+        self._rank, self._who, self._world_size, self._lost = peers.rank, peers.who, peers.world_size, peers.lost
+        self._store_port, self._store_text, self._stall_after_s = store_port, store.about, peers.stall_after_s
+        world_size, timeout_s = peers.world_size, peers.timeout.total_seconds()
         least_poll_s = world_size / _POLLS_PER_S
-        self._poll_s = max(least_poll_s, min(_MAX_POLL_S, stall_after_s / 4, timeout_s / 12))
+        self._poll_s = max(least_poll_s, min(_MAX_POLL_S, peers.stall_after_s / 4, timeout_s / 12))
         # Within which every rank has polled once or twice and has answered, whatever its stall_after is.
         slowest_poll_s, margin_s = max(least_poll_s, min(_MAX_POLL_S, timeout_s / 12)), min(1.0, timeout_s / 6)
         self._late_s, self._answer_s = slowest_poll_s + margin_s, 2 * slowest_poll_s + margin_s
         self._request_s = 1 + world_size / 1e3
-        self._store = OwnClient(store, datetime.timedelta(seconds=self._request_s), store_text)
+        self._store = OwnClient(store.native, datetime.timedelta(seconds=self._request_s), store.about)
 
         self._awake_since = time.monotonic()  # earlier waits do not count: the process was stopped
         self._next_call = 1
@@ -157,7 +148,7 @@ class Watch:
                 self._engine.enter_thread()
             own = connections()
             with contextlib.suppress(StoreError):  # reports then do not tell whether bytes of this rank arrive
-                self._store.set(f"began/{self._rank}", encode(Began(sorted(own.own), sorted(own.own_ends))))
+                self._store.set(f"began/{self._rank}", encode(Began(sorted(own.own), sorted(own.own_ends), self._who)))
             while True:
                 began = time.monotonic()
                 self._sleep(self._poll_s, for_failure=True)

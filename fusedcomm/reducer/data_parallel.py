@@ -1,6 +1,7 @@
 """``fusedcomm.DataParallel``: the surface of DistributedDataParallel on top of a GradReducer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,37 @@ from fusedcomm.reducer.ddp_arguments import (
     group_of,
     has_buffers,
 )
-from fusedcomm.reducer.ddp_surface import DdpReducer, refused
-from fusedcomm.reducer.parameters import ignored_names, replicas_to_agree
+from fusedcomm.reducer.parameters import USUAL_BUCKET_MIB, ignored_names, replicas_to_agree
 from fusedcomm.reducer.reducer import GradReducer, release
-from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB
 from fusedcomm.session.served import servers_of
 from fusedcomm.session.surface import Spelled
 
 _MIB = 1 << 20
+
+
+class DdpReducer:
+    """``model.reducer``: what pipelines and trainers call on DDP's Reducer to prepare a backward pass."""
+
+    def __init__(self, comm: GradReducer) -> None:
+        self._comm = comm
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The next backward pass synchronizes gradients. `outputs`: DDP looks for unused parameters from there."""
+        self._comm.prepare()
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether buckets were cut again: never here: the backward pass does it."""
+        return False
+
+
+def refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    """A method of DDP that raises RuntimeError with the reason."""
+
+    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(f"fusedcomm.DataParallel has no {name}: {instead}")
+
+    method.__name__, method.__doc__ = name, f"Refused: {instead}."
+    return method
 
 
 class DataParallel(Spelled, DistributedDataParallel):
@@ -85,7 +109,7 @@ class DataParallel(Spelled, DistributedDataParallel):
     Attributes:
         module: the model.
         comm: the :class:`GradReducer`: ``stats()``, ``plan()``, ``trace()``, ``state_dict()`` …
-        reducer: what pipelines and trainers call on DDP's; see ddp_surface.py.
+        reducer: what pipelines and trainers call on DDP's; see :class:`DdpReducer`.
         process_group, device_ids, output_device, broadcast_buffers, forward_sync_buffers, broadcast_bucket_size,
             find_unused_parameters, static_graph, parameters_to_ignore: as in DDP.
         require_backward_grad_sync: False within :meth:`no_sync`.
@@ -199,7 +223,7 @@ class DataParallel(Spelled, DistributedDataParallel):
             self.module,
             process_group=None if self._options["members"] else self.process_group,
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
-            also_agree=self._checked,
+            _also_agree=self._checked,
             **self._options,
         )
         # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.

@@ -13,8 +13,7 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.autotune.tuner import Tuner, to_agree
-from fusedcomm.autotune.tuning import Tuning
+from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import AUTO, Config, LocalOptions, check, combinations, local_options
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
@@ -22,6 +21,8 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import (
+    USUAL_BUCKET_MIB,
+    configs_of,
     ids_of_sparse,
     ignored_names,
     named_tensors,
@@ -29,7 +30,6 @@ from fusedcomm.reducer.parameters import (
     refuse_with_members,
     tensors_of,
 )
-from fusedcomm.reducer.tuning import USUAL_BUCKET_MIB, ReducerTarget, configs_of
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.handle import CommHandle
 from fusedcomm.session.parameters import (
@@ -88,8 +88,6 @@ class GradReducer(CommHandle):
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs. Takes the place of
             `process_group`.
-        also_agree: makes the checks of whoever makes this object, and returns what else must be equal on all ranks, by
-            name; values that can be JSON.
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
@@ -127,7 +125,7 @@ class GradReducer(CommHandle):
         local: LocalOptions | None = None,
         quiet: bool = False,
         members: Members | None = None,
-        also_agree: Callable[[], Mapping[str, object]] = dict,
+        _also_agree: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         if members is None and process_group is None and not dist.is_initialized():
             configs_of(config)  # a configuration that is not possible is said first: ranks would not help
@@ -136,7 +134,7 @@ class GradReducer(CommHandle):
         options, more, problem = LocalOptions(), {}, None
         is_search, named, sparse, parameters, caps = False, [], set(), [], [0]
         try:
-            more = also_agree()
+            more = _also_agree()  # of a DataParallel: its checks, and what else must be equal on all ranks
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
             caps = bucket_caps(bucket_mib)
             check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
@@ -170,27 +168,25 @@ class GradReducer(CommHandle):
             },
             **more,
         }
-        first, device, announce = configs[0], device_of(named), not quiet
+        device = device_of(named)
         runs: Session | Tuner | Training
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
-            runs = Training(members, first, parameters, options, device, agreed, model, problem)
+            runs = Training(members, configs[0], parameters, options, device, agreed, model, problem)
         else:
-            group = process_group or dist.group.WORLD
-            agreed |= to_agree(configs) if is_search else {}
-            how: Any = {"announce": announce, "also_agree": agreed, "watched": not is_search, "problem": problem}
-            runs = Session(first, group, parameters, options, device, **how)
+            on = process_group or dist.group.WORLD, parameters, options, device, not quiet
+            how: dict[str, Any] = {"also_agree": agreed, "problem": problem}
             if is_search:
-                runs = Tuner(runs, configs, has_off=False, announce=announce, caps=lambda: caps)
+                runs = Tuner(configs, *on, **how, has_off=False, caps=lambda: caps)
+            else:
+                runs = Session(configs[0], *on, **how)
         super().__init__(runs)
         self._bucket_caps = caps
         self._store, self._num_meetings = self.session.store("reducer"), 0
         # Gradients arrive from the model's end to its beginning.
         backwards = [(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)]
         self.native = self._made_native(backwards, find_unused_parameters, every)
-        if isinstance(runs, Tuner):
-            runs.start(ReducerTarget(self.native))
-        elif isinstance(runs, Training):
+        if not isinstance(runs, Session):
             runs.start(self.native)
         self.finds_unused, self._sparse = find_unused_parameters, sparse
         self._end_owner: Callable[[], None] | None = None
@@ -249,10 +245,6 @@ class GradReducer(CommHandle):
         """Counts and times of this rank; see :meth:`fusedcomm.Handle.stats`."""
         runs = self.runs
         return dataclasses.replace(super().stats(), changes=runs.changes if isinstance(runs, Training) else ())
-
-    def tuning(self) -> Tuning | None:
-        """What config="auto" has found so far; printable. None if nothing is searched."""
-        return self.runs.tuning() if isinstance(self.runs, Tuner) else None
 
     def _compared(self) -> ParameterDifference | None:
         runs = self.runs
@@ -356,7 +348,7 @@ class GradReducer(CommHandle):
         what the reducer's session was given."""
         take_over(session, self.session)
         self.native.give_to(begin=begin, why_unequal=why_unequal, take=take, end=end)
-        self.native.set_synchronizer(session.synchronizer)
+        self.native.set(session.synchronizer)
         self._runs, self._end_owner = session, detach
 
     def _let_go(self) -> None:

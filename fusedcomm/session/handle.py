@@ -20,7 +20,7 @@ from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import ADDED_MEANS, AddedPasses, give
 
 if TYPE_CHECKING:
-    from fusedcomm.autotune.tuning import Tuning
+    from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.native import _C
 
 
@@ -82,6 +82,10 @@ class CommHandle(Surface):
     def _module(self) -> nn.Module | None:
         """The module whose passes are traced."""
         return None
+
+    def _described(self) -> str:
+        session, search = self.session, "searching, now " if self.mode == "searching" else ""
+        return f"{search}wire {session.config.wire}, sum {session.config.sum}, {session.world_size} ranks"
 
     def _plan(self) -> BucketsPlan:
         """The plan of the session that runs."""
@@ -207,7 +211,8 @@ class CommHandle(Surface):
 
     def tuning(self) -> "Tuning | None":
         """What config="auto" has found so far; printable. None if nothing is searched."""
-        return None
+        found = getattr(self.runs, "tuning", None)  # a search has it
+        return None if found is None else found()
 
     def nonfinite_report(self) -> list[NonFinite]:
         """Every rank's NaN and Inf counts by parameter, worst first. A collective call.
@@ -246,7 +251,7 @@ class CommHandle(Surface):
             path: ``{rank}`` becomes the rank. Without it only rank 0 records.
             all_ranks: rank 0 writes one trace, in which each rank is a process. The collectives align the ranks'
                 clocks; "otherData" has the precision in microseconds. A collective call: every rank traces the same
-                steps. The command ``fusedcomm timeline`` makes the same trace of files with ``{rank}``.
+                steps.
 
         Raises:
             ValueError: all_ranks is set and the path has ``{rank}``.

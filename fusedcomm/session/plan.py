@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from fusedcomm.ranks.hosts import Hosts, OwnHost, advice
 from fusedcomm.session.parameters import NamedParameter, trainable
 
 if TYPE_CHECKING:
+    from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
@@ -26,7 +27,7 @@ _LEAST_WIDTH = 6  # characters of the first column
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is sent together: a bucket, a module of FSDP2's, a fragment of LocalSteps, a unit of a ShardedOptimizer.
+    """What is sent together: a bucket, a module of FSDP2's, LocalSteps' message, a unit of a ShardedOptimizer.
 
     `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm.
     """
@@ -103,14 +104,6 @@ class Plan:
         ]
 
 
-class Found(Protocol):
-    """What a plan shows of a search for the wire. :class:`fusedcomm.autotune.tuning.Tuning` is one."""
-
-    @property
-    def line(self) -> str:
-        """The choice, or how far the search is; never empty."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketsPlan(Plan):
     """The effective plan of DDP's or a reducer's buckets."""
@@ -131,7 +124,7 @@ class BucketsPlan(Plan):
     off: bool = False
     """Whether gradients go through DDP's own all-reduce: with "off", if "auto" tries it now or has chosen it,
     or `detached`."""
-    tuning: Found | None = None
+    tuning: "Tuning | None" = None
     """What config="auto" has found; None for other wires."""
     ranks_on_host: int | None = None
     """Ranks on this host, as torchrun sets them; None if not set."""
@@ -193,7 +186,6 @@ class BucketsPlan(Plan):
         wire = " ".join(
             (
                 config.wire,
-                *(["rotated"] if config.blocks.rotate else []),
                 *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )
@@ -275,7 +267,7 @@ def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool)
         exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
         rows=rows,
         predicted=predicted,
-        hosts=session.hosts,
+        hosts=session.levels.hosts,
         one_level_reason=session.levels.one_level_reason,
         off=off,
         ranks_on_host=env.local_world_size(),
@@ -304,10 +296,12 @@ def predicted_rows(
     for index, bucket in enumerate(indices):
         members = [backwards[position] for position in bucket]
         slices = [(p.tensor.numel() * (2 if p.tensor.is_complex() else 1), p.wire) for p in members]
-        dtype = members[0].tensor.dtype
-        names = tuple(parameter.name for parameter in members)
-        dtype = dtype.to_real() if dtype.is_complex else dtype
-        rows.append(_row(native, world_size, own_host, index, names, dtype, slices))
+        dtype = members[0].tensor.dtype.to_real()
+        plan = None
+        if native is not None and dtype in _C.GRAD_DTYPES:
+            plan = _C.plan_bucket(native, world_size, torch.empty(0, dtype=dtype), slices)
+        names, numel = tuple(parameter.name for parameter in members), sum(numel for numel, _ in slices)
+        rows.append(row_of(world_size, own_host, index, names, dtype, numel, plan))
     return tuple(rows)
 
 
@@ -315,42 +309,34 @@ def actual_rows(world_size: int, own_host: OwnHost | None, synchronizer: "_C.Syn
     """Rows for the buckets of the last backward pass."""
     rows = []
     for index, record in enumerate(synchronizer.buckets()):
+        plan = None if record.passthrough else record.plan
         names = tuple(record.parameters)
-        if record.passthrough:
-            rows.append(_passthrough_row(world_size, own_host, index, names, record.dtype, record.numel))
-        else:
-            rows.append(planned_row(own_host, index, names, record.dtype, record.numel, record.plan))
+        rows.append(row_of(world_size, own_host, index, names, record.dtype, record.numel, plan))
     return tuple(rows)
 
 
-def _row(
-    config: "_C.WireConfig | None",
+def row_of(
     world_size: int,
     own_host: OwnHost | None,
     index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
-    slices: list[tuple[int, int]],
-) -> Row:
-    numel = sum(numel for numel, _ in slices)
-    if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return _passthrough_row(world_size, own_host, index, names, dtype, numel)
-    plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), slices)
-    return planned_row(own_host, index, names, dtype, numel, plan)
-
-
-def planned_row(
-    own_host: OwnHost | None,
-    index: int,
-    names: tuple[str, ...],
-    dtype: torch.dtype,
     numel: int,
-    plan: "_C.BucketPlan",
+    plan: "_C.BucketPlan | None",
 ) -> Row:
-    """The row of a bucket with this plan. own_host: None: bytes between hosts are not counted."""
+    """The row of a bucket with this plan.
+
+    own_host: None: bytes between hosts are not counted. plan: None: the group's backend sums it as it is.
+    """
     nbytes = numel * dtype.itemsize
+    label = _C.bucket_label(index, names, nbytes)
+    if plan is None:
+        sent = 2 * nbytes * (world_size - 1) // world_size
+        between = own_host and sent * own_host.num_links // own_host.num_ranks
+        name = str(dtype).removeprefix("torch.")
+        return Row(label, names, nbytes, name, "exact", 1, sent, "sent as it is", between)
     return Row(
-        label=_C.bucket_label(index, names, nbytes),
+        label=label,
         parameters=names,
         grad_nbytes=nbytes,
         wire="+".join(layout.wire for layout in plan.layouts),
@@ -360,14 +346,3 @@ def planned_row(
         reason=plan.reason,
         sent_between_hosts_nbytes=own_host and plan.sent_between_hosts_nbytes(own_host.num_ranks, own_host.num_links),
     )
-
-
-def _passthrough_row(
-    world_size: int, own_host: OwnHost | None, index: int, names: tuple[str, ...], dtype: torch.dtype, numel: int
-) -> Row:
-    nbytes = numel * dtype.itemsize
-    sent = 2 * nbytes * (world_size - 1) // world_size
-    between = own_host and sent * own_host.num_links // own_host.num_ranks
-    name = str(dtype).removeprefix("torch.")
-    label = _C.bucket_label(index, names, nbytes)
-    return Row(label, names, nbytes, name, "exact", 1, sent, "sent as it is", between)

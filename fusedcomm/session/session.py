@@ -3,8 +3,8 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import os
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -17,15 +17,15 @@ from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, group_store, groups, hosts
+from fusedcomm.ranks import agreement, bounded_store, groups, hosts
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.channels import make_host_channels
-from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.ranks.watch import Watch
-from fusedcomm.session import levels, plan, weights
+from fusedcomm.session import levels, plan
 from fusedcomm.session.compare import Comparison, ParameterDifference
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
-from fusedcomm.session.ranks import Ranks
+from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats, collect
 from fusedcomm.trace.recorder import Recorder
 
@@ -60,7 +60,8 @@ class Session:
 
     Attributes:
         explains: whether an error waits for what the watch finds out about the other ranks.
-        ranks: of the group; a session beside another one shares them.
+        peers: what waits for other ranks outside of steps; a session beside another one shares it.
+        host_names: of each rank.
         levels: of its sums.
         synchronizer: the engine; None with `is_off`.
         kept: without an engine, what was loaded of its state: the step, and counts of NaN and Inf by parameter.
@@ -103,27 +104,33 @@ class Session:
         self._num_gathered = 0
         self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
-        self.ranks = Ranks(process_group, device, local.stall_after) if beside is None else beside.ranks
-        self.peers = self.ranks.peers
-        self._store = self.ranks.store if beside is None else self.ranks.part()
-        path = self._agree(also_agree or {}, problem) if beside is None else None
-        self.levels = levels.find(cfg, self.ranks.host_names, self.rank, of_rows=reduces_rows or gathers_rows)
+        path = None
+        if beside is None:
+            self.peers = Peers.of(process_group, device, local.stall_after)
+            self._store = self.peers.store
+            path, self.host_names = self._agree(also_agree or {}, problem)
+        else:
+            self.peers, self.host_names, self._store = beside.peers, beside.host_names, beside.peers.part()
+        self.levels = levels.find(cfg, self.host_names, self.rank, of_rows=reduces_rows or gathers_rows)
         if is_off:
             self.codec, self.s_per_byte = "none", None
             self.peers.doing("in training, with config='off'")
             return
         self.synchronizer = self._engine(path, beside)
-        self.weights = weights.used(self.synchronizer, cfg)
+        if cfg.weighted is not None:
+            self.weights = self.synchronizer.weights
+            self.weights.use(of_sums=cfg.weighted == "sum")
         self.use_comparison([(p.name, p.tensor) for p in parameters or []])
-        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        self.recorder = Recorder(self.synchronizer, self._store, self.peers, place)
         _made.add(self)
         self.peers.doing("in training, attached")
         if watched:
             self.watch()
 
-    def _agree(self, also_agree: Mapping[str, object], problem: Exception | None) -> "CpuPath | CudaPath | None":
-        """Returns this rank's path, None with `is_off`, once the ranks have agreed."""
+    def _agree(
+        self, also_agree: Mapping[str, object], problem: Exception | None
+    ) -> tuple["CpuPath | CudaPath | None", list[str]]:
+        """Returns this rank's path, None with `is_off`, and all ranks' hosts, once the ranks have agreed."""
+        self.peers.doing("attaching: comparing its configuration with the others'")
         # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
         record, path = {}, None
         try:
@@ -137,8 +144,10 @@ class Session:
             record = self._record(also_agree)
         except Exception as error:
             problem = error
-        self.ranks.agree(record, problem)
-        return path
+        hosts.publish_name(self._store, self.rank)
+        agreement.agree(self.peers, self._store.under("plan"), record, problem)
+        # The ranks have agreed, so each has published its host name: reading the names does not wait.
+        return path, hosts.published_names(self._store, self.world_size)
 
     def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
@@ -162,11 +171,9 @@ class Session:
     def _engine(self, path: "CpuPath | CudaPath | None", beside: "Session | None") -> "_C.Synchronizer":
         """Connects the ranks and makes the engine. Raises if any rank cannot."""
         synchronizer, problem = None, None
-        if self.rank == 0:
-            self._store.set("run", uuid.uuid4().hex)
         try:
             self.peers.doing("attaching: connecting with the other ranks")
-            transport = self._connect(path) if path is not None else self._connect_beside(beside)
+            transport = self._connect(path, beside)
             config, world_size = self.effective_config, self.world_size
             with chunks.fitting_memory(config, world_size, self.device.type, self.ranks_per_host):
                 synchronizer = _C.Synchronizer(
@@ -178,17 +185,15 @@ class Session:
                     grad_device=self.device,
                     measure_every=config.measure_every,
                 )
-            if world_size > 1:
-                self._store.set(f"watch/who/{self.rank}", groups.describe_process(self.process_group))
         except Exception as error:
             problem = error
         found = {
-            "hosts": self.hosts.groups if self.hosts else None,
+            "hosts": self.levels.hosts.groups if self.levels.hosts else None,
             "chunks": dataclasses.astuple(self.effective_config.chunks) if synchronizer else None,
         }
         try:
             self.peers.doing("attaching: its engine is ready")
-            self.ranks.ready(self._store, found, problem)
+            agreement.ready(self.peers, self._store, found, problem)
         except Exception:
             if synchronizer is not None:  # freed now, because a caller may keep the error and with it the synchronizer
                 synchronizer.stop("another rank has no engine")
@@ -196,16 +201,27 @@ class Session:
             raise
         return synchronizer
 
-    def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
-        if self.ranks_per_host > 1 and not path.has_two_levels:
-            path = self._path(two_levels=True)  # its kernels for two levels, too
-        self.native_device, self._transport = self._connect_path(path)
-        self.s_per_byte, self.codec = path.s_per_byte, path.codec
-        return self._connect_hosts()
-
-    def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
-        connect, group, device = path.connect, self.process_group, self.device
-        return self._while_connecting(lambda: connect(group, device, group_store.own_client(self._store)))
+    def _connect(self, path: "CpuPath | CudaPath | None", beside: "Session | None") -> "_C.C10dTransport":
+        """Connects the ranks, as far as they are not connected `beside`."""
+        on_two_levels = self.ranks_per_host > 1
+        if beside is not None:
+            is_shared = isinstance(beside.native_device, _C.CpuDevice) or self._kernels() == beside._kernels()
+            path = None if is_shared else self._path(on_two_levels)
+        elif on_two_levels and not path.has_two_levels:
+            path = self._path(on_two_levels)  # its kernels for two levels, too
+        if path is None:
+            self.native_device, self.codec = beside.native_device, beside.codec
+        else:
+            group, device = self.process_group, self.device
+            self.native_device, self._transport = self._while_connecting(
+                lambda: path.connect(group, device, bounded_store.own_client(self._store))
+            )
+            self.s_per_byte, self.codec = path.s_per_byte, path.codec
+        if beside is not None:
+            self._transport, self.s_per_byte = beside._transport, beside.s_per_byte
+            if self.levels.are_those_of(beside.levels):
+                return beside.synchronizer.transport
+        return self._connect_hosts() if on_two_levels else self._transport
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
@@ -214,18 +230,7 @@ class Session:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
                 return connect()
 
-        return self.ranks.connect(self._store, on_device)
-
-    def _connect_beside(self, beside: "Session") -> "_C.C10dTransport":
-        if isinstance(beside.native_device, _C.CpuDevice) or self._kernels() == beside._kernels():
-            self.native_device, self.codec = beside.native_device, beside.codec
-        else:
-            path = self._path(two_levels=self.ranks_per_host > 1)
-            self.native_device, _ = self._connect_path(path)
-            self.codec = path.codec
-        self.s_per_byte = beside.s_per_byte
-        self._transport = beside._transport
-        return beside.synchronizer.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
+        return agreement.connect(self.peers, self._store, on_device)
 
     @property
     def session(self) -> "Session":
@@ -241,18 +246,8 @@ class Session:
         if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            watch = Watch(
-                self.synchronizer,
-                self.rank,
-                self.world_size,
-                self.store("watch"),
-                stall_after_s=self.peers.stall_after_s,
-                timeout_s=self.peers.timeout.total_seconds(),
-                store_port=group_store.store_port(self.process_group),
-                store_text=group_store.describe_store(self.process_group),
-                lost=self.peers.lost,
-                explains=self.explains,
-            )
+            store, port = self._store.under("watch"), bounded_store.store_port(self.process_group)
+            watch = Watch(self.synchronizer, self.peers, store, port, self.explains)
         except RuntimeError as error:  # the system has no thread left
             self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
@@ -266,9 +261,17 @@ class Session:
             self._end_watch()
             self._end_watch = None
 
-    def follow(self, process_group: groups.Group) -> None:
-        """Goes on as the session of another group, without an engine."""
-        self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
+    def moved(self, process_group: groups.Group, also_agree: Mapping[str, object] | None = None) -> "Session":
+        """Returns what goes on in this session's place on another group, with its configuration and its state; this one
+        ends. Without an engine that is this session itself. Every rank of the group calls it at the same time."""
+        if not self.has_engine:
+            self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
+            return self
+        on = process_group, self.parameters, self.local, self.device
+        new = Session(self.config, *on, also_agree=also_agree)
+        take_over(new, self)
+        self.stop("the module moved to another process group")
+        return new
 
     @property
     def mode(self) -> Mode:
@@ -280,10 +283,11 @@ class Session:
         """Ranks on each host if sums have two levels, else 1."""
         return self.levels.ranks_per_host
 
-    @property
-    def hosts(self) -> hosts.Hosts | None:
-        """The hosts; see :class:`Levels`."""
-        return self.levels.hosts
+    @functools.cached_property
+    def recorder(self) -> Recorder:
+        """What records traces."""
+        place = self.levels.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
+        return Recorder(self.synchronizer, self._store, self.peers, place)
 
     @property
     def native_config(self) -> "_C.WireConfig":
@@ -297,21 +301,18 @@ class Session:
         return chunks.resolved(self.config, self.world_size, self.device.type, self.s_per_byte, self.ranks_per_host)
 
     def _connect_hosts(self) -> "_C.C10dTransport":
-        """The transport; if sums have two levels, with channels for both."""
-        if self.ranks_per_host == 1:
-            return self._transport
-
-        group, device, found = self.process_group, self.device, self.hosts
+        """The transport with channels for both levels."""
+        group, device, found = self.process_group, self.device, self.levels.hosts
         channels = self._while_connecting(
-            lambda: make_host_channels(group, device, group_store.own_client(self._store), found)
+            lambda: make_host_channels(group, device, bounded_store.own_client(self._store), found)
         )
-        local_rank, host = self.hosts.place(self.rank)
+        local_rank, host = found.place(self.rank)
         return _C.with_hosts(
             self._transport,
             local_rank=local_rank,
-            ranks_per_host=self.hosts.ranks_per_host,
+            ranks_per_host=found.ranks_per_host,
             host=host,
-            num_hosts=self.hosts.num_hosts,
+            num_hosts=found.num_hosts,
             local_scatter=channels.local_scatter,
             local_gather=channels.local_gather,
             cross_scatter=channels.cross_scatter,
@@ -321,7 +322,7 @@ class Session:
     def confirm(self, problem: Exception | None, stop: Callable[[str], object] | None = None) -> None:
         """Raises what a rank has found since its session was made, this rank's `problem` first, once `stop` was called.
         A collective call, at most one for each session."""
-        self.ranks.confirm(self._store, problem, stop or self.stop)
+        agreement.confirm(self.peers, self._store, problem, stop or self.stop)
 
     def _path(self, two_levels: bool | None = None) -> "CpuPath | CudaPath":
         """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
@@ -413,10 +414,6 @@ class Session:
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:
         """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""
         return plan.plan_of(self, bucket_nbytes_caps, self.is_off if off is None else off)
-
-    def max_over_ranks(self, value: float, what: str) -> float:
-        """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
-        return self.synchronizer.max_over_ranks(value, what)
 
     def say_notices(self) -> None:
         """Emits the engine's notices since the last call as warnings."""

@@ -2,18 +2,21 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from fusedcomm.config import RESIDUALS
 from fusedcomm.session.parameters import NamedParameter
-from fusedcomm.session.session import Session
+
+if TYPE_CHECKING:
+    from fusedcomm.session.session import Session
 
 VERSION = 2
 KEYS = {"version", "rank", "world_size", "step", "nonfinite", "error_feedback", "residuals"}
 
 
-def state_dict(session: Session, consolidated: bool) -> dict:
+def state_dict(session: "Session", consolidated: bool) -> dict:
     """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
     (step, nonfinite), residuals, of_encoders = session.kept, {}, {}
     if session.has_engine:
@@ -36,7 +39,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
     }
 
 
-def load_state_dict(session: Session, state: dict) -> None:
+def load_state_dict(session: "Session", state: dict) -> None:
     """See :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`."""
     check(state, session.parameters, session.keeps_residuals, session.is_off)
     if not session.has_engine:
@@ -59,7 +62,7 @@ def load_state_dict(session: Session, state: dict) -> None:
     session.synchronizer.step = state["step"]
 
 
-def take_over(session: Session, old: Session) -> None:
+def take_over(session: "Session", old: "Session") -> None:
     """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes.
 
     `session` also weighs this rank, and the passes that have only added up, as `old` was asked to.
@@ -127,7 +130,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _mean_over_ranks(session: Session, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _mean_over_ranks(session: "Session", residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The mean by parameter name, where a residual that a rank lacks counts as zeros. A collective call."""
     what = "state_dict(consolidated=True)"
     sizes = {name: values.numel() for name, values in residuals.items()}

@@ -34,6 +34,14 @@ class Sealed:
     def __dir__(self) -> list[str]:
         return sorted({name for kind in type(self).__mro__ for name in vars(kind).get("_shows", ())})
 
+    def _described(self) -> str:
+        """What it is now, for repr(); waits for nothing."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """One line, which waits for nothing: ``<fusedcomm.Handle: wire int8, sum auto, 2 ranks>``."""
+        return f"<fusedcomm.{type(self).__name__}: {self._described()}>"
+
 
 class Surface(Sealed):
     """A handle that is attached until :meth:`detach`."""
@@ -54,10 +62,6 @@ class Surface(Sealed):
         """Ends it."""
         raise NotImplementedError
 
-    def _described(self) -> str:
-        """What runs, for repr(); waits for nothing."""
-        raise NotImplementedError
-
     def refuse_detached(self, consequence: str) -> None:
         """Raises RuntimeError, with the consequence, if this object is detached."""
         if not self.is_attached:
@@ -75,9 +79,9 @@ class Surface(Sealed):
         self.detach()
 
     def __repr__(self) -> str:
-        """One line, which waits for nothing: ``<fusedcomm.Handle: wire int8, sum auto, 2 ranks>``."""
-        text = "a copy, attached to nothing" if self.is_copy else self._described() if self.is_attached else "detached"
-        return f"<fusedcomm.{type(self).__name__}: {text}>"
+        if self.is_copy or not self.is_attached:
+            return f"<fusedcomm.{type(self).__name__}: {'a copy, attached to nothing' if self.is_copy else 'detached'}>"
+        return super().__repr__()
 
 
 class Spelled:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fusedcomm.config import Config, combinations
+from fusedcomm.config import combinations
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 
@@ -51,14 +51,6 @@ def give(weights: "_C.PassWeights", value: object) -> float:
             stacklevel=4,
         )
     return number
-
-
-def used(synchronizer: "_C.Synchronizer", config: Config) -> "_C.PassWeights | None":
-    """The weights of a new engine, if `config` has any."""
-    if config.weighted is None:
-        return None
-    synchronizer.weights.use(of_sums=config.weighted == "sum")
-    return synchronizer.weights
 
 
 class Noting(Protocol):

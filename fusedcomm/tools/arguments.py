@@ -15,7 +15,7 @@ WIRES = get_args(Wire)
 """fusedcomm.WIRES, which needs torch."""
 
 COMPARED = ("bf16", "int8", "fp8", "int4")
-"""Wires that plan and probe compare unless --wires names others."""
+"""Wires that a probe compares unless --wires names others."""
 
 ACCEPT = ("bf16", "int8")
 """Wires that may be recommended unless --accept names others."""
@@ -67,10 +67,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(
-    *, least: float | None = None, above: float | None = None, most: float = math.inf, below: float = math.inf
+    *, least: float | None = None, above: float | None = None, below: float = math.inf
 ) -> Callable[[str], float]:
     """An argparse type: a finite number within these limits."""
-    return _number(float, "a number", least, above, most, below)
+    return _number(float, "a number", least, above, math.inf, below)
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:

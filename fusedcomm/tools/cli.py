@@ -13,7 +13,6 @@ from fusedcomm import version
 from fusedcomm.tools.arguments import WIRES, Parser, whole, wire
 from fusedcomm.tools.demo import MAX_RANKS
 from fusedcomm.tools.errors import UsageError
-from fusedcomm.tools.plan import command as plan_command
 from fusedcomm.tools.probe import command as probe_command
 from fusedcomm.tools.run import add_to as add_run_to
 
@@ -58,15 +57,13 @@ def _parser() -> Parser:
     parser = Parser(
         prog="fusedcomm",
         description="Compressed gradient communication for PyTorch's DistributedDataParallel.",
-        example="fusedcomm doctor\nfusedcomm plan --help",
+        example="fusedcomm doctor\nfusedcomm probe --help",
     )
     parser.set_defaults(parser=parser)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of fusedcomm, torch and Python")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor_to(commands)
     _add_demo_to(commands)
-    _add_timeline_to(commands)
-    plan_command.add_to(commands)
     probe_command.add_to(commands)
     add_run_to(commands)
     return parser
@@ -126,21 +123,6 @@ def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
     demo.set_defaults(run=_run_demo, parser=demo)
 
 
-def _add_timeline_to(commands: "argparse._SubParsersAction") -> None:
-    timeline = commands.add_parser(
-        "timeline",
-        help="merge the traces of all ranks into one",
-        description='Merges the files that ranks wrote with comm.trace("trace-{rank}.json") into one, and aligns\n'
-        "the ranks' clocks by their collectives.",
-        example="fusedcomm timeline trace-*.json --out merged.json",
-    )
-    timeline.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="one trace file for each rank")
-    timeline.add_argument(
-        "-o", "--out", type=Path, metavar="PATH", required=True, help="the merged trace; open it at ui.perfetto.dev"
-    )
-    timeline.set_defaults(run=_run_timeline, parser=timeline)
-
-
 def _run_doctor(args: argparse.Namespace) -> int:
     from fusedcomm.tools.doctor import main
 
@@ -154,25 +136,3 @@ def _run_demo(args: argparse.Namespace) -> int:
     from fusedcomm.tools.demo.launch import launch
 
     return launch(args.steps, args.seeds, tuple(dict.fromkeys(args.wires or WIRES)), args.ranks, args.out)
-
-
-def _run_timeline(args: argparse.Namespace) -> int:
-    from fusedcomm.tools import output
-
-    output.check_readable("TRACE", args.traces)
-    output.check((("--out", args.out),))
-    from fusedcomm.trace.document import ABOUT
-    from fusedcomm.trace.merge import TimelineError, merge_files
-
-    try:
-        about = merge_files(args.traces, args.out)["otherData"][ABOUT]
-    except (TimelineError, OSError) as error:
-        raise UsageError(str(error)) from error
-    uncertainties = about["clock_uncertainty_us"]
-    unknown = [rank for rank, uncertainty in enumerate(uncertainties) if uncertainty is None]
-    widest = max(uncertainty for uncertainty in uncertainties if uncertainty is not None)
-    print(f"{about['world_size']} ranks, clocks aligned to ± {widest:.0f} µs")
-    if unknown:
-        print(f"The clocks of ranks {unknown} are not aligned: their traces have no collective in common with rank 0's")
-    output.say_written(args.out)
-    return 0

@@ -13,7 +13,7 @@ import subprocess
 import types
 
 import fusedcomm
-from fusedcomm.tools import network_of_host
+from fusedcomm.ranks import own_address
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def _machine() -> list[tuple[str, str]]:
         ("compiler", _compiler()),
         ("CUDA", _cuda()),
         ("triton", _version_of("triton")),
-        *network_of_host.lines(),
+        ("addresses", f"{', '.join(own_address.candidates())}, of {own_address.host_name()}"),
     ]
 
 

@@ -37,15 +37,6 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
             raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
 
 
-def check_readable(option: str, paths: Iterable[Path]) -> None:
-    """Checks that files can be read. Raises UsageError that names the first one that cannot, and its `option`."""
-    for path in paths:
-        if not path.is_file():
-            raise UsageError(f"{option} {path}: there is no such file; name an existing one")
-        if not os.access(path, os.R_OK):
-            raise UsageError(f"{option} {path} cannot be read: no permission; name another file")
-
-
 def say_written(*paths: Path) -> None:
     """Says which files a command has written."""
     for path in paths:

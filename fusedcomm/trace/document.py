@@ -52,7 +52,6 @@ def document(
     of_model: Sequence[ModelSpan],
     rank: int,
     world_size: int,
-    run: str,
     place: tuple[int, int],
 ) -> dict[str, object]:
     """One rank's trace: the spans as Chrome's complete events, in microseconds since this rank's trace began.
@@ -61,9 +60,7 @@ def document(
     the buckets, therefore has several lanes, each a thread of Chrome's format. (Perfetto cannot name the tracks of
     asynchronous events.)
 
-    Args:
-        run: names the trace: the same on every rank, and different for every trace.
-        place: this rank's host and its place on that host. On one level every rank is a host.
+    place: this rank's host and its place on that host. On one level every rank is a host.
     """
     by_track: dict[str, list[dict]] = {track: [] for track in _TRACKS}
     for span in of_model:
@@ -92,7 +89,6 @@ def document(
         event["pid"] = rank
     about = {
         "version": __version__,
-        "run": run,
         "rank": rank,
         "world_size": world_size,
         "host": place[0],

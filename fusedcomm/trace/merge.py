@@ -15,7 +15,6 @@ be right more often if delays are symmetric, but they guarantee nothing: a colle
 import json
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -25,10 +24,6 @@ from fusedcomm.trace import document as trace
 
 _PIECE_NBYTES = 1 << 20
 """Most bytes of one value in the store. A TCPStore takes up to 8 MiB."""
-
-
-class TimelineError(ValueError):
-    """The documents do not make one timeline. The text names the document at fault and the reason."""
 
 
 # ---- clocks
@@ -114,18 +109,11 @@ def _bucket_of(event: dict) -> tuple[int, str]:
 # ---- one document
 
 
-def merge(documents: Sequence[dict], names: Sequence[str] | None = None) -> dict:
+def merge(documents: Sequence[dict]) -> dict:
     """One document with a process for each rank. Times count from the first event of any rank.
 
-    Args:
-        documents: of all ranks of one run, in any order; see :func:`fusedcomm.trace.document.document`.
-        names: the documents' names in errors.
-
-    Raises:
-        TimelineError: a document is not a trace of fusedcomm, or they are not those of all ranks of one trace.
+    documents: of all ranks of one trace, in rank order; see :func:`fusedcomm.trace.document.document`.
     """
-    names = names or [f"document {index}" for index in range(len(documents))]
-    documents = _in_rank_order(documents, names)
     offsets, uncertainties = clock_offsets(documents)
     abouts = [document["otherData"][trace.ABOUT] for document in documents]
     # Whole nanoseconds, as in the documents: events that do not touch before do not touch then.
@@ -144,70 +132,12 @@ def merge(documents: Sequence[dict], names: Sequence[str] | None = None) -> dict
         headers.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_labels", "args": {"labels": label}})
     about = {
         "version": abouts[0]["version"],
-        "run": abouts[0]["run"],
         "world_size": abouts[0]["world_size"],
         "clock_offset_us": offsets,
         # JSON has no infinity.
         "clock_uncertainty_us": [None if uncertainty == torch.inf else uncertainty for uncertainty in uncertainties],
     }
     return {"traceEvents": headers + spans, "displayTimeUnit": "ms", "otherData": {trace.ABOUT: about}}
-
-
-def _in_rank_order(documents: Sequence[dict], names: Sequence[str]) -> list[dict]:
-    by_rank: dict[int, tuple[str, dict]] = {}
-    first = None
-    for name, document in zip(names, documents, strict=True):
-        about = _about(name, document)
-        first = first or (name, about)
-        for field, what in (("world_size", "ranks"), ("run", "trace")):
-            if about[field] != first[1][field]:
-                raise TimelineError(
-                    f"{name} is of {what} {about[field]!r} and {first[0]} of {first[1][field]!r}: give the files that "
-                    "the ranks of one job wrote in one with-block"
-                )
-        rank = about["rank"]
-        if rank in by_rank:
-            raise TimelineError(f"{name} and {by_rank[rank][0]} are both of rank {rank}: give one file for each rank")
-        by_rank[rank] = (name, document)
-    if first is None:
-        raise TimelineError("no traces: give the file of each rank")
-    missing = sorted(set(range(first[1]["world_size"])) - set(by_rank))
-    if missing:
-        raise TimelineError(
-            f"the traces of rank(s) {missing} of {first[1]['world_size']} are missing: give the file of each rank"
-        )
-    return [by_rank[rank][1] for rank in sorted(by_rank)]
-
-
-def _about(name: str, document: object) -> dict:
-    other = document.get("otherData") if isinstance(document, dict) else None
-    about = other.get(trace.ABOUT) if isinstance(other, dict) else None
-    if not isinstance(about, dict) or not isinstance(document.get("traceEvents"), list):
-        raise TimelineError(f'{name} is not a trace that comm.trace("…{trace.RANK_FIELD}….json") has written')
-    if "rank" not in about:
-        raise TimelineError(f"{name} has been merged already: give the files of the single ranks")
-    missing = sorted({"run", "world_size", "host", "place"} - about.keys())
-    if missing:
-        raise TimelineError(f"{name} does not say {missing} in otherData.{trace.ABOUT}: another version wrote it")
-    return about
-
-
-def merge_files(paths: Sequence[Path], out: Path) -> dict:
-    """Writes the merged document to `out` and returns it.
-
-    Raises:
-        TimelineError: as merge(), and if a file is not JSON.
-        OSError: a file cannot be read or written.
-    """
-    documents = []
-    for path in paths:
-        try:
-            documents.append(json.loads(path.read_text()))
-        except ValueError as error:
-            raise TimelineError(f"{path} is not JSON: {error}") from error
-    merged = merge(documents, [str(path) for path in paths])
-    trace.write(out, merged)
-    return merged
 
 
 # ---- from all ranks

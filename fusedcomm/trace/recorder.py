@@ -12,14 +12,14 @@ from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.trace import document as trace
 from fusedcomm.trace import merge as timeline
-from fusedcomm.trace.model_spans import ModelRecorder, ModelSpan
+from fusedcomm.trace.model_spans import ModelRecorder
 
 
 class Recorder:
     """Records the traces of one engine.
 
     Args:
-        store: of this engine. Its key "run" has a text that is the same on every rank and different in every run.
+        store: of this engine.
         place: this rank's host and its place on that host.
     """
 
@@ -46,7 +46,6 @@ class Recorder:
             return
         if own_path is not None:
             trace.check(own_path)
-        first_step = self._synchronizer.step  # the same on all ranks that trace the same steps
         try:
             model = None if module is None else ModelRecorder(self._synchronizer, module)
             origin = self._synchronizer.engine.start_trace()
@@ -55,7 +54,13 @@ class Recorder:
                     yield
             finally:
                 spans = self._synchronizer.engine.stop_trace()
-            document = self._document(spans, model.spans(origin) if model else [], first_step)
+            document = trace.document(
+                spans,
+                model.spans(origin) if model else [],
+                self._peers.rank,
+                self._peers.world_size,
+                self._place,
+            )
         except BaseException as error:
             # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.
             if all_ranks and self._peers.rank != 0:
@@ -69,10 +74,6 @@ class Recorder:
             trace.write(own_path, timeline.merge(documents) if all_ranks else document)
         except OSError as error:  # a full disk, for example, must not end this rank's training
             warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
-
-    def _document(self, spans: list["_C.TraceSpan"], of_model: list[ModelSpan], first_step: int) -> dict:
-        run = f"{self._store.get('run').decode()}/{first_step}"
-        return trace.document(spans, of_model, self._peers.rank, self._peers.world_size, run, self._place)
 
     def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
         store = self._store.under(f"trace/{self._num_gathered}")

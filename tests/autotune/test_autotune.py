@@ -4,7 +4,7 @@ import pytest
 
 from fusedcomm.autotune import tuner
 from fusedcomm.autotune.auto import MAX_CANDIDATES, Auto, name_of
-from fusedcomm.autotune.tuning import Tuning
+from fusedcomm.autotune.tuner import Tuning
 from fusedcomm.autotune.turns import Turns, preferred
 from fusedcomm.config import Config, Feedback
 

@@ -7,9 +7,7 @@ import io
 import os
 import random
 import time
-import types
 import warnings
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from models import Gradients, on_host, synchronize, threads_of_engine, threads_settle_at, worst
 from patience import slowness
 from scenarios import CASES
+from step_clock import StepClock
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,44 +45,11 @@ def module():
     return DistributedDataParallel(Gradients((NUMEL,), (30, 40)), bucket_cap_mb=0.004)
 
 
-class Slow:
-    """Sets how long a step takes; call it before each step. Time is the test's own clock, so that the search makes the
-    same choice on a busy machine.
-
-    ms: milliseconds of a step by wire, by "off" and by "int8 by host", for example. Each rank adds a random time below
-        1 ms.
-    """
-
-    def __init__(self, comm, rank, **ms):
-        self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
-        self._ends_ms = [0.0]  # when each step ends, including the step that has just begun
-        runs = comm.runs
-        runs._target = types.SimpleNamespace(
-            take_pass_ends=functools.partial(self._by_own_clock, runs._target.take_pass_ends),
-            set=runs._target.set,
-            unwatch=runs._target.unwatch,
-        )
-
-    def __call__(self):
-        self._ends_ms.append(self._ends_ms[-1] + self.step_ms())
-
-    def step_ms(self):
-        plan = self._comm.plan()
-        ms = self._ms["off" if plan.off else plan.config.wire]
-        if not plan.off and plan.hosts is not None:
-            ms = self._ms.get(f"{plan.config.wire} by host", ms)
-        return ms + self._chance.random()
-
-    def _by_own_clock(self, take_pass_ends):
-        """The ends of as many passes, by the test's clock."""
-        return self._ends_ms[-1 - len(take_pass_ends()) : -1]
-
-
-class Sleeping(Slow):
+class Sleeping(StepClock):
     """The same on the real clock: sleeps before each step, for longer on a slower machine."""
 
     def __init__(self, comm, rank, **ms):
-        self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
+        self._runs, self._ms, self._chance = comm.runs, ms, random.Random(rank)
 
     def __call__(self):
         time.sleep(self.step_ms() * slowness() / 1000)
@@ -93,9 +59,7 @@ TIMES = {"off": 60, "bf16": 30, "int8": 3}
 OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
 
 
-def steps(
-    comm, ddp, slow: Slow, gradients_of: Callable[[int], list], num_more: int = 1
-) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def steps(comm, ddp, slow, gradients_of, num_more=1):
     """Takes steps until `num_more` after the search has ended. Yields the wire and the means of each. `gradients_of`:
     this rank's in a step."""
     number = 0
@@ -110,14 +74,14 @@ def steps(
 
 def train_to_choice(comm, ddp, rank, **ms):
     """Takes steps until the search has ended, and one more."""
-    for _ in steps(comm, ddp, Slow(comm, rank, **ms), functools.partial(gradients, rank)):
+    for _ in steps(comm, ddp, StepClock(comm, rank, **ms), functools.partial(gradients, rank)):
         pass
 
 
 LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
 
 
-def searched(rank, world_size, ms, configs, slow_type=Slow):
+def searched(rank, world_size, ms, configs, slow_type=StepClock):
     """Trains until two steps after the search has ended.
 
     Returns (tuning, each step's wire, each step's largest relative error, sums and one element of each step's
@@ -140,8 +104,8 @@ def searched(rank, world_size, ms, configs, slow_type=Slow):
 @pytest.mark.parametrize(
     ("world_size", "ms", "best", "clock"),
     [
-        (2, TIMES, "int8", Slow),
-        (3, OFF_IS_BEST, "off", Slow),
+        (2, TIMES, "int8", StepClock),
+        (3, OFF_IS_BEST, "off", StepClock),
         pytest.param(2, TIMES, "int8", Sleeping, marks=[pytest.mark.alone, pytest.mark.full]),
     ],
 )
@@ -263,7 +227,7 @@ def with_error_feedback(rank, world_size):
     ddp = module()
     codes = Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback())
     comm = fusedcomm.attach(ddp, Auto(("bf16", codes)), quiet=True)
-    slow = Slow(comm, rank, off=3, bf16=40, int4=40)
+    slow = StepClock(comm, rank, off=3, bf16=40, int4=40)
     delivered, wanted, wires = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double(), []
     for wire, seen in steps(comm, ddp, slow, functools.partial(gradients, rank), num_more=4):
         delivered += seen[0]
@@ -306,7 +270,7 @@ def moved(rank, world_size, is_finished):
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto((Config("int8", wires={"1d": "int8"}),)), quiet=True)
     values = [torch.full((NUMEL,), float(rank)), torch.full((30, 40), float(rank))]
-    slow = Slow(comm, rank, **TIMES)
+    slow = StepClock(comm, rank, **TIMES)
     while len(comm.tuning().step_ms) < 2 or (is_finished and not comm.tuning().finished):
         slow()
         before = synchronize(ddp, values)[0].unique().tolist()
@@ -360,7 +324,7 @@ def without(rank, world_size, impossible):
 
     Returns (tuning, warnings, largest error of a gradient, wires that ran), or the text of attach's error.
     """
-    path_of = session.Session._connect_beside
+    path_of = session.Session._connect
 
     def connect(self, *arguments):
         if rank == 1 and self.config.wire in impossible:
@@ -369,14 +333,14 @@ def without(rank, world_size, impossible):
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(session.Session, "_connect_beside", connect)
+        patch.setattr(session.Session, "_connect", connect)
         ddp = DistributedDataParallel(Gradients((1, NUMEL)), bucket_cap_mb=25)
         try:
             comm = fusedcomm.attach(ddp, Auto((BF16, INT8)), quiet=True)
         except (RuntimeError, MemoryError) as error:
             return str(error)
         errors, wires, own = [], set(), [torch.full((1, NUMEL), float(rank + 1))]
-        for wire, (seen,) in steps(comm, ddp, Slow(comm, rank, **TIMES), lambda _: own, num_more=2):
+        for wire, (seen,) in steps(comm, ddp, StepClock(comm, rank, **TIMES), lambda _: own, num_more=2):
             errors.append((seen - (world_size + 1) / 2).abs().max().item())
             wires.add(wire)
         tuning = comm.tuning()

@@ -9,7 +9,7 @@ import torch
 from codec_cases import CASES, SEVERAL_WIRES, Case, any_case, bucket_layout, case_of
 from codec_checks import CODECS, check, check_every_code, check_hosts, guarded
 from hypothesis import given, settings
-from values import DTYPES, WIRE_FORMATS, WIRES, same_bits, signed
+from values import DTYPES, WIRES, same_bits, signed
 
 from fusedcomm.native import _C
 
@@ -25,7 +25,7 @@ def sample(wire_format, dtype, name):
 @pytest.mark.sampled(by=sample)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("wire_format", WIRES)
 def test_gives_the_bytes_of_the_oracle(wire_format, dtype, name):
     for run in CODECS.values():
         check(run, case_of(name, wire_format, dtype))
@@ -46,7 +46,7 @@ def test_wires_share_a_message(feedback):
 
 
 @pytest.mark.parametrize("in_wire", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("wire_format", WIRES)
 def test_sums_in_one_wire_are_encoded_in_another(wire_format, in_wire):
     for run in CODECS.values():
         for feedback in (None, "fp32", "bf16"):
@@ -62,7 +62,7 @@ def test_every_code_is_decoded(wire):
 # ---- large buckets
 
 
-@pytest.mark.parametrize("wire_format", ["bf16", "int8", "int4-rotated"])
+@pytest.mark.parametrize("wire_format", ["bf16", "int8", "int4"])
 def test_units_of_several_threads(wire_format):
     for isa in _C.available_isas():
         check(CODECS[f"{isa}-3"], Case(numels=([300_007], [70_001]), wires=(wire_format,), num_parts=1, block=128))
@@ -86,7 +86,7 @@ def test_outputs_that_bypass_the_caches(wire_format, dtype, gap):
         check(CODECS[f"{isa}-3"], case, stages=("pack", "unpack"))
 
 
-@pytest.mark.parametrize("wire_format", ["bf16", "int8-rotated"])
+@pytest.mark.parametrize("wire_format", ["bf16", "int8"])
 def test_more_than_2_to_the_31_elements(wire_format):
     """Only the end is touched, so the tensor takes address space but hardly any memory."""
     x = torch.empty(2**31 + 1003, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def test_more_than_2_to_the_31_elements(wire_format):
 # ---- what the result does not depend on
 
 
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("wire_format", WIRES)
 def test_the_threads_floating_point_mode_changes_nothing(wire_format):
     x = torch.cat([signed(4000, seed=8) * 2.0**-130, signed(1003, seed=9)])
     layout = bucket_layout(wire_format, 128, 1, 0, x.numel())

@@ -239,27 +239,6 @@ def test_special_blocks(wire):
     assert torch.allclose(decoded[[1, 4, 8]], y[[1, 4, 8]], rtol=tolerance, atol=0)
 
 
-# ---- rotation
-
-
-def hadamard():
-    """H[i, j] = (-1)^(number of bits that i and j share)."""
-    return torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(32)] for i in range(32)])
-
-
-def test_a_rotation_is_signs_and_the_hadamard_matrix():
-    y = torch.randint(-1000, 1000, (50, 32), generator=torch.Generator().manual_seed(7)).float()
-    signs = torch.tensor([-1.0 if 0x9E3779B9 >> i & 1 else 1.0 for i in range(32)])
-    assert torch.equal(reference.rotate(y.view(-1)).view(50, 32), (y * signs) @ hadamard())
-
-
-def test_a_rotation_of_integers_is_undone_exactly():
-    y = torch.randint(-(2**14), 2**14, (3200,), generator=torch.Generator().manual_seed(8)).float()
-    rotated = reference.rotate(y)
-    assert not torch.equal(rotated, y)
-    assert torch.equal(reference.unrotate(rotated), y)
-
-
 # ---- errors of the codes against what follows from a formula
 
 

@@ -3,18 +3,14 @@
 import pytest
 import reference
 import torch
-from codec_cases import split
 from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
-from values import DTYPES, WIRE_FORMATS, same_bits
+from values import DTYPES, WIRES, same_bits
 
 import fusedcomm
 from fusedcomm import simulation
 from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
-
-WAYS = [split(wire_format) for wire_format in WIRE_FORMATS]
-"""(wire, rotate): every combination that a two-shot has."""
 
 
 def gradients(world_size, shape, dtype=torch.float32):
@@ -30,9 +26,9 @@ def gradients(world_size, shape, dtype=torch.float32):
     return result
 
 
-def expected(grads, wire, rotate, exempt_mask=None, block=None, sum="two-shot"):
+def expected(grads, wire, exempt_mask=None, block=None, sum="two-shot"):
     block = block or _C.default_block_numel(wire)
-    return reference.all_reduce_mean(grads, wire, sum, block=block, rotated=rotate, exempt_mask=exempt_mask)
+    return reference.all_reduce_mean(grads, wire, sum, block=block, exempt_mask=exempt_mask)
 
 
 # ---- the bits of the reference
@@ -40,10 +36,10 @@ def expected(grads, wire, rotate, exempt_mask=None, block=None, sum="two-shot"):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("sum", ["two-shot", "one-shot"])
-@pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_gives_the_bits_of_the_reference(wire, rotate, dtype, sum):
-    config = Config(wire, sum=sum, blocks=Blocks(rotate=rotate))
+def test_it_gives_the_bits_of_the_reference(wire, dtype, sum):
+    config = Config(wire, sum=sum)
     for world_size in (1, 2, 5):
         for numel in (1, 33, 5003):
             grads = gradients(world_size, (numel,), dtype)
@@ -52,14 +48,14 @@ def test_it_gives_the_bits_of_the_reference(wire, rotate, dtype, sum):
             mask = torch.rand(numel, generator=torch.Generator().manual_seed(9)) < 0.3
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
                 mean = fusedcomm.simulate(grads, config, exempt_mask=exempt)
-                assert same_bits(mean, expected(grads, wire, rotate, exempt, sum=sum)), (world_size, numel, exempt)
+                assert same_bits(mean, expected(grads, wire, exempt, sum=sum)), (world_size, numel, exempt)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 def test_blocks_of_other_sizes(wire):
     grads = gradients(3, (5003,))
     mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(256)))
-    assert torch.equal(mean, expected(grads, wire, False, block=256))
+    assert torch.equal(mean, expected(grads, wire, block=256))
 
 
 def test_predivide_is_the_codecs():
@@ -72,7 +68,7 @@ def test_predivide_is_the_codecs():
 def test_the_cut_into_pieces_does_not_show(monkeypatch):
     grads = gradients(3, (20011,))
     mask = torch.arange(20011) % 7 == 0
-    ways = [(Config(w, "two-shot", blocks=Blocks(rotate=r)), mask) for w, r in WAYS]
+    ways = [(Config(wire, "two-shot"), mask) for wire in WIRES]
     ways.append((Config("bf16", "direct"), None))
     whole = [fusedcomm.simulate(grads, config, exempt_mask=exempt) for config, exempt in ways]
     monkeypatch.setattr(simulation, "_PIECES_NBYTES", 4 * 3 * 1024)
@@ -85,7 +81,7 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
     before = [gradient.clone() for gradient in grads]
     mask = torch.arange(1200).view(30, 40) % 3 == 0
     mean = fusedcomm.simulate(grads, Config("int8", sum="two-shot"), exempt_mask=mask)
-    flat = expected([gradient.reshape(-1) for gradient in grads], "int8", False, mask.view(-1))
+    flat = expected([gradient.reshape(-1) for gradient in grads], "int8", mask.view(-1))
     assert torch.equal(mean, flat.view(30, 40))
     assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
     assert fusedcomm.simulate([torch.tensor(3.0)] * 2, "bf16").shape == ()
@@ -122,8 +118,8 @@ def test_auto_decides_as_the_engine():
 
 SMALL, MATRIX, MATRIX_AND_VECTOR = ((10, 100),), ((71, 83),), ((90, 70), (999,))
 REAL = [
-    *((MATRIX, Config(wire, "two-shot", blocks=Blocks(rotate=rotate))) for wire, rotate in WAYS),
-    *((MATRIX_AND_VECTOR, Config(w, blocks=Blocks(rotate=r), wires={"1d": "fp32"})) for w, r in WAYS[1:]),
+    *((MATRIX, Config(wire, "two-shot")) for wire in WIRES),
+    *((MATRIX_AND_VECTOR, Config(wire, wires={"1d": "fp32"})) for wire in WIRES[1:]),
 ]
 REAL_OF_TWO = [  # of more ranks the transport chooses the order of addition
     *((shapes, Config(wire)) for wire in ("fp32", "bf16", "fp16", "int8") for shapes in (SMALL, MATRIX)),

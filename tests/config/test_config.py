@@ -16,7 +16,7 @@ EVERYTHING = Config(
     "int4",
     "two-shot",
     wires={"*.0": "fp32", "1d": "int8"},
-    blocks=Blocks(64, rotate=True),
+    blocks=Blocks(64),
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
     measure_every=5,

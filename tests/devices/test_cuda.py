@@ -60,7 +60,7 @@ def both_devices(rank, world_size, config, dtype, exact_sum):
 
 
 # Every dtype needs kernels of its own, so only these run with each dtype. test_kernels.py covers each kernel.
-WIDELY = ("fp32", "bf16 two-shot chunked", "int8", "int4 rotated")
+WIDELY = ("fp32", "bf16 two-shot chunked", "int8", "int4 all lossy")
 CASES = [(name, 4 if config.needs_two_levels else 2, torch.float32) for name, config in CONFIGS.items()]
 CASES += [(name, world_size, torch.float32) for name in WIDELY for world_size in (1, 4)]
 CASES += [(name, 2, dtype) for name in WIDELY for dtype in (torch.bfloat16, torch.float16)]

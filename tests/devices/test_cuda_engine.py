@@ -85,9 +85,9 @@ def test_a_kernels_key_has_what_matters_to_it():
     assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, feedback="bf16")
     assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, feedback="fp32")
     assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
-    reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16")
+    reduce = _C.KernelKey("reduce", "int4", 32, in_wire="bf16")
     assert (reduce.block, reduce.grad_dtype, reduce.in_wire) == (32, None, "bf16")
-    assert reduce != _C.KernelKey("reduce", "int4", 64, rotated=True, in_wire="bf16")
+    assert reduce != _C.KernelKey("reduce", "int4", 64, in_wire="bf16")
     for each in (key, reduce, _C.KernelKey("scale")):
         copy = pickle.loads(pickle.dumps(each))
         assert (copy, hash(copy), repr(copy)) == (each, hash(each), repr(each))
@@ -272,7 +272,7 @@ def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
 def test_kernels_of_another_version_are_refused(fake):
     from fusedcomm.kernels import variants
 
-    variant = variants.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
+    variant = variants.engine_variants([("bf16", 128)], (torch.float32,))[0]
     compiled = variants.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
     with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
         cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 CHUNKED = Chunks(4096)
 KEPT_IN_BF16 = {"feedback": Feedback("bf16")}
-ROTATED_INT4 = {"wires": {"1d": "int4"}, "blocks": Blocks(rotate=True), "chunks": CHUNKED}
+LOSSY_INT4 = {"wires": {"1d": "int4"}, "chunks": CHUNKED}
 EXEMPT = {"weights.[24]": "fp32"}
 
 CONFIGS = {
@@ -36,31 +36,27 @@ CONFIGS = {
     "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}),
     "fp16 direct": Config("fp16", "direct"),
     "int8": Config("int8", "two-shot"),
-    "int8 rotated": Config("int8", "two-shot", blocks=Blocks(rotate=True)),
     "fp8": Config("fp8", "two-shot"),
     "fp8 all lossy": Config("fp8", "two-shot", wires={"1d": "fp8"}),
     "int4": Config("int4", "two-shot"),
-    "int4 rotated": Config("int4", "two-shot", **ROTATED_INT4),
+    "int4 all lossy": Config("int4", "two-shot", **LOSSY_INT4),
     "bf16 feedback": Config("bf16", "two-shot", feedback=Feedback()),
     "fp16 chunked": Config("fp16", "two-shot", chunks=CHUNKED),
     "fp8 feedback": Config("fp8", "two-shot", **KEPT_IN_BF16),
-    "int4 rotated feedback": Config("int4", "two-shot", **ROTATED_INT4, **KEPT_IN_BF16),
+    "int4 feedback": Config("int4", "two-shot", **LOSSY_INT4, **KEPT_IN_BF16),
     "several wires": Config(
         "int8",
         "two-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "bf16", "1d": "int8"},
-        blocks=Blocks(rotate=True),
         chunks=CHUNKED,
         **KEPT_IN_BF16,
     ),
-    "two levels": Config(
-        "int4", "two-shot", blocks=Blocks(rotate=True), chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16
-    ),
+    "two levels": Config("int4", "two-shot", chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16),
     "two levels measured": Config(
         "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, measure_every=1, hosts=[[0, 3], [1, 2]]
     ),
     "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
-    "int4 one-shot rotated": Config("int4", "one-shot", **ROTATED_INT4, **KEPT_IN_BF16),
+    "int4 one-shot": Config("int4", "one-shot", **LOSSY_INT4, **KEPT_IN_BF16),
     "several wires one-shot": Config(
         "fp8",
         "one-shot",
@@ -76,7 +72,7 @@ CONFIGS = {
     "bf16 direct": Config("bf16", "direct"),
     "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback("bf16")),
     "fp16 one-shot": Config("fp16", "one-shot", chunks=CHUNKED),
-    "fp8 one-shot rotated": Config("fp8", "one-shot", blocks=Blocks(rotate=True)),
+    "fp8 one-shot": Config("fp8", "one-shot"),
 }
 """Each wire with each sum that it can have."""
 

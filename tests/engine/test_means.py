@@ -3,7 +3,7 @@
 import dataclasses
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import reference
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
+from fusedcomm.config import WIRES, Chunks, Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.session import session
 
@@ -79,8 +79,6 @@ def means(rank, world_size, cases, gradients_of):
 
 # --- the bits of the reference --------------------------------------------------------------------------------------
 
-WAYS = [*((wire, False) for wire in WIRES), ("int8", True), ("int4", True)]
-"""Each wire, and whether it is rotated."""
 ONE_LEVEL = [(world_size, None) for world_size in (1, 2, 3, 4)]
 TWO_LEVELS = [(4, TWO_BY_TWO), (4, [[0, 3], [1, 2]])]
 SIX_RANKS = [(6, [[0, 1], [2, 3], [4, 5]]), (6, [[0, 1, 2], [3, 4, 5]])]
@@ -88,10 +86,10 @@ CHUNKS = [Chunks(), Chunks(4096), Chunks(12345, in_flight=1), Chunks(12345, in_f
 LOCAL = [LocalOptions(), LocalOptions(codec_threads=3), LocalOptions(isa="portable")]
 
 
-def drawn(ways: list[tuple[str, bool]], world_size: int, hosts: list[list[int]] | None, seed: int) -> Iterator[Case]:
+def drawn(wires: Sequence[str], world_size: int, hosts: list[list[int]] | None, seed: int) -> Iterator[Case]:
     """Yields a case of every wire, and all else by chance."""
-    chance = random.Random(f"{ways} {hosts or world_size} {seed}")
-    for wire, rotate in ways:
+    chance = random.Random(f"{wires} {hosts or world_size} {seed}")
+    for wire in wires:
         numel = chance.choice([1, 127, 128, 129, 5003, 40009])
         options = {"sum": chance.choice(["two-shot", "one-shot"]), "hosts": None}
         if hosts is not None:
@@ -100,7 +98,6 @@ def drawn(ways: list[tuple[str, bool]], world_size: int, hosts: list[list[int]] 
         config = Config(
             wire,
             wires={"1d": wire},
-            blocks=Blocks(rotate=rotate),
             chunks=chance.choice(CHUNKS),
             predivide=chance.choice(["auto", 0.5, 4.0]) if wire == "fp16" else "auto",
             **options,
@@ -147,7 +144,6 @@ def expected(world_size: int, case: Case, index: int) -> torch.Tensor:
         config.sum,
         block=_C.default_block_numel(wire),
         predivide=1.0 if config.predivide == "auto" else config.predivide,
-        rotated=config.blocks.rotate,
         ranks_per_host=len(groups[0]),
         local_wire="fp32" if wire == "fp32" else config.local_wire,
     ).view(case.shapes[index])
@@ -163,17 +159,17 @@ def check_bits(pool: Ranks, subtests, world_size: int, cases: list[Case]) -> Non
 
 
 @pytest.mark.parametrize(("world_size", "hosts"), ONE_LEVEL + TWO_LEVELS, ids=str)
-@pytest.mark.parametrize("ways", [WAYS[:4], WAYS[4:]], ids=str)
+@pytest.mark.parametrize("wires", [WIRES[:4], WIRES[4:]], ids=str)
 @pytest.mark.parametrize("seed", few(range(5), 0))
-def test_every_rank_ends_with_the_bits_of_the_reference(ranks, subtests, seed, ways, world_size, hosts):
+def test_every_rank_ends_with_the_bits_of_the_reference(ranks, subtests, seed, wires, world_size, hosts):
     """They depend neither on how the work is cut, nor on threads or the instruction set."""
-    check_bits(ranks, subtests, world_size, list(drawn(ways, world_size, hosts, seed)))
+    check_bits(ranks, subtests, world_size, list(drawn(wires, world_size, hosts, seed)))
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(("world_size", "hosts"), SIX_RANKS, ids=str)
 def test_so_it_is_of_six_ranks(six_ranks, subtests, world_size, hosts):
-    check_bits(six_ranks, subtests, world_size, list(drawn(WAYS, world_size, hosts, 0)))
+    check_bits(six_ranks, subtests, world_size, list(drawn(WIRES, world_size, hosts, 0)))
 
 
 @pytest.mark.parametrize(("world_size", "hosts"), [(3, None), (4, INTERLEAVED)], ids=str)
@@ -309,7 +305,7 @@ def delivered_and_left_out(rank, world_size, config, reload):
 def test_what_was_delivered_and_what_is_left_out_are_all_there_was_on_two_levels(ranks, reload):
     """Σ means · ranks + Σ residuals = Σ gradients, because nothing else is rounded: sums inside a host are in fp32."""
     options = {"wires": {"1d": "int4"}, "hosts": TwoLevels(TWO_BY_TWO, "fp32"), "feedback": Feedback()}
-    config = Config("int4", "two-shot", blocks=Blocks(rotate=True), chunks=Chunks(4096), **options)
+    config = Config("int4", "two-shot", chunks=Chunks(4096), **options)
     outcome = ranks.run(delivered_and_left_out, config, reload)
     for index in range(3):
         given = sum(of_rank[0][index] for of_rank in outcome).flatten()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Blocks, Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -196,7 +196,7 @@ OF_STEPS = [
     {"wire": "fp32", "sum": "exact"},
     {"wire": "bf16", "sum": "direct"},
     {"wire": "int8", "sum": "one-shot"},
-    {"wire": "int4", "sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback()},
+    {"wire": "int4", "sum": "two-shot", "feedback": Feedback()},
     {"wire": "fp8", "wires": {"1d": "fp8"}, "feedback": Feedback()},
     {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
 ]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,12 +48,12 @@ CONFIGS_OF_REDUCER = {
     "fp32": Config("fp32"),
     "bf16": Config("bf16"),
     "int8 feedback": Config("int8", feedback=Feedback()),
-    "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
+    "int4": Config("int4"),
     "fp8 counted": Config("fp8", measure_every=2),
 }
 CASES = [("GradReducer", name, 2) for name in CONFIGS_OF_REDUCER] + [("sharded", name, 2) for name in CONFIGS]
 CASES += [(kind, name, 2) for kind in ("gradients in bfloat16", "replicate") for name in ("fp32", "bf16", "int8")]
-CASES += [("hsdp", "int8", 4), ("sharded", "int4 rotated", 4), ("sharded", "bf16", 3)]
+CASES += [("hsdp", "int8", 4), ("sharded", "int4", 4), ("sharded", "bf16", 3)]
 
 
 @pytest.mark.parametrize(("kind", "name", "world_size"), CASES)

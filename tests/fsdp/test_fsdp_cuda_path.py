@@ -16,7 +16,7 @@ from models import KINDS
 from test_fsdp_feedback import gradients_of, made
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 
 pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
 pytestmark = [
@@ -35,11 +35,11 @@ CONFIGS = {
     "int8": Config("int8"),
     "int8 all": Config("int8", wires=LOSSY_1D, chunks=Chunks(4096)),
     "fp8 fed back": Config("fp8", feedback=UNSHARDED),
-    "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
-    "int4 fed back": Config("int4", blocks=Blocks(rotate=True), feedback=UNSHARDED, chunks=Chunks(4096)),
-    "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}, blocks=Blocks(rotate=True)),
+    "int4": Config("int4"),
+    "int4 fed back": Config("int4", feedback=UNSHARDED, chunks=Chunks(4096)),
+    "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}),
     "exempt": Config("bf16", wires={"first.*": "fp32"}),
-    "parameters in int4": Config("int8", params="int4", blocks=Blocks(rotate=True)),
+    "parameters in int4": Config("int8", params="int4"),
     "parameters exempt": Config("int8", params="bf16", wires={"*": "fp32"}, chunks=Chunks(4096)),
 }
 
@@ -47,7 +47,7 @@ CONFIGS = {
 def by_what_config_has(name: str, **others: object) -> dict:
     """For `pytest.mark.sampled`. A case interprets kernels, which takes seconds."""
     config = CONFIGS[name]
-    has = {"feedback": config.feedback is not None, "rotation": config.blocks.rotate, "params": config.params}
+    has = {"feedback": config.feedback is not None, "params": config.params}
     return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
 
 
@@ -115,7 +115,7 @@ CASES += [(f"gradients in {d}", "parameters in int4", 2) for d in ("bfloat16", "
 CASES += [
     (kind, name, 4 if kind == "hsdp" else 2)
     for kind in ("hsdp", "replicate")
-    for name in ("fp32", "bf16", "int8", "int4 rotated")
+    for name in ("fp32", "bf16", "int8", "int4")
 ]
 
 

@@ -5,7 +5,7 @@ import torch
 from models import refused
 
 from fusedcomm import chunks, memory
-from fusedcomm.config import Blocks, Chunks, Config, TwoLevels
+from fusedcomm.config import Chunks, Config, TwoLevels
 from fusedcomm.native import _C
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -98,7 +98,7 @@ def test_chunks_on_an_accelerator_are_ddps_buckets():
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_chunks_that_were_asked_for_stay(device_type):
-    asked = Config(wire="int4", blocks=Blocks(rotate=True), chunks=Chunks(12345, in_flight=3))
+    asked = Config(wire="int4", chunks=Chunks(12345, in_flight=3))
     assert chunks.resolved(asked, 4, device_type, 1e-9) == asked
     of_size = chunks.resolved(Config(chunks=Chunks(MIB)), 4, device_type, 1e-9)
     assert (of_size.chunks.nbytes, of_size.chunks.in_flight) == (MIB, 4)

@@ -8,7 +8,7 @@ from models import Gradients, attach_to, normal, synchronize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
 
 SHAPE = (20011,)
 IN_BF16 = {"feedback": Feedback("bf16")}
@@ -19,19 +19,18 @@ def bits(rank, world_size, num_steps, wire, kwargs):
     return [synchronize(ddp, [normal(rank, step, SHAPE)])[0] for step in range(num_steps)]
 
 
-ROTATED = Blocks(rotate=True)
 WAYS = [
     ("bf16", {"feedback": Feedback()}),
     ("fp16", IN_BF16),
     ("int8", IN_BF16),
     ("fp8", {}),
     ("fp8", {"feedback": Feedback()}),
-    ("int4", {"blocks": ROTATED, "feedback": Feedback()}),
-    ("int4", {"blocks": ROTATED, **IN_BF16}),
+    ("int4", {"feedback": Feedback()}),
+    ("int4", {**IN_BF16}),
 ]
 ON_TWO_LEVELS = [
     ("int8", {"feedback": Feedback(), "hosts": TwoLevels([[0, 1], [2, 3]], "fp32")}),
-    ("int4", {"blocks": ROTATED, **IN_BF16, "hosts": [[0, 2], [1, 3]]}),
+    ("int4", {**IN_BF16, "hosts": [[0, 2], [1, 3]]}),
     ("bf16", {**IN_BF16, "hosts": TwoLevels([[3, 1], [0, 2]], "fp16")}),
 ]
 CASES = [(*way, size, sum) for way in WAYS for size in (2, 3) for sum in ("one-shot", "two-shot")]
@@ -85,7 +84,7 @@ def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
     ("wire", "kwargs", "world_size"),
     [
         ("int8", {"sum": "two-shot", "feedback": Feedback("bf16")}, 3),
-        ("int4", {"sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback("bf16")}, 3),
+        ("int4", {"sum": "two-shot", "feedback": Feedback("bf16")}, 3),
         ("int4", {"sum": "one-shot", "feedback": Feedback()}, 3),
         ("fp16", {"sum": "two-shot", "predivide": 3, "feedback": Feedback()}, 3),
         ("fp16", {"sum": "one-shot", "predivide": 0.7, "feedback": Feedback()}, 2),

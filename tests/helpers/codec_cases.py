@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
-from values import DTYPES, WIRE_FORMATS, around_codes, blocks_of_32, every_16_bits, signed, special_fp32
+from values import DTYPES, WIRES, around_codes, blocks_of_32, every_16_bits, signed, special_fp32
 
 from fusedcomm.native import _C
 
@@ -33,7 +33,7 @@ class Case:
     values: "Callable[[Case], list[torch.Tensor]] | None" = None
     """The elements, in place of random ones. Without `numels` each list is one slice."""
     wires: Sequence[str] = ("bf16",)
-    """The message's layouts, for example "int8-rotated"."""
+    """The message's layouts, for example "int8"."""
     dtype: torch.dtype = torch.float32
     gaps: Sequence[int] = (0,)
     """Other elements before each slice, in turn."""
@@ -70,8 +70,7 @@ class Case:
 
     def layouts(self, lists: list[Slices]) -> list["_C.BucketLayout"]:
         *lossy, exact = (sum(numel for _, numel in slices) for slices in lists)
-        formats = [(*split(wire), numel) for wire, numel in zip(self.wires, lossy, strict=True)]
-        formats = [(wire, self.block, rotated, numel) for wire, rotated, numel in formats]
+        formats = [(wire, self.block, numel) for wire, numel in zip(self.wires, lossy, strict=True)]
         whole = _C.bucket_layouts(formats, self.num_parts, exact, CHUNK_NBYTES)
         return _C.bucket_layouts(formats, self.num_parts, exact, max(1, whole[0].chunk_nbytes // self.num_chunks))
 
@@ -86,15 +85,9 @@ class Case:
         return memory
 
 
-def split(wire_format: str) -> tuple[str, bool]:
-    wire, _, rotated = wire_format.partition("-")
-    return wire, bool(rotated)
-
-
-def bucket_layout(wire_format: str, block: int, num_parts: int, exact_numel: int, lossy_numel: int, *chunk_nbytes: int):
+def bucket_layout(wire: str, block: int, num_parts: int, exact_numel: int, lossy_numel: int, *chunk_nbytes: int):
     """As _C.bucket_layout, of one chunk unless `chunk_nbytes` says otherwise."""
-    wire, rotated = split(wire_format)
-    return _C.bucket_layout(wire, block, num_parts, exact_numel, lossy_numel, *chunk_nbytes or [CHUNK_NBYTES], rotated)
+    return _C.bucket_layout(wire, block, num_parts, exact_numel, lossy_numel, *chunk_nbytes or [CHUNK_NBYTES])
 
 
 def special_values(case: Case) -> list[torch.Tensor]:
@@ -102,7 +95,7 @@ def special_values(case: Case) -> list[torch.Tensor]:
 
 
 def values_around_codes(case: Case) -> list[torch.Tensor]:
-    return [around_codes(split(case.wires[0])[0]).to(case.dtype), torch.empty(0, dtype=case.dtype)]
+    return [around_codes(case.wires[0]).to(case.dtype), torch.empty(0, dtype=case.dtype)]
 
 
 def every_gradient(case: Case) -> list[torch.Tensor]:
@@ -153,15 +146,15 @@ CASES = {
 
 SEVERAL_WIRES = Case(
     numels=([1, 300, 0, 77], [500], [9, 9, 200], [50, 5]),
-    wires=("int8", "int4-rotated", "bf16"),
+    wires=("int8", "int4", "bf16"),
     gaps=GAPS,
     num_chunks=3,
 )
 """Layouts that share a message."""
 
 
-def case_of(name: str, wire_format: str, dtype: torch.dtype) -> Case:
-    return replace(CASES[name], wires=(wire_format,), dtype=dtype)
+def case_of(name: str, wire: str, dtype: torch.dtype) -> Case:
+    return replace(CASES[name], wires=(wire,), dtype=dtype)
 
 
 @st.composite
@@ -169,7 +162,7 @@ def any_case(draw: st.DrawFn) -> Case:
     numels = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 500)), max_size=12)
     return Case(
         numels=(draw(numels), draw(numels)),
-        wires=(draw(st.sampled_from(WIRE_FORMATS)),),
+        wires=(draw(st.sampled_from(WIRES)),),
         dtype=draw(st.sampled_from(DTYPES)),
         gaps=draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)),
         shift=draw(st.sampled_from([0, 0, 1])),

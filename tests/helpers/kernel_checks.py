@@ -81,12 +81,11 @@ def check_variant(variant: "_C.KernelKey", device: str = "cpu") -> None:
     run = Kernels(device, tile=None, num_programs=2)
     if variant.kernel == "scale":
         return check_scale(run, 2 * TILE + 3)
-    wire_format = variant.wire + "-rotated" * variant.rotated
     if variant.in_wire not in (None, variant.wire):
-        return check_hosts(run, variant.in_wire, wire_format, variant.feedback, variant.block, TILE // 2 + 256)
+        return check_hosts(run, variant.in_wire, variant.wire, variant.feedback, variant.block, TILE // 2 + 256)
     case = dataclasses.replace(
         REAL_TILES,
-        wires=(wire_format,),
+        wires=(variant.wire,),
         dtype=variant.grad_dtype or torch.float32,
         block=variant.block,
         feedback=variant.feedback,

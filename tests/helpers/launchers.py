@@ -100,9 +100,8 @@ def pack(
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
-        ROTATED=layout.rotated,
         FEEDBACK=FEEDBACK_IDS[feedback.format],
-        **options(bucket.tile, plain, layout.rotated, feedback.format),
+        **options(bucket.tile, plain, feedback.format),
     )
 
 
@@ -125,7 +124,6 @@ def reduce(
     """
     to = to or layout
     tile = tile or tile_of(to.wire, to.block_numel)
-    rotated = to.rotated and not layout.rotated  # rotated input stays rotated
     of_reduce.reduce_kernel[(num_programs,)](
         *(sections(layout, parts), sections(to, out), layout.part_stride, shape_of(to)),
         *(num_parts, layout.num_parts, scale, feedback.argument(chunk * num_parts * to.part.lossy_numel, out)),
@@ -133,9 +131,8 @@ def reduce(
         WIRE=WIRE_IDS[to.wire],
         BLOCK=to.block_numel,
         TILE=tile,
-        ROTATED=rotated,
         FEEDBACK=FEEDBACK_IDS[feedback.format],
-        **options(tile, plain_registers("reduce", to.wire, layout.wire, 4), rotated, feedback.format),
+        **options(tile, plain_registers("reduce", to.wire, layout.wire, 4), feedback.format),
     )
 
 
@@ -151,9 +148,8 @@ def unpack(
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
-        ROTATED=layout.rotated,
         SUMS=num_messages > 1,
-        **options(bucket.tile, rotated=layout.rotated, sums=num_messages > 1),
+        **options(bucket.tile, sums=num_messages > 1),
     )
 
 

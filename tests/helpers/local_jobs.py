@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import file_of, read
 from patience import wait_until
-from plain_simulation import OUTER, Net, Run, flat_of
+from plain_simulation import Net, Run, flat_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,15 +80,11 @@ class Job:
         if gradients:
             fusedcomm.attach(self.model, gradients, quiet=True)
         self.optimizer = run.optimizer(self.model)
-        if run.merge == "nesterov":
-            options["outer"] = lambda parameters: torch.optim.SGD(parameters, **OUTER)
         self.comm = fusedcomm.LocalSteps(
             self.model,
             self.optimizer,
             run.period(),
             delay=run.delay,
-            merge=run.merge,
-            fragments=run.fragments,
             config=config,
             quiet=True,
             **{"weights": run.weights, **options},
@@ -109,7 +105,7 @@ class Job:
         return flat(self.model)
 
     def merged(self) -> torch.Tensor:
-        return torch.cat([fragment.anchor for fragment in self.comm.progress.fragments]).cpu()
+        return self.comm.progress.state.anchor.to("cpu", copy=True)
 
     def save(self) -> bytes:
         """A checkpoint."""

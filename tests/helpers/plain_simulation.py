@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-OUTER = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
-
 
 class Net(nn.Module):
-    """Four modules with parameters, so four fragments have one each. So few elements are sent exactly in any wire; with
-    a `width` of 100 they are not."""
+    """So few elements are sent exactly in any wire; with a `width` of 100 they are not."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -31,10 +28,8 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    merge: str
     every: int
     delay: int
-    fragments: int = 1
     steps: int = 30
     lr: float = 0.05
     width: int = 8
@@ -49,10 +44,10 @@ class Run:
 
     def steps_before(self, rank: int, message: int) -> int:
         """The steps that a rank has made when it takes the snapshot of a message."""
-        return (message + 1) * self.every // self.fragments
+        return (message + 1) * self.every
 
     def weight(self, num_steps: int) -> float:
-        """Of a rank that has made so many steps since this fragment's last snapshot."""
+        """Of a rank that has made so many steps since its last snapshot."""
         return 1.0
 
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -84,8 +79,8 @@ class Simulated:
         self.optimizer, self.steps = run.optimizer(self.model), 0
         self.parameters = [parameter.data for parameter in self.model.parameters()]
         self.merged = [parameter.clone() for parameter in self.parameters]
-        self.counted = [0] * run.fragments
-        self.under_way: list[tuple] = []  # (fragment, step that merges it, snapshots, what becomes the merged state)
+        self.counted = 0
+        self.under_way: tuple | None = None  # (step that merges it, snapshots, what becomes the merged state)
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(self) -> None:
@@ -95,23 +90,27 @@ class Simulated:
         while self.steps < until:
             self.steps += 1
             self.run.step(self.model, self.optimizer, self.rank, self.steps)
-            self.end(lambda _, due: due <= self.steps)
+            self.end_due()
             self.note()
 
-    def end(self, is_due: Callable[[int, int], bool]) -> None:
-        """Ends merges: z + (merged − snapshot)."""
-        for each in [each for each in self.under_way if is_due(*each[:2])]:
-            self.under_way.remove(each)
-            for index, (snapshot, merged) in each[2].items():
-                self.parameters[index].add_(merged - snapshot)
-                self.merged[index] = merged
+    def end_due(self) -> None:
+        if self.under_way and self.under_way[0] <= self.steps:
+            self.end()
 
-    def snapshot(self, fragment: int, indices: list[int]) -> tuple[float, dict[int, torch.Tensor]]:
-        """(weight, snapshots by index)."""
-        self.end(lambda index, _: index == fragment)  # of a window of time that was shorter than the delay
-        weight = self.run.weight(self.steps - self.counted[fragment])
-        self.counted[fragment] = self.steps
-        return weight, {index: self.parameters[index].clone() for index in indices}
+    def end(self) -> None:
+        """Ends the merge under way: z + (merged − snapshot)."""
+        _, snapshots, self.merged = self.under_way
+        self.under_way = None
+        for parameter, snapshot, merged in zip(self.parameters, snapshots, self.merged, strict=True):
+            parameter.add_(merged - snapshot)
+
+    def snapshot(self) -> tuple[float, list[torch.Tensor]]:
+        """(weight, snapshots)."""
+        if self.under_way:  # a window of time was shorter than the delay
+            self.end()
+        weight = self.run.weight(self.steps - self.counted)
+        self.counted = self.steps
+        return weight, [parameter.clone() for parameter in self.parameters]
 
     def join(self, first: "Simulated") -> None:
         """Begins with the merged state, and the first member's optimizer and place."""
@@ -128,10 +127,6 @@ def simulated(
 ) -> list[Simulated]:
     """takes_part(rank, message): whether a rank counts in a mean. joins: by rank, the message before which it joins."""
     ranks = [Simulated(run, rank) for rank in range(world_size)]
-    names = [name for name, _ in ranks[0].model.named_parameters()]
-    place = {module: i for i, module in enumerate(dict.fromkeys(name.rpartition(".")[0] for name in names))}
-    outer = torch.optim.SGD([nn.Parameter(merged.clone()) for merged in ranks[0].merged], **OUTER)
-    held = outer.param_groups[0]["params"]
     for message in itertools.count():
         present = [rank for rank in ranks if (joins or {}).get(rank.rank, -1) < message]
         for rank in present:
@@ -142,23 +137,14 @@ def simulated(
                 present.append(rank)
         if any(run.steps_before(rank.rank, message) > run.steps for rank in present):
             return ranks
-        fragment = message % run.fragments
-        indices = [i for i, name in enumerate(names) if place[name.rpartition(".")[0]] % run.fragments == fragment]
-        told = {rank.rank: rank.snapshot(fragment, indices) for rank in present}
+        told = {rank.rank: rank.snapshot() for rank in present}
         counted = [told[rank.rank] for rank in present if takes_part(rank.rank, message)]
         total = sum(weight for weight, _ in counted)
-        outer.zero_grad()
-        for index in indices:
-            mean = sum(weight * snapshots[index] for weight, snapshots in counted) / total
-            if run.merge == "nesterov":
-                held[index].grad = held[index].data - mean
-            else:
-                held[index].data.copy_(mean)
-        if run.merge == "nesterov":
-            outer.step()
+        means = [
+            sum(weight * snapshots[index] for weight, snapshots in counted) / total
+            for index in range(len(ranks[0].merged))
+        ]
         for rank in present:
-            snapshots = told[rank.rank][1]
-            pairs = {index: (snapshots[index], held[index].data.clone()) for index in indices}
-            rank.under_way.append((fragment, rank.steps + run.delay, pairs))
-            rank.end(lambda _, due, now=rank.steps: due <= now)
+            rank.under_way = (rank.steps + run.delay, told[rank.rank][1], [mean.clone() for mean in means])
+            rank.end_due()
             rank.note()

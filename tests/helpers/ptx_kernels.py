@@ -25,7 +25,7 @@ if str(TESTS) not in sys.path:
 import ptx  # noqa: E402
 
 KERNELS = ("pack", "reduce", "unpack", "scale")
-FIELDS = ("kernel", "wire", "block", "grad_dtype", "rotated", "in_wire", "feedback", "sums")
+FIELDS = ("kernel", "wire", "block", "grad_dtype", "in_wire", "feedback", "sums")
 
 
 class TritonCompiler:
@@ -106,7 +106,6 @@ class Kernel:
             wires.get(constants.get("WIRE")),
             constants.get("BLOCK", 0),
             dtype if self.name in ("pack", "unpack") else None,
-            rotated=constants.get("ROTATED", False),
             in_wire=wires.get(constants.get("IN_WIRE")),
             feedback=formats[constants.get("FEEDBACK", 0)],
             sums=constants.get("SUMS", False),

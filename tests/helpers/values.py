@@ -8,7 +8,6 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
-WIRE_FORMATS = (*WIRES, *(f"{wire}-rotated" for wire in BLOCK_WIRES))
 
 
 def signed(
@@ -57,11 +56,11 @@ def blocks_of_32() -> torch.Tensor:
     blocks = [
         *(torch.zeros(32), torch.full((32,), -0.0), torch.full((32,), -2.5), torch.full((32,), 1e-40)),
         *(torch.cat([torch.tensor([x]), uniform[1:] * x]) for x in (below, least.item(), above, 127.0)),
-        torch.nn.functional.pad(torch.tensor([2.0**-96]), (3, 28)),  # a rotation spreads it over elements of this size
+        torch.nn.functional.pad(torch.tensor([2.0**-96]), (3, 28)),
         torch.cat([torch.tensor([1e30]), uniform[1:]]),
         uniform * greatest,
         torch.cat([torch.tensor([greatest, -greatest]), uniform[2:] * greatest]),
-        torch.tensor([greatest, -greatest]).repeat(16),  # its rotation overflows
+        torch.tensor([greatest, -greatest]).repeat(16),
         torch.cat([torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45]), uniform[6:]]),
         torch.cat([torch.tensor([math.nan]), torch.zeros(31)]),
     ]

@@ -19,7 +19,7 @@ CONFIGS = [
     *(Config(wire) for wire in WIRES),
     Config("int8", wires={"b.*": "bf16", "a.*": "int4", "1d": "fp32"}),
     Config("fp16", "two-shot", predivide=0.1, chunks=Chunks(5000, 3)),
-    Config("int4", blocks=Blocks(64, True), feedback=Feedback("bf16")),
+    Config("int4", blocks=Blocks(64), feedback=Feedback("bf16")),
     Config("bf16", hosts=TwoLevels([[0, 2], [1, 3]], "fp16")),
     Config("bf16", hosts=[[0, 1], [2, 3]]),
     Config("bf16", hosts=2),
@@ -100,7 +100,6 @@ LOSSY = [
     Config("int8"),
     Config("int8", feedback=Feedback("bf16", decay=0.5)),
     Config("int4", feedback=Feedback(decay=0.75)),
-    Config("int4", blocks=Blocks(rotate=True), feedback=Feedback()),
     Config("fp8", feedback=Feedback()),
 ]
 LOSSY = [dataclasses.replace(config, chunks=Chunks(4096)) for config in LOSSY]

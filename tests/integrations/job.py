@@ -23,9 +23,6 @@ NUM_STEPS = {"ddp": 100, "fsdp2": 8}[WAY]
 it stopped."""
 ROWS = training.Rows(2 * NUM_STEPS // 2 * training.ACCUMULATED * training.BATCH)  # of two ranks in an epoch
 FEEDBACK = {
-    # With error feedback, training that goes on from a checkpoint has the bits of training that did not stop if the
-    # ranks sum in one shot, so that a rank's residuals are its own, and DDP's buckets do not change after the first
-    # pass: hence find_unused_parameters below.
     "ddp": Config("int8", sum="one-shot", feedback=Feedback()),
     "fsdp2": Config("int8", feedback=Feedback(unsharded=True)),
 }[WAY]
@@ -216,12 +213,7 @@ def runs() -> dict[str, dict | None]:
     found = {"plain": None, "fp32": {"config": "fp32"}}
     if WAY == "ddp":
         found["int8"] = {"config": "int8"}
-    if WAY == "fsdp2":
-        return {**found, "feedback, mean": {"config": FEEDBACK}}
-    if TRAINER == "transformers":
-        return {**found, "feedback, every rank": {"config": FEEDBACK}}
-    of_kinds = {"feedback, mean": False, "feedback, every rank": True}
-    return found | {name: {"config": FEEDBACK, "every_rank": every} for name, every in of_kinds.items()}
+    return {**found, "feedback": {"config": FEEDBACK}}
 
 
 def main() -> None:

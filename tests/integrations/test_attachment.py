@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm import Config, Feedback
 from fusedcomm.integrations.accelerate import attach
-from fusedcomm.integrations.attachment import Attachment, mean_of, need
+from fusedcomm.integrations.attachment import Attachment, need
 
 pytestmark = pytest.mark.check
 
@@ -85,23 +85,23 @@ def step(ddp: nn.Module, seed: int, scale: float = 1.0) -> None:
     (ddp(x).square().mean() * scale).backward()
 
 
-def states(rank, world_size, every_rank):
+def states(rank, world_size):
     """An attachment's own state and what rank 0 saves; then what it has of that after loading it again, and what a new
     attachment has that loads it before it attaches."""
     ddp = DistributedDataParallel(nn.Linear(64, 64), find_unused_parameters=True)
-    attachment = Attachment(FEEDBACK, every_rank=every_rank)
+    attachment = Attachment(FEEDBACK)
     attachment.attach(ddp, world_size, "")
     step(ddp, rank)
     step(ddp, 5, float("nan") if rank == 1 else 1.0)  # which rank 1 alone counts
-    own, box = attachment.own_state(), [attachment.state_dict()]
+    own, box = attachment.handle.state_dict(), [attachment.state_dict()]
     torch.distributed.broadcast_object_list(box, src=0)
     attachment.load_state_dict(box[0])  # as a trainer does that loads after its setup
-    after = attachment.own_state()
+    after = attachment.handle.state_dict()
     attachment.detach()
-    before = Attachment(FEEDBACK, every_rank=every_rank)
+    before = Attachment(FEEDBACK)
     before.load_state_dict(box[0])  # as a trainer does that loads before
     before.attach(ddp, world_size, "")
-    again = before.own_state()
+    again = before.handle.state_dict()
     before.detach()
     return own, box[0], after, again
 
@@ -111,18 +111,10 @@ def same_residuals(one: dict, other: dict) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_every_rank_gets_its_own_state_back(ranks):
-    for own, saved, after, again in ranks.run(states, True, world_size=2):
-        assert len(saved["ranks"]) == 2
-        for loaded in (after, again):
-            assert same_residuals(own, loaded)
-            assert loaded["step"] == 2
-            assert loaded["nonfinite"] == own["nonfinite"]
-
-
 def test_the_mean_is_loaded_on_every_rank_and_counts_stay_with_rank_0(ranks):
-    results = ranks.run(states, False, world_size=2)
-    mean = mean_of([own for own, *_ in results])
+    results = ranks.run(states, world_size=2)
+    ours, theirs = (own["residuals"] for own, *_ in results)
+    mean = {"residuals": {name: (ours[name] + theirs[name]) / 2 for name in ours}}
     for rank, (own, saved, after, again) in enumerate(results):
         assert saved["rank"] is None
         for loaded in (after, again):
@@ -135,15 +127,13 @@ def loaded_alone(rank, world_size, saved):
     attachment = Attachment(FEEDBACK)
     attachment.load_state_dict(saved)
     attachment.attach(ddp, world_size, "")
-    return attachment.own_state()
+    return attachment.handle.state_dict()
 
 
-def test_states_of_every_rank_are_loaded_as_their_mean_on_another_number(ranks):
-    saved = ranks.run(states, True, world_size=2)[0][1]
+def test_the_mean_is_loaded_on_another_number_of_ranks(ranks):
+    saved = ranks.run(states, world_size=2)[0][1]
     (state,) = ranks.run(loaded_alone, saved, world_size=1)
-    assert same_residuals(state, mean_of(saved["ranks"]))
-    with pytest.raises(AssertionError, match="has the state of 1 of 2 ranks, and not that of rank 0 of 1"):
-        ranks.run(loaded_alone, {"ranks": saved["ranks"][1:]}, world_size=1)
+    assert same_residuals(state, saved)
 
 
 def states_of_fsdp2(rank, world_size):

@@ -16,7 +16,7 @@ from pathlib import Path
 import ptx_kernels
 import pytest
 from kernel_checks import check_variant
-from values import BLOCK_WIRES, DTYPES, WIRES
+from values import DTYPES, WIRES
 
 from fusedcomm.kernels.variants import TILE, engine_variants
 from fusedcomm.native import _C
@@ -35,13 +35,13 @@ def every_variant() -> list["_C.KernelKey"]:
     variants = []
     for wire in WIRES:
         block = 32 if wire == "int4" else 128
-        plain, rotated = [(wire, block, False)], [(wire, block, wire in BLOCK_WIRES)]
-        variants += engine_variants(plain, DTYPES)
-        variants += engine_variants(rotated, DTYPES, one_shot=True)
+        wires = [(wire, block)]
+        variants += engine_variants(wires, DTYPES)
+        variants += engine_variants(wires, DTYPES, one_shot=True)
         for local_wire in ("fp32", "bf16", "fp16"):
-            variants += engine_variants(rotated, DTYPES[:1], local_wire=local_wire)
+            variants += engine_variants(wires, DTYPES[:1], local_wire=local_wire)
         for feedback in ("fp32", "bf16"):
-            variants += engine_variants(rotated, DTYPES[:1], local_wire="bf16", feedback=feedback)
+            variants += engine_variants(wires, DTYPES[:1], local_wire="bf16", feedback=feedback)
     return list(dict.fromkeys(variants))
 
 

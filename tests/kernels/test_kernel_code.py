@@ -34,16 +34,15 @@ KERNELS = [
     *(("reduce", wire, None, {}) for wire in WIRES),
     *((kernel, wire, FP32, {}) for kernel in ("pack", "unpack") for wire in WIRES),
     *((kernel, wire, BF16, {}) for kernel in ("pack", "unpack") for wire in WIRES[:4]),
-    *((kernel, wire, FP32, {"rotated": True}) for kernel in ("pack", "unpack") for wire in ("int8", "int4")),
     *(("unpack", wire, FP32, {"sums": True}) for wire in ("bf16", "int8", "fp8")),
-    ("unpack", "int4", FP32, {"sums": True, "rotated": True}),
+    ("unpack", "int4", FP32, {"sums": True}),
     ("pack", "bf16", FP32, {"feedback": "fp32"}),
     ("pack", "bf16", BF16, {"feedback": "bf16"}),
     ("pack", "int8", FP32, {"feedback": "bf16"}),
-    ("pack", "int4", FP32, {"feedback": "bf16", "rotated": True}),
+    ("pack", "int4", FP32, {"feedback": "bf16"}),
     ("reduce", "fp8", None, {"feedback": "fp32"}),
     ("reduce", "int4", None, {"feedback": "fp32"}),
-    ("reduce", "int4", None, {"feedback": "bf16", "in_wire": "bf16", "rotated": True}),
+    ("reduce", "int4", None, {"feedback": "bf16", "in_wire": "bf16"}),
 ]
 
 
@@ -91,9 +90,6 @@ def test_accesses_are_wide_and_nothing_is_spilled(compiled, kernel, wire, dtype,
     ptx = code["ptx"]
     with_tiles = ptx[: ptx.rindex("st.global")] if kernel == "pack" else "" if kernel == "scale" else ptx
     assert not re.search(r"bar\.|(?:ld|st)\.shared", with_tiles)
-    if (kernel, fields) == ("unpack", {"rotated": True}):
-        # A thread holds four neighbors at a time, so three of a rotation's five stages exchange its 16 elements.
-        assert ptx.count("shfl.sync") == 3 * 16
     if capability == 75:
         return
     grad, in_code = dtype and dtype.itemsize, fields.get("in_wire", wire)
@@ -129,32 +125,29 @@ def refused(expected, call):
         raise AssertionError("not refused: " + expected)
 
 variant = variants.Variant("scale", None, 128, torch.float32)
-engine = variants.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
+engine = variants.engine_variants([("int8", 128)], (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 8, engine  # two for exact sums that are not in place
-rotated = variants.engine_variants([("int4", 32, True)], (torch.float32,))
-assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"], rotated
-measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), measured=True)
+measured = variants.engine_variants([("int8", 128)], (torch.float32,), measured=True)
 packs = [v.feedback for v in measured if v.kernel == "pack" and v.wire != "fp32"]
 assert packs == [None, "fp32"], packs
-several = variants.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), "bf16")
+several = variants.engine_variants([("int4", 32), ("fp32", 128)], (torch.float32,), "bf16")
 assert {(v.wire, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
     ("int4", "bf16"), ("fp32", None)
 }, several
-hosts = variants.engine_variants([("int4", 32, True)], (torch.float32,), "bf16", local_wire="bf16")
-assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.feedback) for v in hosts if v.wire} == {
-    ("pack", "bf16", None, False, None), ("pack", "int4", None, True, "bf16"),
-    ("reduce", "int4", "bf16", True, "bf16"),
-    ("reduce", "int4", None, False, "bf16"), ("unpack", "int4", None, True, None),
-    ("pack", "fp32", None, False, None), ("unpack", "fp32", None, False, None),
+hosts = variants.engine_variants([("int4", 32)], (torch.float32,), "bf16", local_wire="bf16")
+assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in hosts if v.wire} == {
+    ("pack", "bf16", None, None), ("pack", "int4", None, "bf16"), ("reduce", "int4", "bf16", "bf16"),
+    ("reduce", "int4", None, "bf16"), ("unpack", "int4", None, None),
+    ("pack", "fp32", None, None), ("unpack", "fp32", None, None),
 }, hosts
-measured = variants.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
+measured = variants.engine_variants([("fp8", 128)], (torch.float32,), measured=True, local_wire="fp32")
 assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
     ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
     ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
 }, measured
-one_shot = variants.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
-assert {(v.kernel, v.rotated, v.sums) for v in one_shot if v.wire == "int4"} == {
-    ("pack", True, False), ("unpack", True, True)
+one_shot = variants.engine_variants([("int4", 32)], (torch.float32,), one_shot=True)
+assert {(v.kernel, v.sums) for v in one_shot if v.wire == "int4"} == {
+    ("pack", False), ("unpack", True)
 }, one_shot
 assert {(v.kernel, v.sums) for v in one_shot if v.wire == "fp32"} == {("pack", False), ("unpack", False)}, one_shot
 assert c.check_triton() == triton.__version__

@@ -13,7 +13,7 @@ import torch
 from codec_cases import CASES, SEVERAL_WIRES, any_case, bucket_layout, case_of
 from codec_checks import Residual, check, check_every_code, check_hosts, guarded
 from hypothesis import given, settings
-from values import DTYPES, WIRE_FORMATS, WIRES
+from values import DTYPES, WIRES
 
 pytest.importorskip("triton")
 
@@ -53,7 +53,7 @@ def sample(wire_format, dtype, name, device):
 
 TABLE = [
     (wire_format, dtype, name)
-    for wire_format in WIRE_FORMATS
+    for wire_format in WIRES
     for dtype in DTYPES
     for name in CASES
     if dtype == torch.float32 or name in (*WITH_EACH_WIRE, "views", "three messages", "every gradient of 16 bits")
@@ -70,7 +70,7 @@ def test_gives_the_bytes_of_the_oracle(device, wire_format, dtype, name):
 @pytest.mark.sampled
 @pytest.mark.parametrize("feedback", [None, "fp32", "bf16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("wire_format", WIRES)
 def test_at_the_real_tile(device, wire_format, dtype, feedback):
     case = dataclasses.replace(REAL_TILES, wires=(wire_format,), dtype=dtype, feedback=feedback)
     check(Kernels(device, tile=None), case)
@@ -99,7 +99,7 @@ def test_wires_share_a_message(run, feedback):
 @pytest.mark.sampled
 @pytest.mark.parametrize("feedback", [None, "fp32", "bf16"])
 @pytest.mark.parametrize("in_wire", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("wire_format", WIRES)
 def test_sums_in_one_wire_are_encoded_in_another(run, wire_format, in_wire, feedback):
     check_hosts(run, in_wire, wire_format, feedback)
 

@@ -55,12 +55,11 @@ BUCKETS = {
     "bf16": RAGGED,
     "bf16 flat": FLAT,
     **{wire: replace(FLAT, wires=(wire,)) for wire in ("fp8", "int8", "int4")},
-    "int8 rotated": replace(FLAT, wires=("int8-rotated",)),
     **{f"{wire} ties": replace(FLAT, numels=(), wires=(wire,), values=ties, scale=1.0) for wire in ("bf16", "fp8")},
     "int8 quotients": replace(FLAT, numels=(), wires=("int8",), values=quotients, scale=1.0),
     "counts": replace(RAGGED, values=infinities),
     "views": replace(RAGGED, shift=1),
-    "int4 steps": replace(FLAT, wires=("int4-rotated",), feedback="bf16"),
+    "int4 steps": replace(FLAT, wires=("int4",), feedback="bf16"),
 }
 CHECKS = {name: partial(check, REAL, case) for name, case in BUCKETS.items()}
 CHECKS["scale"] = partial(check_scale, REAL, 2 * TILE + 3)

@@ -51,10 +51,10 @@ def beside_ddp(rank, world_size, cases):
 
 
 CASES = [
-    (Run("corrected", every=5, delay=1, fragments=5, steps=8), "fsdp", {}),
-    (AdamW("average", every=2, delay=0, steps=4), "fsdp", {}),
-    (AdamW("nesterov", every=2, delay=1, fragments=2, steps=6), "fsdp", {"weights": "steps"}),
-    (AdamW("corrected", every=2, delay=1, steps=4), "hsdp", {}),
+    (Run(every=5, delay=1, steps=8), "fsdp", {}),
+    (AdamW(every=2, delay=0, steps=4), "fsdp", {}),
+    (AdamW(every=2, delay=1, steps=6), "fsdp", {"weights": "steps"}),
+    (AdamW(every=2, delay=1, steps=4), "hsdp", {}),
 ]
 
 

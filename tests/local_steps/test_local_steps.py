@@ -1,4 +1,4 @@
-"""LocalSteps: each merge rule against a plain simulation, on the CPU and where all is work of an accelerator's streams
+"""LocalSteps: merges against a plain simulation, on the CPU and where all is work of an accelerator's streams
 (tests/helpers/on_streams.py); ranks that stay equal to the bit."""
 
 import dataclasses
@@ -15,7 +15,7 @@ from plain_simulation import Run, simulated
 
 from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
 
-RULES = [(merge, delay) for merge in ("corrected", "nesterov") for delay in (0, 1, 5)] + [("average", 0)]
+DELAYS = (0, 1, 5)
 
 
 def trained(rank, world_size, runs, config, device="cpu"):
@@ -37,9 +37,9 @@ def check(seen, expected, tolerance=2e-6):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.check)])
-def test_each_rule_does_what_a_plain_simulation_does(ranks, world_size, subtests):
+def test_merges_do_what_a_plain_simulation_does(ranks, world_size, subtests):
     """A rank alone sends nothing, whatever the wire."""
-    runs = [Run(merge, 7, delay, fragments, steps=20) for merge, delay in RULES for fragments in (1, 4)]
+    runs = [Run(7, delay, steps=20) for delay in DELAYS]
     outcomes = ranks.run(trained, runs, "int4" if world_size == 1 else "fp32", world_size=world_size)
     for run, *of_ranks in zip(runs, *outcomes, strict=True):
         with subtests.test(run=str(run)):
@@ -60,7 +60,7 @@ class Waiting(Run):
         self.loss(model, rank, step).backward()
         before = on_streams.waits()
         optimizer.step()
-        ended = sum(self.steps_before(rank, message) + self.delay == step for message in range(step * self.fragments))
+        ended = sum(self.steps_before(rank, message) + self.delay == step for message in range(step))
         assert on_streams.waits() - before == ended, step
 
 
@@ -69,8 +69,8 @@ def on_device(rank, world_size, runs, wire):
     return trained(rank, world_size, runs, config, on_streams.DEVICE)
 
 
-def test_on_streams_each_rule_does_the_same_and_the_host_waits_only_where_merges_end(ranks_on_streams, subtests):
-    runs = [Waiting(merge, 7, delay, fragments=4, steps=15, width=100) for merge, delay in RULES]
+def test_on_streams_they_do_the_same_and_the_host_waits_only_where_merges_end(ranks_on_streams, subtests):
+    runs = [Waiting(7, delay, steps=15, width=100) for delay in DELAYS]
     outcomes = ranks_on_streams.run(on_device, runs, "fp32", world_size=2)
     for run, *of_ranks in zip(runs, *outcomes, strict=True):
         with subtests.test(run=str(run)):
@@ -80,7 +80,7 @@ def test_on_streams_each_rule_does_the_same_and_the_host_waits_only_where_merges
 
 
 def test_merges_in_bf16_on_streams_give_all_ranks_the_same_bits(ranks_on_streams):
-    run = Run("corrected", 4, delay=2, fragments=2, steps=10, width=100)
+    run = Run(4, delay=2, steps=10, width=100)
     found = ranks_on_streams.run(on_device, [run], "bf16", world_size=2)
     for ((seen, merged),), plain in zip(found, simulated(run, 2), strict=True):
         assert torch.equal(merged, found[0][0][1])
@@ -91,7 +91,7 @@ def on_the_kernels(rank, world_size, library, wire):
     """trained() of a run on the CPU path, or with a `library` on the CUDA path, in one chunk."""
     config = Config(wire, sum="two-shot", feedback=Feedback(decay=0.95), chunks=Chunks(1 << 20))
     with fake_cuda.path(library, config) as driver:
-        found = trained(rank, world_size, [Run("corrected", every=3, delay=1, steps=7, width=100)], config)
+        found = trained(rank, world_size, [Run(every=3, delay=1, steps=7, width=100)], config)
         assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}
         return found
 
@@ -106,12 +106,12 @@ def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library):
 
 INT4 = {"config": "int4"}
 TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"), feedback=Feedback())
-WIDE = Run("corrected", every=5, delay=2, fragments=2, steps=12, width=100)
+WIDE = Run(every=5, delay=2, steps=12, width=100)
 EQUAL = [
     (2, WIDE, INT4),
     (3, WIDE, {"config": "bf16", "weights": "steps"}),
-    (3, dataclasses.replace(WIDE, merge="nesterov", delay=1, fragments=1), INT4),
-    (3, dataclasses.replace(WIDE, merge="average", delay=0), {**INT4, "weights": "steps"}),
+    (3, dataclasses.replace(WIDE, delay=1), INT4),
+    (3, dataclasses.replace(WIDE, delay=0), {**INT4, "weights": "steps"}),
     (4, dataclasses.replace(WIDE, delay=1), {"config": TWO_LEVELS, "inside": "ddp", "process_group": None}),
     (4, WIDE, {"config": "bf16", "inside": "ddp"}),
     (4, WIDE, {**INT4, "inside": "fsdp", "gradients": "int8"}),
@@ -132,7 +132,7 @@ def ended(rank, world_size, cases):
         job.train(range(3 * host))  # finish() ends the merges of ranks that have made more steps
         job.comm.finish()
         first = flat(job.model)
-        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == sum(job.comm.progress.merges)
+        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == job.comm.progress.merges
         job.train(range(9))
         found.append((before, merged, first, job.finish()))
     return found
@@ -153,21 +153,9 @@ def test_all_ranks_merge_and_end_with_equal_bits_also_after_unequal_steps(ranks,
                 assert of_ranks[0][2].isfinite().all() and not torch.equal(*of_ranks[0][2:])
 
 
-def finished(rank, world_size):
-    """(parameters before finish(), and after it) where outer momentum has grown."""
-    job = Job(Run("nesterov", every=3, delay=0, fragments=2), rank)
-    return job.train(range(1, 12))[-1], job.finish()
-
-
-def test_finish_averages_and_no_outer_momentum_moves_the_last_parameters(ranks):
-    (first, after), (second, same) = ranks.run(finished, world_size=2)
-    assert not torch.equal(first, second) and torch.equal(after, same)
-    torch.testing.assert_close(after, (first + second) / 2, rtol=1e-5, atol=1e-6)
-
-
 def killed(rank, world_size):
     """Rank 1 is killed after its snapshot was sent once; rank 0 ends with an error at the merge that it misses."""
-    job = Job(Run("corrected", every=3, delay=1), rank)
+    job = Job(Run(every=3, delay=1), rank)
     job.train(range(1, 6))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

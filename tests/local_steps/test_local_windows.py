@@ -31,7 +31,7 @@ def step_s(rank, window):
 
 @dataclasses.dataclass(frozen=True)
 class Timed(Run):
-    """A parameter of zeros for each fragment; each rank has its own times and MOVES."""
+    """A parameter of zeros; each rank has its own times and MOVES."""
 
     weights: str | None = "steps"
 
@@ -39,9 +39,8 @@ class Timed(Run):
         return f"{SECONDS:g}s"
 
     def model(self):
-        model = nn.Sequential(*(nn.Linear(4, 2, bias=False) for _ in range(self.fragments)))
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
+        model = nn.Linear(4, 2, bias=False)
+        nn.init.zeros_(model.weight)
         return model
 
     def optimizer(self, model):
@@ -51,8 +50,7 @@ class Timed(Run):
         return sum(parameter.sum() for parameter in model.parameters()) * -MOVES[rank]
 
     def steps_before(self, rank, message):
-        seconds = SECONDS / self.fragments
-        return sum(math.ceil(seconds / step_s(rank, window)) for window in range(message + 1))
+        return sum(math.ceil(SECONDS / step_s(rank, window)) for window in range(message + 1))
 
     def weight(self, num_steps):
         return num_steps if self.weights else 1.0
@@ -76,8 +74,8 @@ def trained(rank, world_size, runs):
 
 def test_each_rank_makes_its_own_steps_in_a_window_and_merges_weigh_them(ranks, subtests):
     # With delay=3 the slowest ranks make 2 steps in a window, so the next window ends their merge.
-    given = [(1, 0, "steps"), (1, 1, "steps"), (1, 3, "steps"), (2, 1, "steps"), (2, 3, "steps"), (1, 1, None)]
-    runs = [Timed("corrected", SECONDS, delay, fragments, 48, weights=weights) for fragments, delay, weights in given]
+    given = [(0, "steps"), (1, "steps"), (3, "steps"), (1, None)]
+    runs = [Timed(SECONDS, delay, 48, weights=weights) for delay, weights in given]
     for run, *of_ranks in zip(runs, *ranks.run(trained, runs), strict=True):
         with subtests.test(run=str(run)):
             for expected, (seen, ended) in zip(simulated(run, 4), of_ranks, strict=True):
@@ -98,7 +96,7 @@ def on_device(rank, world_size, run):
 
 
 def test_windows_on_streams_begin_when_a_message_is_read(ranks_on_streams):
-    run = InSeconds("corrected", every=4, delay=0, steps=10)
+    run = InSeconds(every=4, delay=0, steps=10)
     for seen, expected in zip(ranks_on_streams.run(on_device, run, world_size=2), simulated(run, 2), strict=True):
         check(seen, expected)
 
@@ -106,7 +104,7 @@ def test_windows_on_streams_begin_when_a_message_is_read(ranks_on_streams):
 def by_the_clock(rank, world_size):
     """(steps, merges, parameters after finish(), the same after more steps, why it cannot be saved under way) after two
     seconds in which the last rank's steps take three times as long."""
-    job = Job(InSeconds("corrected", every=0.2, delay=2, fragments=2, width=100, weights="steps"), rank, "int4")
+    job = Job(InSeconds(every=0.2, delay=2, width=100, weights="steps"), rank, "int4")
     began = time.monotonic()
     for step in itertools.count(1):
         job.train([step])
@@ -127,7 +125,7 @@ def test_a_slow_rank_makes_fewer_steps_and_all_end_with_equal_parameters(ranks):
     outcomes = ranks.run(by_the_clock, world_size=3)
     assert outcomes[2][0] < min(outcomes[0][0], outcomes[1][0])
     for _, merges, after, later, refusal in outcomes:
-        assert 2 <= merges <= 20  # two fragments: at most one in 0.1 s
+        assert 2 <= merges <= 10  # at most one in 0.2 s
         assert torch.equal(after, outcomes[0][2]) and torch.equal(later, outcomes[0][3])
         assert "every='0.2s'" in refusal and "finish() before saving" in refusal
 
@@ -136,7 +134,7 @@ def too_short(rank, world_size):
     """(merges of 8 steps, what was warned of) where only the second rank's steps are longer than the window."""
     with clock() as of_rank, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = Job(InSeconds("corrected", every=10, delay=0), rank)
+        job = Job(InSeconds(every=10, delay=0), rank)
         for step in range(1, 9 if rank else 33):
             of_rank.now += 12.0 if rank else 3.0
             job.train([step])

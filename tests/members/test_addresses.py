@@ -12,6 +12,7 @@ from fusedcomm.members.errors import JoinRefusedError
 from fusedcomm.members.plane import addresses
 from fusedcomm.members.plane.addresses import Answer, MembersFile, ask, name_of, to_join
 from fusedcomm.members.plane.control import ControlPlane
+from fusedcomm.members.plane.listener import MAX_STRANGERS
 from fusedcomm.members.plane.view import View
 
 HOST = "127.0.0.1"
@@ -88,6 +89,27 @@ def test_processes_say_whether_they_train_and_in_which_job_and_strangers_and_dea
         threading.Thread(target=talk, daemon=True).start()
         others = [f"{HOST}:{server.getsockname()[1]}" for server in (silent, talks)]
         assert list(ask([*others, unused(), "no address", member.address])) == [member.address]
+
+
+def test_as_many_founders_as_there_are_may_dial_at_once_and_strangers_beside_them_give_way(plane):
+    listening = plane("job")
+    listening.hooks.num_founders = 40
+    host, port = addresses.split(listening.address)
+    with contextlib.ExitStack() as opened:
+
+        def dial(number: int) -> list[socket.socket]:
+            made = [opened.enter_context(socket.create_connection((host, port))) for _ in range(number)]
+            assert ask([listening.address])  # so those before it have been taken in
+            return made
+
+        oldest, *_ = dial(MAX_STRANGERS + 39)
+        oldest.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is open, and nothing was said
+            oldest.recv(1)
+        dial(1)
+        oldest.setblocking(True)
+        with contextlib.suppress(ConnectionResetError):
+            assert oldest.recv(1) == b""
 
 
 @pytest.mark.parametrize(

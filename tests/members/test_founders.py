@@ -33,7 +33,7 @@ class Founder(Rank):
             data_parallel._sync_module_states = lambda **_: self.die()
         makes, options = script.config["makes"], {"config": "fp32", "members": members, "quiet": True}
         if makes == "LocalSteps":
-            fusedcomm.LocalSteps(self.net, self.optimizer, 2, merge="corrected", **options)
+            fusedcomm.LocalSteps(self.net, self.optimizer, 2, **options)
         else:
             options["members"] = members if makes == "DataParallel" else None
             self.model = fusedcomm.DataParallel(self.net, **options)

@@ -15,7 +15,7 @@ from fusedcomm.local_steps import windows
 
 pytestmark = pytest.mark.check
 
-RUN = Run("corrected", every=4, delay=1)
+RUN = Run(every=4, delay=1)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def merges_of(steps) -> list[torch.Tensor]:
 @pytest.mark.parametrize("moment", ["before", "handed"])
 def test_windows_of_time_go_on_without_a_rank_that_is_killed_and_with_one_that_joins(team, moment):
     script = {"num_founders": 2, "meets": 3, "die": {"0": (24, moment)}}
-    run = team(Merger, config={"wire": "fp32"}, run=InSeconds("corrected", 4, delay=0, steps=28), **script)
+    run = team(Merger, config={"wire": "fp32"}, run=InSeconds(4, delay=0, steps=28), **script)
     run.join("j", of="1")
     found = results(run)
     ended = {name: end for name, (_, end) in found.items()}
@@ -141,11 +141,10 @@ def test_windows_of_time_go_on_without_a_rank_that_is_killed_and_with_one_that_j
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("moment", ["before", "handed", None])
-@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (3, 1), (3, 2)])
-def test_a_rank_joins_with_the_merged_state_and_without_weight_in_its_first_merge(team, delay, fragments, moment):
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_rank_joins_with_the_merged_state_and_without_weight_in_its_first_merge(team, delay, moment):
     """With a `moment`, a founder is lost later."""
-    merge = "nesterov" if fragments > 1 else "corrected"
-    of_run = Run(merge, every=4, delay=delay, fragments=fragments, steps=28)
+    of_run = Run(every=4, delay=delay, steps=28)
     die = {"0": (24, moment)} if moment else {}
     run = team(Merger, config={"wire": "fp32"}, run=of_run, num_founders=2, meets=3, die=die)
     run.join("j", of="1")
@@ -158,14 +157,13 @@ def test_a_rank_joins_with_the_merged_state_and_without_weight_in_its_first_merg
     def takes_part(rank: int, message: int, last: int) -> bool:
         return message > first if rank == 2 else rank != 0 or not die or message < last
 
-    if fragments == 1:  # the message of step 24 is number 5
-        assert any(fits(run, found, lambda *of, last=last: takes_part(*of, last), first) for last in (5, 6))
+    # The message of step 24 is number 5.
+    assert any(fits(run, found, lambda *of, last=last: takes_part(*of, last), first) for last in (5, 6))
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_lossy_merges_stay_the_same_on_all_when_a_rank_is_lost(team, fragments):
+def test_lossy_merges_stay_the_same_on_all_when_a_rank_is_lost(team):
     config = {"wire": "int8", "feedback": fusedcomm.Feedback(decay=0.95)}
-    of_run = Run("nesterov", every=4, delay=3, fragments=fragments, steps=14, width=100)
+    of_run = Run(every=4, delay=3, steps=14, width=100)
     same_on_all(results(team(Merger, config=config, run=of_run, die={"1": (8, "handed")})))
 
 

@@ -142,11 +142,8 @@ class Process:
             if not any(self.world.is_cut(self.uid, uid) for uid in self.view.uids):
                 if self.barrier.finish_step(self.step):
                     before = self.values[self.step - 1]
-                    self.finish(self.step, hash((before, self.step, self.view.uids)))
+                    self.values[self.step] = hash((before, self.step, self.view.uids))
                     self.step += 1
-
-    def finish(self, step, value):
-        self.values[step] = value
 
     def poll_recover(self):
         self.rules.set_wants(self.barrier.wanted())
@@ -171,7 +168,7 @@ class Process:
             )
             self.rules.set_ready(view.number)
         if self.barrier.wait_active(view.number, 1e9):
-            self.finish(wanted, staged)
+            self.values[wanted] = staged
             self.barrier.install(view)
             self.view, self.step, self.mode = view, view.step, "run"
         else:
@@ -233,9 +230,6 @@ class World:
     def alive(self) -> list[Process]:
         return [process for process in self.processes.values() if not process.ended]
 
-    def pairs(self) -> list[tuple[Process, Process]]:
-        return [(a, b) for a in self.alive() for b in self.processes.values() if a is not b]
-
     # What may happen.
 
     def deliver(self) -> None:
@@ -283,8 +277,9 @@ class World:
         """A process notices that another is dead, or silent."""
         found = [
             (a, b)
-            for a, b in self.pairs()
-            if a.rules.view is not None and b.uid in a.rules.view.uids and b.uid not in a.dead | a.silent
+            for a in self.alive()
+            for b in self.processes.values()
+            if a is not b and a.rules.view is not None and b.uid in a.rules.view.uids and b.uid not in a.dead | a.silent
         ]
         found = [(a, b) for a, b in found if b.ended or self.is_cut(a.uid, b.uid)]
         if not found:
@@ -448,8 +443,7 @@ def test_a_view_that_becomes_active_while_another_rank_is_lost_keeps_its_joiner(
 
 def test_a_joiner_that_is_left_out_before_it_has_run_joins_anew():
     joiner = with_joiner().processes["p4"]
-    assert (
-        joiner.uid in joiner.rules.roster.active
-    )  # it knows that its view is active, but its main thread has not looked
+    # It knows that its view is active, but its main thread has not looked.
+    assert joiner.uid in joiner.rules.roster.active
     joiner.rules.expelled(2)
     assert joiner.barrier.failure is None and joiner.uid == "p4+" and joiner.waits_to_join

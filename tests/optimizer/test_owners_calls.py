@@ -3,11 +3,12 @@ rank within seconds."""
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import reducer_of, refusal
+from models import on_host, reducer_of, refusal
 from owners import BUCKET_MIB, FP32, Net, Way, flat, loss_of, made, one_step, sharded, train, whole
 from patience import patient
 from torch import nn
@@ -189,3 +190,26 @@ def test_whatever_optimizers_keep_comes_to_every_rank(ranks):
             assert torch.equal(found["rows"], row) and found["mask"].tolist() == [True, False]
             assert (found["step"], found["name"]) == (2, ["é", None])
             assert found["count"].dtype == torch.int64 and found["count"].item() == 2
+
+
+# ---- where one level sends more
+
+
+def warned(rank, world_size, hosts):
+    """What is warned of on two hosts of two ranks, and what the plan says: MiB that a host sends to the other."""
+    with on_host("aabb"[rank]), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reducer = reducer_of(nn.Linear(512, 512, bias=False), fusedcomm.Config("fp32", sum="two-shot", hosts=hosts))
+        optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, update="fp32", lr=0.1, quiet=True)
+    return [str(each.message) for each in caught], 2 * optimizer.plan().sent_between_hosts_nbytes / 2**20
+
+
+def test_one_level_that_sends_more_between_hosts_than_ddp_is_warned_of_once(ranks):
+    (text,), sent_mib = ranks.run(warned, None, world_size=4)[0]
+    assert text == (
+        "fusedcomm: a host sends 2.00 MiB to others in a step, and 1.50 MiB in DDP's own all-reduce, because a "
+        "ShardedOptimizer's sums have one level, not two: hosts=None"
+    )
+    assert sent_mib == pytest.approx(2, rel=0.01)
+    assert ranks.run(warned, None, world_size=4)[1:] == [([], sent_mib)] * 3
+    assert ranks.run(warned, "auto", world_size=4) == [([], pytest.approx(1, rel=0.01))] * 4

@@ -17,7 +17,7 @@ import fusedcomm
 from fusedcomm import version
 from fusedcomm.config import Blocks, Config, Feedback, LocalOptions
 from fusedcomm.native import _C
-from fusedcomm.ranks import group_store, peers
+from fusedcomm.ranks import bounded_store, peers
 from fusedcomm.ranks.agreement import _first_difference, agree
 from fusedcomm.session import session
 
@@ -243,7 +243,7 @@ def with_problems_of_their_own(rank, world_size):
     """Rank 1 has a problem, and later rank 0 has one, too. Returns, for each of these, a rank's error and its cause."""
     found = []
     for number, later in enumerate(LATER):
-        store = group_store.private_store(dist.group.WORLD).under(f"problem {number}")
+        store = bounded_store.private_store(dist.group.WORLD).under(f"problem {number}")
         waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), 60)
         while rank == 0 and not store.check(["record/1"]):
             time.sleep(0.01)

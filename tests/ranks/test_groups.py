@@ -11,8 +11,8 @@ from scripts import printed_by_two_ranks
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config
+from fusedcomm.ranks.bounded_store import private_store
 from fusedcomm.ranks.channels import MIN_S_PER_BYTE, make_channels, time_link
-from fusedcomm.ranks.group_store import private_store
 
 
 def timed(rank, world_size):
@@ -48,7 +48,7 @@ ENDING_SCRIPT = """
 import sys
 import torch, torch.distributed as dist
 from fusedcomm.ranks.channels import MIN_S_PER_BYTE, make_channels, time_link
-from fusedcomm.ranks.group_store import private_store
+from fusedcomm.ranks.bounded_store import private_store
 from scripts import let_threads_be_late
 
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
@@ -69,7 +69,7 @@ def test_a_process_may_end_once_its_link_was_timed(tmp_path):
 TIME_LINK = """
 import torch, torch.distributed as dist
 from fusedcomm.ranks.channels import MIN_S_PER_BYTE, make_channels, time_link
-from fusedcomm.ranks.group_store import private_store
+from fusedcomm.ranks.bounded_store import private_store
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = make_channels(group, cpu, private_store(group).native)

@@ -3,36 +3,15 @@
 import functools
 import gc
 import os
-import random
 
 import pytest
 import torch
 from models import Gradients, integers, reducer_of, synchronize, threads_of_engine, threads_settle_at
+from step_clock import StepClock
 
 from fusedcomm.autotune.auto import Auto
 
 SHAPES = ((512, 64),) * 4
-
-
-class Clock:
-    """Sets how long a step takes; call it before each step. Time is the test's own clock, so that the search makes the
-    same choice on a busy machine.
-
-    ms: milliseconds of a step by wire. Each rank adds a random time below 0.1 ms.
-    """
-
-    def __init__(self, reducer, rank, **ms):
-        self._tuner, self._ms = reducer.runs, ms
-        self._chance, self._ends_ms = random.Random(rank), []
-        take = self._tuner._target.take_pass_ends
-
-        self._tuner._target.take_pass_ends = lambda: self._ends_ms[-1 - len(take()) : -1]
-
-    def __call__(self):
-        """Notes the end of the step that begins now. The candidate may change at its beginning, so it is the one before
-        that decides; steps to warm up are not timed."""
-        before = self._ends_ms[-1] if self._ends_ms else 0.0
-        self._ends_ms.append(before + self._ms[self._tuner.session.config.wire] + 0.1 * self._chance.random())
 
 
 @functools.cache
@@ -61,7 +40,7 @@ def searched(rank, world_size):
     for best in ("fp32", "bf16", "int8"):
         model = Gradients(*SHAPES)
         reducer = reducer_of(model, "auto")
-        clock = Clock(
+        clock = StepClock(
             reducer, rank, **{"fp32": 40, "bf16": 39.5, "int8": 39.2, **({best: 20} if best != "fp32" else {})}
         )
         wires, right, last = [], [], None
@@ -158,7 +137,7 @@ def ended(rank, world_size):
     before = threads_of_engine()
     model, values = Gradients(*SHAPES), [integers(rank, shape) for shape in SHAPES]
     reducer = reducer_of(model, "auto")
-    clock = Clock(reducer, rank, fp32=40, bf16=20, int8=30)
+    clock = StepClock(reducer, rank, fp32=40, bf16=20, int8=30)
     synchronize(model, values, steps=12)
     during = threads_of_engine() - before
     reducer.detach()
@@ -175,7 +154,7 @@ def ended(rank, world_size):
     one.detach()
     threads_settle_at(before)
     searching = reducer_of(model, "auto")
-    clock = Clock(searching, rank, fp32=40, bf16=20, int8=30)
+    clock = StepClock(searching, rank, fp32=40, bf16=20, int8=30)
     while not searching.tuning().finished:
         clock()
         synchronize(model, values)

@@ -1,12 +1,9 @@
 """torch's own tests of DistributedDataParallel, with DataParallel in its place, and those of Join, which DataParallel
 does not have, with fusedcomm attached.
-
-docs/reducer.md lists those that cannot pass, with the reasons.
 """
 
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,13 +59,28 @@ GPU_TOO = [
 """They need GPUs: on CPUs they fail with DDP, too. Those of GPU_TOO are refused by DataParallel on GPUs, too."""
 HANGS = ["test_ddp_hook_parity_post_localSGD"]
 """With DDP on CPUs, too."""
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reducer.md"
-LISTED = {
-    name: reason
-    for reason, names in re.findall(r"^- ([^`:]+): ((?:`test_\w+`[,.]?\s+)+)", PAGE.read_text(), re.MULTILINE)
-    for name in re.findall(r"`(test_\w+)`", names)
-}
-"""The tests that pass with DDP and not with DataParallel, each with the reason that the page gives."""
+REASONS = """
+communication hooks, which are refused: test_accumulate_gradients_no_sync_allreduce_hook
+    test_accumulate_gradients_no_sync_allreduce_with_then_hook test_ddp_hook_parity_allreduce
+    test_ddp_hook_parity_powerSGD test_ddp_python_error_logged test_ddp_buffer_hook_allreduce
+    test_ddp_buffer_hook_allreduce_return_future test_ddp_broadcast_buffer_via_hook
+Join, which is refused: test_ddp_grad_div_uneven_inputs test_ddp_join_model_equivalence test_ddp_uneven_inputs
+    test_ddp_uneven_input_join_disable test_ddp_uneven_input_exception
+    test_ddp_join_respects_forward_sync_buffers_false
+DDP's logging data: test_ddp_comm_hook_logging test_ddp_logging_data_cpu test_different_graph_across_ranks
+    test_static_graph_api_cpu
+DDP's own Reducer is looked into: test_ddp_control_flow_different_across_ranks test_ddp_control_flow_same_across_ranks
+    test_detect_ddp_is_actually_static test_ddp_remove_autograd_hooks
+arguments that are refused: test_ddp_bucket_cap_mb_list test_ddp_native_mixed_precision_ignored_params
+    test_skip_all_reduce_unused_parameters
+a missing gradient is an error of backward() with another text: test_ddp_multiple_nested_unused_params_error
+    test_ddp_multiple_nested_unused_params_err_ignore_params test_ddp_unused_params_rebuild_buckets_exception
+DDP's all-reduce is looked for in a profile, and a wire sends point to point: test_ddp_profiling_torch_profiler
+a warning that broadcast_buffers is deprecated, which it is not here: test_ddp_broadcast_buffers_deprecation_warning
+an error when a static graph changes, which is allowed here: test_invalid_static_graph
+"""
+"""The tests that pass with DDP and not with DataParallel, after the reason: it refuses these, or does otherwise."""
+LISTED = re.findall(r"\btest_\w+", REASONS)
 NOT_HERE = [*SKIPS, *GPU, *GPU_TOO, *HANGS, *LISTED]
 SAMPLE = [
     "test_DistributedDataParallelCPU",
@@ -135,7 +147,7 @@ def test_the_lists_have_only_tests_that_torch_has():
 @of_this_version
 @pytest.mark.full
 @pytest.mark.parametrize("name", LISTED)
-def test_what_the_page_lists_passes_with_ddp_alone(torchs_ranks, name):
+def test_what_is_listed_passes_with_ddp_alone(torchs_ranks, name):
     assert torchs_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2) == ["passed", "passed"]
     with pytest.raises(RankError):
         torchs_ranks.run(torchs_ddp_tests.run, name, data_parallel, world_size=2)

@@ -26,7 +26,6 @@ from fusedcomm.ddp.module import refuse_join, refuse_sparse
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.fsdp.attach import _refuse_weighted
 from fusedcomm.fsdp.levels import sums_of
-from fusedcomm.integrations import attachment
 from fusedcomm.members.training.recovery import with_recovery_codes
 from fusedcomm.session import levels
 
@@ -36,7 +35,7 @@ SAMPLES: Given = {
     **{"wire": "int8", "wires": {"a*": "int8"}, "sum": "one-shot", "weighted": "sum", "predivide": 2.0, "hosts": 1},
     **{"blocks": Blocks(64), "feedback": Feedback(), "local_wire": "bf16", "measure_every": 2, "compare_every": 5},
     **{"compare": "raise", "microbatches": 4, "isa": "portable", "codec_threads": 2, "dim": 1, "delay": 2},
-    **{"params": "int8", "outer": torch.optim.SGD, "merge": "average", "every as a time": "20s"},
+    **{"params": "int8", "every as a time": "20s"},
 }
 OPTIONS = {
     "params",
@@ -111,11 +110,6 @@ def by_attribute(name: str):
     return attach
 
 
-def by_attachment(_: Given) -> None:
-    with mock.patch.object(attachment, "attach", return_value=SimpleNamespace(detach=lambda: None)):
-        attachment.Attachment(None, every_rank=True).attach(Mlp(), 2, "")
-
-
 def by_reducer(given: Given) -> None:
     model = Mlp()
     if IN_BACKWARD in given:
@@ -152,7 +146,7 @@ def by_sharded_optimizer(given: Given) -> None:
 def by_local_steps(given: Given) -> None:
     model = DistributedDataParallel(Net()) if "DDP or FSDP2 inside a host" in given else Net()
     model.to("meta" if "parameters on an accelerator" in given else "cpu")
-    options = chosen(given, "merge", "delay", "outer", "process_group") | {"config": config_of(given), "quiet": True}
+    options = chosen(given, "process_group") | {"config": config_of(given), "quiet": True}
     with fusedcomm.Members(microbatches=given.get("microbatches")) as members:
         options |= {"members": members} if "members" in given else {}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -193,7 +187,6 @@ BY_SETTING = {
     ("FSDP2", "shards without replicas"): lambda given: sums_of(config_of(given), TWO, None),
     ("FSDP2", "replicas without shards"): by_replicas,
     ("FSDP2", "a module's own all-gather"): by_own_all_gather,
-    ("FSDP2", "every_rank"): by_attachment,
     **{("Members", name): by_reducer_of_members for name in ("process_group", "find_unused_parameters", "config")},
 }
 

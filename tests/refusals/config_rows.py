@@ -45,7 +45,6 @@ OUT_OF_RANGE = [
     (lambda _: Blocks(16), "Blocks(numel)=16"),
     (lambda _: Blocks(8192), "Blocks(numel)=8192"),
     (lambda _: Blocks("128"), "Blocks(numel)='128' ... power of two"),
-    (lambda _: Blocks(rotate=1), "Blocks(rotate)=1 ... True or False"),
     (lambda _: Feedback("fp8"), "Feedback(format)='fp8' ... 'fp32', 'bf16'"),
     (lambda _: Feedback(decay=0), "Feedback(decay)=0 ... above 0 and at most 1"),
     (lambda _: Feedback(decay=1.5), "Feedback(decay)=1.5 ... above 0 and at most 1"),

@@ -19,8 +19,6 @@ ARGUMENTS = [
     ({"every": 0}, "every=0 ... 1 or more"),
     ({"every": 5, "delay": 5}, "delay=5 is not below every=5 ... delay=4 or less"),
     ({"every": 5, "delay": -1}, "delay=-1"),
-    ({"every": 5, "merge": "mean"}, "merge='mean' ... 'corrected', 'nesterov', 'average'"),
-    ({"every": 3, "fragments": 4}, "fragments=4 is more than every=3"),
     ({"every": 5, "weights": "tokens"}, "weights='tokens' ... 'steps'"),
     *(({"every": every}, f"every={every!r} ... a time above 0") for every in NO_TIMES),
     ({"every": 5, "members": "auto"}, "members='auto' ... no fusedcomm.Members"),
@@ -41,22 +39,11 @@ MODELS = [
     ),
     (lambda: Net().double(), {}, "ValueError ... torch.float64 ... no merge carries"),
     (lambda: Net().requires_grad_(False), {}, "ValueError ... no parameter of the model requires gradients"),
-    (Net, {"fragments": 9}, "ValueError: ... fragments=9 ... 8 parameters"),
     (Net, {"masters": {"layers.9": torch.zeros(1)}}, "ValueError: ... masters['layers.9'] ... model's names"),
     (
         lambda: DistributedDataParallel(Net()),
         {},
         "ValueError ... averages the gradients of 2 ranks",
-    ),
-    (
-        Net,
-        {"merge": "nesterov", "outer": lambda parameters: SGD(parameters[:1])},
-        "ValueError: ... outer=… ... does not hold all",
-    ),
-    (
-        Net,
-        {"merge": "nesterov", "outer": SGD(Net().parameters())},
-        "TypeError: ... outer=SGD(…) is an object ... use a function",
     ),
 ]
 
@@ -71,7 +58,7 @@ def wrong_on_rank_0(make, optimizer=lambda model: SGD(model.parameters(), lr=0.1
         if rank == 0:
             fusedcomm.LocalSteps(model, made, 10, quiet=True, **kwargs)
         else:
-            of_net(merge=kwargs.get("merge", "corrected"))
+            of_net()
 
     return wrong
 
@@ -82,16 +69,6 @@ DIFFERENT = [
     ({"every": "20s", "delay": 5}, {"every": 20}, "every is '20s' on rank 0 and 20 on rank 1"),
     ({"delay": 1}, {"delay": 2}, "delay is 1 on rank 0 and 2 on rank 1"),
     ({"config": "int8"}, {"config": "int4"}, "wire is 'int8' on rank 0 and 'int4' on rank 1"),
-    (
-        {"merge": "nesterov"},
-        {"merge": "nesterov", "outer": lambda parameters: torch.optim.Adam(parameters, lr=0.1)},
-        "outer.class is 'SGD' on rank 0 and 'Adam' on rank 1",
-    ),
-    (
-        {"merge": "nesterov"},
-        {"merge": "nesterov", "outer": lambda parameters: SGD(parameters, lr=0.1)},
-        "outer.groups[0].lr is '0.2' on rank 0 and '0.1' on rank 1",
-    ),
 ]
 
 
@@ -130,7 +107,7 @@ def changed(change):
     """Every rank changes its model between a snapshot and its merge."""
 
     def wrong(rank):
-        job = begun(Run("corrected", every=4, delay=2), rank, steps=5)
+        job = begun(Run(every=4, delay=2), rank, steps=5)
         before = job.merged()
         change(job.model, job.optimizer)
         try:
@@ -146,9 +123,9 @@ def one_bit(of_rank):
     """One rank's merged state is changed in one bit."""
 
     def wrong(rank):
-        job = begun(Run("corrected", every=2, delay=0), rank, steps=3)
+        job = begun(Run(every=2, delay=0), rank, steps=3)
         if rank == of_rank:
-            job.comm.progress.fragments[0].anchor.view(torch.int32)[17] ^= 1
+            job.comm.progress.state.anchor.view(torch.int32)[17] ^= 1
         try:
             job.train([4])
         finally:
@@ -161,13 +138,12 @@ def one_bit(of_rank):
 
 
 def loading(change):
-    """A state of this job is loaded as an earlier version would have saved it, and then with `change`, a function."""
+    """A state of this job is loaded, and then with `change`, a function."""
 
     def wrong(rank):
-        job = begun(Run("corrected", every=4, delay=1), rank, steps=5)
+        job = begun(Run(every=4, delay=1), rank, steps=5)
         saved = job.comm.state_dict()
-        earlier = {"groups": 1, "warmup": 0, "seed": 3, "alpha": 0.0}
-        job.comm.load_state_dict({**saved, "schedule": {**saved["schedule"], **earlier}})
+        job.comm.load_state_dict(saved)
         try:
             job.comm.load_state_dict(change(saved))
         finally:
@@ -177,7 +153,7 @@ def loading(change):
 
 
 def finishes_detached(rank):
-    job = begun(Run("corrected", every=4, delay=1), rank, steps=5)
+    job = begun(Run(every=4, delay=1), rank, steps=5)
     for _ in range(2):
         job.comm.detach()
     job.comm.finish()
@@ -190,14 +166,12 @@ STATES = [
         lambda saved: {**saved, "schedule": {**saved["schedule"], "every": 9}},
         "every=9, and here it is 4 ... finish()",
     ),
-    (lambda saved: {**saved, "schedule": {**saved["schedule"], "groups": 4}}, "groups=4, and here it is 1"),
     (lambda saved: {**saved, "wire": "int8"}, "wire='int8', and here it is 'fp32'"),
     (
         lambda saved: {**saved, "merged": {**saved["merged"], "layers.0.bias": torch.zeros(3)}},
         "layers.0.bias has shape (3,) in the state and (8,) in the model",
     ),
-    (lambda saved: {**saved, "parameters": [1]}, "not those that were saved ... make LocalSteps first"),
-    (lambda saved: {**saved, "outer": {}}, "only one of the state and this LocalSteps has an outer optimizer"),
+    (lambda saved: {**saved, "parameters": 1}, "not those that were saved ... make LocalSteps first"),
 ]
 
 

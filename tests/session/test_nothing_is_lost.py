@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Config, Feedback
+from fusedcomm.config import Config, Feedback
 
 NUM_EXAMPLES = few([3, 60], 3)
 
@@ -103,7 +103,7 @@ CODES = {"1d": "int4"}
     ("front_end", "config"),
     [
         ("hook", Config("int4", wires=CODES, feedback=Feedback())),
-        ("CommState", Config("int4", wires=CODES, feedback=Feedback(), blocks=Blocks(rotate=True))),
+        ("CommState", Config("int4", wires=CODES, feedback=Feedback())),
         ("reducer", Config("int8", feedback=Feedback("bf16"))),
         ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
         ("owners", Config("int8", feedback=Feedback())),
@@ -285,9 +285,9 @@ ACTIONS = {
     "reducer": [*PASSES, *RELOADS, ("freeze",)],
 }
 EXACT = Config("bf16", "two-shot", feedback=Feedback())
-ROTATED = Config("int4", "two-shot", blocks=Blocks(rotate=True), wires={"1d": "int4"}, feedback=Feedback())
+CODED = Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback())
 SEVERAL = Config("int4", "two-shot", wires={"weights.2": "int8", "weights.3": "bf16"}, feedback=Feedback())
-CONFIGS = [*((front_end, EXACT) for front_end in ACTIONS), ("hook", ROTATED), ("reducer", SEVERAL)]
+CONFIGS = [*((front_end, EXACT) for front_end in ACTIONS), ("hook", CODED), ("reducer", SEVERAL)]
 
 
 @pytest.mark.parametrize("num_examples", NUM_EXAMPLES)

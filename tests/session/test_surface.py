@@ -18,7 +18,7 @@ def handles():
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     local_steps = fusedcomm.LocalSteps(model, sgd, 30, quiet=True)
     ddp = DistributedDataParallel(Mlp())
-    yield local_steps, {"finish"}, "wire int4, merge 'corrected' every 30 steps, 2 ranks, 0 steps"
+    yield local_steps, {"finish"}, "wire int4, a merge every 30 steps, 2 ranks, 0 steps"
     yield fusedcomm.attach(ddp, "bf16", quiet=True), {"weight", "tuning"}, "wire bf16, sum auto, 2 ranks"
     yield fusedcomm.GradReducer(Mlp(), "bf16", quiet=True), {"weight", "no_sync"}, "wire bf16, 2 ranks"
     yield fusedcomm.attach(fully_shard(Mlp()), "bf16", quiet=True), {"weight"}, "wire bf16, 2 ranks"

@@ -10,25 +10,10 @@ from scripts import python
 
 from fusedcomm.tools import cli, output
 
-TWO = ("--params", "1e8", "--hosts", "2", "--nic-gbps", "1", "--step-ms", "100")
 NP, MEMBERS = ("-np", "2"), ("-np", "2", "--members")
 JOIN = (*MEMBERS, "--join", "10.0.0.7:1")
 WHOLE, ABOVE, LEAST = "use a whole number of at least 1", "use a number above 0", "use a number of at least 0"
 Rows = list[tuple[str, tuple[str, ...], str]]
-
-
-def of_wires(*needed: str) -> Rows:
-    """The rows of --wires. needed: other arguments that the command needs."""
-    return [("int3", needed, "'int3' is no wire: use some of fp32 bf16")]
-
-
-def of_json(*needed: str) -> Rows:
-    """The rows of --json. needed: other arguments that the command needs."""
-    return [
-        ("/dev/null/a.json", needed, "its folder cannot be made (/dev/null is no folder); name another file"),
-        ("/", needed, "--json / is a folder; name a file"),
-        ("/proc/a.json", needed, "--json /proc/a.json cannot be written: "),
-    ]
 
 
 # For each command and option: rows of (the wrong value, other arguments, what the message says).
@@ -39,29 +24,6 @@ WRONG: dict[str, dict[str, Rows]] = {
         "--wires": [("int3", (), "'int3' is no wire: use some of fp32")],
         "--ranks": [("1", (), "use a whole number from 2 to 64"), ("65", (), "use a whole number from 2 to 64")],
         "--out": [("/dev/null", (), "its folder cannot be made (/dev/null is no folder); name another file")],
-    },
-    "timeline": {
-        "TRACE": [("no.json", ("-o", "merged.json"), "TRACE no.json: there is no such file; name an existing one")],
-        "--out": [
-            ("/dev/null/merged.json", ("{trace}",), "its folder cannot be made"),
-            ("/", ("{trace}",), "--out / is a folder; name a file"),
-        ],
-    },
-    "plan": {
-        "--params": [
-            ("many", (), "use a count, 350M or 1.5B for example, or one of resnet50"),
-            ("0", (), "use a count from 1 to below 1e+13"),
-            ("nan", (), "use a count from 1 to below 1e+13"),
-            ("10T", (), "use a count from 1 to below 1e+13"),
-        ],
-        "--hosts": [("0", TWO, WHOLE), ("1", TWO, "has one rank, which sends nothing: add --ranks-per-host")],
-        "--ranks-per-host": [("0", TWO, WHOLE)],
-        "--nic-gbps": [(value, TWO, ABOVE) for value in ("0", "-1", "nan", "inf", "many")],
-        "--local-gbps": [("0", TWO, ABOVE)],
-        "--step-ms": [("0", TWO, ABOVE)],
-        "--backward-share": [("2", TWO, "above 0 and of at most 1")],
-        "--wires": of_wires(*TWO),
-        "--json": of_json(*TWO),
     },
     "probe": {
         "--script": [
@@ -78,12 +40,16 @@ WRONG: dict[str, dict[str, Rows]] = {
         "--seconds": [("1", (), "use a number of at least 5")],
         "--caps": [("0", (), ABOVE)],
         "--nic-gbps": [("0", (), ABOVE)],
-        "--wires": of_wires(),
+        "--wires": [("int3", (), "'int3' is no wire: use some of fp32 bf16")],
         "--accept": [
             ("int3", (), "'int3' is no wire"),
             ("int8", ("--wires", "bf16"), "it is not among --wires bf16; add it to --wires"),
         ],
-        "--json": of_json(),
+        "--json": [
+            ("/dev/null/a.json", (), "its folder cannot be made (/dev/null is no folder); name another file"),
+            ("/", (), "--json / is a folder; name a file"),
+            ("/proc/a.json", (), "--json /proc/a.json cannot be written: "),
+        ],
     },
     "doctor": {},
     "run": {
@@ -194,12 +160,12 @@ def test_a_check_leaves_files_as_they_are(tmp_path):
 @pytest.mark.parametrize("command", commands())
 def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
     parser = commands()[command]
-    needed = {"timeline": ("trace.json", "-o", "merged.json"), "run": ("-np", "2"), "plan": TWO}.get(command, ())
+    needed = ("-np", "2") if command == "run" else ()
     assert "--frobnicate is no option of fusedcomm" in refusal(capsys, command, *needed, "--frobnicate")
     for option in options_of(parser):
         if len(option) > 5 and option.startswith("--"):  # no abbreviations: they would change with the next option
             assert f"use {option}" in refusal(capsys, command, *needed, option[:-1])
-    if command not in ("timeline", "run"):  # these take words
+    if command != "run":  # which takes words
         assert "stray belongs to no option: leave it out" in refusal(capsys, command, *needed, "stray")
 
 
@@ -207,11 +173,9 @@ def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
     ("argv", "said"),
     [
         ((), "COMMAND is missing: add it"),
-        (("frobnicate",), "'frobnicate' is not possible: use one of 'doctor', 'demo', 'timeline', 'plan', 'probe'"),
-        (("timeline", "trace.json"), "-o/--out is missing: add it"),
+        (("frobnicate",), "'frobnicate' is not possible: use one of 'doctor', 'demo', 'probe'"),
         (("demo", "--steps"), "--steps has no value: write one after it"),
         (("probe", "--caps"), "--caps has no value"),
-        (("plan", *TWO[:-2]), "--step-ms is missing: add it"),
         (("run", "-np", "2"), "no command"),
         (("run", *MEMBERS, "--elastic", "true"), "exclude each other"),
         (("run", *JOIN, "-H", "elsewhere:2", "true"), "not of elsewhere: start `fusedcomm run` there"),
@@ -234,14 +198,11 @@ LOADED = "from fusedcomm.tools import cli; import sys, atexit; atexit.register(l
 @pytest.mark.parametrize(
     "argv",
     [
-        ("plan", *TWO, "--hosts", "1"),
-        ("plan", *TWO, "--params", "many"),
         ("probe", "--accept", "int8", "--wires", "bf16"),
         ("probe", "--script", "no.py"),
         ("demo", "--wires", "int3"),
         ("demo", "--out", "/dev/null"),
-        ("timeline", "no.json", "-o", "merged.json"),
-        ("plan", "--help"),
+        ("probe", "--help"),
     ],
     ids=" ".join,
 )

@@ -8,10 +8,11 @@ import subprocess
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from models import on_host
 from patience import patient, slowness
 from scripts import python
-from test_probe_workload import SCRIPT, script
+from test_probe_workload import SCRIPT, SHARDED, script
 
 from fusedcomm.ranks.hosts import OwnHost
 from fusedcomm.tools.errors import ProbeError
@@ -19,7 +20,7 @@ from fusedcomm.tools.probe import report
 from fusedcomm.tools.probe.choices import Candidate
 from fusedcomm.tools.probe.progress import STAGES
 from fusedcomm.tools.probe.run import Settings, agreed_task, probe
-from fusedcomm.tools.probe.steps import MIN_CHOICES, STEPS_OF_A_TURN, check_gradients, in_turns, take_steps
+from fusedcomm.tools.probe.steps import MIN_CHOICES, STEPS_OF_A_TURN, alone, check_gradients, in_turns, take_steps
 from fusedcomm.tools.probe.team import Team
 
 pytestmark = pytest.mark.alone
@@ -74,7 +75,7 @@ def steps_alone(rank, world_size):
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    take_steps(Team(dist.group.WORLD, CPU), model, (model, lambda module: module(data).sum(), optimizer), 3)
+    alone(Team(dist.group.WORLD, CPU), (model, lambda module: module(data).sum(), optimizer), 0.0)
     return [parameter.tolist() for parameter in model.parameters()]
 
 
@@ -116,6 +117,50 @@ def test_hosts_with_several_ranks(ranks):
     assert sent["off"] / settings.params == pytest.approx(2 * 6, rel=0.01)  # both ranks send to the other host
     assert sent["int8 by host"] / settings.params == pytest.approx(1.03, rel=0.02)
     assert sent.get("int8") is None and "sent by a host" in text and "line needs" in text
+
+
+ONE = "hosts=None, "
+
+
+def test_a_script_of_fsdp2_on_hosts_with_several_ranks(ranks, tmp_path):
+    path = script(tmp_path, SHARDED)
+    settings = dataclasses.replace(TINY, script=path, wires=("int8",), accept=("int8",))
+    (document, text), (others, _), *_ = ranks.run(run_probe_on_hosts, settings, ["a", "a", "b", "b"], world_size=4)
+    assert document["front_end"] == "FSDP2" and document["numel"] == 2 * 128**2
+    assert document["recommendation"] == json.loads(json.dumps(others["recommendation"]))
+    # A reduce-scatter and, by default, two all-gathers of a module, but one of the model itself.
+    ring, int8 = 3 / 4, 33 / 128 / 2
+    right = {
+        "off": (2 + 1.5) * ring,
+        "int8 by host": int8 + 1.5 * ring,
+        "int8": 2 * int8 + 1.5 * ring,
+        "int8 by host, params int8": 2.5 * int8,
+        "int8, params int8": 2.5 * 2 * int8,
+    }
+    rows = {row["name"]: row for row in document["choices"]}
+    assert list(rows)[:2] == list(right)[:2] and {rows[name]["params"] for name in rows} == {"fp32", "int8"}
+    for name, row in rows.items():
+        assert row["line_nbytes"] / document["numel"] / 4 == pytest.approx(right[name], rel=0.02), name
+    told = {row["code"].partition("; comm = ")[2] for row in rows.values()}
+    assert told & {f'fusedcomm.attach(model, fusedcomm.Config(wire="int8", {more}params="int8"))' for more in ("", ONE)}
+    assert "/ FSDP2" in text and "no collectives" in text
+
+
+def silent_steps(rank, world_size):
+    """Parameters before and after steps without collectives, and the gradients of one with torch's own."""
+    torch.manual_seed(rank)
+    model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(4, 3, bias=False))
+    before, own = model.weight.full_tensor(), torch.full((2, 4), rank + 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    task = (model, lambda model: model(own).sum(), optimizer)
+    alone(Team(dist.group.WORLD, CPU), task, 0.0)
+    after = model.weight.full_tensor()
+    model(own).sum().backward()
+    return torch.equal(before, after), model.weight.grad.full_tensor().unique().tolist()
+
+
+def test_steps_without_collectives_leave_shards_and_what_follows_as_they_were(ranks):
+    assert ranks.run(silent_steps, world_size=2) == [(True, [3.0])] * 2
 
 
 @pytest.mark.full

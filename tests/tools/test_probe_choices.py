@@ -4,6 +4,7 @@ import pytest
 
 from fusedcomm.config import Config
 from fusedcomm.tools.probe.choices import (
+    FSDP2,
     OFF,
     Candidate,
     Seen,
@@ -98,6 +99,26 @@ def test_accepted_wires_come_first_with_their_usual_sum():
     assert {choice.bucket_mib for choice in found} == {5.0}
     found = choices(("int8", "fp32"), ("int8",), by_host=True, cap_mib=25.0)
     assert [way_of(choice) for choice in found] == ["off", "int8 by host", "int8", "fp32"]
+
+
+def test_fsdp2_has_neither_buckets_nor_direct_sums_and_fp32_on_two_levels():
+    found = choices(("int8", "bf16", "fp32"), ("int8", "bf16", "fp32"), by_host=True, cap_mib=None, front_end=FSDP2)
+    assert list(map(str, found)) == ["off", "int8 by host", "bf16 by host", "fp32 by host", "int8", "bf16"]
+    codes = {str(choice): code_of(choice, True, FSDP2).partition("; comm = ")[2] for choice in found}
+    assert codes["off"] == "" and codes["fp32 by host"] == 'fusedcomm.attach(model, "fp32")'
+    assert codes["int8"] == 'fusedcomm.attach(model, fusedcomm.Config(wire="int8", hosts=None))'
+
+
+def test_where_parameters_in_codes_are_no_faster_exact_ones_are_recommended():
+    steps = {Candidate("off"): 0.6, Candidate("int8"): 0.302, Candidate("int8", params="int8"): 0.3}
+    for slower, params in ((0.302, "fp32"), (0.4, "int8")):
+        steps[Candidate("int8")] = slower
+        taken = {choice: Seen([step_s] * 4, [1.0], 8, 8) for choice, step_s in steps.items()}
+        found = recommend(taken, ("int8",), 0.2, FSDP2)
+        assert found.choice == Candidate("int8", params=params) and found.baseline == OFF
+    assert found.reason.startswith(
+        "of 600.0 ms with torch's own collectives, 400.0 ms are spent waiting for gradients "
+    )
 
 
 def test_each_choice_has_its_configuration_and_says_one_level_where_there_could_be_two():

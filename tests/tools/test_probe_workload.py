@@ -4,7 +4,9 @@ import textwrap
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
+import fusedcomm
 from fusedcomm.tools.errors import ProbeError, ScriptError
 from fusedcomm.tools.probe.script import load, naming_the_line
 from fusedcomm.tools.probe.workload import checked
@@ -14,6 +16,18 @@ import torch
 def make():
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     data = torch.randn(8, 64)
+    return model, lambda model: model(data).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
+"""
+
+SHARDED = """
+import torch
+from torch.distributed.fsdp import fully_shard
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128, bias=False))
+    fully_shard(model[0])
+    fully_shard(model)
+    data = torch.randn(8, 128)
     return model, lambda model: model(data).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
 """
 
@@ -37,6 +51,20 @@ def test_scripts_that_cannot_be_used(tmp_path):
         load(script(tmp_path, SCRIPT.replace("make", "build")))
     with pytest.raises(ProbeError, match=r"has no function build\(\)"):
         load(script(tmp_path, SCRIPT) + ":build")
+
+
+def refused_attached(rank, world_size):
+    model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(3, 3))
+    comm = fusedcomm.attach(model, "int8", quiet=True)
+    with pytest.raises(ProbeError) as raised:
+        checked((model, lambda model: model(DATA).sum()), CPU)
+    comm.detach()
+    return str(raised.value)
+
+
+def test_a_model_of_fsdp2_that_the_script_has_attached_is_refused(ranks):
+    (text,) = set(ranks.run(refused_attached, world_size=2))
+    assert text.endswith("already: leave one of them out. The probe attaches each choice itself")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Chunks, Config
-from fusedcomm.tools.cli import main
 from fusedcomm.trace import document as trace
 from fusedcomm.trace import merge as timeline
 
@@ -136,14 +135,6 @@ def test_one_trace_of_all_ranks(ranks, tmp_path, world_size, hosts, tracks):
         assert [event["dur"] / 1e3 for event in exposed] == pytest.approx(exposed_ms[rank][2:5], rel=1e-4, abs=1e-3)
 
 
-@pytest.fixture(scope="module")
-def files(ranks, tmp_path_factory):
-    """The trace files of three ranks."""
-    folder = tmp_path_factory.mktemp("traces")
-    ranks.run(traced, str(folder / "trace-{rank}.json"), world_size=3)
-    return [folder / f"trace-{rank}.json" for rank in range(3)]
-
-
 def simulated(num_ranks, num_steps, clocks, seed, rates=None):
     """The documents of ranks that take part in simulated all-reduces. `clocks`: offset of each rank's clock from the
     true time, in microseconds; `rates`: speed of each rank's clock."""
@@ -170,7 +161,7 @@ def simulated(num_ranks, num_steps, clocks, seed, rates=None):
                 }
             )
     for rank in range(num_ranks):
-        about = {"version": "0", "run": "r/1", "rank": rank, "world_size": num_ranks, "host": rank, "place": 0}
+        about = {"version": "0", "rank": rank, "world_size": num_ranks, "host": rank, "place": 0}
         documents.append({"traceEvents": events[rank], "otherData": {"fusedcomm": about}})
     return documents
 
@@ -203,68 +194,6 @@ def test_a_rank_without_a_common_collective_is_not_aligned():
     merged = timeline.merge(documents)
     assert merged["otherData"]["fusedcomm"]["clock_uncertainty_us"] == [0.0, None]
     json.loads(json.dumps(merged, allow_nan=False))
-
-
-# ---- the command
-
-
-def shifted(path, folder, shift_us):
-    document = read(path)
-    for event in document["traceEvents"]:
-        if event["ph"] == "X":
-            event["ts"] += shift_us
-    return write(folder / path.name, json.dumps(document))
-
-
-def test_the_command_merges_files_whatever_their_clocks_say(files, tmp_path, capsys):
-    offsets, uncertainties = timeline.clock_offsets([read(path) for path in files])
-    shifts = (0.0, 7.5e6, -123_456.0)
-    moved = [shifted(path, tmp_path, shift) for path, shift in zip(files, shifts, strict=True)]
-    found, same_uncertainties = timeline.clock_offsets([read(path) for path in moved])
-    assert same_uncertainties == pytest.approx(uncertainties, abs=1e-2)
-    assert [offset + shift for offset, shift in zip(found, shifts, strict=True)] == pytest.approx(offsets, abs=1e-2)
-    out = tmp_path / "merged.json"
-    assert main(["timeline", *map(str, reversed(moved)), "-o", str(out)]) == 0
-    check_merged(read(out), 3, ONE_LEVEL)
-    assert "3 ranks, clocks aligned to ±" in capsys.readouterr().out
-
-
-def changed(path, folder, **about):
-    document = read(path)
-    document["otherData"]["fusedcomm"].update(about)
-    return write(folder / f"changed {path.name}", json.dumps(document))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda files, folder: files[:1] + files[2:], ["rank(s) [1] of 3 are missing"]),
-        (lambda files, folder: [*files, files[0]], ["trace-0.json", "both of rank 0"]),
-        (lambda files, folder: [*files[:2], changed(files[2], folder, run="other")], ["of trace 'other'", "one job"]),
-        (lambda files, folder: [*files[:2], changed(files[2], folder, world_size=4)], ["of ranks 4", "of 3"]),
-        (lambda files, folder: [write(folder / "a.json", "{")], ["a.json is not JSON"]),
-        (lambda files, folder: [write(folder / "a.json", '{"traceEvents": []}')], ["a.json is not a trace"]),
-        (lambda files, folder: [write(folder / "a.json", "[1, 2]")], ["a.json is not a trace"]),
-        (lambda files, folder: [folder / "absent.json"], ["absent.json: there is no such file; name an existing one"]),
-        (lambda files, folder: [merged_already(files, folder)], ["has been merged already"]),
-    ],
-)
-def test_the_command_refuses_what_is_not_one_trace(files, tmp_path, capsys, spoil, words):
-    with pytest.raises(SystemExit):
-        main(["timeline", *map(str, spoil(files, tmp_path)), "-o", str(tmp_path / "out.json")])
-    text = capsys.readouterr().err
-    assert all(word in text for word in words), text
-    assert not (tmp_path / "out.json").exists()
-
-
-def write(path, text):
-    path.write_text(text)
-    return path
-
-
-def merged_already(files, folder):
-    timeline.merge_files(files, folder / "merged.json")
-    return folder / "merged.json"
 
 
 # ---- what goes wrong while tracing
@@ -369,5 +298,5 @@ def test_a_trace_of_one_rank_leaves_those_of_all_as_they_are(ranks, tmp_path):
     path = tmp_path / "trace"
     ranks.run(alone_first, str(path), world_size=3)
     assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
-    merged = merged_already([Path(f"{path}-{rank}.json") for rank in range(3)], tmp_path)
-    assert {event["pid"] for event in spans_of(read(merged))} == {0, 1, 2}
+    for rank in range(3):
+        assert {event["pid"] for event in spans_of(read(Path(f"{path}-{rank}.json")))} == {rank}

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from on_hosts import needs_hosts, printed_by
 from patience import HANG_S
 
+from fusedcomm.ranks.bounded_store import private_store
 from fusedcomm.ranks.channels import make_channels
-from fusedcomm.ranks.group_store import private_store
 
 NBYTES = 40_003
 
@@ -111,7 +111,7 @@ LATE_S, MESSAGE_NBYTES = 0.2, 1_600_000
 BEGIN_LATE = f"""
 import native_bindings, pathlib, time, torch, torch.distributed as dist
 from fusedcomm.ranks.channels import make_channels
-from fusedcomm.ranks.group_store import private_store
+from fusedcomm.ranks.bounded_store import private_store
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = make_channels(group, cpu, private_store(group).native)

@@ -19,9 +19,8 @@ from patience import patient, wait_for_words
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import config
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.ranks import roll_call
+from fusedcomm.ranks import peers, roll_call
 
 pytestmark = pytest.mark.check
 
@@ -201,7 +200,7 @@ def test_an_impossible_stall_after_is_refused(stall_after):
 
 
 def test_by_default_a_stall_is_reported_before_the_timeout():
-    assert config.choose_stall_after(None, 1800) == 60
-    assert config.choose_stall_after(None, 30) == 10
-    assert config.choose_stall_after(25, 30) == 25
-    assert config.choose_stall_after(0.1, 30) == 0.1
+    assert peers.reported_after_s(None, 1800) == 60
+    assert peers.reported_after_s(None, 30) == 10
+    assert peers.reported_after_s(25, 30) == 25
+    assert peers.reported_after_s(0.1, 30) == 0.1

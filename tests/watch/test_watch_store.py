@@ -23,7 +23,7 @@ from test_watch import SHAPES, are_right, attached
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.ranks import group_store, hosts
+from fusedcomm.ranks import bounded_store, hosts
 from fusedcomm.session import session
 
 pytestmark = pytest.mark.check
@@ -182,7 +182,7 @@ def test_a_process_ends_well_although_the_store_answers_just_then(server, tmp_pa
 # What attaching calls first after each moment.
 MOMENTS = {
     "comparing": (hosts, "publish_name"),
-    "connecting": (group_store, "own_client"),
+    "connecting": (bounded_store, "own_client"),
     "watching": (session.Session, "watch"),
 }
 # The group's timeout in these tests. A clone of a store whose host is gone tries to connect for that long.
@@ -252,7 +252,7 @@ def without_its_host(rank, world_size, moment):
     """Rank 0, which hosts the store, ends at the moment of attaching, or after a step of DataParallel. Returns the
     error and the seconds after which a rank had it."""
     with group_over("tcp", rank, world_size, 0, datetime.timedelta(seconds=LONG_S)):
-        port = group_store.store_port(dist.group.WORLD)
+        port = bounded_store.store_port(dist.group.WORLD)
 
         def end() -> None:
             if rank == 0:

@@ -38,7 +38,6 @@ def the_part(wire, block, exact_numel, lossy_numel):
 def test_constants():
     assert _C.WIRE_LAYOUT_VERSION == 9
     assert _C.ALIGN_NBYTES == 16
-    assert _C.ROTATION_NUMEL == 32
     assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32]
     assert [wire for wire in WIRES if _C.has_scales(wire)] == list(BLOCK_WIRES)
 
@@ -132,7 +131,6 @@ def test_offsets_beyond_32_bits():
         *((("bf16", 128, *numbers), "must be positive") for numbers in ((0, 0, 1, 1), (1, -1, 1, 1), (1, 0, 1, 0))),
         (("int3", 128, 1, 0, 1000, 1 << 20), "wire='int3' .*fp32, bf16, fp16, int8, fp8, int4"),
         (("BF16", 128, 1, 0, 1000, 1 << 20), "wire='BF16' .*fp32, bf16, fp16, int8, fp8, int4"),
-        *(((wire, 128, 1, 0, 9, 9, True), "rotate=True is for wires with scales") for wire in ("fp32", "bf16", "fp16")),
     ],
     ids=str,
 )

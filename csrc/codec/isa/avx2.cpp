@@ -219,22 +219,6 @@ struct Avx2 {
     second = _mm256_fmadd_ps(second_code, factor_of(second_code, scale), second);
   }
 
-  template <int kDistance>
-  static constexpr float sign(int index) {
-    return index & kDistance ? -1.0f : 1.0f;
-  }
-  // x·(±1) + y rounds once, like an addition.
-  template <int kDistance>
-  static F mix(F value) {
-    constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
-    const F swapped = kDistance == 1   ? _mm256_permute_ps(value, kSwapOnes)
-                      : kDistance == 2 ? _mm256_permute_ps(value, kSwapTwos)
-                                       : _mm256_permute2f128_ps(value, value, 0x01);
-    const F signs = _mm256_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
-                                   sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7));
-    return _mm256_fmadd_ps(value, signs, swapped);
-  }
-
   static void fence() { _mm_sfence(); }
 };
 

@@ -187,25 +187,6 @@ struct Avx512 {
     second = look_up(_mm512_shuffle_epi8(bytes, _mm512_add_epi32(spread, _mm512_set1_epi32(8))));
   }
 
-  template <int kDistance>
-  static constexpr float sign(int index) {
-    return index & kDistance ? -1.0f : 1.0f;
-  }
-  // x·(±1) + y rounds once, like an addition.
-  template <int kDistance>
-  static F mix(F value) {
-    constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
-    const F swapped = kDistance == 1   ? _mm512_permute_ps(value, kSwapOnes)
-                      : kDistance == 2 ? _mm512_permute_ps(value, kSwapTwos)
-                      : kDistance == 4 ? _mm512_shuffle_f32x4(value, value, kSwapOnes)
-                                       : _mm512_shuffle_f32x4(value, value, kSwapTwos);
-    const F signs = _mm512_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
-                                   sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7),
-                                   sign<kDistance>(8), sign<kDistance>(9), sign<kDistance>(10), sign<kDistance>(11),
-                                   sign<kDistance>(12), sign<kDistance>(13), sign<kDistance>(14), sign<kDistance>(15));
-    return _mm512_fmadd_ps(value, signs, swapped);
-  }
-
   static void fence() { _mm_sfence(); }
 };
 

@@ -22,41 +22,8 @@ inline void put_codes(uint8_t* codes, int64_t i, typename V::F first, typename V
   }
 }
 
-// ---- rotation
-
-constexpr int kRun = static_cast<int>(kRotationNumel);
-
-// Fills `values` with the rotation's signs for a run, times `magnitude`.
-inline void fill_signs(float* values, float magnitude) {
-  for (int i = 0; i < kRun; ++i) values[i] = kRotationSigns >> i & 1u ? -magnitude : magnitude;
-}
-
-// (a, b) ← (a + b, a - b) for all pairs of elements that are kDistance apart.
-template <class V, int kDistance>
-[[gnu::always_inline]] inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
-  if constexpr (kDistance < V::kLanes) {
-    for (int k = 0; k < kRun / V::kLanes; ++k) run[k] = V::template mix<kDistance>(run[k]);
-  } else {
-    constexpr int kStep = kDistance / V::kLanes;
-    for (int first = 0; first < kRun / V::kLanes; first += 2 * kStep) {
-      for (int k = first; k < first + kStep; ++k) {
-        const typename V::F a = run[k];
-        const typename V::F b = run[k + kStep];
-        run[k] = V::add(a, b);
-        run[k + kStep] = V::sub(a, b);
-      }
-    }
-  }
-}
-
-template <class V>
-[[gnu::always_inline]] inline void butterfly(typename V::F (&run)[kRun / V::kLanes]) {
-  mix_run<V, 1>(run);
-  mix_run<V, 2>(run);
-  mix_run<V, 4>(run);
-  mix_run<V, 8>(run);
-  mix_run<V, 16>(run);
-}
+// Elements that a loop's body handles at a time. Divides every block size.
+constexpr int kRun = static_cast<int>(kMinBlockNumel);
 
 // ---- quantize
 
@@ -88,13 +55,7 @@ __attribute__((noinline)) void quantize_nonfinite_block(const Src* src, typename
 constexpr int64_t kBatchNumel = 1024;
 constexpr int64_t kMaxBatch = kBatchNumel / kMinBlockNumel;
 
-// src·factor if kScaled, else src.
-template <class V, bool kScaled, class Src>
-inline typename V::F load_scaled(const Src* src, typename V::F factor) {
-  return kScaled ? V::mul(V::load(src), factor) : V::load(src);
-}
-
-// The block's maximum as bits: of the magnitude, or for signed scales of the bits rotated left by one.
+// The block's maximum as bits: of the magnitude, or for signed scales of the bits turned left by one.
 template <class V, class Code, class Src>
 inline typename V::M block_top(const Src* __restrict src, int64_t numel, typename V::F factor) {
   typename V::M top{};
@@ -102,29 +63,10 @@ inline typename V::M block_top(const Src* __restrict src, int64_t numel, typenam
   return top;
 }
 
-// Writes the rotated block to `rotated` and returns its top. `factors` are the signs of a run times the scale.
-template <class V, class Code, class Src>
-inline typename V::M rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
-                                  const float* factors) {
-  typename V::M top{};
-  for (int64_t i = 0; i < numel; i += kRun) {
-    typename V::F run[kRun / V::kLanes];
-    for (int k = 0; k < kRun / V::kLanes; ++k) {
-      run[k] = V::mul(V::load(src + i + k * V::kLanes), V::load(factors + k * V::kLanes));
-    }
-    butterfly<V>(run);
-    for (int k = 0; k < kRun / V::kLanes; ++k) {
-      track<V, Code>(top, run[k]);
-      V::store(rotated + i + k * V::kLanes, run[k]);
-    }
-  }
-  return top;
-}
-
 // No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
 // L(1 + 2^-24)², less than half a step beyond L. With a bf16 scale, rounding may have lowered the scale by 2^-9 of it:
 // in int4 |y·inverse| < 8.04. The code is at least kLeast, and one beyond L becomes L.
-template <class V, class Code, bool kStreamed, bool kScaled, class Src>
+template <class V, class Code, bool kStreamed, class Src>
 inline void quantize_block(const Src* __restrict src, uint8_t* __restrict codes, int64_t numel, typename V::F factor,
                            typename V::F inverse) {
   if constexpr (V::kLanes == 1 && Code::kNbits < 8) {
@@ -132,22 +74,21 @@ inline void quantize_block(const Src* __restrict src, uint8_t* __restrict codes,
     for (int64_t i = 0; i < numel; i += kRun) {
       uint32_t run[kRun];
       for (int k = 0; k < kRun; ++k) {
-        run[k] = V::code(Code(), load_scaled<V, kScaled>(src + i + k, factor) * inverse);
+        run[k] = V::code(Code(), V::mul(V::load(src + i + k), factor) * inverse);
       }
       pack<Code>(codes + code_nbytes<Code>(i), run, kRun);
     }
   } else {
     for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
-      const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
-      const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
+      const typename V::F first = V::mul(V::mul(V::load(src + i), factor), inverse);
+      const typename V::F second = V::mul(V::mul(V::load(src + i + V::kLanes), factor), inverse);
       put_codes<kStreamed, V, Code>(codes, i, first, second);
     }
   }
 }
 
 // Blocks of at least this many elements are prefetched a batch ahead if the destination is so large that it is
-// streamed. A batch is a page of memory or half a page, and the hardware prefetcher starts again at every page. Rotated
-// blocks are not prefetched: the rotation takes as long as reading the memory.
+// streamed. A batch is a page of memory or half a page, and the hardware prefetcher starts again at every page.
 constexpr int64_t kFetchedBlockNumel = 128;
 
 // Must be inlined: GCC would otherwise treat it as a function without effect.
@@ -159,7 +100,7 @@ template <class Src>
 }
 
 // Writes scales and codes of `count` blocks of src with the given tops.
-template <class V, class Code, bool kStreamed, bool kScaled, class Src>
+template <class V, class Code, bool kStreamed, class Src>
 inline void quantize_batch(const Src* src, typename Code::Scale* scales, uint8_t* codes, const uint32_t* tops,
                            int64_t count, int64_t block_numel, float scale) {
   const typename V::F factor = V::broadcast(scale);
@@ -169,10 +110,10 @@ inline void quantize_batch(const Src* src, typename Code::Scale* scales, uint8_t
     set_scale<Code>(tops[block], scales + block, inverse + block);
   }
   for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
-    if (kStreamed && kScaled) fetch_block(src + count * block_numel, block_numel);
+    if (kStreamed) fetch_block(src + count * block_numel, block_numel);
     const uint32_t absmax = absmax_bits<Code>(tops[block]);
     if (absmax - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
-      quantize_block<V, Code, kStreamed, kScaled>(src, codes, block_numel, factor, V::broadcast(inverse[block]));
+      quantize_block<V, Code, kStreamed>(src, codes, block_numel, factor, V::broadcast(inverse[block]));
     } else if (absmax >= kInfBits) {
       quantize_nonfinite_block<Code>(src, scales + block, codes, block_numel, scale);
     } else {
@@ -182,13 +123,9 @@ inline void quantize_batch(const Src* src, typename Code::Scale* scales, uint8_t
   }
 }
 
-template <class V, class Code, class Src, bool kRotated, bool kStreamed>
+template <class V, class Code, class Src, bool kStreamed>
 int64_t quantize_blocks(const Src* src, typename Code::Scale* scales, uint8_t* codes, int64_t num_blocks,
                         int64_t block_numel, float scale) {
-  alignas(64) float rotated[kRotated ? kMaxBlockNumel : 1];
-  static_assert(kBatchNumel <= kMaxBlockNumel, "a batch must have room in `rotated`");
-  float factors[kRun];
-  fill_signs(factors, scale);
   const typename V::F factor = V::broadcast(scale);
   const int64_t batch = block_numel < kBatchNumel ? kBatchNumel / block_numel : 1;
   int64_t nonfinite = 0;
@@ -197,23 +134,16 @@ int64_t quantize_blocks(const Src* src, typename Code::Scale* scales, uint8_t* c
     typename V::M maxima[kMaxBatch];
     static_assert(kMaxBatch % V::kMaxima == 0, "a batch must have room for the last maxima");
     for (int64_t block = 0; block < count; ++block) {
-      const int64_t first = block * block_numel;
-      maxima[block] = kRotated ? rotate_block<V, Code>(src + first, rotated + first, block_numel, factors)
-                               : block_top<V, Code>(src + first, block_numel, factor);
+      maxima[block] = block_top<V, Code>(src + block * block_numel, block_numel, factor);
     }
     for (int64_t block = count; block % V::kMaxima != 0; ++block) maxima[block] = typename V::M{};
     uint32_t tops[kMaxBatch];
     for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(maxima + block, tops + block);
     for (int64_t block = 0; block < count; ++block) {
-      // Counts in src: a rotation makes a whole run non-finite if one element is.
       if (absmax_bits<Code>(tops[block]) < kInfBits) continue;
       nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
     }
-    if (kRotated) {
-      quantize_batch<V, Code, kStreamed, false>(rotated, scales, codes, tops, count, block_numel, 1.0f);
-    } else {
-      quantize_batch<V, Code, kStreamed, true>(src, scales, codes, tops, count, block_numel, scale);
-    }
+    quantize_batch<V, Code, kStreamed>(src, scales, codes, tops, count, block_numel, scale);
     src += count * block_numel;
     scales += count;
     codes += code_nbytes<Code>(count * block_numel);
@@ -221,78 +151,56 @@ int64_t quantize_blocks(const Src* src, typename Code::Scale* scales, uint8_t* c
   return nonfinite;
 }
 
-template <class V, class Code, class Src, bool kRotated>
+template <class V, class Code, class Src>
 int64_t quantize(const void* src_data, void* scales_data, void* codes_data, int64_t num_blocks, int64_t block_numel,
                  float scale, bool streamed) {
   const auto* src = static_cast<const Src*>(src_data);
   auto* scales = static_cast<typename Code::Scale*>(scales_data);
   auto* codes = static_cast<uint8_t*>(codes_data);
   if (streamed && suits_streaming<V>(codes)) {
-    return quantize_blocks<V, Code, Src, kRotated, true>(src, scales, codes, num_blocks, block_numel, scale);
+    return quantize_blocks<V, Code, Src, true>(src, scales, codes, num_blocks, block_numel, scale);
   }
-  return quantize_blocks<V, Code, Src, kRotated, false>(src, scales, codes, num_blocks, block_numel, scale);
+  return quantize_blocks<V, Code, Src, false>(src, scales, codes, num_blocks, block_numel, scale);
 }
 
 // ---- dequantize
 
-// Whether a block's scale, or the factor, is moderate: a magnitude from 2^-60 to below 2^60. If both are moderate, a
-// rotated block can be multiplied by factor/32 at once, instead of first by 1/32 and then by the factor. The results
-// are the same and never NaN. The summands are multiples of 2^-60 · 2^-9 · 2^-23, an ulp of the least scale times the
-// least code. Their sums are multiples of it, too, so dividing them by 32 is exact.
-inline bool is_moderate(float scale_or_factor) {
-  constexpr uint32_t kLeastBits = (127u - 60u) << 23, kGreatestBits = (127u + 60u) << 23;
-  return (bits_of(scale_or_factor) & kMagnitudeMask) - kLeastBits < kGreatestBits - kLeastBits;
-}
-
-// `signs` undo a rotation: ±1/32, or with kModerate ±factor/32.
-template <class V, class Code, class Dst, bool kRotated, bool kStreamed, bool kModerate>
+template <class V, class Code, class Dst, bool kStreamed>
 inline void dequantize_block(typename V::F scale, const uint8_t* __restrict codes, Dst* __restrict dst,
-                             int64_t block_numel, typename V::F factor, const float* __restrict signs) {
+                             int64_t block_numel, typename V::F factor) {
   for (int64_t i = 0; i < block_numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
     for (int k = 0; k < kRun / V::kLanes; k += 2) {
       CodesOf<V, Code>::load(codes, i + k * V::kLanes, scale, run[k], run[k + 1]);
     }
-    if (kRotated) butterfly<V>(run);
     for (int k = 0; k < kRun / V::kLanes; ++k) {
-      if (kRotated) run[k] = V::mul(run[k], V::load(signs + k * V::kLanes));
-      if (!kModerate) run[k] = V::canonical(V::mul(run[k], factor));
-      put<kStreamed, V>(dst + i + k * V::kLanes, run[k]);
+      put<kStreamed, V>(dst + i + k * V::kLanes, V::canonical(V::mul(run[k], factor)));
     }
   }
 }
 
-template <class V, class Code, class Dst, bool kRotated, bool kStreamed>
+template <class V, class Code, class Dst, bool kStreamed>
 void dequantize_blocks(const typename Code::Scale* __restrict scales, const uint8_t* __restrict codes,
                        Dst* __restrict dst, int64_t num_blocks, int64_t block_numel, float factor) {
   const typename V::F factor_v = V::broadcast(factor);
-  float signs[kRun], factors[kRun];
-  fill_signs(signs, 1.0f / kRun);
-  fill_signs(factors, factor / kRun);
-  const bool moderate_factor = kRotated && is_moderate(factor);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const float block_scale = Scalar::load(scales + block);
-    const typename V::F scale = V::broadcast(block_scale);
-    if (moderate_factor && is_moderate(block_scale)) {
-      dequantize_block<V, Code, Dst, kRotated, kStreamed, kRotated>(scale, codes, dst, block_numel, factor_v, factors);
-    } else {
-      dequantize_block<V, Code, Dst, kRotated, kStreamed, false>(scale, codes, dst, block_numel, factor_v, signs);
-    }
+    const typename V::F scale = V::broadcast(Scalar::load(scales + block));
+    dequantize_block<V, Code, Dst, kStreamed>(scale, codes, dst, block_numel, factor_v);
     codes += code_nbytes<Code>(block_numel);
     dst += block_numel;
   }
 }
 
-template <class V, class Code, class Dst, bool kRotated>
+template <class V, class Code, class Dst>
 void dequantize(const void* scales_data, const void* codes_data, void* dst_data, int64_t num_blocks,
                 int64_t block_numel, float factor, bool streamed) {
   const auto* scales = static_cast<const typename Code::Scale*>(scales_data);
   const auto* codes = static_cast<const uint8_t*>(codes_data);
   auto* dst = static_cast<Dst*>(dst_data);
   if (streamed && suits_streaming<V>(dst)) {
-    dequantize_blocks<V, Code, Dst, kRotated, true>(scales, codes, dst, num_blocks, block_numel, factor);
+    dequantize_blocks<V, Code, Dst, true>(scales, codes, dst, num_blocks, block_numel, factor);
   } else {
-    dequantize_blocks<V, Code, Dst, kRotated, false>(scales, codes, dst, num_blocks, block_numel, factor);
+    dequantize_blocks<V, Code, Dst, false>(scales, codes, dst, num_blocks, block_numel, factor);
   }
 }
 
@@ -366,10 +274,8 @@ void sum_blocks(const void* scales_data, const void* codes_data, int64_t stride_
 
 template <class V, class Code>
 constexpr BlockKernels block_kernels() {
-  return {{quantize<V, Code, float, false>, quantize<V, Code, Bf16, false>, quantize<V, Code, Fp16, false>},
-          {quantize<V, Code, float, true>, quantize<V, Code, Bf16, true>, quantize<V, Code, Fp16, true>},
-          {dequantize<V, Code, float, false>, dequantize<V, Code, Bf16, false>, dequantize<V, Code, Fp16, false>},
-          {dequantize<V, Code, float, true>, dequantize<V, Code, Bf16, true>, dequantize<V, Code, Fp16, true>},
+  return {{quantize<V, Code, float>, quantize<V, Code, Bf16>, quantize<V, Code, Fp16>},
+          {dequantize<V, Code, float>, dequantize<V, Code, Bf16>, dequantize<V, Code, Fp16>},
           sum_blocks<V, Code>};
 }
 

@@ -20,8 +20,6 @@
 //   add_scaled_codes(Code, const uint8_t*, F, F&, F&)   besides, if it is faster: adds these
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step,
 //                                                    in int4 below 8.04; a code of 8 becomes 7
-// For rotations:
-//   mix<distance>(F)       (a, b) ← (a + b, a - b) for all pairs of elements that far apart; distance < kLanes
 #pragma once
 
 #include <cstdint>

@@ -177,22 +177,6 @@ struct Neon {
   }
 
   // x·(±1) + y rounds once, like an addition.
-  static float32x4_t mix_4(float32x4_t value, float32x4_t swapped, float32x4_t signs) {
-    return vfmaq_f32(swapped, value, signs);
-  }
-  template <int kDistance>
-  static F mix(F value) {
-    const float32x4_t a = value.val[0];
-    const float32x4_t b = value.val[1];
-    if constexpr (kDistance == 4) return {{vaddq_f32(a, b), vsubq_f32(a, b)}};
-    if constexpr (kDistance == 2) {
-      const float32x4_t signs = {1.0f, 1.0f, -1.0f, -1.0f};
-      return {{mix_4(a, vextq_f32(a, a, 2), signs), mix_4(b, vextq_f32(b, b, 2), signs)}};
-    }
-    const float32x4_t signs = {1.0f, -1.0f, 1.0f, -1.0f};
-    return {{mix_4(a, vrev64q_f32(a), signs), mix_4(b, vrev64q_f32(b), signs)}};
-  }
-
   template <class T>
   static void stream(T* p, F value) {
     store(p, value);

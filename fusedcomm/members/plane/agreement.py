@@ -61,7 +61,7 @@ class Agreement:
 
     def __init__(self, uid: str, min_ranks: int, barrier: StepBarrier, effects: Effects) -> None:
         self._uid, self._min_ranks, self._barrier, self._effects = uid, min_ranks, barrier, effects
-        self.roster = Roster(uid)
+        self.roster = Roster(uid, effects)
         self.joiners: dict[str, Member] = {}
         self.proposal: Proposal | None = None
         self.commit: dict = {}
@@ -127,13 +127,13 @@ class Agreement:
     def state(self) -> dict:
         """The message that all others hear about each second."""
         return MemberState(
-            **self._views(),
+            **self.roster.numbers(),
             promised=self._promise.number,
             ready=self._ready,
             finished=self._barrier.finished,
             entered=self._barrier.entered,
             wants=self._wants,
-            dead=self._reasons(),
+            dead=self.roster.reasons(),
             silent=sorted(self.roster.silent),
             proposes=self.proposal.number if self.proposal is not None else -1,
         ).to_json()
@@ -160,10 +160,6 @@ class Agreement:
             self._effects.join_anew(number)
         elif self._uid in self.roster.active:
             self._fail(failures.expelled(self.view, number, self._effects.reason(self._uid)))
-
-    def _views(self) -> dict[str, int]:
-        views = self.roster.views
-        return {"committed": views[-1].number if views else -1, "active": views[0].number if views else -1}
 
     def _send(self, uid: str, message: dict) -> None:
         """Sends to a process, which may be this one."""
@@ -265,7 +261,7 @@ class Agreement:
             "base": proposal.base,
             "immediate": proposal.immediate,
             "step": proposal.step,
-            "dead": self._reasons(),
+            "dead": self.roster.reasons(),
         }
         for uid in proposal.participants:
             if self.proposal is proposal and uid not in proposal.acks:
@@ -341,20 +337,11 @@ class Agreement:
         promise = self._promise
         if promise.to == sender and told.proposes != promise.number > told.committed:
             self._barrier.resume(promise.number)  # its abort was lost with a connection
-        self._hear_dead(told.dead)
+        self.roster.hear_dead(told.dead)
         fields = ("silent", "wants", "ready", "active", "promised")
         is_new = known is None or any(getattr(known, each) != getattr(told, each) for each in fields)
         if is_new and self.roster.lowest() == self._uid:
             self._consider()
-
-    def _reasons(self) -> dict[str, str]:
-        """By uid of the dead: what was seen."""
-        return {uid: self._effects.reason(uid) for uid in sorted(self.roster.dead)}
-
-    def _hear_dead(self, reasons: dict[str, str]) -> None:
-        for uid, reason in reasons.items():
-            if uid not in self.roster.dead and uid != self._uid:
-                self._effects.heard_dead(uid, reason)
 
     def _on_propose(self, sender: str, message: dict) -> None:
         number, base, immediate = message["number"], message["base"], message["immediate"]
@@ -370,7 +357,7 @@ class Agreement:
             if promise.ack is not None:
                 self._send(sender, promise.ack)
             return
-        self._hear_dead(message["dead"])
+        self.roster.hear_dead(message["dead"])
         if self.view is None:
             if immediate:
                 return  # a joiner's step is none
@@ -405,7 +392,7 @@ class Agreement:
             "number": number,
             "finished": self._barrier.finished,
             "ready": self._ready,
-            **self._views(),
+            **self.roster.numbers(),
         }
         self._send(self._promise.to, self._promise.ack)
 
@@ -429,7 +416,7 @@ class Agreement:
 
     def _adopt(self, message: dict) -> None:
         decision = Decision.from_json(message["decision"])
-        number, active = decision.view.number, self._views()["active"]
+        number, active = decision.view.number, self.roster.numbers()["active"]
         self.roster.views, self.commit = [View.from_json(known) for known in message["views"]], message
         if self.roster.active.number != active:
             self._barrier.set_active(self.roster.active.number)

@@ -28,12 +28,14 @@ class Hooks:
 
     stop_step: stops the step under way, when this member acknowledges an immediate change, and when it fails. It may be
     called again before a view is installed. check_join: given what a joiner says of itself, returns why it is refused;
-    empty if it is not. handlers: by kind, what answers a request.
+    empty if it is not. handlers: by kind, what answers a request. num_founders: processes that may dial this one before
+    the training begins.
     """
 
     stop_step: Callable[[], None] = lambda: None
     check_join: Callable[[dict], str] = lambda info: ""
     handlers: dict[str, Handler] = field(default_factory=dict)
+    num_founders: int = 0
 
 
 class ControlThread:
@@ -47,7 +49,7 @@ class ControlThread:
     ) -> None:
         self.me, self._barrier, self._hooks = me, barrier, hooks
         self._min_ranks, self._silence_s = min_ranks, silence_s
-        self._listener = Listener(self._hello)
+        self._listener = Listener(self._hello, lambda: hooks.num_founders if self.view is None else len(self.view.uids))
         self.network = Network(listening, self._listener.meet, self._tick, self._stood_still, self._broke)
         self.requests = Requests(self.network, hooks.handlers, self._is_peer)
         self._make_anew()

@@ -13,7 +13,8 @@ from fusedcomm.ranks import own_address
 
 # Seconds within which whoever connects says who it is.
 HELLO_S = 5.0
-# Connections whose hello has not arrived. The oldest gives way to the next one, so they hold at most so many headers.
+# Connections whose hello has not arrived, beside one of each member. The oldest gives way to the next one, so they hold
+# at most so many headers.
 MAX_STRANGERS = 32
 # Strangers of which a line is logged; later ones are only counted.
 _MAX_LOGGED = 20
@@ -32,22 +33,25 @@ def numeric_host(host: str | None) -> str:
 
 def listen(host: str) -> socket.socket:
     """A listening socket at a free port of the numeric address."""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
 
 
 class Listener:
-    """Awaits on_hello(connection, header) for each connection that begins with a hello. Others are closed."""
+    """Awaits on_hello(connection, header) for each connection that begins with a hello. Others are closed.
 
-    def __init__(self, on_hello: Callable[[Connection, dict], Awaitable[None]]) -> None:
-        self._on_hello = on_hello
+    num_members: returns how many may dial at the same moment, as all do when the training begins.
+    """
+
+    def __init__(self, on_hello: Callable[[Connection, dict], Awaitable[None]], num_members: Callable[[], int]) -> None:
+        self._on_hello, self._num_members = on_hello, num_members
         self._strangers: dict[Connection, str] = {}  # and why they have to go; empty while they need not
         self._num_refused = 0
 
     async def meet(self, connection: Connection) -> None:
         """A process has connected."""
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= (most := MAX_STRANGERS + self._num_members()):
             oldest = next(stranger for stranger, why in self._strangers.items() if not why)
-            self._strangers[oldest] = f"{MAX_STRANGERS} others that had said nothing came after it"
+            self._strangers[oldest] = f"{most} others that had said nothing came after it"
             oldest.abort()
         self._strangers[connection] = ""
         try:

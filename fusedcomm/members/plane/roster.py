@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from fusedcomm.members.plane.effects import Effects
 from fusedcomm.members.plane.messages import MemberState
 from fusedcomm.members.plane.quorum import clique, may_go_on
 from fusedcomm.members.plane.view import View
@@ -17,8 +18,8 @@ class Roster:
             as silent, because they may have gone on with such a member before they died.
     """
 
-    def __init__(self, uid: str) -> None:
-        self._uid = uid
+    def __init__(self, uid: str, effects: Effects) -> None:
+        self._uid, self._effects = uid, effects
         self.views: list[View] = []
         self.states: dict[str, MemberState] = {}
         self.dead: set[str] = set()
@@ -39,6 +40,21 @@ class Roster:
     def active(self) -> View:
         """The last view that is known to be active, of a member."""
         return self.views[0]
+
+    def numbers(self) -> dict[str, int]:
+        """The numbers of the committed and of the active view; -1 in a joiner."""
+        views = self.views
+        return {"committed": views[-1].number if views else -1, "active": views[0].number if views else -1}
+
+    def reasons(self) -> dict[str, str]:
+        """By uid of the dead: what was seen."""
+        return {uid: self._effects.reason(uid) for uid in sorted(self.dead)}
+
+    def hear_dead(self, reasons: dict[str, str]) -> None:
+        """Another member has said which are dead, and what it has seen of each."""
+        for uid, reason in reasons.items():
+            if uid not in self.dead and uid != self._uid:
+                self._effects.heard_dead(uid, reason)
 
     @property
     def proven_dead(self) -> set[str]:

@@ -20,6 +20,22 @@ MAX_FINALISTS of them take further steps, in turns with DDP's own all-reduce."""
 
 
 @dataclasses.dataclass(frozen=True)
+class FrontEnd:
+    """What reports call the model's wrapper and its communication."""
+
+    name: str
+    torchs_own: str
+    """Its sums without fusedcomm."""
+    waits_for: str
+    alone: str
+    """A step without communication."""
+
+
+DDP = FrontEnd("DDP", "DDP's own all-reduce", "gradients", "no all-reduce")
+FSDP2 = FrontEnd("FSDP2", "torch's own collectives", "gradients and parameters", "no collectives")
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """One choice of a user."""
 
@@ -29,25 +45,28 @@ class Candidate:
     """Whether sums have two levels."""
     bucket_mib: float | None = None
     """DDP's bucket_cap_mb. None: not chosen."""
+    params: str = "fp32"
+    """The wire in which FSDP2's parameters are gathered."""
 
     def __str__(self) -> str:
         name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
         return (
             name
             + (" by host" if self.by_host else "")
+            + ("" if self.params == "fp32" else f", params {self.params}")
             + ("" if self.bucket_mib is None else f" in buckets of {self.bucket_mib:g} MiB")
         )
 
 
 OFF = Candidate("off")
-"""DDP's own exact all-reduce."""
+"""DDP's own exact all-reduce, or torch's own collectives with FSDP2."""
 
 
 def config_of(choice: Candidate) -> Config | None:
     """The configuration of a choice. None for DDP's own all-reduce."""
     if choice.wire == OFF.wire:
         return None
-    return Config(choice.wire, choice.sum, hosts=AUTO if choice.by_host else None)
+    return Config(choice.wire, choice.sum, hosts=AUTO if choice.by_host else None, params=choice.params)
 
 
 def way_of(choice: Candidate) -> str:
@@ -60,28 +79,32 @@ def own_cap_mb(choice: Candidate) -> float | None:
     return None if choice.bucket_mib == DEFAULT_CAP_MIB else choice.bucket_mib
 
 
-def code_of(choice: Candidate, by_host: bool) -> str:
+def code_of(choice: Candidate, by_host: bool, front_end: FrontEnd = DDP) -> str:
     """The code that makes this choice; "model" is the user's module. Never empty. by_host: sums can have two levels
     there, so that a choice with one level has to say so."""
     cap = "" if own_cap_mb(choice) is None else f", bucket_cap_mb={choice.bucket_mib:g}"
-    wrap, config = f"ddp = DistributedDataParallel(model{cap})", config_of(choice)
+    is_sharded = front_end == FSDP2
+    wrap = "fully_shard(model)" if is_sharded else f"ddp = DistributedDataParallel(model{cap})"
+    config = config_of(choice)
     if config is None:
         return wrap
     default = dataclasses.replace(config, hosts=AUTO)
     config = config if by_host and default.two_levels is not None else default
-    return f"{wrap}; comm = fusedcomm.attach(ddp, {attach_arguments(config)})"
+    return f"{wrap}; comm = fusedcomm.attach({'model' if is_sharded else 'ddp'}, {attach_arguments(config)})"
 
 
-def choices(wires: Sequence[str], accepted: Sequence[str], by_host: bool, cap_mib: float) -> list[Candidate]:
+def choices(
+    wires: Sequence[str], accepted: Sequence[str], by_host: bool, cap_mib: float | None, front_end: FrontEnd = DDP
+) -> list[Candidate]:
     """DDP's own all-reduce, then each wire with each way to sum it, all with buckets of `cap_mib` MiB. Accepted wires
     come first, and each wire's usual sum: where time is short, the last ones are not tried. by_host: includes sums on
-    two levels."""
+    two levels. FSDP2 has no buckets, no "direct" sums, and two levels in fp32, too."""
     usual, others = [], []
     for wire in sorted(wires, key=lambda wire: wire not in accepted):
-        usual.append(Candidate(wire, by_host=by_host and wire != "fp32"))
+        usual.append(Candidate(wire, by_host=by_host and (wire != "fp32" or front_end == FSDP2)))
         if by_host and wire != "fp32":
             others.append(Candidate(wire))
-        if wire in ("bf16", "fp16"):
+        if wire in ("bf16", "fp16") and front_end == DDP:
             others.append(Candidate(wire, "direct"))
     others.sort(key=lambda choice: choice.wire not in accepted)
     first = [choice for choice in usual if choice.wire in accepted]
@@ -156,10 +179,12 @@ def finalists(seen: Mapping[Candidate, Seen], accepted: Sequence[str]) -> list[C
 def baseline_of(found: Sequence[Candidate]) -> Candidate:
     """DDP's own all-reduce, with the bucket size nearest to DDP's default."""
     offs = [choice for choice in found if choice.wire == OFF.wire]
-    return min(offs, key=lambda choice: abs(choice.bucket_mib - DEFAULT_CAP_MIB))
+    return min(offs, key=lambda choice: abs((choice.bucket_mib or DEFAULT_CAP_MIB) - DEFAULT_CAP_MIB))
 
 
-def recommend(seen: Mapping[Candidate, Seen], accepted: Sequence[str], alone_s: float) -> Recommendation:
+def recommend(
+    seen: Mapping[Candidate, Seen], accepted: Sequence[str], alone_s: float, front_end: FrontEnd = DDP
+) -> Recommendation:
     """Recommends the choice with the shortest median step whose wire is accepted, unless DDP's own all-reduce is as
     good. A choice whose steps overlap with another's is not faster.
 
@@ -181,8 +206,8 @@ def recommend(seen: Mapping[Candidate, Seen], accepted: Sequence[str], alone_s: 
         chosen, waits_s = best, max(0.0, seen[baseline].step_s - alone_s)
         saved_s = seen[baseline].step_s - seen[best].step_s
         reason = (
-            f"of {ms(seen[baseline].step_s)} with DDP's own all-reduce, {ms(waits_s)} are spent waiting for gradients; "
-            f"{ms(saved_s)} are saved"
+            f"of {ms(seen[baseline].step_s)} with {front_end.torchs_own}, {ms(waits_s)} are spent waiting for "
+            f"{front_end.waits_for}; {ms(saved_s)} are saved"
         )
     else:
         # Another bucket size, too, has to be worth the change.
@@ -214,7 +239,8 @@ def _best(steps_s: Mapping[Candidate, float]) -> Candidate:
 
     def preference(choice: Candidate) -> tuple:
         exactness = 0 if choice.wire == OFF.wire else _C.exactness(choice.wire)
-        return (-exactness, choice.sum != "auto", own_cap_mb(choice) is not None, steps_s[choice])
+        params = -_C.exactness(choice.params)
+        return (-exactness, params, choice.sum != "auto", own_cap_mb(choice) is not None, steps_s[choice])
 
     return min((choice for choice in steps_s if steps_s[choice] <= limit_s), key=preference)
 

@@ -9,7 +9,7 @@ from fusedcomm.tools import output
 STAGES = {
     "alone": "the step without synchronization",
     "wires": "real steps with each wire",
-    "buckets": "real steps with other bucket sizes",
+    "buckets": "real steps with other bucket sizes, or with FSDP2's parameters in codes",
     "finals": "the fastest choices, in turns",
 }
 """The stages, with what is measured in each."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusedcomm import files
 from fusedcomm.autotune.turns import MARGIN
-from fusedcomm.tools.probe.choices import OFF, Candidate, Seen, are_apart, code_of, ms, way_of
+from fusedcomm.tools.probe.choices import DDP, OFF, Candidate, Seen, are_apart, code_of, ms, way_of
 from fusedcomm.tools.probe.run import Findings
 
 FORMAT_VERSION = 3
@@ -27,7 +27,7 @@ def text(findings: Findings) -> str:
 
 def _recommended(findings: Findings) -> list[str]:
     found = findings.recommendation
-    code = code_of(found.choice, findings.environment["by_host"])
+    code = code_of(found.choice, findings.environment["by_host"], findings.front_end)
     if found.leave_off:
         lines = [f"Leave it off: {found.reason}."]
         if found.choice != found.baseline:
@@ -82,20 +82,23 @@ def _table(findings: Findings) -> list[str]:
     line_s = _seconds_a_byte(findings)
     sender = "rank" if findings.environment["ranks_per_host"] == 1 else "host"
     sent = f"sent by a {sender}"
-    head = f"{'choice':<16}{'bucket':>9}{'step':>11}{'half of steps':>20}{'/ DDP':>7}{'half of turns':>16}{sent:>17}"
+    width = max(16, *(len(way_of(choice)) + 1 for choice in findings.seen))
+    ratio = f"  / {findings.front_end.name}"
+    head = f"{'choice':<{width}}{'bucket':>9}{'step':>11}{'half of steps':>20}{ratio}{'half of turns':>16}{sent:>17}"
     lines = [head + (f"{'line needs':>13}" if line_s else "")]
     order = sorted(findings.seen, key=lambda choice: (choice != found.choice, findings.seen[choice].step_s))
     for choice in order:
         seen = findings.seen[choice]
         nbytes = "unknown" if seen.line_nbytes is None else f"{seen.line_nbytes / 1e6:.2f} MB"
+        bucket = "" if choice.bucket_mib is None else f"{choice.bucket_mib:g} MiB"
         line = (
-            f"{way_of(choice):<16}{choice.bucket_mib:>5g} MiB{ms(seen.step_s):>11}{_half(seen.steps_s, 1e3, 1):>20}"
-            f"{statistics.median(seen.ratios):>7.2f}{_half(seen.ratios, 1, 2):>16}{nbytes:>17}"
+            f"{way_of(choice):<{width}}{bucket:>9}{ms(seen.step_s):>11}{_half(seen.steps_s, 1e3, 1):>20}"
+            f"{statistics.median(seen.ratios):>{len(ratio)}.2f}{_half(seen.ratios, 1, 2):>16}{nbytes:>17}"
         )
         if line_s:
             line += f"{'unknown' if seen.line_nbytes is None else ms(seen.line_nbytes * line_s):>13}"
         lines.append(f"{line}  {_note(choice, seen, findings)}".rstrip())
-    lines.append(f"{'no all-reduce':<16}{'':>9}{ms(findings.alone_s):>11}")
+    lines.append(f"{findings.front_end.alone:<{width}}{'':>9}{ms(findings.alone_s):>11}")
     return lines
 
 
@@ -140,7 +143,8 @@ def _details(findings: Findings) -> list[str]:
             f"--backward-ms {1e3 * settings.backward_s:g} was not reached: writing these gradients alone takes longer, "
             "or other programs use the cores; ask for more, or use fewer --params"
         )
-    lines.append("gradients were equal on all ranks, bit for bit, with each choice")
+    if findings.front_end == DDP:
+        lines.append("gradients were equal on all ranks, bit for bit, with each choice")
     if settings.nic_gbps is not None:
         lines.append(
             f"line needs: the bytes on a line of {settings.nic_gbps:g} Gbit/s, without headers. No step can be shorter "
@@ -167,7 +171,8 @@ def as_json(findings: Findings) -> dict:
             "sum": choice.sum,
             "by_host": choice.by_host,
             "bucket_cap_mb": choice.bucket_mib,
-            "code": code_of(choice, findings.environment["by_host"]),
+            "params": choice.params,
+            "code": code_of(choice, findings.environment["by_host"], findings.front_end),
             "step_s": seen.step_s,
             "ratio": statistics.median(seen.ratios),
             **dataclasses.asdict(seen),
@@ -179,6 +184,7 @@ def as_json(findings: Findings) -> dict:
         "format": FORMAT_VERSION,
         "settings": dataclasses.asdict(findings.settings),
         "environment": findings.environment,
+        "front_end": findings.front_end.name,
         "numel": findings.numel,
         "alone_s": findings.alone_s,
         "choices": [of(choice) for choice in findings.seen],

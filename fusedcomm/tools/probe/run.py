@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.attaching import is_sharded
 from fusedcomm.ranks import own_address
 from fusedcomm.ranks.hosts import OwnHost, of_names
 from fusedcomm.tools.arguments import ACCEPT, COMPARED
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.choices import (
+    DDP,
     DEFAULT_CAP_MIB,
+    FSDP2,
+    OFF,
     Candidate,
+    FrontEnd,
     Recommendation,
     Seen,
     choices,
@@ -26,7 +31,7 @@ from fusedcomm.tools.probe.choices import (
 )
 from fusedcomm.tools.probe.progress import Progress
 from fusedcomm.tools.probe.script import load, naming_the_line
-from fusedcomm.tools.probe.steps import Task, alone, in_turns, synchronized
+from fusedcomm.tools.probe.steps import Task, alone, fsdp2_of, in_turns, synchronized
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.workload import Synthetic, checked, synthetic, tune_backward
 
@@ -79,6 +84,7 @@ class Findings:
     recommendation: Recommendation
     seconds: dict[str, float]
     """Seconds of "start", starting the ranks, and of "all"."""
+    front_end: FrontEnd = DDP
 
 
 def probe(
@@ -125,6 +131,7 @@ class _Probe:
     def __init__(self, team: Team, settings: Settings, task: Task, measuring_s: float, progress: Progress) -> None:
         self._team, self._settings, self._task, self._progress = team, settings, task, progress
         self._ends = time.monotonic() + measuring_s
+        self._front_end = FSDP2 if task is not None and is_sharded(task[0]) else DDP
         self._own_host, self._by_host, self._uneven = hosts_of(team)
         self._seen: dict[Candidate, Seen] = {}
         self._not_tried: list[Candidate] = []
@@ -133,12 +140,17 @@ class _Probe:
         """Takes all steps."""
         settings, accept = self._settings, self._settings.accept
         alone_s = statistics.median(alone(self._team, self._task, self._budget_s("alone")))
-        usual = min(settings.caps_mb, key=lambda cap: abs(cap - DEFAULT_CAP_MIB))
-        self._take("wires", choices(settings.wires, accept, self._by_host, usual))
+        fsdp2 = fsdp2_of(self._task[0])
+        usual = min(settings.caps_mb, key=lambda cap: abs(cap - DEFAULT_CAP_MIB)) if fsdp2 is None else None
+        self._take("wires", choices(settings.wires, accept, self._by_host, usual, self._front_end))
         best = finalists(self._seen, accept)[:2]
-        others = [
-            dataclasses.replace(choice, bucket_mib=cap) for cap in settings.caps_mb if cap != usual for choice in best
-        ]
+        if fsdp2 is None:
+            caps = [cap for cap in settings.caps_mb if cap != usual]
+            others = [dataclasses.replace(choice, bucket_mib=cap) for cap in caps for choice in best]
+        else:
+            ours = [choice for choice in best if choice.wire != OFF.wire]
+            wires = fsdp2.wires_of_params(self._task[0], accept)
+            others = [dataclasses.replace(choice, params=wire) for wire in wires for choice in ours]
         self._take("buckets", [best[0], *others])
         finals = finalists(self._seen, accept)
         found = self._take("finals", finals)
@@ -150,8 +162,9 @@ class _Probe:
             alone_s,
             self._seen,
             self._not_tried,
-            recommend(in_turns_s, accept, alone_s),
+            recommend(in_turns_s, accept, alone_s, self._front_end),
             {},
+            self._front_end,
         )
 
     def _budget_s(self, stage: str) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.script import SHAPE
-from fusedcomm.tools.probe.steps import Task, take_steps
+from fusedcomm.tools.probe.steps import Task, fsdp2_of, take_steps
 from fusedcomm.tools.probe.team import Team
 
 PARAMETER_NUMEL = 1 << 20
@@ -37,22 +37,26 @@ def checked(task: object, device: torch.device) -> Task:
     elsewhere = [(name, p.device) for name, p in model.named_parameters() if p.device.type != device.type]
     if elsewhere:
         raise ProbeError(f"make()'s model has {elsewhere[0][0]} on {elsewhere[0][1]}: this rank's device is {device}")
-    in_ddp = _InPlaceOfDdp(model)
+    fsdp2 = fsdp2_of(model)
+    in_ddp = _InPlaceOfDdp(model) if fsdp2 is None else fsdp2.unattached(model)
+    calls: list[nn.Module] = []
+    counting = in_ddp.register_forward_pre_hook(lambda module, _: calls.append(module))
     try:
         loss = step(in_ddp)
     except (AttributeError, TypeError) as error:
-        if type(in_ddp).__name__ not in str(error):
+        if in_ddp is model or type(in_ddp).__name__ not in str(error):
             raise
         raise ProbeError(
             f"step(model) needs more of the model than its forward pass ({error}): it also gets the DDP model, where "
             'getattr(model, "module", model) is the model itself'
         ) from error
+    counting.remove()
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ProbeError(
             f"step(model) returned {_described(loss)}: it must return the loss, a tensor with one element that "
             "backward() can be called on"
         )
-    if not in_ddp.num_calls:
+    if not calls:
         raise ProbeError(
             "step(model) does not call the model that it is given. DDP cannot synchronize another model, and every "
             "choice would seem to need no communication: call the model that is given"
@@ -73,10 +77,9 @@ class _InPlaceOfDdp(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.num_calls = module, 0
+        self.module = module
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        self.num_calls += 1
         return self.module(*args, **kwargs)
 
 

@@ -5,15 +5,13 @@ Sizes and offsets come from the layout (csrc/wire/layout.h). x is an element of 
 encoded. elements.py defines the codes of each wire.
 
     pack     y = float(x)·scale, one fp32 multiplication, also if scale is 1; encoded
-    rotate   before a block is encoded, y of 32 consecutive elements ← H·(signs·y), unnormalized; H is the Hadamard
-               matrix; after decoding, signs·(H·y)/32 undoes the rotation
     reduce   ((part 0 + part 1) + part 2) … in fp32, · scale, encoded again
     unpack   x = decoded · scale, rounded to the gradient's dtype
 
 With error feedback, an encoder keeps a residual for each lossy element, padding included: the rounding error of the
 last step. It first adds the residual to y, so an element's rounding errors do not add up over the steps:
 
-    y += residual, then residual = y − decoded (rotated back if y was rotated), or 0 where that is not finite
+    y += residual, then residual = y − decoded, or 0 where that is not finite
     residuals are fp32 or bf16 (rounded as on the wire)
 
 Every stored NaN is the canonical one: 0x7FC00000 in fp32, 0x7FC0 in bf16, 0x7E00 in fp16.
@@ -27,10 +25,8 @@ from reference.elements import (
     canonical,
     decode,
     encode,
-    rotate,
     round_to,
     scaled,
-    unrotate,
     values_of_codes,
 )
 from reference.stages import Feedback, pack, part_bytes, reduce, unpack
@@ -44,10 +40,8 @@ __all__ = [
     "canonical",
     "decode",
     "encode",
-    "rotate",
     "round_to",
     "scaled",
-    "unrotate",
     "values_of_codes",
     "Feedback",
     "pack",

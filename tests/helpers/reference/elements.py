@@ -1,4 +1,4 @@
-"""Elements and blocks: fp32 → codes and scales → fp32, and the rotation of blocks.
+"""Elements and blocks: fp32 → codes and scales → fp32.
 
 y is the fp32 value that is encoded, and L the greatest value of a code: GREATEST_CODE.
 
@@ -23,8 +23,6 @@ y is the fp32 value that is encoded, and L the greatest value of a code: GREATES
 """
 
 import torch
-
-from fusedcomm.native import _C
 
 WIRE_DTYPES = {
     "fp32": torch.float32,
@@ -179,35 +177,3 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = 12
     if wire in GREATEST_CODE:
         values = values * scales.float().repeat_interleave(block)[: values.numel()]
     return canonical(values)
-
-
-def rotate(y: torch.Tensor) -> torch.Tensor:
-    """Multiplies each run of 32 elements of `y` (fp32 [32·n]) by fixed signs, then by the Hadamard matrix of order 32.
-
-    This spreads an outlier over its run, so that it costs the other elements of its block less precision. The order and
-    pairs of the additions are those of the fast Walsh-Hadamard transform, for h = 1, 2, 4, 8, 16:
-    (a, b) ← (a + b, a − b) for elements that are h apart.
-    """
-    return _butterfly(y.view(-1, _C.ROTATION_NUMEL) * _signs(y)).view(-1)
-
-
-def unrotate(y: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate`, except for rounding: signs · 2^-5 · (H·y)."""
-    return (_butterfly(y.view(-1, _C.ROTATION_NUMEL)) * (_signs(y) / _C.ROTATION_NUMEL)).view(-1)
-
-
-def _signs(like: torch.Tensor) -> torch.Tensor:
-    """fp32 [32] of ±1. Without these signs, a rotation would put a constant run, which is common, into one element."""
-    bits = [_C.ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
-    return torch.tensor([-1.0 if bit else 1.0 for bit in bits], dtype=torch.float32, device=like.device)
-
-
-def _butterfly(runs: torch.Tensor) -> torch.Tensor:
-    """H·run for each of `runs` (fp32 [n, 32])."""
-    h = 1
-    while h < _C.ROTATION_NUMEL:
-        pairs = runs.view(-1, _C.ROTATION_NUMEL // (2 * h), 2, h)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        runs = torch.stack([a + b, a - b], dim=2).view(-1, _C.ROTATION_NUMEL)
-        h *= 2
-    return runs

@@ -12,11 +12,9 @@ from reference.elements import (
     codes_nbytes,
     decode,
     encode,
-    rotate,
     round_to,
     scale_dtype,
     scaled,
-    unrotate,
 )
 
 RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,7 +62,7 @@ def pack(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
     begin = chunk * layout.num_parts * lossy_numel
-    codes, scales = _encode(layout, lossy, begin, feedback, rotated=layout.rotated)
+    codes, scales = _encode(layout, lossy, begin, feedback)
     exacts = [
         _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
         for p in range(layout.num_parts)
@@ -100,7 +98,6 @@ def reduce(
         scaled(lossy_sum, scale),
         chunk * numel,
         feedback,
-        rotated=to.rotated and not layout.rotated,  # rotated values stay rotated, and so does their residual
     )
     exacts = scaled(exact_sum, scale).view(num_parts, -1)
     pieces = zip(_pieces(codes, num_parts), _pieces(scales, num_parts), exacts, strict=True)
@@ -112,18 +109,16 @@ def _encode(
     y: torch.Tensor,
     begin: int,
     feedback: Feedback | None,
-    rotated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of `y`, whose residual starts at element `begin`."""
     end = begin + y.numel()
     if feedback is not None:
         residual = load_residual(feedback.residual, feedback.format)
         y = y + residual[begin:end]
-    codes, scales = encode(rotate(y) if rotated else y, layout.wire, layout.block_numel)
+    codes, scales = encode(y, layout.wire, layout.block_numel)
     if feedback is not None:
         decoded = decode(codes, scales, layout.wire, layout.block_numel)
-        left_out = y - (unrotate(decoded) if rotated else decoded)
-        store_residual(feedback.residual, left_out, begin, feedback.format)
+        store_residual(feedback.residual, y - decoded, begin, feedback.format)
     return codes, scales
 
 
@@ -146,7 +141,6 @@ def unpack(
         lossy_values, exact_values = [], []
         for index, part in enumerate(message):
             lossy, exact = _part_values(layout, part)
-            lossy = unrotate(lossy) if layout.rotated else lossy
             lossy_values.append(lossy[: _numel(layout.lossy_range(chunk, index))])
             exact_values.append(exact[: _numel(layout.exact_range(chunk, index))])
         messages.append((torch.cat(lossy_values), torch.cat(exact_values)))

@@ -3,7 +3,7 @@
 import torch
 
 from fusedcomm.native import _C
-from reference.elements import WIRE_DTYPES, decode, encode, rotate, round_to, scaled, unrotate
+from reference.elements import WIRE_DTYPES, decode, encode, round_to, scaled
 from reference.stages import in_order
 
 
@@ -14,7 +14,6 @@ def all_reduce_mean(
     block: int = 128,
     predivide: float = 1.0,
     exempt_mask: torch.Tensor | None = None,
-    rotated: bool = False,
     ranks_per_host: int = 1,
     local_wire: str = "bf16",
 ) -> torch.Tensor:
@@ -40,13 +39,11 @@ def all_reduce_mean(
     exempt = torch.zeros_like(grads[0], dtype=torch.bool) if exempt_mask is None else exempt_mask
     result = torch.empty_like(grads[0])
     for mask, elements_wire in ((~exempt, wire), (exempt, "fp32")):
-        is_rotated = rotated and elements_wire == wire
         # Rows have the same holes whatever their dtype is.
         places = slice_list(mask, 2 if sum == "reduce-scatter" else grads[0].element_size())
         numel = len(places)
         values = [
-            torch.nn.functional.pad(scaled(taken(grad, places), 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
-            for grad in grads
+            torch.nn.functional.pad(scaled(taken(grad, places), 1 / predivide), (0, -numel % block)) for grad in grads
         ]
         if ranks_per_host > 1:
             local = local_wire if elements_wire == wire else "fp32"
@@ -55,12 +52,11 @@ def all_reduce_mean(
                 scaled(in_order(values[first : first + ranks_per_host]), 1.0)
                 for first in range(0, len(values), ranks_per_host)
             ]
-        decoded = [_through_wire(rotate(y) if is_rotated else y, elements_wire, block) for y in values]
+        decoded = [_through_wire(y, elements_wire, block) for y in values]
         if sum != "two-shot":
-            mean = scaled(in_order([unrotate(y) if is_rotated else y for y in decoded]), predivide / len(grads))
+            mean = scaled(in_order(decoded), predivide / len(grads))
         else:
             mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), elements_wire, block)
-            mean = unrotate(mean) if is_rotated else mean
         result[places[places >= 0]] = round_to(scaled(mean[:numel][places >= 0], 1.0), result.dtype)
     return result
 

@@ -1,4 +1,4 @@
-"""Fragments: the parameters that are merged at once, and the merged state that all ranks share."""
+"""The merged state: what all ranks share between merges, beside the parameters that each rank trains."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,11 +36,14 @@ class Merged:
         return local(self.target)
 
 
-class Fragment:
-    """Some parameters, in one flat order: first those that the wire may round, then the exact ones."""
+class MergedState:
+    """All merged parameters, in one flat order: first those that the wire may round, then the exact ones.
 
-    def __init__(self, index: int, merged: Sequence[Merged]) -> None:
-        self.index = index
+    found: as arguments.targets() returns it.
+    """
+
+    def __init__(self, found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config) -> None:
+        merged = [Merged(name, own, target, config.wire_number(name, own)) for name, own, target in found]
         lossy = [each for each in merged if each.wire != _C.EXACT_WIRE]
         exact = [each for each in merged if each.wire == _C.EXACT_WIRE]
         self.merged = (*lossy, *exact)
@@ -50,9 +53,10 @@ class Fragment:
             begin, end = end, end + each.local.numel()
             self._places.append((begin, end, each.local.shape))
         self.numel = end
-        self.anchor = torch.zeros(end, dtype=torch.float32, device=merged[0].local.device)
-        """The merged state, fp32 [numel]: equal on every rank."""
-        self.anchor.copy_(self.read())
+        self.anchor = torch.zeros(end, dtype=torch.float32, device=merged[0].local.device if merged else None)
+        """fp32 [numel]: equal on every rank."""
+        if merged:  # none where this rank cannot take part
+            self.anchor.copy_(self.read())
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' elements of `flat` [numel], each in its target's local shape, in the order of `merged`."""
@@ -96,62 +100,34 @@ def squares(flat: torch.Tensor) -> torch.Tensor:
     return norms.double().square().sum() + flat[whole:].double().square().sum()
 
 
-def cut(found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config, fragments: int) -> list[Fragment]:
-    """The fragments of the parameters, as arguments.targets() returns them.
-
-    Modules go to the fragments by turns, so that each has early and late ones; single parameters where there are fewer
-    modules than fragments. Raises ValueError if there are more fragments than parameters.
-    """
-    if fragments > len(found):
-        raise ValueError(f"fragments={fragments} is more than {len(found)} parameters: use at most as many")
-    merged = [Merged(name, own, target, config.wire_number(name, own)) for name, own, target in found]
-    modules = list(dict.fromkeys(each.name.rpartition(".")[0] for each in merged))
-    if len(modules) >= fragments:
-        place = {module: number % fragments for number, module in enumerate(modules)}
-        numbers = [place[each.name.rpartition(".")[0]] for each in merged]
-    else:
-        numbers = [number % fragments for number in range(len(merged))]
-    return [
-        Fragment(index, [each for each, of in zip(merged, numbers, strict=True) if of == index])
-        for index in range(fragments)
-    ]
-
-
-def record(fragments: Sequence[Fragment]) -> dict[str, object]:
+def record(state: MergedState) -> dict[str, object]:
     """What ranks compare."""
-    merged = [(each, fragment.index) for fragment in fragments for each in fragment.merged]
     return {
-        "shards": {each.name: shard_of(each.target) for each, _ in merged},
-        "parameters": [
-            [each.name, list(each.local.shape), str(each.target.dtype), each.wire, index] for each, index in merged
-        ],
+        "shards": {each.name: shard_of(each.target) for each in state.merged},
+        "parameters": [[each.name, list(each.local.shape), str(each.target.dtype), each.wire] for each in state.merged],
     }
 
 
 @torch.no_grad()
-def begin_equal(fragments: Sequence[Fragment], session: Session, is_equal: bool) -> None:
-    """Gives every rank the first rank's parameters, which are the first merged state. is_equal: the anchors are that
+def begin_equal(state: MergedState, session: Session, is_equal: bool) -> None:
+    """Gives every rank the first rank's parameters, which are the first merged state. is_equal: the anchor is that
     state already."""
 
     def broadcast() -> None:
-        for fragment in fragments:
-            dist.broadcast(fragment.anchor, group=session.process_group, group_src=0)
+        dist.broadcast(state.anchor, group=session.process_group, group_src=0)
 
     if not is_equal and session.world_size > 1:
         session.call(broadcast, "LocalSteps(…)")
-    for fragment in fragments:
-        fragment.write(fragment.anchor)
+    state.write(state.anchor)
 
 
-def refuse_changed(
-    fragment: Fragment, fragments: Sequence[Fragment], model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
-) -> None:
-    """Raises RuntimeError if a parameter of `fragment` cannot be merged any more, or the model has another one now."""
+def refuse_changed(state: MergedState, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Raises RuntimeError if a parameter cannot be merged any more, or the model has another one now."""
     reshard(model)
     named = dict(model.named_parameters())
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     cure = ": detach() this LocalSteps on every rank, and make another. No merge has been applied in part"
-    for each in fragment.merged:
+    for each in state.merged:
         found = named.get(each.name)
         what = (
             "is no longer in the model"
@@ -168,7 +144,7 @@ def refuse_changed(
         )
         if what:
             raise RuntimeError(f"fusedcomm: rank {rank}: {each.name} {what}" + cure)
-    known = {id(each.parameter) for other in fragments for each in other.merged}
+    known = {id(each.parameter) for each in state.merged}
     for name, parameter in named.items():
         if parameter.requires_grad and id(parameter) not in known:
             raise RuntimeError(f"fusedcomm: rank {rank}: {name} has been added or thawed, and no merge has it" + cure)

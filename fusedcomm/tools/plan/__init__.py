@@ -1,1 +1,0 @@
-"""``fusedcomm plan``: predicts step times on a cluster without running anything there."""
