@@ -19,7 +19,6 @@ import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
 import fusedcomm.horovod.step_reducer as step_reducer
 import fusedcomm.horovod.timeline as timeline
-from fusedcomm.config import choose_stall_after
 from fusedcomm.horovod.engines import open_sums
 from fusedcomm.horovod.order import Order, Request
 from fusedcomm.horovod.process_sets import forget_sets, make_sets, parse_sets
@@ -29,7 +28,7 @@ from fusedcomm.ranks import agreement, own_address
 from fusedcomm.ranks.channels import connect_gloo
 from fusedcomm.ranks.connections import kept_alive
 from fusedcomm.ranks.own_group import OwnGroup
-from fusedcomm.ranks.peers import Peers, private_store
+from fusedcomm.ranks.peers import Peers
 
 _lock = threading.RLock()
 
@@ -93,12 +92,11 @@ def _met(asked_for: tuple) -> World:
         found = launch.subset(found, list(asked_for[0]))
     # Ranks may shut down and init any number of times: the store is counted.
     group = OwnGroup(dist.PrefixStore("horovod", found.store), found.rank, found.size, timeout)
-    store = private_store(group, timeout, "calling hvd.init()")
-    peers = Peers(group, store, timeout, choose_stall_after(None, timeout.total_seconds()))
+    peers = Peers.of(group, torch.device("cpu"), what="calling hvd.init()")
     hostname = os.environ.get("HOROVOD_HOSTNAME") or own_address.host_name()
     about = {"host": hostname, "sets": asked_for[1], "problem": problem}
     try:
-        abouts: list[Any] = agreement.gather(peers, store.under("about"), about, "calling hvd.init()")
+        abouts: list[Any] = agreement.gather(peers, peers.store.under("about"), about, "calling hvd.init()")
     except RuntimeError as error:
         raise TimeoutError(f"hvd.init(): {error}; HOROVOD_GLOO_TIMEOUT_SECONDS sets the time") from error
     for rank, of_rank in enumerate(abouts):
@@ -115,7 +113,7 @@ def _met(asked_for: tuple) -> World:
         size=found.size,
         **places,
         hosts=hosts,
-        store=store.native,
+        store=peers.store.native,
         timeout=timeout,
         settings=settings,
         asked_for=asked_for,
