@@ -124,7 +124,7 @@ def rank_of(job: argparse.Namespace, rank: int, results: multiprocessing.SimpleQ
 
     def step() -> None:
         optimizer.zero_grad()
-        wrapped(torch.full((2, 128), rank + 1.0)).square().mean().backward()
+        wrapped(torch.full((2, 128), (rank + 1.0) / job.size)).square().mean().backward()
         optimizer.step()
 
     step()
