@@ -37,6 +37,7 @@ void bind_plans(py::module_& m) {
       .def_property_readonly("sums_codes", &BucketPlan::sums_codes)
       .def_property_readonly("encodes_sums", &BucketPlan::encodes_sums)
       .def_property_readonly("num_chunks", &BucketPlan::num_chunks)
+      .def_readonly("kept_nbytes", &BucketPlan::kept_nbytes)
       .def_readonly("pack_scale", &BucketPlan::pack_scale)
       .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)

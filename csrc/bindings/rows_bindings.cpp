@@ -30,6 +30,7 @@ void bind_rows(pybind11::module_& m) {
       .def_property_readonly("row_numel", &Rows::row_numel)
       .def_property_readonly("sent_nbytes", [](const Rows& of) { return sent_nbytes(of.plan(/*gathers=*/false)); })
       .def("plan", &Rows::plan, py::arg("gathers"), py::return_value_policy::copy)
+      .def_property_readonly("plan_of_again", &Rows::plan_of_again, py::return_value_policy::copy)
       .def_property_readonly("residual_nbytes", &Rows::residual_nbytes)
       .def(
           "reduce_scatter",
@@ -39,10 +40,12 @@ void bind_rows(pybind11::module_& m) {
           py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("factor"), py::arg("is_last"))
       .def(
           "all_gather",
-          [](Rows& of, const at::Tensor& rows, const at::Tensor& own, bool is_last) {
-            return returned(&Rows::all_gather, of, rows, own, is_last);
+          [](Rows& of, const at::Tensor& rows, const at::Tensor& own, bool is_last, bool keeps, bool again) {
+            const Keeping keeping = again ? Keeping::kAgain : keeps ? Keeping::kKeeps : Keeping::kNothing;
+            return returned(&Rows::all_gather, of, rows, own, is_last, keeping);
           },
-          py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("is_last"));
+          py::kw_only(), py::arg("rows"), py::arg("own"), py::arg("is_last"), py::arg("keeps") = false,
+          py::arg("again") = false);
 }
 
 }  // namespace fusedcomm

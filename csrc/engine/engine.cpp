@@ -249,7 +249,7 @@ WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Underway& und
     case Buffer::kOwnMessage:
       return {slot->incoming.get() + rank() * job->plan->chunk_nbytes(), nbytes, slot->incoming};
     case Buffer::kKeptCodes:
-      return {job->kept->codes.get() + chunk * job->plan->chunk_nbytes(), nbytes, job->kept->codes};
+      return {job->kept->codes.get() + chunk * nbytes, nbytes, job->kept->codes};
     case Buffer::kKeptMeans:
       return {job->kept->means.get() + chunk * job->plan->chunk_nbytes(), nbytes, job->kept->means};
   }

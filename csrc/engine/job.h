@@ -33,7 +33,8 @@ inline const BucketPlanPtr& no_plan() {
 }
 
 // The messages of a bucket that a rank keeps between two passes, so that a sum can be made again, or finished, without
-// another backward pass. Each buffer has num_chunks() messages of chunk_nbytes(), one after another.
+// another backward pass. Each buffer has num_chunks() messages of chunk_nbytes(), one after another. Of an all-gather
+// on two levels `codes` is what this rank has received of other hosts, and the rest is empty.
 struct KeptMessages {
   // This rank's packed chunks. Pack overwrites them in the next pass, which begins when this rank has all means.
   std::shared_ptr<std::byte> codes;

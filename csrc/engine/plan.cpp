@@ -229,7 +229,7 @@ BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const L
   return plan;
 }
 
-BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels) {
+BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels, Keeping keeping) {
   BucketPlan plan;
   const std::vector<WireFormat> formats = formats_of(config, numels.lossy, &plan.wires);
   plan.sum = Sum::kTwoShot;  // as there, a rank receives a part from each
@@ -239,7 +239,10 @@ BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListN
   plan.encoded_rows = std::move(rows.own);
   ChunkShape shape{world_size, plan.chunk_nbytes()};
   shape.ranks_per_host = config.ranks_per_host;
-  set_steps(steps_of_all_gather(shape), &plan);
+  shape.keeps_messages = keeping != Keeping::kNothing && config.ranks_per_host > 1;
+  if (shape.keeps_messages) plan.kept_nbytes = plan.num_chunks() * plan.chunk_nbytes() / config.ranks_per_host;
+  const bool is_again = shape.keeps_messages && keeping == Keeping::kAgain;
+  set_steps(is_again ? steps_of_all_gather_again(shape) : steps_of_all_gather(shape), &plan);
   return plan;
 }
 

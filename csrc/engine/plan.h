@@ -32,6 +32,7 @@ struct BucketPlan {
   std::vector<BucketLayout> encoded_rows;
   int64_t ranks_per_host = 1;  // of rows; more than 1: on two levels
   bool gathers = false;        // an all-gather
+  int64_t kept_nbytes = 0;     // that an all-gather keeps for those that gather again
   bool has_heads = false;      // each part of a message begins with the rank's weight
   // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
@@ -103,8 +104,12 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
 // two levels the ranks of a host must be consecutive.
 BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const ListNumels& numels, double factor,
                                bool has_heads = false);
+// What an all-gather has to do with others of the same rows: nothing; it keeps, on two levels, what this rank receives
+// of other hosts; or it gathers again, within hosts, what one of them has kept.
+enum class Keeping : uint8_t { kNothing, kKeeps, kAgain };
 // Plans an all-gather of rows with these elements: every rank gets the rows of all.
-BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels);
+BucketPlan plan_all_gather(const WireConfig& config, int world_size, const ListNumels& numels,
+                           Keeping keeping = Keeping::kNothing);
 
 // An upper bound of chunk_nbytes() and host_chunk_nbytes() for any bucket. The module's parameters give no tighter
 // bound, because some may have been frozen, tied or ignored since.

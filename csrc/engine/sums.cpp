@@ -133,12 +133,12 @@ Steps scattered_on_two_levels(const ChunkShape& of) {
   };
 }
 
-// The way back: each piece crosses the network once for each other host, and spreads inside it.
-Steps gathered_on_two_levels(const ChunkShape& of) {
+// The way back: each piece crosses the network once for each other host, and spreads inside it. arrived: gets what
+// this rank receives of other hosts.
+Steps gathered_on_two_levels(const ChunkShape& of, Buffer arrived = Buffer::kIncoming) {
   return {
-      next_leg(
-          all_gather(Channel::kCrossGather, Buffer::kOutgoing, Buffer::kIncoming, between_nbytes(of), num_hosts(of))),
-      all_gather(Channel::kLocalGather, Buffer::kIncoming, Buffer::kOutgoing, of.nbytes, of.ranks_per_host),
+      next_leg(all_gather(Channel::kCrossGather, Buffer::kOutgoing, arrived, between_nbytes(of), num_hosts(of))),
+      all_gather(Channel::kLocalGather, arrived, Buffer::kOutgoing, of.nbytes, of.ranks_per_host),
       unpack(Buffer::kOutgoing, of.nbytes),
   };
 }
@@ -229,12 +229,20 @@ std::vector<Step> steps_of_reduce_scatter(const ChunkShape& shape) {
 // As the second half of a two-shot, but each rank packs its own row.
 std::vector<Step> steps_of_all_gather(const ChunkShape& shape) {
   const Step own = pack(Buffer::kOutgoing, shape.nbytes / shape.world_size);
-  if (shape.ranks_per_host > 1) return Steps{own} + gathered_on_two_levels(shape);
+  if (shape.ranks_per_host > 1) {
+    return Steps{own} + gathered_on_two_levels(shape, shape.keeps_messages ? Buffer::kKeptCodes : Buffer::kIncoming);
+  }
   return {
       own,
       all_gather(Channel::kGather, Buffer::kOutgoing, Buffer::kIncoming, shape.nbytes, shape.world_size),
       next_leg(unpack(Buffer::kIncoming, shape.nbytes)),
   };
+}
+
+std::vector<Step> steps_of_all_gather_again(const ChunkShape& shape) {
+  Steps steps = steps_of_all_gather(shape);
+  std::erase_if(steps, [](const Step& step) { return is_cross(step.channel); });
+  return steps;
 }
 
 Workspace workspace_of(const std::vector<Step>& steps) {

@@ -111,9 +111,11 @@ std::vector<Step> steps_of(Sum sum, const ChunkShape& shape);
 
 // The steps of a chunk of a reduce-scatter, and of an all-gather: the halves of a two-shot, of which shape.nbytes is
 // the message, with a part for each rank. An all-gather ignores host_nbytes, because it sends the same codes on both
-// levels.
+// levels. With keeps_messages, on two levels, it keeps what a rank receives of other hosts.
 std::vector<Step> steps_of_reduce_scatter(const ChunkShape& shape);
 std::vector<Step> steps_of_all_gather(const ChunkShape& shape);
+// Gathers once more, within hosts, what an all-gather has kept.
+std::vector<Step> steps_of_all_gather_again(const ChunkShape& shape);
 
 // Bytes of the two buffers that a chunk needs; 0 for a buffer that no step uses.
 struct Workspace {

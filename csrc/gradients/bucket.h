@@ -69,6 +69,7 @@ class Gradients {
 using GradientsPtr = std::shared_ptr<const Gradients>;
 
 struct BucketRecord;
+struct KeptMessages;
 
 // A bucket of a backward pass: every rank gets the mean × factor.
 struct OfPass {
@@ -93,6 +94,9 @@ struct OfRows {
   at::Tensor own;  // this rank's row: contiguous, [elements of a row], of any dtype that gradients may have
   bool gathers = false;
   double factor = 1;
+  // All-gathers on two levels: what keeps the codes that this rank receives of other hosts; null: they are not kept.
+  std::shared_ptr<KeptMessages> kept;
+  bool is_again = false;  // whether it gathers, within hosts, what `kept` has
 };
 
 struct Bucket {

@@ -28,8 +28,10 @@ void plan(const Engine& engine, const Bucket& bucket, BucketRecord* record) {
   for (const BucketRecord::Member& member : record->members) slices.emplace_back(member.numel, member.state->wire);
   const ListNumels numels = list_numels(slices, hole_nbytes(*record), record->in_one_run);
   const int world_size = engine.world_size();
+  const bool keeps = bucket.gathers() && bucket.rows()->kept;
+  if (keeps) record->again = plan_all_gather(config, world_size, numels, Keeping::kAgain);
   record->plan =
-      bucket.gathers() ? plan_all_gather(config, world_size, numels)
+      bucket.gathers() ? plan_all_gather(config, world_size, numels, keeps ? Keeping::kKeeps : Keeping::kNothing)
       : record->has_rows
           ? plan_reduce_scatter(config, world_size, numels, record->factor.value_or(1), record->has_heads)
           : plan_bucket(config, world_size, dtype, numels, record->in_one_run, record->factor, record->has_heads);
@@ -240,6 +242,7 @@ bool is_of(const BucketRecord& record, const Bucket& bucket, bool has_heads) {
   if (record.is_stale || record.factor != bucket.factor() || record.dtype != gradients.dtype()) return false;
   if (record.passthrough == is_carried(gradients) || record.has_rows != (bucket.rows() != nullptr)) return false;
   if (record.plan.gathers != bucket.gathers()) return false;
+  if (bucket.gathers() && record.again.has_value() != (bucket.rows()->kept != nullptr)) return false;
   if (record.has_rows && record.own_dtype != bucket.rows()->own.scalar_type()) return false;
   if (record.in_one_run != gradients.in_one_run() || record.numel != gradients.numel()) return false;
   if (record.parameters.size() != bucket.parameters.size()) return false;

@@ -61,6 +61,7 @@ struct BucketRecord {
   bool has_rows = false;                  // a reduce-scatter or an all-gather, which plan.gathers tells
   at::ScalarType own_dtype = at::kFloat;  // of this rank's row
   BucketPlan plan;
+  std::optional<BucketPlan> again;         // of an all-gather that gathers what `plan`'s have kept, if they keep it
   std::vector<Kept> kept;                  // one for each of the plan's layouts
   std::shared_ptr<KeptMessages> messages;  // null unless the configuration keeps them
   std::shared_ptr<const BucketLabel> label;

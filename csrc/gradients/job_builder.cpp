@@ -23,7 +23,8 @@ at::Tensor row_of_job(const Bucket& bucket, const BucketRecord& record, const De
   if (!bucket.rows()) return {};
   const at::Tensor& own = bucket.rows()->own;
   const bool is_aligned = reinterpret_cast<uintptr_t>(own.data_ptr()) % kAlignNbytes == 0;
-  if (!bucket.gathers() || is_aligned || record.kept.empty() || !record.kept.front().tables) return own;
+  if (!bucket.gathers() || bucket.rows()->is_again || is_aligned || record.kept.empty() || !record.kept.front().tables)
+    return own;
   at::Tensor copy = own.clone();
   device.will_use(copy);
   return copy;
@@ -85,6 +86,11 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
   if (record->passthrough) return job;
   job->grad_nbytes = gradients->nbytes();
   job->plan = BucketPlanPtr(record, &record->plan);
+  if (bucket.gathers() && bucket.rows()->kept) {
+    job->kept = bucket.rows()->kept;
+    job->is_packed = bucket.rows()->is_again;
+    if (job->is_packed) job->plan = BucketPlanPtr(record, &*record->again);
+  }
   // What an all-gather packs is this rank's row.
   const at::Tensor own_row = row_of_job(bucket, *record, engine.device());
   GradientsPtr packed = gradients;

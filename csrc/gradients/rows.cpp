@@ -36,6 +36,8 @@ void Rows::set_row(std::vector<size_t> row) {
   const ListNumels numels = list_numels(slices, grad_nbytes(GradDtype::kBFloat16), /*in_one_run=*/true);
   scatter_plan_ = plan_reduce_scatter(engine.config(), engine.world_size(), numels, /*factor=*/1);
   gather_plan_ = plan_all_gather(engine.config(), engine.world_size(), numels);
+  again_plan_ = plan_all_gather(engine.config(), engine.world_size(), numels, Keeping::kAgain);
+  kept_ = nullptr;
 }
 
 int64_t Rows::residual_nbytes() const {
@@ -49,8 +51,19 @@ FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, do
   return run(rows, {own, /*gathers=*/false, factor}, is_last);
 }
 
-FuturePtr Rows::all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last) {
-  return run(rows, {own, /*gathers=*/true}, is_last);
+FuturePtr Rows::all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last, Keeping keeping) {
+  const int64_t kept_nbytes = keeping == Keeping::kNothing ? 0 : again_plan_.kept_nbytes;
+  TORCH_CHECK(keeping != Keeping::kAgain || (kept_ && kept_nbytes != 0), "fusedcomm: ", title_,
+              ": nothing was kept that could be gathered again");
+  if (kept_nbytes != 0 && !kept_) {
+    kept_ = std::make_shared<KeptMessages>();
+    kept_->codes = synchronizer_->engine().device().allocate(kept_nbytes);
+    kept_->nbytes = kept_nbytes;
+  }
+  OfRows kind{own, /*gathers=*/true};
+  if (kept_nbytes != 0) kind.kept = kept_;
+  kind.is_again = keeping == Keeping::kAgain;
+  return run(rows, std::move(kind), is_last);
 }
 
 FuturePtr Rows::run(const at::Tensor& rows, OfRows kind, bool is_last) {

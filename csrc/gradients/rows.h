@@ -5,7 +5,7 @@
 //   all-gather: this rank's row ──► pack ──► all-gather ──► decode ──► rows [rank 0's | rank 1's | …]
 //
 // On two levels a reduce-scatter adds within hosts first, and of an all-gather each row crosses the network once for
-// each other host; see sums.cpp.
+// each other host; see sums.cpp. A rank may keep what has crossed it, to gather the same rows again within its host.
 //
 // A row consists of pieces, for FSDP2 a slice of each of a module's parameters that are trained. With error feedback
 // the pack of a reduce-scatter keeps a residual of all rows. An all-gather's pack keeps none.
@@ -38,8 +38,10 @@ class Rows {
   // way.
   void set_row(std::vector<size_t> row);
   int64_t row_numel() const { return row_numel_; }
-  // What a call sends, of a reduce-scatter or, if `gathers`, of an all-gather.
+  // What a call sends: of a reduce-scatter or, if `gathers`, of an all-gather.
   const BucketPlan& plan(bool gathers) const { return gathers ? gather_plan_ : scatter_plan_; }
+  // The same of an all-gather with Keeping::kAgain.
+  const BucketPlan& plan_of_again() const { return again_plan_; }
   // Bytes of this rank's residuals; 0 without error feedback.
   int64_t residual_nbytes() const;
 
@@ -50,8 +52,10 @@ class Rows {
 
   // Writes the sum of the ranks' rows for this rank × factor to own.
   FuturePtr reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last);
-  // Writes every rank's own row, as its encoder has rounded it, to rows.
-  FuturePtr all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last);
+  // Writes every rank's own row, as its encoder has rounded it, to rows. On one level nothing is kept. kAgain: writes
+  // what the last call with kKeeps has written, and needs no `own` but for its size.
+  FuturePtr all_gather(const at::Tensor& rows, const at::Tensor& own, bool is_last,
+                       Keeping keeping = Keeping::kNothing);
 
  private:
   FuturePtr run(const at::Tensor& rows, OfRows kind, bool is_last);
@@ -64,7 +68,8 @@ class Rows {
   std::vector<SlicePlace> places_;  // in the row
   int64_t row_numel_ = 0;
   std::string title_;
-  BucketPlan scatter_plan_, gather_plan_;  // with factor 1
+  BucketPlan scatter_plan_, gather_plan_, again_plan_;  // with factor 1
+  std::shared_ptr<KeptMessages> kept_;                  // of all-gathers; null before the first that keeps
 };
 
 }  // namespace fusedcomm

@@ -152,7 +152,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
 
   const FuturePtr future = make_future(device_);
   std::shared_ptr<BucketJob> job = make_job(bucket, record, *engine_, future);
-  job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *bucket.gradients);
+  job->profiler = profiler_of_this_thread(*transport_, device_, *job->plan, *bucket.gradients);
   if (record->passthrough) {
     submit_passthrough(std::move(job), bucket.gradients, bucket.factor().value_or(1), weight, &weights_, future,
                        engine_.get(), transport_);

@@ -116,6 +116,8 @@ TABLE = tuple(Combination(*row) for row in (
      "that sum has one level", "use sum='auto' or 'two-shot', or hosts='auto', which has two levels where the sum has"),
     ("Config", {"local_wire": Besides(("fp32",)), "wire": "fp32"},
      "it would round what the wire does not", "leave it out, or use 'fp32'"),
+    ("Config", {"params_kept": True, "params": "fp32"},
+     "torch gathers them, and codes are kept", "give the wire of parameters, or leave it out"),
     ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, "weighted": GIVEN},
      "residuals of a host's ranks have no weight", "use hosts=None, or leave one of them out"),
     ("gradients without shards", {"Feedback(unsharded=True)": True},

@@ -94,6 +94,9 @@ class Config(Options):
             each rank sends its shard in that wire, and all ranks compute with the same decoded values; the shards,
             which optimizers step, are not rounded. Exact are the parameters whose wire in `wires` is "fp32", and if
             `params` has scales, biases and norms, unless "1d" is among `wires`.
+        params_kept: whether a rank keeps the codes that it receives of other hosts from a forward pass to the backward
+            pass, so that this one gathers within hosts. It needs sums on two levels, and modules that free their
+            parameters between the passes. The plan has the memory.
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
@@ -112,12 +115,14 @@ class Config(Options):
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
     weighted: Weighted | None = None
     params: Wire = "fp32"
+    params_kept: bool = False
 
     def __post_init__(self) -> None:
         combinations.refuse("Config", {"wire": self.wire})
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
         check.choice("params", self.params, WIRES)
+        check.flag("params_kept", self.params_kept)
         for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
             check.kind(name, getattr(self, name), kind)
         if self.compare_every is not None:
@@ -157,6 +162,8 @@ class Config(Options):
             "hosts": self.named_hosts,
             "local_wire": self.local_wire if self.needs_two_levels else "fp32",
             "weighted": self.weighted,
+            "params": self.params,
+            "params_kept": self.params_kept,
         }
 
     # ---- the values of fields that were left open

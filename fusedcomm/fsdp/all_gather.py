@@ -61,6 +61,7 @@ class CodedAllGather(AllGather):
     Args:
         index: of its rows in the session.
         wire_of: the number of a parameter's wire.
+        may_keep: whether codes that this rank receives of other hosts are kept, on two levels, for the backward pass.
 
     Attributes:
         is_exact: whether all is left to `inner` now.
@@ -73,17 +74,28 @@ class CodedAllGather(AllGather):
         index: int,
         wire_of: Callable[[str, torch.Tensor], int],
         inner: AllGather,
+        may_keep: bool,
     ) -> None:
         self.inner, self.is_exact = inner, False
         self._sharded, self._has_warned = sharded, False
         pieces = [(p.name + VALUE, p.row_numel, wire_of(p.name, p.tensor)) for p in sharded.parameters]
         self._native = _C.Rows(synchronizer=session.synchronizer, index=index, pieces=pieces)
         self._native.set_row(list(range(len(pieces))))
+        self._most_kept_nbytes = self._native.plan_of_again.kept_nbytes if may_keep else 0
+        self._has_kept = False  # the latest all-gather
 
     @property
-    def plan(self) -> "_C.BucketPlan":
-        """What one call sends."""
-        return self._native.plan(gathers=True)
+    def plans(self) -> list["_C.BucketPlan"]:
+        """What the calls of a step send."""
+        first = self._native.plan(gathers=True)
+        again = self._native.plan_of_again if self.kept_nbytes else first
+        return [first, again][: self._sharded.num_gathers]
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the codes that are kept for the backward pass. It is 0 on one level, and where the backward pass
+        gathers nothing from all ranks."""
+        return self._most_kept_nbytes if self._sharded.num_gathers > 1 else 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for an input or output, as torch's own all-gather allocates it."""
@@ -93,8 +105,12 @@ class CodedAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self.is_exact or group is not self._sharded.process_group or not self._carries(input_tensor):
+            self._has_kept = False
             return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        future = self._native.all_gather(rows=output_tensor, own=input_tensor, is_last=False)
+        keeps = self.kept_nbytes != 0
+        again = keeps and self._has_kept and torch._C._current_graph_task_id() >= 0  # in a backward pass
+        future = self._native.all_gather(rows=output_tensor, own=input_tensor, is_last=False, keeps=keeps, again=again)
+        self._has_kept = keeps
         if async_op or self._sharded.device.type == "cpu":  # there torch waits before it reads, too
             return Gathering(future)
         future.wait()

@@ -39,7 +39,7 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
     combinations.refuse("FSDP2", given)
     of_sums = None if feedback is None else dataclasses.replace(feedback, unsharded=False)
     of_rows = of_sums if feedback is not None and feedback.unsharded else None
-    between = dataclasses.replace(config, feedback=of_sums, params="fp32") if has_replicas else None
+    between = dataclasses.replace(config, feedback=of_sums, params="fp32", params_kept=False) if has_replicas else None
     if config.hosts in (hosts.AUTO, None) or not (has_rows and has_replicas):
         rows = dataclasses.replace(config, sum="two-shot", feedback=of_rows) if has_rows else None
         return Sums(rows, between, config.wire_number)

@@ -110,7 +110,7 @@ class MeshSums:
         def wire_of(name: str, parameter: torch.Tensor) -> int:
             return _C.EXACT_WIRE if config.gathers_exactly(name, parameter) else number
 
-        return CodedAllGather(self.rows, sharded, index, wire_of, found)
+        return CodedAllGather(self.rows, sharded, index, wire_of, found, config.params_kept)
 
     @property
     def coded_all_gathers(self) -> list[CodedAllGather]:
@@ -195,6 +195,7 @@ class MeshSums:
             params="fp32" if self.is_off else self.config.params,
             gathered_nbytes=rings_nbytes + sum(plan.sent_nbytes for plan in gathered),
             exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
+            kept_nbytes=sum(each.kept_nbytes for each in self.coded_all_gathers),
             summed_nbytes=sum(plan.sent_nbytes for plan in self._between_plans()),
             rows=tuple(self._row(comm) for comm in self.comms),
             traffic=None if self.is_off else self._traffic(self.grid),
@@ -228,7 +229,7 @@ class MeshSums:
         rings = []
         for comm, all_gather in zip(self.comms, self._all_gathers, strict=True):
             if isinstance(all_gather, CodedAllGather):
-                plans += [all_gather.plan] * comm.sharded.num_gathers
+                plans += all_gather.plans
             else:
                 rings.append(comm.sharded)
         return plans, self._ring_nbytes(rings)
@@ -238,10 +239,13 @@ class MeshSums:
         return (self.num_shards - 1) * sum(each.num_gathers * each.row_nbytes for each in sharded)
 
     def warn_of_hosts(self) -> None:
-        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more, or if
-        reduce-scatters on one level send more between hosts than torch's."""
+        """Warns, on one rank of the mesh, if shards lie across hosts and replicas within, which sends more, if
+        reduce-scatters on one level send more between hosts than torch's, or if there are no codes to keep."""
         if self.rows is None or self.grid.ranks[0][0] != dist.get_rank():
             return
+        if self.config.params_kept and not any(each.kept_nbytes for each in self.coded_all_gathers):
+            why = self.rows.levels.one_level_reason or "all modules keep their parameters, see reshard_after_forward"
+            warnings.warn(f"fusedcomm: params_kept=True keeps nothing: {why}", stacklevel=4)
         if self.between is None:
             self._warn_of_one_level()
             return

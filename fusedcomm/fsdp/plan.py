@@ -15,10 +15,10 @@ class FsdpPlan(Plan):
     `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
     this rank's error feedback in reduce-scatters. `params`: the wire in which parameters are gathered.
     `gathered_nbytes`: that this rank sends in the all-gathers of a step, `exact_gathered_nbytes` if all were torch's
-    own; `summed_nbytes`: in all-reduces between replicas, 0 where torch sums. `levels`: the hosts, where
-    reduce-scatters add within them first; empty on one level, of which `one_level_reason` says why, if several hosts
-    have several ranks. `off`: whether torch reduces, as it does without fusedcomm; `wire` is then "off", too. `others`:
-    plans of modules on further meshes."""
+    own; `summed_nbytes`: in all-reduces between replicas, 0 where torch sums. `kept_nbytes`: of codes that this rank
+    keeps from forward to backward passes. `levels`: the hosts, where reduce-scatters add within them first; empty on
+    one level, of which `one_level_reason` says why, if several hosts have several ranks. `off`: whether torch reduces,
+    as it does without fusedcomm; `wire` is then "off", too. `others`: plans of modules on further meshes."""
 
     wire: str
     wire_of_replicas: str
@@ -31,6 +31,7 @@ class FsdpPlan(Plan):
     params: str = "fp32"
     gathered_nbytes: int = 0
     exact_gathered_nbytes: int = 0
+    kept_nbytes: int = 0
     summed_nbytes: int = 0
     levels: str = ""
     one_level_reason: str = ""
@@ -73,6 +74,11 @@ class FsdpPlan(Plan):
             lines.append(
                 f"  all-gathers of parameters in {self.params}: a rank sends {self.gathered_nbytes / 2**20:.2f} MiB in "
                 f"a step, {share:.3f} of torch's"
+            )
+        if self.kept_nbytes:
+            lines.append(
+                f"  each rank keeps {self.kept_nbytes / 2**20:.2f} MiB of codes from other hosts, so that backward "
+                "passes gather parameters within hosts"
             )
         if self.traffic is not None:
             gradients, parameters = self.traffic.gradients_nbytes / 2**20, self.traffic.parameters_nbytes / 2**20

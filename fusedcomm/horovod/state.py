@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fusedcomm.horovod.calls as calls
 import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
+import fusedcomm.horovod.operations as operations
 import fusedcomm.horovod.timeline as timeline
 from fusedcomm.horovod.launch import Launch, set_launch
 from fusedcomm.horovod.order import Order, Request
@@ -120,8 +120,8 @@ def _connect(found: Launch, settings: environment.Settings, sets: list[ProcessSe
     return new
 
 
-def _start(members: dict[int, Any], set_id: int, rows: calls.Rows, requests: list[Request]) -> Any:
-    return calls.start(members[set_id], rows, requests)
+def _start(members: dict[int, Any], set_id: int, rows: Sequence[Sequence[int]], requests: list[Request]) -> Any:
+    return operations.start(members[set_id], rows, requests)
 
 
 def _problem_of(abouts: list[dict[str, Any]]) -> str:

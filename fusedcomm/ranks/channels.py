@@ -83,6 +83,22 @@ def make_host_channels(process_group: Group, device: torch.device, store: dist.S
     )
 
 
+def with_hosts(
+    transport: "_C.C10dTransport", process_group: Group, device: torch.device, store: dist.Store, hosts: Hosts
+) -> "_C.C10dTransport":
+    """`transport` with channels for sums on two levels. A collective call."""
+    channels = make_host_channels(process_group, device, store, hosts)
+    local_rank, host = hosts.place(process_group.rank())
+    return _C.with_hosts(
+        transport,
+        local_rank=local_rank,
+        ranks_per_host=hosts.ranks_per_host,
+        host=host,
+        num_hosts=hosts.num_hosts,
+        **vars(channels),
+    )
+
+
 def connect_gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
     """A new gloo backend over the ranks that call this with the same name. A collective call of these ranks."""
     try:

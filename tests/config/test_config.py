@@ -84,6 +84,7 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "predivide",
         "weighted",
         "params",
+        "params_kept",
     ]
 
 

@@ -43,10 +43,12 @@ CONFIGS = {
     "parameters exempt": Config("int8", params="bf16", wires={"*": "fp32"}, chunks=Chunks(4096)),
 }
 
+ALL = {**CONFIGS, "parameters kept": Config("int8", params="int8", params_kept=True, hosts=2)}
+
 
 def by_what_config_has(name: str, **others: object) -> dict:
     """For `pytest.mark.sampled`. A case interprets kernels, which takes seconds."""
-    config = CONFIGS[name]
+    config = ALL[name]
     has = {"feedback": config.feedback is not None, "params": config.params}
     return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
 
@@ -58,11 +60,13 @@ def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
 
 
 def three_steps(model, rank, device):
-    """The bits of this rank's gradients in three steps, and of the parameters that a pass has. In the second step two
-    gradients are not finite."""
+    """The bits of this rank's gradients in three steps, and of the parameters that forward and backward passes have. In
+    the second step two gradients are not finite."""
     seen = []
     model.register_forward_hook(
-        lambda of, *_: seen.extend(p.detach().clone().flatten().float().cpu() for p in of.parameters())
+        lambda of, *_: seen.extend(
+            getattr(p, "_local_tensor", p).detach().clone().flatten().float().cpu() for p in of.parameters()
+        )
     )
     for step in range(3):
         gradients = gradients_of(model, rank, step)
@@ -70,7 +74,9 @@ def three_steps(model, rank, device):
             gradients[0].view(-1)[5 + rank] = torch.inf
             gradients[-1].view(-1)[-1 - rank] = torch.nan
         model.zero_grad()
-        model([gradient.to(device) for gradient in gradients]).backward()
+        given = [gradient.to(device).requires_grad_() for gradient in gradients]
+        model(given).backward()
+        seen += [each.grad.flatten().cpu() for each in given]
         for parameter in model.parameters():
             local = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
             seen.append(local.flatten().float().cpu().clone())
@@ -112,6 +118,7 @@ def check(ranks, kind, config, world_size, library, triton_folder=None):
 CASES = [("sharded", name, world_size) for name in CONFIGS for world_size in (2, 3)]
 CASES += [(f"gradients in {d}", name, 2) for d in ("bfloat16", "float16 +") for name in ("fp32", "bf16", "int8 all")]
 CASES += [(f"gradients in {d}", "parameters in int4", 2) for d in ("bfloat16", "float16 +")]
+CASES += [("gathered twice", "parameters kept", 4)]
 CASES += [
     (kind, name, 4 if kind == "hsdp" else 2)
     for kind in ("hsdp", "replicate")
@@ -122,7 +129,7 @@ CASES += [
 @pytest.mark.sampled(by=by_what_config_has)
 @pytest.mark.parametrize(("kind", "name", "world_size"), CASES)
 def test_sums_have_the_cpus_bits(ranks, library, kind, name, world_size):
-    check(ranks, kind, CONFIGS[name], world_size, library)
+    check(ranks, kind, ALL[name], world_size, library)
 
 
 @pytest.mark.sampled(by=by_what_config_has)

@@ -39,7 +39,7 @@ def made(kind, world_size, device="cpu"):
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
     if kind == "replicate":
         return replicate(model, mesh=mesh)
-    options = {}
+    options = {"reshard_after_forward": True} if kind == "gathered twice" else {}
     if kind == "Shard(1)":
         model.first, model.second = nn.Linear(32, 48, bias=False), nn.Linear(64, 40, bias=False)
         options["shard_placement_fn"] = lambda parameter: Shard(1)

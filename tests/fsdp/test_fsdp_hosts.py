@@ -170,7 +170,7 @@ def sent_by(call):
 
 def say(what, sent, planned):
     if os.environ["LOCAL_RANK"] == "0":
-        print(f"SENT {what} {sent / planned:.4f} {sent / 4 / NUMEL:.4f}", flush=True)
+        print(f"SENT {what.replace(', ', '-')} {sent / planned:.4f} {sent / 4 / NUMEL:.4f}", flush=True)
 
 
 model = fully_shard(layers())
@@ -180,6 +180,19 @@ for step in range(3):
     sent = sent_by(loss.backward)  # the model itself is not gathered again
 say("gradients", sent, comm.plan().traffic.gradients_nbytes)
 comm.detach()
+
+for kept in ("", ", kept"):
+    model = fully_shard(layers(), reshard_after_forward=True)
+    comm = fusedcomm.attach(model, fusedcomm.Config("int8", params="int8", params_kept=bool(kept)), quiet=True)
+    losses = []
+    for step in range(2):
+        forward = sent_by(lambda: losses.append(model(torch.randn(2, 512)).square().mean()))
+        backward = sent_by(losses[-1].backward)
+    traffic = comm.plan().traffic
+    again = 0 if kept else traffic.parameters_nbytes / 2
+    say("forward" + kept, forward, traffic.parameters_nbytes - again)
+    say("backward" + kept, backward, traffic.gradients_nbytes + again)
+    comm.detach()
 
 model = fusedcomm.DataParallel(layers(), config="int8", quiet=True)
 optimizer = fusedcomm.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, update="int8", quiet=True)
@@ -198,12 +211,17 @@ groups.end_together()
 """
 
 
+MOST = {"gradients": 0.135, "forward": 0.135, "backward": 0.27, "forward-kept": 0.135, "backward-kept": 0.135}
+MOST["owner"] = 0.27
+"""Bytes that a host may send, of 4 for each element."""
+
+
 @needs_hosts
 @pytest.mark.check
 def test_a_host_sends_what_the_plan_says_a_quarter_of_one_byte_each_way(tmp_path, capsys):
     printed = printed_by(SENDS, tmp_path, capsys, ranks_per_host=2)
     lines = [line.split()[-4:] for line in printed.splitlines() if " SENT " in line]
-    assert sorted(what for _, what, *_ in lines) == ["gradients", "gradients", "owner", "owner"], printed
+    assert sorted(what for _, what, *_ in lines) == sorted([*MOST] * 2), printed
     for _, what, of_plan, of_fp32 in lines:
         assert 1 <= float(of_plan) < 1.03, printed
-        assert float(of_fp32) < {"gradients": 0.135, "owner": 0.27}[what], printed
+        assert float(of_fp32) < MOST[what], printed

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import file_of, read
 from models import on_host
+from scripts import ROOT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -236,13 +237,17 @@ def test_an_accelerators_streams_give_the_cpus_bits_and_the_host_never_waits(ran
 # ---- bytes
 
 
+def _layers(reshards: bool | int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=reshards)
+    return fully_shard(model)
+
+
 def _sent(rank, world_size, hosts, reshards):
     with on_host(hosts[rank]):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-        for layer in model:
-            fully_shard(layer, reshard_after_forward=reshards)
-        fully_shard(model)
+        model = _layers(reshards)
         with fusedcomm.attach(model, Config("int8", params="int8"), quiet=True) as comm:
             plan, before = comm.plan(), comm.stats()
             model(torch.ones(2, 256)).sum().backward()
@@ -262,6 +267,93 @@ def test_the_plan_says_what_all_gathers_send(ranks, hosts, reshards, num_gathers
     # A shard goes to the other host once, or on one level to both of its ranks.
     assert plan.traffic.parameters_nbytes == pytest.approx(sent * 2 * (1 if hosts == "aabb" else 2) / 3, rel=0.01)
     assert plan.traffic.nbytes == 2 * between
+
+
+def _kept(rank, world_size, hosts, reshards):
+    """With codes that are not kept, and that are: this rank's shards after steps, with one gathered exactly and one
+    attached to between its passes; the bytes that the last backward pass sent to other hosts; the plan; warnings."""
+    found = []
+    for kept in (False, True):
+        model = _made((world_size,), reshard_after_forward=reshards)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with on_host(hosts[rank]), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            config = Config("int8", params="int8", params_kept=kept, chunks=Chunks(4096, in_flight=2))
+            comm = fusedcomm.attach(model, config, quiet=True)
+        with comm:
+            for step in range(4):
+                optimizer.zero_grad()
+                with comm.exact_params() if step == 1 else contextlib.nullcontext():
+                    loss = model(_batch(rank, step)).square().mean()
+                before = comm.stats().sent_between_hosts_nbytes
+                loss.backward()
+                sent = comm.stats().sent_between_hosts_nbytes - before
+                optimizer.step()
+            texts = [str(each.message) for each in said if "params_kept" in str(each.message)]
+            found.append((_digest({n: p.to_local() for n, p in model.state_dict().items()}), sent, comm.plan(), texts))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reshards", "notice"),
+    [
+        ("aabb", True, ""),
+        ("abab", True, "shards must lie host by host"),
+        ("aabb", False, "all modules keep their parameters"),
+    ],
+)
+def test_kept_codes_change_no_bits_and_spare_the_network_a_gather(ranks, hosts, reshards, notice):
+    outcomes = ranks.run(_kept, hosts, reshards, world_size=4)
+    numel = 48 * 77 + 2 * 77 + 48 * 77 + 48 * 48 + 8 * 48  # about, of what is gathered in codes
+    for rank, ((plain, sent, plan, _), (same, sent_kept, plan_kept, said)) in enumerate(outcomes):
+        assert plain == same and plan.kept_nbytes == 0
+        if notice:
+            assert [notice in text for text in said] == [True] * (rank == 0)
+            assert sent_kept == sent and plan_kept.kept_nbytes == 0
+            continue
+        assert not said and 1.03 < plan_kept.kept_nbytes / (numel / 2) < 1.4  # exact biases, and padding of small parts
+        spared = plan.traffic.parameters_nbytes - plan_kept.traffic.parameters_nbytes
+        assert spared == plan_kept.traffic.parameters_nbytes == 2 * (sent - sent_kept)
+        assert f"each rank keeps {plan_kept.kept_nbytes / 2**20:.2f} MiB of codes" in str(plan_kept)
+
+
+WAYS = [("fp32", True, False), ("fp32", 2, False), ("int8", True, False), ("int8", True, True), ("int8", 2, False)]
+"""params, reshard_after_forward, params_kept; by row of the table in docs/fsdp.md."""
+
+
+def _planned(rank, world_size):
+    """Of each way, in bytes of 4 for each parameter: what a host sends in all-gathers, and the codes that are kept."""
+    found = []
+    with on_host("aabb"[rank]):
+        for params, reshards, kept in WAYS:
+            config = Config("int8", params=params, params_kept=kept)
+            with fusedcomm.attach(_layers(reshards), config, quiet=True) as comm:
+                plan = comm.plan()
+                found.append((plan.traffic.parameters_nbytes / plan.grad_nbytes, plan.kept_nbytes / plan.grad_nbytes))
+    return found
+
+
+def _by_arithmetic(num_hosts: int, ranks_per_host: int) -> list[tuple[float, float, float]]:
+    """Of each way: what a host sends in the forward and the backward pass, and what a rank keeps between them."""
+    num_ranks, codes = num_hosts * ranks_per_host, (1 + 4 / 128) / 4
+    found = []
+    for params, reshards, kept in WAYS:
+        forward = (num_ranks - 1) / num_ranks if params == "fp32" else codes * (num_hosts - 1) / num_hosts
+        is_again = reshards is True and not kept
+        found.append((forward, forward * is_again, 0 if is_again else (codes if kept else 1) / ranks_per_host))
+    return found
+
+
+@pytest.mark.check
+def test_the_table_of_what_is_sent_and_kept_is_what_plans_say(ranks):
+    for (sent, kept), (forward, backward, keeps), way in zip(
+        ranks.run(_planned, world_size=4)[0], _by_arithmetic(2, 2), WAYS, strict=True
+    ):
+        assert sent == pytest.approx(forward + backward, rel=0.02), way
+        assert kept == pytest.approx(keeps * way[2], rel=0.02), way
+    page = (ROOT / "docs/fsdp.md").read_text().split("| 2 hosts × 4 ranks | forward")[1].splitlines()[2:]
+    shown = [tuple(float(cell) for cell in line.split("|")[2:5]) for line in page[: len(WAYS)]]
+    assert shown == [tuple(round(value, 2) for value in row) for row in _by_arithmetic(2, 4)]
 
 
 # ---- left to torch

@@ -77,6 +77,11 @@ def waits() -> int:
     return _libraries[0].sim_waits()
 
 
+def simulated(gloo: dist.Backend) -> dist.Backend:
+    """A backend for tensors on the device, which sends over `gloo`."""
+    return _libraries[0].sim_backend(gloo)
+
+
 class RanksOnStreams(Ranks):
     """Ranks whose run() takes backend=BACKEND. folder: of the library; see cuda_stress.build()."""
 

@@ -15,6 +15,7 @@ OUT_OF_RANGE = [
     (lambda _: Config(None), "wire=None"),
     (lambda _: Config("fp8_e5m2"), "wire='fp8_e5m2' ... 'int8', 'fp8', 'int4'"),
     (lambda _: Config(params="fp7"), "params='fp7' ... 'fp32', 'bf16', 'fp16', 'int8'"),
+    (lambda _: Config(params="int8", params_kept=1), "params_kept=1 ... True or False"),
     (lambda _: Config(sum="ring"), "sum='ring' ... 'two-shot'"),
     (lambda _: Config("fp16", predivide=-1.0), "predivide=-1.0 ... positive"),
     (lambda _: Config("fp16", predivide=float("inf")), "predivide=inf"),

@@ -13,6 +13,7 @@ import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
 from fusedcomm.horovod.wire_texts import config_of
+from fusedcomm.horovod.world import world
 
 Call = Callable[[int], object]
 
@@ -58,7 +59,22 @@ def twice(_: int) -> None:
         hvd.synchronize(first)
 
 
+def on_gpus(*numbers: int, nccl: bool) -> Call:
+    """Tensors on these GPUs, one after the other, with a torch that has NCCL or none."""
+
+    def wrong(_: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+            for number in numbers:
+                world().members[0].check(torch.device("cuda", number))
+
+    return wrong
+
+
 OPERATIONS = [
+    (lambda _: hvd.allreduce(ZEROS.to("meta")), "a tensor on meta is not possible: it must be on cpu or cuda"),
+    (on_gpus(0, nccl=False), "a tensor on cuda:0 needs NCCL ... use a torch with NCCL, or pass tensor.cpu()"),
+    (on_gpus(0, 1, nccl=True), "a tensor on cuda:1 ... others of this rank were on cuda:0: each rank has one GPU"),
     (lambda _: hvd.allreduce([1.0]), "allreduce: expected a tensor, got list"),
     (lambda _: hvd.allreduce(ZEROS.to(torch.complex64)), "allreduce: a tensor of dtype torch.complex64"),
     (lambda _: hvd.allreduce(ZEROS.to(torch.uint8)), "allreduce: a tensor of dtype torch.uint8"),
@@ -245,6 +261,10 @@ OPTIMIZERS = [
     (lambda _: optimizer_of(groups=[["x"]]), "groups: a group has a str; expected parameters"),
     (lambda _: optimizer_of(groups=[[MODEL.weight], [MODEL.weight]]), "groups: ... is in two groups"),
     (lambda _: hvd.DistributedOptimizer(optimizer_of()), "DistributedOptimizer: this SGD is a distributed optimizer"),
+    (
+        lambda _: hvd.DistributedOptimizer(torch.optim.SGD([ZEROS, ZEROS.to("meta")], 0.1)),
+        "the optimizer's parameters are on several devices, cpu, meta: make a DistributedOptimizer for those of each",
+    ),
     (lambda _: optimizer_of(weighted="mean", op=hvd.Sum), "weighted='mean' ... use 'mean' or 'sum'"),
     (lambda _: optimizer_of(weighted="median"), "weighted='median' ... use 'mean' or 'sum'"),
     (lambda _: optimizer_of(weighted="mean", backward_passes_per_step=2), "weighted='mean' ... use weighted='sum'"),

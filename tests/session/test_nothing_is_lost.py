@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import file_of, read
+from front_ends import adding_up
 from models import Gradients, integers, no_sync_of, normal, synchronized
 from sampling import few, for_all_lists
 from torch.distributed.algorithms.join import Join
@@ -28,7 +29,7 @@ def detach(comm):
 
 
 class Trained:
-    """A model, its front end, and perhaps a ShardedOptimizer."""
+    """A model, its front end, and perhaps a ShardedOptimizer, or with FSDP2 an optimizer of its shards."""
 
     def __init__(self, front_end, config):
         # DistributedDataParallel cuts buckets anew after its first pass, which a resumed run has again.
@@ -40,22 +41,32 @@ class Trained:
         if front_end == "owners":
             options = {"lr": 0.1, "update": "int8", "overlap": False, "quiet": True}
             self.parts.append(fusedcomm.ShardedOptimizer(self.comm, torch.optim.SGD, **options))
+        if front_end == "FSDP2":
+            self.parts.append(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
+
+    @property
+    def num_steps(self):
+        state = self.comm.state_dict()
+        return state["step"] if "step" in state else max(state["calls"].values())
 
     def backward(self, rank, number):
         if self.weighted:
             self.comm.weight = 1 + 2 * ((rank + number) % 2)
-        self.forward([normal(rank, 10 * number + i, p.shape) for i, p in enumerate(self.model.weights)]).backward()
+        loss = self.forward([normal(rank, 10 * number + i, p.shape) for i, p in enumerate(self.model.weights)])
+        loss.backward()
+        return loss.detach()
 
     def take_pass(self, rank, number, adds_up):
-        """What a step ends with: gradients, or a ShardedOptimizer's parameters."""
+        """The loss, and what a step ends with: gradients, or an optimizer's parameters, with FSDP2 this rank's."""
         self.forward.zero_grad()
         if adds_up:
-            with no_sync_of(self.forward, self.comm)():
+            with adding_up(self.forward, self.comm):
                 self.backward(rank, number + 100)
-        self.backward(rank, number)
+        loss = self.backward(rank, number)
         for optimizer in self.parts[2:]:
             optimizer.step()
-        return [(p if self.parts[2:] else p.grad).detach().clone() for p in self.model.weights]
+        ends = [p if self.parts[2:] else p.grad for p in self.model.weights]
+        return [loss, *(getattr(each, "_local_tensor", each).detach().clone() for each in ends)]
 
     def load(self, file):
         for part, state in zip(self.parts, read(file), strict=True):
@@ -75,7 +86,7 @@ def beside_an_interrupted_run(rank, world_size, front_end, config, actions):
             if action in ("pass", "two passes"):
                 number += 1
                 seen[is_interrupted].append(run.take_pass(rank, number, action == "two passes"))
-                assert run.comm.state_dict()["step"] == number + 1
+                assert run.num_steps == number + 1
             elif is_interrupted and action == "in inference mode":  # as in a trainer's evaluation
                 with torch.inference_mode():
                     state = run.comm.state_dict()
@@ -107,6 +118,7 @@ CODES = {"1d": "int4"}
         ("reducer", Config("int8", feedback=Feedback("bf16"))),
         ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
         ("owners", Config("int8", feedback=Feedback())),
+        pytest.param("FSDP2", Config("int8", params="int8", wires=CODES), marks=pytest.mark.check),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
