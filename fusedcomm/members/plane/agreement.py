@@ -359,7 +359,8 @@ class Agreement:
             self._barrier.resume(promise.number)  # its abort was lost with a connection
         self.roster.hear_dead(told.dead)
         is_new = known is None or (known.silent, known.wants) != (told.silent, told.wants)
-        if (is_new or (known.ready != told.ready and self.roster.are_ready())) and self.roster.lowest() == self._uid:
+        is_last = known is not None and known.ready != told.ready and self.roster.are_ready()
+        if (is_new or is_last) and self.roster.lowest() == self._uid:
             self._consider()
 
     def _on_propose(self, sender: str, message: dict) -> None:
