@@ -77,6 +77,12 @@ WAYS = [
 ]
 
 
+def wait_for(tensor: Tensor) -> None:
+    """Waits until the tensor's device has done all it was given."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
 class Runner:
     """One way's module and optimizer on this rank. Without a way, it only computes."""
 
@@ -100,6 +106,7 @@ class Runner:
         self.optimizer.zero_grad()
         self.module(batch).backward()
         self.optimizer.step()
+        wait_for(batch[0])
         return time.perf_counter() - begin
 
     def synchronize_alone(self, gradients: list[Tensor]) -> tuple[float, list[Tensor]]:
@@ -108,11 +115,13 @@ class Runner:
         begin = time.perf_counter()
         self.module(None, gradients).backward()
         if not hasattr(self.optimizer, "synchronize"):
+            wait_for(gradients[0])
             taken = time.perf_counter() - begin
-            return taken, [parameter.grad.clone() for parameter in self.task.parameters()]
+            return taken, [parameter.grad.cpu().clone() for parameter in self.task.parameters()]
         self.optimizer.synchronize()
+        wait_for(gradients[0])
         taken = time.perf_counter() - begin
-        means = [parameter.grad.clone() for parameter in self.task.parameters()]
+        means = [parameter.grad.cpu().clone() for parameter in self.task.parameters()]
         self.optimizer.zero_grad()
         with self.optimizer.skip_synchronize():
             self.optimizer.step()  # with no gradients: it only ends the step
@@ -121,8 +130,13 @@ class Runner:
 
 class Bench:
     def __init__(self, arguments: argparse.Namespace, results: str) -> None:
-        self.arguments = arguments
-        dist.init_process_group("gloo")
+        self.arguments, self.device = arguments, torch.device("cpu")
+        if arguments.device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+            if "NCCL_SOCKET_IFNAME" in os.environ:
+                os.environ["NCCL_HOSTID"] = f"fusedcomm-{os.environ['RANK']}"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo")
         dist.all_reduce(torch.ones(1))
         self.link = os.environ.get("FUSEDCOMM_BENCH_LINK", "loopback")
         self.threads_before = set(os.listdir("/proc/self/task"))
@@ -240,6 +254,9 @@ class Bench:
         batch = model.batch(arguments.batch, torch.Generator().manual_seed(self.rank))
         case = f"{self.link}/{arguments.model}"
         known = Known(model, None)
+        model.to(self.device)
+        batch = tuple(each.to(self.device) for each in batch)
+        known.own = [each.to(self.device) for each in known.own]
         runners = {COMPUTE: Runner(None, model, arguments.optimizer)}
         for way in WAYS:
             self.begin(f"{case}, {way.name}: checking")
@@ -253,7 +270,7 @@ class Bench:
             for name in names[first:] + names[:first]:
                 self.turn(runners[name], batch, known, counter)
         self.report.rows += [self.row(case, name, each, numel_of(model)) for name, each in runners.items()]
-        same = len(set(self.gather(digest(list(model.parameters()))))) == 1
+        same = len(set(self.gather(digest([each.cpu() for each in model.parameters()])))) == 1
         if not same and self.is_first:
             self.report.missing(case, "all", "the ranks ended with different weights")
         self.report.write()

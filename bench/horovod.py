@@ -3,9 +3,10 @@
     python bench/horovod.py
     python bench/horovod.py --hosts 2 --link 100mbit 1gbit --parts steps --params 3e6 --size 1
 
-Real ranks over gloo: processes of this machine, or with --hosts hosts of bench/hosts.py, which needs root. In each part
-all ways take turns, in another order in each round; results are checked before anything is timed; the time of a turn is
-the slowest rank's. Parts:
+Real ranks over gloo: processes of this machine, or with --hosts hosts of bench/hosts.py, which needs root. --device
+cuda runs the steps over NCCL; ranks that have no GPU of their own share one. In each part all ways take turns, in
+another order in each round; results are checked before anything is timed; the time of a turn is the slowest rank's.
+Parts:
 
     latency  a small all-reduce, the same name again and again, beside dist.all_reduce of as many bytes; and 300 tensors
              of mixed sizes, submitted at once, beside 300 calls of dist.all_reduce
@@ -22,10 +23,12 @@ Needs 1 GiB of memory for each rank; root, ip, tc and taskset with --hosts. A fe
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import hosts
+import torch
 from lib.common import Report, Row, print_table, run_command, with_ratios
 from lib.models import MODELS
 from lib.namespaces import CONGESTION
@@ -51,12 +54,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=50, help="timed calls of a small all-reduce in each turn (50)")
     parser.add_argument("--idle-s", type=float, default=3.0, help="seconds without work (3)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds until stuck ranks end themselves (300)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the steps (cpu)")
     parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: the times mean nothing")
     parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     arguments = parser.parse_args()
+    if arguments.dry_run:
+        arguments.device, arguments.quick, arguments.params, arguments.size = "cpu", True, 1e5, 16
     if arguments.quick:
         arguments.rounds, arguments.steps, arguments.calls, arguments.idle_s = 2, 2, 10, 1.0
     hosts.complete(parser, arguments, link=["1gbit"], congestion=CONGESTION, subnet=None)
+    if arguments.device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no CUDA GPU here")
+        if arguments.ranks_per_host > torch.cuda.device_count():
+            # Each rank sets NCCL_HOSTID: NCCL takes the ranks to be on different hosts, and lets them share a GPU.
+            os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     for name in ("params", "size", "batch", "rounds", "steps", "calls", "idle_s", "timeout"):
         if getattr(arguments, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be more than 0")

@@ -67,16 +67,16 @@ std::shared_ptr<Order> make_order(int rank, int size, std::vector<std::vector<in
 void bind_operation(py::module_& m) {
   py::class_<horovod::Operation, std::shared_ptr<horovod::Operation>>(m, "AgreedOperation")
       .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool has_number,
-                       bool may_lack_joined, bool is_call, bool is_join, bool is_small, int op, double prescale,
+                       bool may_lack_joined, bool is_call, bool is_join, bool may_be_small, int op, double prescale,
                        double postscale) {
              const horovod::Reduction reduction = {static_cast<horovod::Op>(op), prescale, postscale};
              return std::make_shared<horovod::Operation>(
                  horovod::Operation{std::move(key), std::move(signature), std::move(fuses), nbytes, has_number,
-                                    may_lack_joined, is_call, is_join, is_small, reduction});
+                                    may_lack_joined, is_call, is_join, may_be_small, reduction});
            }),
            py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"),
            py::arg("has_number"), py::arg("may_lack_joined"), py::arg("is_call"), py::arg("is_join"),
-           py::arg("is_small"), py::arg("op"), py::arg("prescale"), py::arg("postscale"));
+           py::arg("may_be_small"), py::arg("op"), py::arg("prescale"), py::arg("postscale"));
 }
 
 }  // namespace
@@ -98,7 +98,6 @@ void bind_horovod(pybind11::module_& m) {
           py::arg("ticket"), py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"),
           py::arg("inputs"), py::arg("outputs"), py::arg("at_once"), NoGil())
       .def("poll", &Order::poll, py::arg("ticket"), NoGil())
-      .def("set_watch", &Order::set_watch, py::arg("watch").none(true), NoGil())
       // Returns the error's text, empty if there is none, and of a join the rank that joined last.
       .def(
           "wait",
@@ -107,9 +106,7 @@ void bind_horovod(pybind11::module_& m) {
             return std::make_pair(result.error, result.number);
           },
           py::arg("ticket"), NoGil())
-      .def("leave", &Order::leave, py::arg("why"), NoGil())
       .def("shutdown", &Order::shutdown, NoGil())
-      .def("wait_for_failure", &Order::wait_for_failure, py::arg("seconds"), NoGil())
       .def_property_readonly("failure", py::cpp_function(&Order::failure, NoGil()));
 }
 

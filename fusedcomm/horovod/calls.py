@@ -1,20 +1,25 @@
-"""The operations as calls of torch.distributed's backends: NCCL for tensors on cuda, gloo for those on cpu.
+"""What operations do at their turn, as calls of torch.distributed's backends: NCCL for tensors on cuda, gloo for those
+on cpu.
 
 A call begins what moves data, at its turn in the order that the ranks agree on, and leaves a bucket. Whoever waits for
 the bucket first, writes the results.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._nn import flatten_dense_tensors, unflatten_dense_tensors
 
-from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
+from fusedcomm.horovod.checks import Average, Max, Min, Product
 from fusedcomm.horovod.signature import DTYPES, Signature
 from fusedcomm.native import _C
 from fusedcomm.ranks import torch_groups
@@ -35,139 +40,114 @@ class Members:
     group: OwnGroup
     open_sums: Callable[[str], Any]
     sums: dict[str, "_C.FusedSum"] = dataclasses.field(default_factory=dict)
-    streams: dict[torch.device, torch.Stream] = dataclasses.field(default_factory=dict)
+    device: torch.device | None = None
+    """The accelerator of this rank's tensors; None before the first."""
+    stream: torch.Stream | None = None
+    """Where the accelerator does what operations do; None before the first."""
 
-    @property
-    def rank(self) -> int:
-        return self.group.group_rank
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.group.group_rank, self.group.group_size
+        self._nccl: dict[str, dist.Backend] = {}
 
-    @property
-    def size(self) -> int:
-        return self.group.group_size
-
-    def backend(self, device: torch.device) -> dist.Backend:
-        """For cuda it is made when the first tensor needs it, on every member together."""
-        if device.type == "cuda" and "cuda" not in self.group.backends:
-            self.group.backends["cuda"] = torch_groups.own_nccl(
-                self.group.store, "cuda", self.rank, self.size, self.group.timeout, device
+    def check(self, device: torch.device) -> None:
+        """Raises ValueError that says what to do if tensors on this device cannot travel."""
+        if device.type == "cpu":
+            return
+        if device.type not in torch_groups.BACKENDS:
+            raise ValueError(f"a tensor on {device} is not possible: it must be on cpu or cuda")
+        if device.type == "cuda" and not dist.is_nccl_available():
+            raise ValueError(
+                f"a tensor on {device} needs NCCL, and torch {torch.__version__} has none: use a torch with NCCL, or "
+                "pass tensor.cpu()"
             )
-        return self.group._get_backend(device)
+        if self.device is None:
+            self.device = device
+        elif self.device != device:
+            raise ValueError(
+                f"a tensor on {device} is not possible, because others of this rank were on {self.device}: each rank "
+                "has one GPU. Call torch.cuda.set_device(hvd.local_rank()) before tensors are made"
+            )
+
+    def on_stream(self, kind: str) -> AbstractContextManager[torch.Stream | None]:
+        """Context of work for tensors on this kind of device. None on cpu."""
+        if kind == "cpu":
+            return contextlib.nullcontext()
+        if self.stream is None:
+            self.device = self.device or torch.device(kind, torch.accelerator.current_device_index())
+            self.stream = torch.Stream(self.device)
+        return self.stream
+
+    def backend(
+        self, device: torch.device, name: str = "operations", timeout: datetime.timedelta | None = None
+    ) -> dist.Backend:
+        """For an accelerator each name has a communicator of its own: collectives of two names may come in another
+        order on each rank. It is made when the first tensor needs it, on every member together.
+
+        timeout: of a collective; None: the group's."""
+        if device.type == "cpu":
+            return self.group.backends["cpu"]
+        if name not in self._nccl:
+            self._nccl[name] = torch_groups.own_nccl(
+                self.group.store, name, self.rank, self.size, timeout or self.group.timeout, device
+            )
+        return self._nccl[name]
 
 
 class Bucket:
-    """Operations that are issued together. `error`: None until it is finished, then empty if it has worked."""
+    """Operations that are issued together."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.Lock()
-        self.error: str | None = None
         self.outputs: list[list[torch.Tensor]] = []
         """Of each request, once the bucket is finished."""
-        self.works: list[dist.Work] = []
+        self.futures: list[torch.futures.Future] = []
+        """Of what is under way; on an accelerator none, once it is enqueued."""
+        self._works: list[dist.Work] = []
         self._writes: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         self._device = device
         self._written: torch.Event | None = None
 
+    def add(self, work: dist.Work) -> None:
+        """It is under way."""
+        if self._device.type == "cpu":
+            self.futures.append(work.get_future())
+        else:
+            self._works.append(work)
+
     def write(self, function: Callable[[], None]) -> None:
-        """Calls the function when all works have ended."""
+        """Calls the function when all that is under way has ended."""
         self._writes.append(function)
 
-    def is_done(self) -> bool:
-        """Whether nothing is under way."""
-        return all(work.is_completed() for work in self.works)
-
-    def futures(self) -> list[torch.futures.Future]:
-        """What is under way."""
-        return [work.get_future() for work in self.works]
-
-    def then(self, function: Callable[[], None]) -> None:
-        """Calls the function when the last work ends, on any thread."""
-        if futures := self.futures():
-            futures[-1].add_done_callback(lambda _: function())
-        else:
-            function()
-
-    def has_ended_within(self, seconds: float) -> bool:
-        """Waits for so long; on an accelerator, the current stream waits instead. Raises RuntimeError if a work has
-        failed."""
-        for work in self.works:
-            if self._device.type != "cpu":
-                work.wait()
-                continue
-            try:
-                work.wait(datetime.timedelta(seconds=seconds))
-            except RuntimeError:
-                if not work.is_completed():
-                    return False
-                raise
-        return True
-
     @torch.no_grad()
-    def finish(self) -> None:
-        """Writes the results, once the works have ended."""
-        for function in self._writes:
-            function()
-        self._writes.clear()
+    def write_all(self) -> None:
+        """Writes the results, once. On an accelerator the current stream does, after what is under way."""
+        with self._lock:
+            for work in self._works:
+                work.wait()
+            for function in self._writes:
+                function()
+            self._writes.clear()
         if self._device.type != "cpu":
             self._written = torch.Event(self._device)
             self._written.record()
 
-    def follow(self) -> None:
-        """Makes the current stream wait for the results, which another one may have written."""
-        if self._written is not None:
-            self._written.wait()
+    def finish(self) -> None:
+        """Call it when the futures have ended. On an accelerator the current stream waits for the results."""
+        if self._writes:
+            self.write_all()
+        if self._written is None:
+            return
+        self._written.wait()
+        stream = torch.accelerator.current_stream(self._device)
+        for output in itertools.chain.from_iterable(self.outputs):
+            if output.device == self._device:
+                output.record_stream(stream)  # its memory may be of the stream on which calls are made
 
 
-class SumBucket(Bucket):
-    """Operations that the engine sums."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._is_under_way, self._failure = threading.Lock(), ""
-        self._is_under_way.acquire()
-        self.future: torch.futures.Future | None = None
-
-    def done(self, failure: str) -> None:
-        """For the engine. failure: empty if the sum is there."""
-        self._failure = failure
-        self._is_under_way.release()
-
-    def futures(self) -> list[torch.futures.Future]:
-        return [] if self.future is None else [self.future]
-
-    def is_done(self) -> bool:
-        return not self._is_under_way.locked()
-
-    def has_ended_within(self, seconds: float) -> bool:
-        if not self._is_under_way.acquire(timeout=seconds):
-            return False
-        self._is_under_way.release()
-        if self._failure:
-            raise RuntimeError(self._failure)
-        return True
-
-
-@torch.no_grad()
-def start(members: Members, rows: Rows, requests: list["Request"]) -> Bucket:
-    """Begins the operations of a bucket."""
-    signature = requests[0].signature
-    for request in requests:
-        if not request.inputs:
-            request.inputs = request.outputs = neutral(request.signature)
-    device = requests[0].inputs[0].device
-    if device.type == "cpu":
-        return CALLS[signature.kind](members, signature, rows, requests)
-    stream = members.streams.setdefault(device, torch.Stream(device))
-    with stream:
-        for request in requests:
-            if request.event is not None:
-                request.event.wait(stream)
-        return CALLS[signature.kind](members, signature, rows, requests)
-
-
-def neutral(signature: Signature) -> list[torch.Tensor]:
-    """Tensors that do not change the others' result, for a rank that has joined."""
+def neutral(signature: Signature, device: torch.device | None) -> list[torch.Tensor]:
+    """Tensors that do not change the others' result, for a rank that has joined. device: an accelerator, if they are to
+    be on one."""
     found = []
-    device = torch.device(signature.device, torch.cuda.current_device()) if signature.device == "cuda" else "cpu"
     for name, shape in signature.tensors:
         dtype, value = DTYPES[name], 1.0 if signature.op == Product else 0.0
         if signature.op in (Min, Max):
@@ -175,7 +155,7 @@ def neutral(signature: Signature) -> list[torch.Tensor]:
             value = limits.max if signature.op == Min else limits.min
             if dtype.is_floating_point:
                 value = math.copysign(math.inf, value)
-        found.append(torch.full(shape, value, dtype=dtype, device=device))
+        found.append(torch.full(shape, value, dtype=dtype, device="cpu" if signature.device == "cpu" else device))
     return found
 
 
@@ -228,7 +208,7 @@ def allreduce(members: Members, signature: Signature, rows: Rows, requests: list
     """One sum for each dtype; in a wire, the engine's."""
     inputs = [each for request in requests for each in request.inputs]
     outputs = [each for request in requests for each in request.outputs]
-    if members.size > 1 and is_carried(signature):
+    if members.size > 1 and signature.is_carried:
         return sum_in_wire(members, signature, requests, inputs, outputs)
     bucket = Bucket(inputs[0].device)
     if len(inputs) == 1:
@@ -244,43 +224,33 @@ def allreduce(members: Members, signature: Signature, rows: Rows, requests: list
 def reduce_alike(members: Members, signature: Signature, inputs: Tensors, outputs: Tensors, bucket: Bucket) -> None:
     """Reduces tensors of one dtype in one buffer, which for a single tensor is its output."""
     first, dtype = inputs[0], sum_dtype(inputs[0])
-    numels = [each.numel() for each in inputs]
     is_in_place = len(inputs) == 1 and dtype == first.dtype
-    if not any(numels):
-        return
     if is_in_place:
         buffer = flat(outputs[0])
         if outputs[0].data_ptr() != first.data_ptr():
             buffer.copy_(flat(first))
     else:
-        buffer = torch.empty(sum(numels), dtype=dtype, device=first.device)
-        torch.cat([flat(each) for each in inputs], out=buffer)
+        buffer = flatten_dense_tensors(inputs).to(dtype)
+    if not buffer.numel():
+        return
     multiply(buffer, signature.prescale)
     if members.size > 1:
         op = _REDUCE_OPS.get(signature.op, dist.ReduceOp.SUM)
-        bucket.works.append(members.backend(first.device).allreduce([buffer], op))
+        bucket.add(members.backend(first.device).allreduce([buffer], op))
 
     def write() -> None:
         scale_sum(buffer, signature, members.size)
         if not is_in_place:
-            torch._foreach_copy_([flat(each) for each in outputs], list(buffer.split(numels)))
+            torch._foreach_copy_(list(outputs), list(unflatten_dense_tensors(buffer, inputs)))
 
     bucket.write(write)
-
-
-def is_carried(signature: Signature) -> bool:
-    """Whether the engine carries the operation in its wire. One sum has one dtype."""
-    dtypes = {DTYPES[name] for name, _ in signature.tensors}
-    return (
-        signature.wire != "" and signature.op in (Sum, Average) and len(dtypes) == 1 and dtypes.issubset(_C.GRAD_DTYPES)
-    )
 
 
 def sum_in_wire(
     members: Members, signature: Signature, requests: list["Request"], inputs: Tensors, outputs: Tensors
 ) -> Bucket:
     """Sums in the engine."""
-    bucket = SumBucket(inputs[0].device)
+    bucket = Bucket(inputs[0].device)
     bucket.outputs = [list(request.outputs) for request in requests]
     names = [name for request in requests for name in request.signature.names_of_tensors()]
     sent = [(name, given, taken) for name, given, taken in zip(names, inputs, outputs, strict=True) if given.numel()]
@@ -288,13 +258,14 @@ def sum_in_wire(
         if taken.data_ptr() != given.data_ptr():
             taken.copy_(given)
     if not sent:
-        bucket.done("")
         return bucket
     if signature.wire not in members.sums:
         members.sums[signature.wire] = members.open_sums(signature.wire)
     factor = signature.prescale * signature.postscale * (1 if signature.op == Average else members.size)
-    bucket.future = members.sums[signature.wire].run(
-        names=[name for name, _, _ in sent], tensors=[taken for _, _, taken in sent], factor=factor, done=bucket.done
+    bucket.futures.append(
+        members.sums[signature.wire].run(
+            names=[name for name, _, _ in sent], tensors=[taken for _, _, taken in sent], factor=factor
+        )
     )
     return bucket
 
@@ -316,7 +287,7 @@ def allgather(members: Members, signature: Signature, rows: Rows, requests: list
             gathered.copy_(part)
         elif gathered.numel():
             backend = members.backend(given.device)
-            bucket.works.append(backend._allgather_base(as_bytes(gathered), as_bytes(part)))
+            bucket.add(backend._allgather_base(as_bytes(gathered), as_bytes(part)))
 
         def write(gathered: torch.Tensor = gathered, counts: list[int] = counts, most: int = most) -> None:
             whole = gathered
@@ -338,7 +309,7 @@ def broadcast(members: Members, signature: Signature, rows: Rows, requests: list
         if members.size > 1 and given.numel():
             options = dist.BroadcastOptions()
             options.rootRank = signature.root
-            bucket.works.append(members.backend(given.device).broadcast([as_bytes(taken)], options))
+            bucket.add(members.backend(given.device).broadcast([as_bytes(taken)], options))
     return bucket
 
 
@@ -353,7 +324,7 @@ def alltoall(members: Members, signature: Signature, rows: Rows, requests: list[
         taken.copy_(given)
     elif row_nbytes * sum(map(sum, rows)):
         splits = ([count * row_nbytes for count in counts] for counts in (received, sent))
-        bucket.works.append(members.backend(given.device).alltoall_base(as_bytes(taken), as_bytes(given), *splits))
+        bucket.add(members.backend(given.device).alltoall_base(as_bytes(taken), as_bytes(given), *splits))
     bucket.outputs = [[taken, torch.tensor(received, dtype=torch.int32)]]
     return bucket
 
@@ -378,7 +349,7 @@ def reducescatter(members: Members, signature: Signature, rows: Rows, requests: 
             nbytes = given.element_size()
             received, sent = [own * nbytes] * members.size, [count * nbytes for count in counts]
             backend = members.backend(given.device)
-            bucket.works.append(backend.alltoall_base(as_bytes(parts), as_bytes(source), received, sent))
+            bucket.add(backend.alltoall_base(as_bytes(parts), as_bytes(source), received, sent))
 
         def write(parts: torch.Tensor = parts, shape: tuple = (each + (members.rank < more), *given.shape[1:])) -> None:
             total = parts[0].to(sum_dtype(parts), copy=True)
@@ -389,12 +360,3 @@ def reducescatter(members: Members, signature: Signature, rows: Rows, requests: 
 
         bucket.write(write)
     return bucket
-
-
-CALLS = {
-    "allreduce": allreduce,
-    "allgather": allgather,
-    "broadcast": broadcast,
-    "alltoall": alltoall,
-    "reducescatter": reducescatter,
-}

@@ -1,34 +1,14 @@
 """Operations under way: what Python keeps of each, by handle, until it is synchronized."""
 
 import contextlib
-import dataclasses
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from fusedcomm.horovod.order import Request
 from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.world import World
 
-
-@dataclasses.dataclass(slots=True)
-class Pending:
-    """One operation. `written`: outputs that the caller gave. `finish` makes what wait() returns from the results.
-    `versions`: those of the inputs when they were submitted, in the debug mode only. `is_seen_done`: poll() has
-    returned True."""
-
-    world: World
-    request: Request
-    inputs: Sequence[torch.Tensor]
-    written: Sequence[torch.Tensor]
-    finish: Callable[[Request], Any]
-    versions: list[int] | None
-    is_seen_done: bool = False
-
-
-_pending: dict[int, Pending] = {}
+_pending: dict[int, tuple[World, Request]] = {}
 _num_handles = 0
 # The handle of the last operation of each name, by process set and key.
 _last_of_name: dict[tuple[int, str], int] = {}
@@ -55,59 +35,47 @@ def joined() -> None:
         _counts.clear()
 
 
-def submit(
-    found: World,
-    signature: Signature,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    finish: Callable[[Request], Any],
-    written: Sequence[torch.Tensor] = (),
-    set_id: int = 0,
-    at_once: bool = False,
-    rows: Sequence[int] = (),
-) -> int:
-    """As begin(), for an operation that the script waits for: returns its handle. Raises ValueError if its name is
-    pending."""
+def submit(found: World, request: Request, at_once: bool = False) -> int:
+    """Submits an operation, and returns its handle. at_once: the caller is about to wait for it.
+
+    Raises ValueError if one of its name is pending, and HorovodInternalError if the job has failed or was shut down."""
     global _num_handles
-    place = (set_id, signature.key)
-    last = _pending.get(_last_of_name.get(place, -1))
+    place = (request.set_id, request.signature.key)
+    world, last = _pending.get(_last_of_name.get(place, -1), (None, None))
     # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
-    if last is not None and last.world is found and not last.is_seen_done:
+    if last is not None and world is found and not last.is_seen_done:
         raise ValueError(
             f"{place[1]} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
-    pending = begin(found, signature, inputs, outputs, finish, written, set_id, at_once, rows)
+    if found.settings.check:
+        _check_versions(found.rank, request)
+    found.order.submit(request, at_once)
     with _lock:
         handle, _num_handles = _num_handles, _num_handles + 1
-    _pending[handle] = pending
+    _pending[handle] = found, request
     _last_of_name[place] = handle
     return handle
 
 
-def begin(
-    found: World,
-    signature: Signature,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    finish: Callable[[Request], Any],
-    written: Sequence[torch.Tensor],
-    set_id: int,
-    at_once: bool = False,
-    rows: Sequence[int] = (),
-) -> Pending:
-    """Submits an operation. at_once: the caller is about to wait for it.
+def _check_versions(rank: int, request: Request) -> None:
+    """Its finish() raises RuntimeError if an input has been changed in place by then."""
+    inputs, finish = request.inputs, request.finish
+    versions = [each._version for each in inputs]
+    # Writes of the results must not count: these share the memory, but not the version.
+    request.inputs, request.outputs = [each.data for each in inputs], [each.data for each in request.outputs]
 
-    Raises ValueError if one of its name is under way, and HorovodInternalError if the job has failed or was shut
-    down."""
-    given, versions = (inputs, outputs), None
-    if found.settings.check:
-        # Writes of the results must not count: these share the memory, but not the version.
-        given = [each.data for each in inputs], [each.data for each in outputs]
-        versions = [each._version for each in inputs]
-    request = Request(set_id, signature, *given, rows)
-    found.order.submit(request, at_once)
-    return Pending(found, request, inputs, written, finish, versions)
+    def checked(request: Request) -> Any:
+        for i, (tensor, before) in enumerate(zip(inputs, versions, strict=True)):
+            if tensor._version != before:
+                raise RuntimeError(
+                    f"rank {rank}: {request.signature.key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in "
+                    "place after it was submitted and before it was synchronized, so the result may hold old or new "
+                    "values. Submit a clone, or change it after synchronize()"
+                )
+        return finish(request)
+
+    request.finish = checked
 
 
 def poll(handle: int) -> bool:
@@ -115,8 +83,9 @@ def poll(handle: int) -> bool:
     pending = _pending.get(_checked(handle))
     if pending is None:
         raise ValueError(f"poll: handle {handle} was synchronized before, so it is no longer under way")
-    pending.is_seen_done = pending.world.order.poll(pending.request)
-    return pending.is_seen_done
+    world, request = pending
+    request.is_seen_done = world.order.poll(request)
+    return request.is_seen_done
 
 
 def refuse(found: World, kind: str, name: str, problem: str, set_id: int) -> None:
@@ -143,27 +112,10 @@ def synchronize(handle: int) -> Any:
     operation, or the job has failed or was shut down.
     """
     pending = _pending.pop(_checked(handle), None)
-    return None if pending is None else wait(pending)
-
-
-def wait(pending: Pending) -> Any:
-    """Waits for an operation and returns its result. Errors: see synchronize()."""
-    pending.world.order.wait(pending.request)
-    if pending.versions is not None:
-        _check_versions(pending)
-    for output in pending.written:
-        torch.autograd.graph.increment_version(output)
-    return pending.finish(pending.request)
-
-
-def _check_versions(pending: Pending) -> None:
-    for i, (tensor, before) in enumerate(zip(pending.inputs, pending.versions, strict=True)):
-        if tensor._version != before:
-            raise RuntimeError(
-                f"rank {pending.world.rank}: {pending.request.signature.key}: tensor {i}, of shape "
-                f"{tuple(tensor.shape)}, was changed in place after it was submitted and before it was synchronized, "
-                "so the result may hold old or new values. Submit a clone, or change it after synchronize()"
-            )
+    if pending is None:
+        return None
+    world, request = pending
+    return world.order.wait(request)
 
 
 def leave_to_parent() -> None:

@@ -1,4 +1,5 @@
-"""What every operation has in common, and the table of what each has of its own: checks, and a derivative.
+"""What every operation has in common, and the table of what each has of its own: the call at its turn, checks, and a
+derivative.
 
 Derivatives are Horovod's, whose convention a model's results depend on. An allreduce's gradient is reduced like its
 tensor. Gradients of allgather and broadcast are averaged over the ranks, as the loss is taken to be. A reducescatter's
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import fusedcomm.horovod.calls as calls
+from fusedcomm.horovod.calls import Bucket, Members, Rows
 from fusedcomm.horovod.checks import (
     MOVED,
     REDUCED,
@@ -24,7 +27,7 @@ from fusedcomm.horovod.checks import (
 from fusedcomm.horovod.handles import next_name, refuse, submit, synchronize
 from fusedcomm.horovod.order import Request
 from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set
-from fusedcomm.horovod.signature import Signature
+from fusedcomm.horovod.signature import Signature, described
 
 Tensors = Sequence[torch.Tensor]
 
@@ -41,13 +44,31 @@ class Call(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """`dtypes`: that it takes. `has_rows`: whether it deals with rows, the first dimension. `has_output`: whether
-    outputs have the inputs' shapes. `backward`: the gradients of the tensors, from those of the results."""
+    """`call`: what begins it, see calls.py. `dtypes`: that it takes. `has_rows`: whether it deals with rows, the first
+    dimension. `has_output`: whether outputs have the inputs' shapes. `backward`: the gradients of the tensors, from
+    those of the results."""
 
+    call: Callable[[Members, Signature, Rows, list[Request]], Bucket]
     dtypes: frozenset[torch.dtype]
     has_rows: bool
     has_output: bool
     backward: Callable[[Any, Tensors], Tensors]
+
+
+@torch.no_grad()
+def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
+    """Begins the operations of a bucket, at its turn. On an accelerator all of their work is then enqueued."""
+    signature = requests[0].signature
+    with members.on_stream(signature.device) as stream:
+        for request in requests:
+            if not request.inputs:
+                request.inputs = request.outputs = calls.neutral(request.signature, members.device)
+            elif request.event is not None:
+                request.event.wait(stream)
+        bucket = KINDS[signature.kind].call(members, signature, rows, requests)
+        if stream is not None:
+            bucket.write_all()
+    return bucket
 
 
 def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = False) -> int:
@@ -57,7 +78,7 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
     at_once: the caller is about to wait for it.
     """
     found, _ = member_of(call.process_set)
-    about, how, set_id = KINDS[call.kind], call.how, call.process_set.process_set_id
+    about, how, set_id = KINDS[call.kind], call.how, call.process_set.process_set_id or 0
     if call.is_group:
         tensors = check_group(call.kind, given, about.dtypes)
     else:
@@ -71,16 +92,18 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
         name = next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
     name, rows = f"grouped.{name}" if call.is_group else name, ()
     root = root_in_set(call.process_set, how["root_rank"]) if "root_rank" in how else 0
-    if call.kind == "alltoall":
-        try:
-            rows = tuple(parse_splits(how["splits"], given.shape[0], len(call.process_set.ranks)))
-        except ValueError as error:
-            refuse(found, call.kind, name, str(error), set_id)
-            raise
-    elif call.kind == "allgather":
-        rows = tuple([tensor.shape[0] for tensor in tensors])
-    elif call.kind == "reducescatter":
+    if call.kind == "reducescatter":
         check_scattered_op(how["op"])
+    try:
+        if not tensors[0].is_cpu:
+            found.members[set_id].check(tensors[0].device)
+        if call.kind == "alltoall":
+            rows = tuple(parse_splits(how["splits"], given.shape[0], len(call.process_set.ranks)))
+        elif call.kind == "allgather":
+            rows = tuple([tensor.shape[0] for tensor in tensors])
+    except ValueError as error:
+        refuse(found, call.kind, name, str(error), set_id)
+        raise
     outputs: list[torch.Tensor] = []
     if about.has_output:
         outputs = tensors if in_place else [_empty_like(tensor) for tensor in tensors]
@@ -88,9 +111,12 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
     if call.kind == "alltoall":
         inputs = [inputs[0][: sum(rows)]]
     signature = Signature(call.kind, name, how.get("op", Sum), how.get("prescale", 1.0), how.get("postscale", 1.0),
-                          root, how.get("wire", "")).of(inputs)  # fmt: skip
+                          root, how.get("wire", ""), inputs[0].device.type, described(call.kind, inputs))  # fmt: skip
 
     def finish(request: Request) -> Any:
+        if in_place:
+            for output in outputs:
+                torch.autograd.graph.increment_version(output)
         results = outputs or [
             out.view(torch.bool) if tensor.dtype is torch.bool else out
             for out, tensor in zip(request.results, tensors, strict=False)
@@ -101,8 +127,8 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
             return results[0], received.to(splits.device) if isinstance(splits, torch.Tensor) else received
         return results if call.is_group else results[0]
 
-    return submit(found, signature, inputs, _as_moved(outputs), finish, outputs if in_place else (),
-                  set_id, at_once, rows)  # fmt: skip
+    moved = inputs if in_place else _as_moved(outputs)
+    return submit(found, Request(set_id, signature, inputs, moved, rows, finish=finish), at_once)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,9 +221,9 @@ def _of_reducescatter(ctx: Any, grads: Tensors) -> Tensors:
 
 
 KINDS = {
-    "allreduce": Kind(REDUCED, False, True, _of_allreduce),
-    "allgather": Kind(MOVED, True, False, _of_allgather),
-    "broadcast": Kind(MOVED, False, True, _of_broadcast),
-    "alltoall": Kind(MOVED, True, False, _of_alltoall),
-    "reducescatter": Kind(REDUCED, True, False, _of_reducescatter),
+    "allreduce": Kind(calls.allreduce, REDUCED, False, True, _of_allreduce),
+    "allgather": Kind(calls.allgather, MOVED, True, False, _of_allgather),
+    "broadcast": Kind(calls.broadcast, MOVED, False, True, _of_broadcast),
+    "alltoall": Kind(calls.alltoall, MOVED, True, False, _of_alltoall),
+    "reducescatter": Kind(calls.reducescatter, REDUCED, True, False, _of_reducescatter),
 }

@@ -32,6 +32,7 @@ from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
 from fusedcomm.horovod.compression import Compression, check_compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.operations import Call, finished, run
+from fusedcomm.horovod.order import Request
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.step_reducer import join_all
@@ -212,8 +213,8 @@ def join(device: int = -1) -> int:
 
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
-    join = Signature("join", NO_NAME)
-    handle = submit(found, join, [], [], lambda request: request.number, at_once=True)
+    request = Request(0, Signature("join", NO_NAME), finish=lambda request: request.number)
+    handle = submit(found, request, at_once=True)
     join_all()
     number = synchronize(handle)
     joined()
@@ -225,5 +226,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
-    barrier, set_id = Signature("barrier", NO_NAME), process_set.process_set_id or 0
-    synchronize(submit(found, barrier, [], [], lambda _: None, set_id=set_id, at_once=True))
+    request = Request(process_set.process_set_id or 0, Signature("barrier", NO_NAME))
+    synchronize(submit(found, request, at_once=True))

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.horovod.checks import OP_NAMES, Sum
+from fusedcomm.horovod.checks import OP_NAMES, Average, Sum
+from fusedcomm.native import _C
 
 DTYPES = {
     "Byte": torch.uint8,
@@ -26,15 +27,20 @@ ROWS_MAY_DIFFER = ("allgather", "alltoall")
 """Kinds whose ranks may give tensors that differ in their first dimension."""
 
 
+def described(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """A signature's `tensors`, of an operation of this kind."""
+    first = 1 if kind in ROWS_MAY_DIFFER else 0
+    return tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
+
+
 class Signature(NamedTuple):
     """A rank's request: an operation by its name. A grouped operation is one request with several tensors.
 
     kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
     root: in the process set.
-    wire: empty: the tensors' own dtype; see wire_texts.py.
+    wire: empty: the tensors' own dtype; see compression.py.
     device: the type of the tensors' device.
     tensors: dtype and shape of each; without the first dimension where that may differ.
-    tensor_names: by which a configuration chooses wires; empty: `name`, and its number in a group.
     """
 
     kind: str
@@ -46,7 +52,6 @@ class Signature(NamedTuple):
     wire: str = ""
     device: str = "cpu"
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    tensor_names: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -57,37 +62,37 @@ class Signature(NamedTuple):
         """Whether ranks may give tensors that differ in their first dimension."""
         return self.kind in ROWS_MAY_DIFFER
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> "Signature":
-        """This signature, with these tensors' dtypes, shapes and device."""
-        if not tensors:
-            return self
-        first = 1 if self.has_rows else 0
-        described = tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
-        return self._replace(tensors=described, device=tensors[0].device.type)
-
     def names_of_tensors(self) -> Sequence[str]:
-        """A name for each tensor."""
-        if self.tensor_names:
-            return self.tensor_names
+        """A name for each tensor, by which a configuration chooses wires."""
         return [self.name] if len(self.tensors) == 1 else [f"{self.name}.{i}" for i in range(len(self.tensors))]
 
     def nbytes(self) -> int:
         """Bytes of all tensors' elements, where their rows are the same on every rank."""
         return sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
 
+    @property
+    def dtypes(self) -> set[str]:
+        """Those of its tensors."""
+        return {dtype for dtype, _ in self.tensors}
+
     def fuses(self) -> tuple | None:
         """Operations with the same value may share a bucket; with None they share none."""
-        dtypes = {dtype for dtype, _ in self.tensors}
-        if self.kind != "allreduce" or len(dtypes) != 1:
+        if self.kind != "allreduce" or len(self.dtypes) != 1:
             return None
-        return self.op, self.prescale, self.postscale, self.wire, self.device, *dtypes
+        return self.op, self.prescale, self.postscale, self.wire, self.device, *self.dtypes
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the engine carries the operation in its wire. One sum has one dtype."""
+        dtypes = {DTYPES[name] for name in self.dtypes}
+        return self.wire != "" and self.op in (Sum, Average) and len(dtypes) == 1 and dtypes.issubset(_C.GRAD_DTYPES)
 
     @staticmethod
     def read(fields: list) -> "Signature":
         """From what json makes of one."""
-        kind, name, op, prescale, postscale, root, wire, device, tensors, names = fields
-        described = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
-        return Signature(kind, name, op, prescale, postscale, root, wire, device, described, tuple(names))
+        kind, name, op, prescale, postscale, root, wire, device, tensors = fields
+        shapes = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
+        return Signature(kind, name, op, prescale, postscale, root, wire, device, shapes)
 
     def with_rows(self, rows: Sequence[int]) -> "Signature":
         """This signature with the tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
@@ -130,9 +135,8 @@ def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
         ("prescale_factor", f"{a.prescale:.17g}", f"{b.prescale:.17g}"),
         ("postscale_factor", f"{a.postscale:.17g}", f"{b.postscale:.17g}"),
         ("compression", a.wire or "none", b.wire or "none"),
+        ("device", a.device, b.device),
     ]
-    found += [("name of a tensor", *names) for names in zip(a.tensor_names, b.tensor_names, strict=False)]
-    found.append(("device", a.device, b.device))
     first, shape = (1, "shape past the first dimension") if a.has_rows else (0, "shape")
     for i, (one, other) in enumerate(zip(a.tensors, b.tensors, strict=False)):
         of = f" of tensor {i}" if len(a.tensors) > 1 else ""

@@ -10,25 +10,25 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.horovod.checks import OP_NAMES, Sum
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.process_sets import ProcessSet
 from fusedcomm.horovod.world import World, world, world_if_any
+from fusedcomm.literals import Weighted
 from fusedcomm.native import _C
-from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session.parameters import NamedParameter, bucket_caps, numbered, strides_to_agree
 from fusedcomm.session.session import Session
 from fusedcomm.session.weights import give
 
-if TYPE_CHECKING:
-    from fusedcomm.horovod.reduced_optimizer import Groups
+Groups = int | list[list[torch.Tensor]] | None
 
 _MIB = 1 << 20
 _OF_THE_REDUCER = (
@@ -44,13 +44,15 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What all ranks must have equal, but for `is_checked`; see DistributedOptimizer()."""
+    """What stays of the arguments of DistributedOptimizer(). All ranks must have them equal."""
 
-    config: Config
-    is_sum: bool
-    groups: "Groups"
+    compression: Any
+    op: int
+    predivide: float
+    groups: Groups
     sparse_as_dense: bool
-    is_checked: bool
+    process_set: ProcessSet
+    weighted: Weighted | None
 
 
 class StepReducer:
@@ -63,17 +65,18 @@ class StepReducer:
     def __init__(
         self,
         named: Sequence[tuple[str, torch.Tensor]],
+        config: Config,
         options: Options,
-        process_set: ProcessSet,
         every: int,
         refuse: Any,
     ) -> None:
-        self._options, self._set = options, process_set
+        self._config, self._options = config, options
         # Ranks may have them in another order.
         ordered = [NamedParameter(name, tensor, 0) for name, tensor in sorted(named, key=lambda pair: pair[0])]
-        self._parameters = numbered(ordered, options.config)
+        self._parameters = numbered(ordered, config)
         self._in_order = [name for name, _ in named]
-        first, usual = bucket_caps(max(world().settings.fusion_nbytes, 1) / _MIB)
+        settings = world().settings
+        first, usual = bucket_caps(max(settings.fusion_nbytes, 1) / _MIB)
         self.native = _C.GradReducer(
             synchronizer=None,
             parameters=[(p.tensor, p.name, False) for p in self._parameters],
@@ -84,9 +87,9 @@ class StepReducer:
             store=None,
             say=_say,
             steps=_C.ReducerSteps(
-                sums=options.is_sum,
+                sums=options.op == Sum,
                 sends_dense=options.sparse_as_dense,
-                checks_changes=options.is_checked,
+                checks_changes=settings.check,
                 refuse=refuse,
                 failure_of_job=_failure_of_job,
             ),
@@ -116,28 +119,37 @@ class StepReducer:
             return
         self.leave("the job has other ranks")
         device = next((p.tensor.device for p in self._parameters), torch.device("cpu"))
-        group = group_for(found, self._set, device, self.purpose)
-        of_first = self._order_of_first(group)
-        groups = self._groups_of_all(of_first)
+        groups = self._options.groups
+        if isinstance(groups, list):  # the same parameters have the same names on every rank
+            name_of = {id(p.tensor): p.name for p in self._parameters}
+            groups = [sorted(name_of[id(each)] for each in members if id(each) in name_of) for members in groups]
         agreed = {
-            "op": "Sum" if self._options.is_sum else "Average",
+            "op": OP_NAMES[self._options.op],
             "groups": groups,
             "sparse_as_dense": self._options.sparse_as_dense,
             "strides": strides_to_agree([(p.name, p.tensor) for p in self._parameters]),
         }
+        session = None
         try:
             session = Session(
-                self._options.config,
-                group,
+                self._config,
+                group_for(found, self._options.process_set, device, self.purpose),
                 self._parameters,
                 LocalOptions(),
                 device,
                 also_agree={"optimizer": agreed},
             )
+            # The order of the set's first rank is that of all.
+            in_order = session.gather("order", None if session.rank else self._in_order, "hvd.DistributedOptimizer")[0]
         except RuntimeError as error:
+            if session is not None:
+                session.stop("the ranks have not agreed on the order of parameters")
             raise HorovodInternalError(str(error)) from error
-        number_of = {name: i for i, names in enumerate(groups) for name in names}
-        place_of = {name: i for i, name in enumerate(of_first)}
+        if isinstance(groups, int):
+            trained = {p.name for p in self._parameters if p.tensor.requires_grad}
+            groups = split_list([name for name in in_order if name in trained], groups)
+        number_of = {name: i for i, names in enumerate(groups or []) for name in names}
+        place_of = {name: i for i, name in enumerate(in_order)}
         # Gradients arrive from the model's end to its beginning.
         order = sorted(range(len(self._parameters)), key=lambda i: -place_of[self._parameters[i].name])
         self.native.set_layout(group_of=[number_of.get(p.name, -1) for p in self._parameters], order=order)
@@ -145,25 +157,6 @@ class StepReducer:
         self.session, self._world = session, found
         if self.weight is not None:
             give(session.weights, self.weight)
-
-    def _order_of_first(self, group: OwnGroup) -> list[str]:
-        """The names in the order of the set's first rank."""
-        key = f"order/{group.store.add(f'orders/{group.rank()}', 1)}"
-        if group.rank() == 0:
-            group.store.set(key, json.dumps(self._in_order))
-        return json.loads(group.store.get(key))
-
-    def _groups_of_all(self, order: list[str]) -> list[list[str]]:
-        """The groups by names. A number of groups divides the parameters in this order."""
-        groups = self._options.groups
-        if groups is None:
-            return []
-        if isinstance(groups, list):
-            name_of = {id(p.tensor): p.name for p in self._parameters}
-            named = [sorted(name_of[id(each)] for each in members if id(each) in name_of) for members in groups]
-            return [names for names in named if names]
-        trained = {p.name for p in self._parameters if p.tensor.requires_grad}
-        return [part for part in split_list([name for name in order if name in trained], groups) if part]
 
     def end_step(self) -> None:
         """Ends the step; see reducer.h. Opens, if the ranks are not connected.
@@ -214,14 +207,11 @@ class StepReducer:
 
 def group_for(found: World, process_set: ProcessSet, device: torch.device, purpose: str) -> OwnGroup:
     """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order."""
-    set_id, ranks = process_set.process_set_id or 0, process_set.ranks
-    name, rank = f"{purpose}/{set_id}", ranks.index(found.rank)
-    backends = {"cpu": found.members[set_id].group.backends["cpu"]}
-    if device.type != "cpu":
-        if name not in found.nccl:
-            found.nccl[name] = torch_groups.own_nccl(found.store, f"nccl/{name}", rank, len(ranks), _NO_TIMEOUT, device)
-        backends[device.type] = found.nccl[name]
-    return OwnGroup(dist.PrefixStore(name, found.store), rank, len(ranks), _NO_TIMEOUT, backends, found.rank)
+    set_id = process_set.process_set_id or 0
+    members = found.members[set_id]
+    backends = {each.type: members.backend(each, purpose, _NO_TIMEOUT) for each in (torch.device("cpu"), device)}
+    store = dist.PrefixStore(f"{purpose}/{set_id}", found.store)
+    return OwnGroup(store, members.rank, members.size, _NO_TIMEOUT, backends, found.rank)
 
 
 def split_list(values: list, num_parts: int) -> list[list]:
@@ -240,36 +230,33 @@ def leave_all(reason: str) -> None:
 def join_all() -> None:
     """Takes part in the steps of every optimizer until all ranks have called this. Raises the first error."""
     errors: list[Exception] = []
+    threads: list[threading.Thread] = []
 
-    def run(functions: Sequence[Callable[[], None]]) -> None:
-        threads = [threading.Thread(target=function, daemon=True) for function in functions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def start(function: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:
+                errors.append(error)
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
 
     def join(alike: list[StepReducer]) -> None:
         """Those of one purpose connect in the order in which they were made, as they do where they step."""
-        try:
-            alike[0].open()
-            rest = [lambda: join(alike[1:])] if alike[1:] else []
-            run([lambda: joined(alike[0]), *rest])
-        except Exception as error:
-            errors.append(error)
-
-    def joined(each: StepReducer) -> None:
-        try:
-            each.join()
-        except Exception as error:
-            errors.append(error)
+        for each in alike:
+            each.open()
+            start(each.join)
 
     gc.collect()  # an optimizer that nothing refers to may be gone on another rank
     of_purpose: dict[str, list[StepReducer]] = {}
     for each in sorted(_living, key=lambda each: each.number):
         if each.native.is_on:
             of_purpose.setdefault(each.purpose, []).append(each)
-    # Other ranks may step with any of them next.
-    run([functools.partial(join, alike) for alike in of_purpose.values()])
+    for alike in of_purpose.values():  # other ranks may step with any of them next
+        start(functools.partial(join, alike))
+    for thread in threads:  # which grows until those that connect have ended
+        thread.join()
     if errors:
         raise errors[0]
 

@@ -24,7 +24,7 @@ struct Operation {
   bool may_lack_joined = false;  // whether it takes place although some ranks have joined
   bool is_call = true;           // whether it moves data: barrier and join do not
   bool is_join = false;
-  bool is_small = false;  // a sum that travels with the messages
+  bool may_be_small = false;  // whether it travels with the messages if every rank waits for it
   Reduction reduction;
 };
 using OperationPtr = std::shared_ptr<const Operation>;
@@ -38,7 +38,7 @@ struct Entry {
   OperationPtr operation;
   std::vector<int64_t> rows;  // what may differ between ranks
   std::string problem;        // why this rank cannot take part; empty: it can
-  std::string part;           // of a small sum
+  std::string part;           // of a small sum; empty: this rank sends it with others
 };
 
 // One operation that all members issue, or its failure.
@@ -49,7 +49,7 @@ struct Response {
   std::vector<std::vector<int64_t>> rows;  // of every member; empty for operations without
   std::string error;
   int number = 0;   // join: the rank that joined last
-  std::string sum;  // a small one
+  std::string sum;  // a small one; empty: the backends sum
 };
 using Buckets = std::vector<std::vector<Response>>;
 
@@ -68,7 +68,7 @@ enum class MessageType : uint8_t {
 template <typename On, typename Of>
 void visit_operation(On& on, Of& of) {
   on(of.key), on(of.signature), on(of.fuses), on(of.nbytes);
-  on(of.has_number), on(of.may_lack_joined), on(of.is_call), on(of.is_join), on(of.is_small), on(of.reduction);
+  on(of.has_number), on(of.may_lack_joined), on(of.is_call), on(of.is_join), on(of.may_be_small), on(of.reduction);
 }
 template <typename On, typename Of>
 void visit_entry(On& on, Of& of) {

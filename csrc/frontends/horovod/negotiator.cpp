@@ -117,7 +117,7 @@ Buckets Negotiator::take(int number) {
     Response response = response_of(set, std::move(pending));
     const std::string& fuses = response.operation->fuses;
     const int64_t nbytes = response.operation->nbytes;
-    if (fuses.empty() || !response.error.empty()) {
+    if (fuses.empty() || !response.error.empty() || !response.sum.empty()) {
       buckets.emplace_back().push_back(std::move(response));
       continue;
     }
@@ -139,8 +139,10 @@ Response Negotiator::response_of(Set& set, Pending pending) {
   response.rows = std::move(pending.rows);
   response.number = pending.first_rank;
   response.operation = std::move(pending.first);
-  if (response.error.empty() && response.operation->is_small) {
-    response.sum = small_sum(response.operation->reduction, pending.parts);
+  if (response.error.empty() && !pending.parts.empty()) {
+    bool is_small = true;
+    for (size_t i = 0; i < pending.has.size(); ++i) is_small = is_small && pending.has[i] == !pending.parts[i].empty();
+    if (is_small) response.sum = small_sum(response.operation->reduction, pending.parts);
   }
   if (!response.error.empty() || !response.operation->has_number) return response;
   // A rank that does not know the number yet may have sent the operation first.

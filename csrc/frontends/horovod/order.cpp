@@ -5,14 +5,18 @@
 #include <utility>
 
 #include "lanes/threads.h"
+#include "transport/error_text.h"
 
 namespace fusedcomm::horovod {
 namespace {
 
-// Submitted operations are gathered so long for one message, unless somebody waits for one of them.
-constexpr std::chrono::microseconds kBatch{300};
+// Submitted operations are gathered so long for one message, unless somebody waits for one of them: as long as
+// Horovod's cycles.
+constexpr std::chrono::milliseconds kBatch{1};
 // After a failure, what is under way may still end for so long, and rank 0 has so long to answer a shutdown().
 constexpr std::chrono::seconds kGrace{5};
+// An operation that has failed waits so long for rank 0's word about who is lost.
+constexpr std::chrono::seconds kExplanation{3};
 constexpr std::chrono::hours kForever{24 * 365};
 // A message that is longer comes in parts of this size.
 constexpr int64_t kPartNbytes = 1 << 16;
@@ -60,15 +64,14 @@ void Order::submit(Ticket ticket, int set, Entry entry, const std::vector<at::Te
   request->set = set;
   request->entry = std::move(entry);
   const Operation& operation = *request->entry.operation;
-  if (operation.is_small) {
+  if (operation.may_be_small && at_once) {
     request->entry.part = small_part(operation.reduction, inputs);
     request->outputs = std::move(outputs);
   }
-  bool is_first = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) throw std::runtime_error(failure_);
-    const std::string& key = request->entry.operation->key;
+    const std::string& key = operation.key;
     if (!requests_.emplace(Key(set, key), request).second) {
       throw std::invalid_argument(
           "fusedcomm: " + key + " is under way on rank " + std::to_string(options_.rank) +
@@ -76,12 +79,9 @@ void Order::submit(Ticket ticket, int set, Entry entry, const std::vector<at::Te
     }
     request->ticket = ticket;
     tickets_[ticket] = request;
-    is_first = queue_.empty();
+    const bool is_first = queue_.empty();
     queue_.push_back(request);
-    if (is_first && !at_once) {
-      is_rung_ = true;
-      bell_.notify_all();
-    }
+    if (is_first && !at_once) ring();
   }
   if (at_once) flush();
 }
@@ -106,22 +106,23 @@ Order::Result Order::wait(Ticket ticket) {
     lock.lock();
   }
   changed_.wait(lock, [&] { return request->is_done || !failure_.empty(); });
-  if (!changed_.wait_until(lock, failed_at_ + kGrace, [&] { return request->is_done; })) {
-    request->is_done = true;
-    request->result.error = failure_;
-  }
+  changed_.wait_until(lock, failed_at_ + kGrace, [&] { return request->is_done; });
   tickets_.erase(ticket);
-  return request->result;
+  if (!std::exchange(request->is_done, true)) return {failure_};
+  Result result = request->result;
+  if (!request->has_moved || result.error.empty()) return result;
+  // A backend says that a connection has ended, but not whose. Rank 0 will know.
+  if (changed_.wait_for(lock, kExplanation, [this] { return !failure_.empty(); })) {
+    result.error = failure_ + " (" + result.error + ")";
+  }
+  lock.unlock();
+  leave(result.error);  // the other ranks wait for this one
+  return result;
 }
 
 std::string Order::failure() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
-}
-
-void Order::wait_for_failure(double seconds) const {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait_for(lock, Seconds(seconds), [this] { return !failure_.empty(); });
 }
 
 void Order::leave(const std::string& why) {
@@ -143,7 +144,11 @@ bool Order::shutdown() {
       lock.lock();
     }
   }
-  const bool has_ended = num_threads_ == 0;
+  const auto nothing_is_left = [this] {
+    return num_threads_ == 0 && std::all_of(num_under_way_.begin(), num_under_way_.end(),
+                                            [](const auto& of_set) { return of_set.second == 0; });
+  };
+  const bool has_ended = changed_.wait_for(lock, kGrace, nothing_is_left);
   lock.unlock();
   if (!has_ended) return false;
   for (std::thread& thread : threads_) thread.join();
@@ -155,7 +160,7 @@ bool Order::shutdown() {
 void Order::flush() {
   if (negotiator_) {
     std::lock_guard<std::recursive_mutex> turn(turn_);
-    std::vector<RequestPtr> queue;
+    Requests queue;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       queue.swap(queue_);
@@ -305,48 +310,80 @@ void Order::emit() {
   if (is_watching_ || !negotiator_->next_look()) return;
   is_watching_ = true;
   std::lock_guard<std::mutex> lock(mutex_);
+  ring();
+}
+
+// Wakes up the batch thread. With the mutex.
+void Order::ring() {
   is_rung_ = true;
   bell_.notify_all();
 }
 
 // Whether a bucket of the set is under way here: what becomes ready then travels together, after it.
 bool Order::is_busy(int set) {
-  for (const auto& future : under_way_[set]) {
-    if (future->completed()) continue;
-    future->addCallback([this](c10::ivalue::Future&) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      is_rung_ = true;
-      bell_.notify_all();
-    });
-    return true;
-  }
-  return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_busy = num_under_way_[set] > 0;
+  rings_at_end_ = rings_at_end_ || is_busy;
+  return is_busy;
 }
 
 void Order::issue(int set, Buckets buckets) {
   for (std::vector<Response>& bucket : buckets) {
     Issue of;
     of.set = set;
-    const std::vector<RequestPtr> requests = requests_of(set, std::move(bucket), of);
+    Requests requests = requests_of(set, std::move(bucket), of);
     if (requests.empty()) continue;
     const Response& front = of.responses.front();
-    std::string error = front.error;
-    if (error.empty() && front.operation->is_call) {
+    Result result{front.error, front.number};
+    Futures futures;
+    if (result.error.empty() && front.operation->is_call) {
       try {
-        front.operation->is_small ? write_small_sums(of, requests) : static_cast<void>(under_way_[set] = start_(of));
+        front.sum.empty() ? static_cast<void>(futures = start_(of)) : write_small_sums(of, requests);
       } catch (const std::exception& failure) {
-        error = "fusedcomm: " + front.operation->key + " failed on rank " + std::to_string(options_.rank) + ": " +
-                failure.what();
-        leave(error);  // the other ranks wait for this one
+        result.error = failed_text(front.operation->key, failure.what());
+        leave(result.error);  // the other ranks wait for this one
       }
     }
-    finish(of, requests, error);
+    if (!futures.empty()) {
+      follow(futures, set, front.operation->key, std::move(requests));
+      continue;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    finish(requests, result);
   }
 }
 
+std::string Order::failed_text(const std::string& key, const std::string& why) const {
+  return "fusedcomm: " + key + " failed on rank " + std::to_string(options_.rank) + ": " + why;
+}
+
+void Order::follow(const Futures& futures, int set, const std::string& key, Requests requests) {
+  struct Bucket {
+    Requests requests;
+    size_t num_left;
+    std::string error;
+  };
+  const auto bucket = std::make_shared<Bucket>(Bucket{std::move(requests), futures.size(), ""});
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++num_under_way_[set];
+    for (const RequestPtr& request : bucket->requests) request->has_moved = true;
+  }
+  const auto ended = [this, bucket, set, key](c10::ivalue::Future& future) {
+    const std::string error = future.hasError() ? error_text(future.exception_ptr()) : "";
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (bucket->error.empty() && !error.empty()) bucket->error = failed_text(key, error);
+    if (--bucket->num_left > 0) return;
+    --num_under_way_[set];
+    if (std::exchange(rings_at_end_, false)) ring();
+    finish(bucket->requests, {bucket->error, 0});
+  };
+  for (const auto& future : futures) future->addCallback(ended, /*uses_future=*/false);
+}
+
 // Notes numbers, and finds this rank's requests.
-std::vector<Order::RequestPtr> Order::requests_of(int set, std::vector<Response> bucket, Issue& to) {
-  std::vector<RequestPtr> requests;
+Order::Requests Order::requests_of(int set, std::vector<Response> bucket, Issue& to) {
+  Requests requests;
   std::lock_guard<std::mutex> lock(mutex_);
   for (Response& response : bucket) {
     if (!response.is_new) response.operation = operations_.at(response.id);
@@ -369,7 +406,7 @@ std::vector<Order::RequestPtr> Order::requests_of(int set, std::vector<Response>
   return requests;
 }
 
-void Order::write_small_sums(const Issue& issue, const std::vector<RequestPtr>& requests) {
+void Order::write_small_sums(const Issue& issue, const Requests& requests) {
   const auto size = static_cast<int64_t>(options_.sets.at(static_cast<size_t>(issue.set)).size());
   for (size_t i = 0; i < requests.size(); ++i) {
     const Response& response = issue.responses[i];
@@ -377,26 +414,16 @@ void Order::write_small_sums(const Issue& issue, const std::vector<RequestPtr>& 
       write_small(response.operation->reduction, response.sum, size, requests[i]->outputs);
     }
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  const Watch watch = watch_;
-  lock.unlock();
-  if (watch) watch(issue.tickets);
 }
 
-void Order::finish(const Issue& issue, const std::vector<RequestPtr>& requests, const std::string& error) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void Order::finish(const Requests& requests, const Result& result) {
   for (const RequestPtr& request : requests) {
     request->outputs.clear();
     if (request->is_done) continue;  // wait() has given it up after a failure
     request->is_done = true;
-    request->result = {error, issue.responses.front().number};
+    request->result = result;
   }
   changed_.notify_all();
-}
-
-void Order::set_watch(Watch watch) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  watch_ = std::move(watch);
 }
 
 // On rank 0: tells every rank, and sends nothing more.

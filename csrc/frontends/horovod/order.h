@@ -52,10 +52,8 @@ class Order {
   // Begins a bucket, and returns what is under way. One thread at a time calls it, in the same order on all members.
   // What it throws ends the operations of all ranks.
   using Start = std::function<Futures(const Issue& issue)>;
-  // Is told of small sums that have ended.
-  using Watch = std::function<void(const std::vector<Ticket>& tickets)>;
   struct Result {
-    std::string error;  // empty: the operation is issued, or a small sum has ended
+    std::string error;  // empty: the operation has ended; on an accelerator, its data move on a stream
     int number = 0;     // join: the rank that joined last
   };
 
@@ -63,22 +61,19 @@ class Order {
   Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch, Negotiator::Say say);
   ~Order();
 
-  // ticket: a new one. inputs, outputs: of a small sum. at_once: the caller is about to wait for it. Throws
+  // ticket: a new one. inputs, outputs: of a sum that may be small. at_once: the caller is about to wait for it. Throws
   // std::invalid_argument if the key is under way, std::runtime_error after a failure.
   void submit(Ticket ticket, int set, Entry entry, const std::vector<at::Tensor>& inputs,
               std::vector<at::Tensor> outputs, bool at_once);
   // Whether wait() would return at once.
   bool poll(Ticket ticket);
-  // Waits until the operation is issued; for a small sum. Forgets the ticket.
+  // Waits for the operation's end. Forgets the ticket.
   Result wait(Ticket ticket);
-  void set_watch(Watch watch);
   // Ends the operations of every rank.
   void leave(const std::string& why);
-  // Idempotent. Returns whether all threads have ended.
+  // Idempotent. Returns whether all threads, and all that was under way, have ended.
   bool shutdown();
   std::string failure() const;
-  // Waits for a failure, for at most so long.
-  void wait_for_failure(double seconds) const;
   // Whether this process is a child, by fork(), of the one that made it. Nothing else may be called then.
   bool is_in_fork() const { return getpid() != process_; }
 
@@ -89,9 +84,11 @@ class Order {
     Ticket ticket = kNoTicket;
     std::vector<at::Tensor> outputs;  // of a small sum
     bool is_done = false;
+    bool has_moved = false;  // whether its data were under way
     Result result;
   };
   using RequestPtr = std::shared_ptr<Request>;
+  using Requests = std::vector<RequestPtr>;
   using Key = std::pair<int, std::string>;  // set and a key
 
   void flush();
@@ -103,11 +100,16 @@ class Order {
   c10::intrusive_ptr<c10d::Work> send(int peer, const std::string& message);
   void emit();
   bool is_busy(int set);
+  void ring();
+  std::string failed_text(const std::string& key, const std::string& why) const;
   void issue(int set, Buckets buckets);
   // The requests of the tickets.
-  std::vector<RequestPtr> requests_of(int set, std::vector<Response> bucket, Issue& issue);
-  void write_small_sums(const Issue& issue, const std::vector<RequestPtr>& requests);
-  void finish(const Issue& issue, const std::vector<RequestPtr>& requests, const std::string& error);
+  Requests requests_of(int set, std::vector<Response> bucket, Issue& issue);
+  void write_small_sums(const Issue& issue, const Requests& requests);
+  // Finishes the requests when the last of these has ended. key: names them in an error.
+  void follow(const Futures& futures, int set, const std::string& key, Requests requests);
+  // With the mutex.
+  void finish(const Requests& requests, const Result& result);
   void end(const std::string& why);
   void fail(const std::string& why);
 
@@ -121,19 +123,19 @@ class Order {
   std::condition_variable bell_;  // for the batch thread
   std::unordered_map<Ticket, RequestPtr> tickets_;
   std::map<Key, RequestPtr> requests_;  // until they are issued
-  std::vector<RequestPtr> queue_;       // not yet told to rank 0
+  Requests queue_;                      // not yet told to rank 0
   std::map<Key, Id> ids_;               // by set and signature
   std::unordered_map<Id, OperationPtr> operations_;
   std::string failure_;
   Clock::time_point failed_at_;
   bool is_rung_ = false, has_left_ = false;
-  int num_threads_ = 0;  // that have not ended
-  Watch watch_;
+  int num_threads_ = 0;               // that have not ended
+  std::map<int, int> num_under_way_;  // buckets by set
+  bool rings_at_end_ = false;         // of a bucket
 
   // On rank 0, held to decide what is next, and to issue it. Nobody who waits for it holds the GIL.
   std::recursive_mutex turn_;
   std::unique_ptr<Negotiator> negotiator_;
-  std::map<int, Futures> under_way_;  // the last bucket's, by set
   bool is_watching_ = false;
 
   std::recursive_mutex send_mutex_;
