@@ -35,11 +35,11 @@ std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, con
 std::unique_ptr<JobDecorator> remembered(const BucketRecordPtr& record);
 
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
-// replace the gradients by their mean × factor, exactly; weight: null without weights. One run is summed in place
-// without weights; else gradients are summed in a copy, which is written back. The future receives the run, the first
-// tensor, or the mean of a sparse bucket, coalesced.
-void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, double factor,
-                        const PassWeightPtr& weight, PassWeights* weights, const FuturePtr& future, Engine* engine,
+// replace the gradients by their mean × the bucket's factor, exactly; weight: null without weights. One run is summed
+// in place without weights; else gradients are summed in a copy, which is written back. The future receives the run,
+// the first tensor, or the mean of a sparse bucket, coalesced.
+void submit_passthrough(std::shared_ptr<BucketJob> job, const Bucket& bucket, const PassWeightPtr& weight,
+                        PassWeights* weights, const FuturePtr& future, Engine* engine,
                         const std::shared_ptr<TensorTransport>& transport);
 
 }  // namespace fusedcomm

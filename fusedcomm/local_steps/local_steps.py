@@ -109,7 +109,14 @@ class LocalSteps(Surface):
         self.progress = progress = Progress(schedule, state, window)
         if members is None:
             self._session = Session(
-                cfg, group, None, LocalOptions(), device, also_agree=self._record(), problem=problem
+                cfg,
+                group,
+                None,
+                LocalOptions(),
+                device,
+                also_agree=self._record(),
+                shares_communicator=False,
+                problem=problem,
             )
         else:
             self._merging = Merging(progress, model, members, cfg, device, self._record(), problem)

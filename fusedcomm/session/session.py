@@ -19,7 +19,7 @@ from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, bounded_store, groups, own_address
 from fusedcomm.ranks.bounded_store import BoundedStore
-from fusedcomm.ranks.channels import with_hosts
+from fusedcomm.ranks.channels import beside_group, with_hosts
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan
@@ -55,6 +55,7 @@ class Session:
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
         gathers_rows: whether it has all-gathers and no sums.
+        shares_communicator: whether sums on cuda delay the group's own collectives; see `beside_group`.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
@@ -90,6 +91,7 @@ class Session:
         reduces_rows: bool = False,
         gathers_rows: bool = False,
         is_off: bool = False,
+        shares_communicator: bool = True,
         problem: Exception | None = None,
     ) -> None:
         self.config, self.process_group, self.parameters = cfg, process_group, parameters
@@ -100,7 +102,7 @@ class Session:
         self.kept: tuple[int, dict[str, int]] = (0, {})
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
-        self._announces = announce and self.rank == 0
+        self._announces, self._shares_communicator = announce and self.rank == 0, shares_communicator
         self._num_gathered = 0
         self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
@@ -213,16 +215,18 @@ class Session:
         if path is None:
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
-            group, device = self.process_group, self.device
-            self.native_device, self._transport = self._while_connecting(
-                lambda: path.connect(group, device, bounded_store.own_client(self._store))
-            )
+            self.native_device, self._transport = self._while_connecting(lambda: self._connect_path(path))
             self.s_per_byte, self.codec = path.s_per_byte, path.codec
         if beside is not None:
             self._transport, self.s_per_byte = beside._transport, beside.s_per_byte
             if self.levels.are_those_of(beside.levels):
                 return beside.synchronizer.transport
         return self._connect_hosts() if on_two_levels else self._transport
+
+    def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
+        group, device, store = self.process_group, self.device, bounded_store.own_client(self._store)
+        has_own = device.type != "cpu" and not self._shares_communicator
+        return path.connect(beside_group(group, device, store) if has_own else group, device, store)
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""

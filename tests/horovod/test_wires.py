@@ -12,9 +12,8 @@ from sampling import few
 import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels
-from fusedcomm.horovod import engines
-from fusedcomm.horovod.compression import wire_of
-from fusedcomm.horovod.wire_texts import config_of, text_of
+from fusedcomm.horovod.compression import config_of, text_of, wire_of
+from fusedcomm.horovod.world import world
 
 CONFIGS = [
     *(Config(wire) for wire in WIRES),
@@ -162,7 +161,7 @@ def conserved(rank, size):
                     total[name] += hvd.synchronize(handles.pop(name))
             for name, handle in handles.items():
                 total[name] += hvd.synchronize(handle)
-        ((_, session),) = engines.opened
+        (session,) = world().sessions
         residuals = session.synchronizer.residuals()
     return total, given, {name: residuals[name].view(shape) for name, shape in SHAPES.items() if name in residuals}
 
