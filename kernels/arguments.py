@@ -33,7 +33,8 @@ class CountedSlices(NamedTuple):
     ends: torch.Tensor
     deltas: torch.Tensor
     slice_starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first element in the list, then the list's numel
-    counts: torch.Tensor  # int64 [num_slices]: pack adds the number of each slice's elements that are not finite
+    counts: torch.Tensor  # int64: pack adds the number of each slice's elements that are not finite
+    slots: torch.Tensor  # int64 [num_slices]: the element of `counts` that is each slice's; may be negative
     num_slices: int
 
 
@@ -42,6 +43,7 @@ class Counts(NamedTuple):
 
     slice_starts: torch.Tensor  # these as in CountedSlices
     counts: torch.Tensor
+    slots: torch.Tensor
     num_slices: int
 
 

@@ -31,14 +31,14 @@ SCALE_TYPES = {2: "*i16", 4: "*fp32"}
 RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16"}
 
 _SLICES = Slices("*i64", "*i32", "*i32", "*i32", "*i64", "*i64", "*i64")
-_COUNTED = CountedSlices(*_SLICES, "*i64", "*i64", "i32")
+_COUNTED = CountedSlices(*_SLICES, "*i64", "*i64", "*i64", "i32")
 
 # Types by parameter name. They hold for all kernels, except that pack's slices are CountedSlices. The types of
 # gradients, sections and residuals depend on the variant; _signature() adds them.
 _TYPES = {
     "lossy": _SLICES,
     "exact": _SLICES,
-    "slices": Counts("*i64", "*i64", "i32"),
+    "slices": Counts("*i64", "*i64", "*i64", "i32"),
     "shape": PartShape("i64", "i64", "i64"),
     **dict.fromkeys(("num_parts", "num_messages", "world_size"), "i32"),
     **dict.fromkeys(("numel", "in_stride", "first_part"), "i64"),

@@ -163,7 +163,8 @@ def count_by_slice(slices, begin, bad):
             end = tl.load(slices.slice_starts + index + 1) - begin
             count = tl.sum((bad & (lane >= start) & (lane < end)).to(tl.int32), axis=0)
             if count > 0:
-                tl.atomic_add(slices.counts + index, count.to(tl.int64), sem="relaxed")
+                slot = tl.load(slices.slots + index)
+                tl.atomic_add(slices.counts + slot, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit

@@ -186,13 +186,11 @@ void bind_synchronizer(py::module_& m) {
           },
           py::arg("timeout_s"), NoGil())
       .def("max_over_ranks", &max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
-      // Every rank's `numbers`, int64 [world_size, n]; waits for the other ranks. A collective call.
+      // Every rank's `numbers`, int64 [world_size, n] on the CPU; waits for the other ranks. A collective call.
       .def(
           "gather",
           [](const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what) {
-            const FuturePtr future = gather(synchronizer, numbers, what);
-            future->waitAndThrow();
-            return future->value().toTensor();
+            return gather(synchronizer, numbers, what)->get();
           },
           py::arg("numbers"), py::arg("what"), NoGil())
       .def("begin_call", &begin_call, py::arg("what"), NoGil())

@@ -16,9 +16,6 @@ namespace fusedcomm {
 class BucketTables {
  public:
   virtual ~BucketTables() = default;
-  // Counts of the non-finite elements so far: one for each lossy slice, then one for each exact slice. Waits for the
-  // device.
-  virtual std::vector<int64_t> nonfinite() const = 0;
 };
 
 // The gradients of a bucket as the codec sees them. Both lists have the same dtype.

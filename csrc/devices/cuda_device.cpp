@@ -55,32 +55,33 @@ GradDtype dtype_of(const BucketSlices& slices) {
   return (slices.lossy.numel() != 0 ? slices.lossy : slices.exact).dtype();
 }
 
-// All tables of a bucket, in one allocation on the device: the non-finite counts of both slice lists, then for each
-// list its arrays.
+// All tables of a bucket, in one allocation on the device: where both slice lists are counted, then for each list its
+// arrays.
 class CudaTables : public BucketTables {
  public:
   CudaTables(const SliceTable& lossy_table, const SliceTable& exact_table, c10::Device device,
-             const std::vector<c10::Stream>& streams)
+             const std::vector<c10::Stream>& streams, const std::vector<int64_t*>& counts)
       : in_one_run(exact_table.slice_starts.back() == 0 && lossy_table.deltas.size() == 1 &&
-                   lossy_table.deltas.front() == 0),
-        num_counts_(num_slices(lossy_table) + num_slices(exact_table)),
-        streams_(streams) {
-    std::vector<int64_t> words(static_cast<size_t>(num_counts_), 0);
+                   lossy_table.deltas.front() == 0) {
+    const int64_t num_lossy = num_slices(lossy_table), num_exact = num_slices(exact_table);
+    TORCH_CHECK(counts.empty() || static_cast<int64_t>(counts.size()) == num_lossy + num_exact,
+                "fusedcomm: ", counts.size(), " counts for ", num_lossy, " lossy and ", num_exact, " exact slices");
+    std::vector<int64_t> words;
+    for (int64_t* const count : counts) words.push_back(count - counts.front());
     const std::vector<size_t> lossy_at = append(lossy_table, &words), exact_at = append(exact_table, &words);
-    const at::Tensor on_host = at::from_blob(words.data(), {static_cast<int64_t>(words.size())}, at::kLong);
-    // The host does not wait for the stream: pageable memory has been read when the copy is enqueued.
-    storage_ = on_host.to(device, /*non_blocking=*/true, /*copy=*/true);
-    for (const c10::Stream& stream : streams_) storage_.record_stream(stream);
+    // Pinned, so that the host does not wait for the stream.
+    const auto on_host = at::TensorOptions().dtype(at::kLong).pinned_memory(!device.is_cpu());
+    const at::Tensor pinned = at::empty({static_cast<int64_t>(words.size())}, on_host);
+    std::copy(words.begin(), words.end(), pinned.mutable_data_ptr<int64_t>());
+    storage_ = pinned.to(device, /*non_blocking=*/true, /*copy=*/true);
+    for (const c10::Stream& stream : streams) storage_.record_stream(stream);
     auto* data = static_cast<int64_t*>(storage_.data_ptr());
-    lossy = args(lossy_table, lossy_at, data, data);
-    exact = args(exact_table, exact_at, data, data + num_slices(lossy_table));
-  }
-
-  std::vector<int64_t> nonfinite() const override {
-    for (const c10::Stream& stream : streams_) stream.synchronize();
-    const at::Tensor counts = storage_.narrow(0, 0, num_counts_).to(at::kCPU, false, true);
-    const auto* data = counts.const_data_ptr<int64_t>();
-    return {data, data + num_counts_};
+    lossy = args(lossy_table, lossy_at, data);
+    exact = args(exact_table, exact_at, data);
+    if (counts.empty()) return;
+    lossy.counts = exact.counts = counts.front();
+    lossy.slots = data;
+    exact.slots = data + num_lossy;
   }
 
   const bool in_one_run;  // no exact elements, and the lossy ones lie from the origin on in order
@@ -104,14 +105,21 @@ class CudaTables : public BucketTables {
             append(table.deltas, words),      append(table.slice_starts, words)};
   }
 
-  static SliceArgs args(const SliceTable& table, const std::vector<size_t>& at, int64_t* data, int64_t* counts) {
+  static SliceArgs args(const SliceTable& table, const std::vector<size_t>& at, int64_t* data) {
     const auto of_32 = [&](size_t index) { return reinterpret_cast<const int32_t*>(data + at[index]); };
-    return {data + at[0], of_32(1),     of_32(2),     of_32(3), data + at[4],
-            data + at[5], data + at[6], data + at[7], counts,   static_cast<int32_t>(num_slices(table))};
+    return {data + at[0],
+            of_32(1),
+            of_32(2),
+            of_32(3),
+            data + at[4],
+            data + at[5],
+            data + at[6],
+            data + at[7],
+            nullptr,
+            nullptr,
+            static_cast<int32_t>(num_slices(table))};
   }
 
-  const int64_t num_counts_;
-  const std::vector<c10::Stream> streams_;
   at::Tensor storage_;
 };
 
@@ -164,10 +172,21 @@ void CudaDevice::enter_watching_thread() const {
 
 std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
                                                         const std::vector<SlicePlace>& lossy,
-                                                        const std::vector<SlicePlace>& exact, int64_t grad_nbytes) {
+                                                        const std::vector<SlicePlace>& exact, int64_t grad_nbytes,
+                                                        const std::vector<int64_t*>& counts) {
   const int64_t tile_numel = kernels_.tile_of(layout);
   return std::make_shared<CudaTables>(slice_table(layout, false, lossy, tile_numel, grad_nbytes),
-                                      slice_table(layout, true, exact, tile_numel, grad_nbytes), device_, streams());
+                                      slice_table(layout, true, exact, tile_numel, grad_nbytes), device_, streams(),
+                                      counts);
+}
+
+std::vector<int64_t> CudaDevice::read_counts(const int64_t* counts, int64_t num) const {
+  const at::Tensor here = at::for_blob(const_cast<int64_t*>(counts), {num})
+                              .options(at::TensorOptions().dtype(at::kLong).device(device_))
+                              .target_device(device_)
+                              .make_tensor();
+  const at::Tensor read = here.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+  return {read.const_data_ptr<int64_t>(), read.const_data_ptr<int64_t>() + num};
 }
 
 int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) const {
@@ -271,6 +290,7 @@ int64_t CudaDevice::scale_in_place(const BucketSlices& slices, float scale) {
   launch.scale = scale;
   launch.slice_starts = tables.lossy.slice_starts;
   launch.counts = tables.lossy.counts;
+  launch.slots = tables.lossy.slots;
   launch.num_slices = tables.lossy.num_slices;
   launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), launch);
   return 0;

@@ -29,7 +29,10 @@ class CudaDevice : public StreamDevice {
   void check_caller() const override;
   void enter_watching_thread() const override;
   std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,
-                                              const std::vector<SlicePlace>& exact, int64_t grad_nbytes) override;
+                                              const std::vector<SlicePlace>& exact, int64_t grad_nbytes,
+                                              const std::vector<int64_t*>& counts) override;
+  bool counts_in_memory() const override { return true; }
+  std::vector<int64_t> read_counts(const int64_t* counts, int64_t num) const override;
 
   int64_t pack(const PackArgs& args) override;
   void reduce(const ReduceArgs& args) override;

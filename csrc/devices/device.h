@@ -50,16 +50,23 @@ class Device {
   // does nothing.
   virtual void settle() {}
 
+  // Whether pack() and scale_in_place() count elements that are not finite in the device's memory, and return 0.
+  virtual bool counts_in_memory() const { return false; }
+  // Copies int64 [num] of such counts, memory of allocate(), to the host.
+  virtual std::vector<int64_t> read_counts(const int64_t* /*counts*/, int64_t /*num*/) const { return {}; }
+  // Waits until the lanes have ended what they have been given.
+  virtual void wait_for_lanes() const {}
   // Makes the device's tables of a bucket of these slices; null if the device needs none. grad_nbytes: bytes of a
-  // gradient's element.
+  // gradient's element. counts: where elements of each slice that is no hole are counted, the lossy slices first; empty
+  // if the bucket is not packed.
   virtual std::shared_ptr<const BucketTables> prepare(const BucketLayout&, const std::vector<SlicePlace>& /*lossy*/,
-                                                      const std::vector<SlicePlace>& /*exact*/,
-                                                      int64_t /*grad_nbytes*/) {
+                                                      const std::vector<SlicePlace>& /*exact*/, int64_t /*grad_nbytes*/,
+                                                      const std::vector<int64_t*>& /*counts*/) {
     return nullptr;
   }
 
-  // Call these from within a lane's task. pack() and scale_in_place() return how many elements were not finite, or 0 if
-  // the tables count them.
+  // Call these from within a lane's task. pack() and scale_in_place() return how many elements were not finite; see
+  // counts_in_memory().
   virtual int64_t pack(const PackArgs& args) = 0;
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;

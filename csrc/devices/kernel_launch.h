@@ -69,11 +69,12 @@ struct SliceArgs {
   const int64_t* ends = nullptr;
   const int64_t* deltas = nullptr;
   const int64_t* slice_starts = nullptr;
-  int64_t* counts = nullptr;  // non-finite elements of each slice
+  int64_t* counts = nullptr;       // of non-finite elements
+  const int64_t* slots = nullptr;  // the element of `counts` that is each slice's
   int32_t num_slices = 0;
 
   auto runs() { return std::tie(tile_offset, tile_run, first, vectors, starts, ends, deltas); }
-  auto counted_runs() { return std::tuple_cat(runs(), std::tie(slice_starts, counts, num_slices)); }
+  auto counted_runs() { return std::tuple_cat(runs(), std::tie(slice_starts, counts, slots, num_slices)); }
 };
 
 // The sections of a message's first part.
@@ -149,9 +150,10 @@ struct ScaleLaunch {
   float scale = 1;
   const int64_t* slice_starts = nullptr;
   int64_t* counts = nullptr;
+  const int64_t* slots = nullptr;
   int32_t num_slices = 0;
 
-  auto params() { return std::tie(data, numel, scale, slice_starts, counts, num_slices); }
+  auto params() { return std::tie(data, numel, scale, slice_starts, counts, slots, num_slices); }
 };
 
 template <typename T>

@@ -62,6 +62,10 @@ void StreamDevice::enter_watching_thread() const {
   if (on_streams()) c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
 }
 
+void StreamDevice::wait_for_lanes() const {
+  for (const c10::Stream& stream : streams_) stream.synchronize();
+}
+
 void StreamDevice::settle() {
   if (forced_sync_ && on_streams()) current_stream().synchronize();
 }

@@ -43,6 +43,7 @@ class StreamDevice : public Device {
   Moment moment() override;
   StampPtr stamp() override { return moment().stamp; }
   void enter_watching_thread() const override;
+  void wait_for_lanes() const override;
   void settle() override;
 
   // pack, wire, unpack, and for sums on two levels cross and spread; none on CPU.

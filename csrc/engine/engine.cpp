@@ -55,8 +55,12 @@ void Engine::stop(const std::string& reason) {
   }
 }
 
+void Engine::wait_for_callers(std::chrono::milliseconds limit) {
+  const std::unique_lock<std::timed_mutex> lock(submit_mutex_, limit);
+}
+
 std::vector<StampPtr> Engine::ends() {
-  std::lock_guard<std::mutex> lock(submit_mutex_);
+  std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   std::vector<StampPtr> ends = {device_->stamp()};
   for (const auto& lane : lanes_) {
     if (lane) lane->finally(nullptr, [&](std::exception_ptr) { ends.push_back(device_->stamp()); });
@@ -65,7 +69,7 @@ std::vector<StampPtr> Engine::ends() {
 }
 
 void Engine::free_workspaces() {
-  std::lock_guard<std::mutex> lock(submit_mutex_);
+  std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   slots_.clear();
 }
 
@@ -105,7 +109,7 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
 }
 
 void Engine::submit(std::shared_ptr<BucketJob> job) {
-  std::lock_guard<std::mutex> lock(submit_mutex_);
+  std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   if (!begin(job)) return;
   if (!is_on_wire(*job)) return submit_stages(job);
   // This switches to the wire's stream once for all stages.
@@ -160,7 +164,7 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
 }
 
 void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages) {
-  std::lock_guard<std::mutex> lock(submit_mutex_);
+  std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   if (!begin(job)) return;
   Lane::Task packed = [] {};
   if (stages.pack) packed = stage(job, Stage::kPack, 0, std::move(stages.pack));

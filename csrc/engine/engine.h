@@ -20,6 +20,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -68,6 +69,9 @@ class Engine {
 
   // Fails all jobs under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
+  // Call it after stop(): waits for a thread that is enqueuing a job's work, at most so long. No thread enqueues after
+  // that, but one for which the limit was too short.
+  void wait_for_callers(std::chrono::milliseconds limit);
   bool has_failed() const { return failure_->has_failed(); }
   // Whether it takes no more jobs: it was stopped, or a job has failed.
   bool has_ended() const { return failure_->get() != nullptr; }
@@ -174,7 +178,7 @@ class Engine {
   // it may wait for the GIL, for the explanation of a failure (see FailureLatch), and for the mutexes of the stats, the
   // board, the tracer, a lane and the latch. No thread that holds one of these mutexes waits for the GIL or for this
   // mutex.
-  std::mutex submit_mutex_;
+  std::timed_mutex submit_mutex_;
   int64_t submitted_steps_ = 0;
 
   StatsKeeper stats_;

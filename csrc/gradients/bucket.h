@@ -78,6 +78,9 @@ struct OfPass {
   std::function<void()> check;
   // Whether it holds zeros, in place of those of a rank that has no backward pass, as under Join.
   bool is_shadow = false;
+  // Whether the caller keeps the gradients until its stream waits for the future, or calls will_use() instead. If not,
+  // they are given to the allocator's care here, which costs it an event of each stream for each gradient.
+  bool is_kept = false;
   // The record that has the bucket's codes, if it was packed before, perhaps for another number of ranks; else null.
   std::shared_ptr<const BucketRecord> packed;
   double factor = 1;
@@ -118,6 +121,7 @@ struct Bucket {
   const OfRows* rows() const { return std::get_if<OfRows>(&kind); }
   bool gathers() const { return rows() && rows()->gathers; }
   bool ends_pass() const { return of_pass() && is_last; }
+  bool is_kept() const { return of_pass() && of_pass()->is_kept; }
   // What multiplies the sum or the mean; none for a bucket of a pass whose means are not multiplied.
   std::optional<double> factor() const {
     if (of_pass()) return of_pass()->factor == 1 ? std::nullopt : std::optional<double>(of_pass()->factor);

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <iterator>
 #include <map>
 #include <sstream>
 #include <utility>
@@ -108,7 +107,7 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
     SlicePlaces lossy = slices_of(*record, gradients.places(), payload, /*exact=*/false);
     SlicePlaces exact = slices_of(*record, gradients.places(), payload, /*exact=*/true);
     if (plan.on_two_levels() && !record->has_rows) {
-      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places, nbytes);
+      kept.unpack_tables = device->prepare(plan.layouts[payload], lossy.places, exact.places, nbytes, {});
     }
     int64_t packed_nbytes = nbytes;
     if (record->has_rows) {
@@ -117,9 +116,9 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
       kept.own_exact = exact;
       kept.lossy = row_segments(*record, payload, /*exact=*/false);
       kept.exact = row_segments(*record, payload, /*exact=*/true);
-      kept.unpack_tables = plan.gathers
-                               ? device->prepare(plan.layouts[payload], kept.lossy.places, kept.exact.places, nbytes)
-                               : device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes);
+      kept.unpack_tables =
+          plan.gathers ? device->prepare(plan.layouts[payload], kept.lossy.places, kept.exact.places, nbytes, {})
+                       : device->prepare(plan.layouts[payload], lossy.places, exact.places, own_nbytes, {});
       if (plan.gathers) {
         packed_nbytes = own_nbytes;
       } else {
@@ -127,14 +126,13 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
         exact = kept.exact;
       }
     }
-    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places, packed_nbytes);
-    if (!kept.tables) continue;
-    std::vector<ParameterStatePtr> counted;
+    std::vector<int64_t*> counts;
     for (const SlicePlaces* slices : {&lossy, &exact}) {
-      std::copy_if(slices->states.begin(), slices->states.end(), std::back_inserter(counted),
-                   [](const ParameterStatePtr& state) { return state != nullptr; });
+      for (const ParameterStatePtr& state : slices->states) {
+        if (state && device->counts_in_memory()) counts.push_back(parameters->count_of(state.get()));
+      }
     }
-    parameters->count_with(kept.tables, std::move(counted));
+    kept.tables = device->prepare(plan.packed_layouts()[payload], lossy.places, exact.places, packed_nbytes, counts);
   }
 }
 
@@ -355,18 +353,24 @@ std::vector<std::string> BucketRecord::parameter_names() const {
 BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
+  others_.resize(records_.size());
   BucketRecordPtr& record = records_[index];
   const bool is_new = !record || !is_of(*record, bucket, weight != nullptr) || !has_residuals(*record);
   if (is_new) {
     // The residual of a parameter that is no longer in the rows must not keep that of all others.
     if (bucket.rows() && record) take_out_residuals(*record);
+    others_[index] = nullptr;
     record = make_record(bucket, engine_, place_, device_, weight, parameters);
     // Parameters may have come from records that are kept, whose residuals would only take memory.
     for (BucketRecordPtr& other : records_) {
       if (!bucket.of_pass() && other && !has_residuals(*other)) other = nullptr;
     }
   } else if (!lies_as(*record, *bucket.gradients)) {
-    record = moved_record(*record, *bucket.gradients, &engine_.device(), parameters);
+    BucketRecordPtr& last = others_[index];
+    last.swap(record);
+    if (!record || !lies_as(*record, *bucket.gradients)) {
+      record = moved_record(*last, *bucket.gradients, &engine_.device(), parameters);
+    }
   }
   // Records past the last bucket are from before a rebuild.
   if (bucket.ends_pass()) records_.resize(index + 1);
@@ -374,6 +378,7 @@ BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* w
 }
 
 void BucketRecords::make_stale() {
+  others_.clear();
   for (BucketRecordPtr& record : records_) {
     if (!record) continue;
     const auto stale = std::make_shared<BucketRecord>(*record);

@@ -95,8 +95,8 @@ class BucketRecords {
   };
   // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
   // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
-  // If its gradients lie elsewhere than before, makes new tables. weight: null without weights. Throws if the bucket is
-  // on another device, or if these are not the gradients of its parameters.
+  // If its gradients lie elsewhere than in the last two places, makes new tables. weight: null without weights. Throws
+  // if the bucket is on another device, or if these are not the gradients of its parameters.
   Found of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters);
 
   // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.
@@ -110,6 +110,9 @@ class BucketRecords {
   const Place place_;
   const c10::Device device_;
   std::vector<BucketRecordPtr> records_;
+  // The same buckets' records with tables of where the gradients lay before; null if they have not moved. Allocators
+  // often give two places in turn.
+  std::vector<BucketRecordPtr> others_;
 };
 
 // Adds the non-finite elements of a packed chunk to their parameters' counts. It reads the chunk a second time, which

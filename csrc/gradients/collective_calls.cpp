@@ -40,17 +40,38 @@ double max_over_ranks(const Synchronizer& synchronizer, double value, const std:
   return values.max().item<double>();
 }
 
-FuturePtr gather(const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what) {
-  at::NoGradGuard no_grad;
+const at::Tensor& Gathered::get() const {
+  future->waitAndThrow();
+  if (arrived) wait_for(*arrived);
+  return of_all;
+}
+
+GatheredPtr gather(const Synchronizer& synchronizer, const at::Tensor& numbers, const std::string& what) {
+  const at::NoGradGuard no_grad;
   Engine& engine = synchronizer.engine();
-  const at::Tensor own = numbers.to(synchronizer.grad_device(), numbers.scalar_type(), /*non_blocking=*/true);
-  const int64_t world_size = engine.world_size();
-  const at::Tensor all = at::empty({world_size * own.numel()}, own.options());  // gloo wants one dimension
-  for (const at::Tensor& tensor : {own, all}) engine.device().will_use(tensor);
-  return submit_call(synchronizer, what, all.view({world_size, -1}),
-                     [transport = synchronizer.transport(), own, all](Lane::Completion done) {
-                       transport->all_gather_tensor(Channel::kScatter, all, own, std::move(done));
-                     });
+  const bool enqueues = !synchronizer.grad_device().is_cpu();
+  const auto on_host = at::TensorOptions().dtype(numbers.scalar_type()).pinned_memory(enqueues);
+  const auto gathered = std::make_shared<Gathered>();
+  gathered->of_all = at::empty({engine.world_size(), numbers.numel()}, on_host);
+  at::Tensor own = numbers;
+  if (enqueues && numbers.is_cpu()) own = at::empty(numbers.sizes(), on_host).copy_(numbers);
+  if (!own.is_cpu()) engine.device().will_use(own);
+  const auto transfer = [gathered, own, enqueues, transport = synchronizer.transport(), device = engine.shared_device(),
+                         to = synchronizer.grad_device()](Lane::Completion done) {
+    const at::NoGradGuard no_grad_on_lane;
+    const at::Tensor flat = gathered->of_all.view({-1});  // gloo wants one dimension
+    if (!enqueues) return transport->all_gather_tensor(Channel::kScatter, flat, own, std::move(done));
+    // The lane's stream makes these, and no other uses them.
+    const at::Tensor here = own.to(to, /*non_blocking=*/true), all = at::empty(flat.sizes(), here.options());
+    transport->all_gather_tensor(Channel::kScatter, all, here, [&](std::exception_ptr error) {
+      if (error) return done(std::move(error));
+      flat.copy_(all, /*non_blocking=*/true);
+      gathered->arrived = device->stamp();
+      done(nullptr);
+    });
+  };
+  gathered->future = submit_call(synchronizer, what, gathered->of_all, transfer);
+  return gathered;
 }
 
 int64_t begin_call(const Synchronizer& synchronizer, const std::string& what) {

@@ -1,5 +1,5 @@
-// The decorators of a job, each in a file of its name; Synchronizer::decorate() has their order. What they are given
-// must outlive the engine's lanes.
+// The decorators of a job, each in a file of its name, but remembered(), which is in kept_pass.cpp.
+// Synchronizer::decorate() has their order. What they are given must outlive the engine's lanes.
 #pragma once
 
 #include <memory>
@@ -31,18 +31,15 @@ std::unique_ptr<JobDecorator> measured(BucketJob* job, const BucketRecordPtr& re
 std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, const BucketRecord& record,
                                        const PassWeightPtr& weight, PassWeights* weights, Engine* engine);
 
-// Lets old errors fade before they are added to the gradients. decay: what multiplies residuals.
-std::unique_ptr<JobDecorator> decayed(const BucketRecordPtr& record, double decay);
-
 // Remembers second residuals as they are, for a pass that begins again; see KeptPass.
 std::unique_ptr<JobDecorator> remembered(const BucketRecordPtr& record);
 
 // Submits the job of a bucket that the codec cannot carry, dense of another dtype (float64) or sparse, with stages that
-// replace the gradients by their mean × factor, exactly; weight: null without weights. One run is summed in place
-// without weights; else gradients are summed in a copy, which is written back. The future receives the run, the first
-// tensor, or the mean of a sparse bucket, coalesced.
-void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, double factor,
-                        const PassWeightPtr& weight, PassWeights* weights, const FuturePtr& future, Engine* engine,
+// replace the gradients by their mean × the bucket's factor, exactly; weight: null without weights. One run is summed
+// in place without weights; else gradients are summed in a copy, which is written back. The future receives the run,
+// the first tensor, or the mean of a sparse bucket, coalesced.
+void submit_passthrough(std::shared_ptr<BucketJob> job, const Bucket& bucket, const PassWeightPtr& weight,
+                        PassWeights* weights, const FuturePtr& future, Engine* engine,
                         const std::shared_ptr<TensorTransport>& transport);
 
 }  // namespace fusedcomm

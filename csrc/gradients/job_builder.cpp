@@ -107,7 +107,9 @@ std::shared_ptr<BucketJob> make_job(const Bucket& bucket, const BucketRecordPtr&
     job->owner = std::make_shared<std::pair<GradientsPtr, at::Tensor>>(gradients, own_row);
   } else {
     const bool by_wire_only = engine.is_on_wire(*job);
-    for (const at::Tensor& tensor : gradients->tensors()) engine.device().will_use(tensor, by_wire_only);
+    for (const at::Tensor& tensor : bucket.is_kept() ? at::ArrayRef<at::Tensor>() : gradients->tensors()) {
+      engine.device().will_use(tensor, by_wire_only);
+    }
     job->owner = std::const_pointer_cast<Gradients>(gradients);
   }
   job->on_done = [future, gradients, result = bucket.result(), device, own_row](std::exception_ptr error) {

@@ -8,6 +8,11 @@
 namespace fusedcomm {
 namespace {
 
+// Counts in one allocation of the device's memory.
+constexpr int64_t kNumCounts = 4096;
+// The host waits for the device once for so many parameters that are forgotten.
+constexpr size_t kMaxRetired = size_t{1} << 16;
+
 // Throws ValueError if a state names a parameter that is not ours and cannot appear later.
 void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
   TORCH_CHECK_VALUE(is_ours || may_turn_up, "fusedcomm: the state has a parameter '", name,
@@ -26,8 +31,8 @@ void ParameterState::take_out() {
   residual = nullptr;
 }
 
-Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device)
-    : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device) {
+Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec)
+    : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device), codec_(codec) {
   for (const Known& parameter : known) {
     add(parameter.tensor, parameter.name, next_number_++, parameter.wire);
   }
@@ -52,7 +57,15 @@ void Parameters::know(const at::Tensor& parameter, std::string name, int wire) {
   if (!knows(parameter)) add_new(parameter, std::move(name), wire);
 }
 
-void Parameters::forget(const at::Tensor& parameter) { states_.erase(parameter.unsafeGetTensorImpl()); }
+void Parameters::forget(const at::Tensor& parameter) {
+  const auto found = states_.find(parameter.unsafeGetTensorImpl());
+  if (found == states_.end()) return;
+  if (found->second->on_device) retired_.push_back(*found->second->on_device);
+  states_.erase(found);
+  if (retired_.size() < kMaxRetired) return;
+  codec_->wait_for_lanes();
+  take_device_counts();
+}
 
 const ParameterStatePtr& Parameters::add_new(const at::Tensor& parameter, std::string name, int wire) {
   const ParameterStatePtr& state = add(parameter, std::move(name), next_number_++, wire);
@@ -195,25 +208,38 @@ void Parameters::restore_nonfinite(const std::map<std::string, int64_t>& counts)
   }
 }
 
-void Parameters::count_with(std::shared_ptr<const BucketTables> tables, std::vector<ParameterStatePtr> states) {
-  std::vector<int64_t> taken(states.size());
-  counted_.push_back({std::move(tables), std::move(states), std::move(taken)});
+int64_t* Parameters::count_of(ParameterState* state) {
+  if (!state->on_device) {
+    if (spare_.empty()) {
+      counts_.push_back(codec_->allocate(kNumCounts * static_cast<int64_t>(sizeof(int64_t))));
+      for (int64_t i = 0; i < kNumCounts; ++i) spare_.push_back({counts_.size() * kNumCounts - 1 - i});
+    }
+    state->on_device = spare_.back();
+    spare_.pop_back();
+  }
+  const size_t index = state->on_device->index;
+  return reinterpret_cast<int64_t*>(counts_[index / kNumCounts].get()) + index % kNumCounts;
 }
 
 int64_t Parameters::take_device_counts() {
-  for (Counted& counted : counted_) {
-    const std::vector<int64_t> now = counted.tables->nonfinite();
-    for (size_t i = 0; i < now.size(); ++i) {
-      if (!counted.states[i]) continue;
-      counted.states[i]->num_nonfinite += now[i] - counted.taken[i];
-      num_nonfinite_on_device_ += now[i] - counted.taken[i];
-    }
-    counted.taken = now;
+  std::vector<int64_t> now;
+  for (const auto& block : counts_) {
+    const auto of_block = codec_->read_counts(reinterpret_cast<const int64_t*>(block.get()), kNumCounts);
+    now.insert(now.end(), of_block.begin(), of_block.end());
   }
-  // Drop the tables of rebuilt buckets: only this list still holds them, and they count nothing more.
-  counted_.erase(std::remove_if(counted_.begin(), counted_.end(),
-                                [](const Counted& counted) { return counted.tables.use_count() == 1; }),
-                 counted_.end());
+  const auto take = [&](DeviceCount* count) {
+    const int64_t more = now[count->index] - std::exchange(count->taken, now[count->index]);
+    num_nonfinite_on_device_ += more;
+    return more;
+  };
+  for (const auto& [impl, state] : states_) {
+    if (state->on_device) state->num_nonfinite += take(&*state->on_device);
+  }
+  for (DeviceCount& count : retired_) {
+    take(&count);
+    spare_.push_back(count);
+  }
+  retired_.clear();
   return num_nonfinite_on_device_;
 }
 

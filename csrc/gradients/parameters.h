@@ -14,10 +14,16 @@
 #include <unordered_map>
 #include <vector>
 
-#include "codec/args.h"
+#include "devices/device.h"
 #include "gradients/residuals.h"
 
 namespace fusedcomm {
+
+// A count in the device's memory, of non-finite elements. It stays where it is, whatever buckets are rebuilt or moved.
+struct DeviceCount {
+  size_t index;
+  int64_t taken = 0;  // what has been added elsewhere already
+};
 
 // Keyed by the parameter and not by its bucket, because buckets are rebuilt and renumbered.
 struct ParameterState {
@@ -26,6 +32,7 @@ struct ParameterState {
   uint32_t number = 0;                    // in the order in which all ranks add parameters
   int wire = 0;                           // its wire's number, see engine/config.h
   std::atomic<int64_t> num_nonfinite{0};  // elements of local gradients that were not finite when packed
+  std::optional<DeviceCount> on_device;   // where a device counts them; none before the first bucket
 
   // Error feedback: the residual of its bucket, null if there is none.
   std::shared_ptr<const ResidualBuffer> residual;
@@ -56,8 +63,9 @@ class Parameters {
     int wire;
   };
   // If `known` is empty, parameters are added when they first appear in a bucket. They are then named by their number
-  // and shape, and those with at most one dimension have wire number `wire_1d`. device: of the gradients.
-  Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device);
+  // and shape, and those with at most one dimension have wire number `wire_1d`. device: of the gradients. codec: the
+  // same device, as the engine has it; must outlive this object's use.
+  Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec);
 
   // The state of a parameter, which is added if it is new.
   const ParameterStatePtr& state_of(const at::Tensor& parameter);
@@ -86,28 +94,21 @@ class Parameters {
   // returns a warning that names one; empty if there are none.
   std::string drop_unclaimed_residuals();
 
-  // The number of non-finite elements by parameter name; parameters without any are missing. Waits for the device.
+  // The number of non-finite elements by parameter name; parameters without any are missing. On a device call
+  // wait_for_lanes() before, or those under way may be missing.
   std::map<std::string, int64_t> nonfinite();
   // Throws ValueError if a name is unknown and no parameter of that name can appear later.
   void restore_nonfinite(const std::map<std::string, int64_t>& counts);
 
-  // Adds tables that count the non-finite elements of these parameters, in this order.
-  void count_with(std::shared_ptr<const BucketTables> tables, std::vector<ParameterStatePtr> states);
-  // Adds what the tables have counted since the last call, and waits for the device. Returns what all tables have
-  // counted so far.
+  // Where the device counts the non-finite elements of a parameter.
+  int64_t* count_of(ParameterState* state);
+  // Adds what the device has counted since the last call. Returns what it has counted in all. See nonfinite().
   int64_t take_device_counts();
 
  private:
   const ParameterStatePtr& add(const at::Tensor& parameter, std::string name, uint32_t number, int wire);
   const ParameterStatePtr& add_new(const at::Tensor& parameter, std::string name, int wire);
   std::unordered_map<std::string, ParameterState*> by_name() const;
-
-  // Tables whose bucket may have been rebuilt since.
-  struct Counted {
-    std::shared_ptr<const BucketTables> tables;
-    std::vector<ParameterStatePtr> states;  // in the order of the tables' counts
-    std::vector<int64_t> taken;             // counts that have been added already
-  };
 
   const bool are_known_;  // false: they are added as they appear
   const int wire_1d_;
@@ -118,7 +119,10 @@ class Parameters {
   std::unordered_map<std::string, at::Tensor> waiting_residuals_;
   std::unordered_map<std::string, EncoderResiduals> waiting_of_encoders_;
   std::unordered_map<std::string, int64_t> waiting_counts_;
-  std::vector<Counted> counted_;
+  Device* const codec_;
+  std::vector<std::shared_ptr<std::byte>> counts_;  // on the device: int64 [kNumCounts] in each block
+  // Of forgotten parameters: which kernels may still write, and which other parameters may have.
+  std::vector<DeviceCount> retired_, spare_;
   int64_t num_nonfinite_on_device_ = 0;
 };
 

@@ -191,8 +191,8 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
 
 void PassWeights::learn_from(PassWeight* last) {
   if (last->arrived) {
-    // Waits for a message that is a pass old, so that all ranks throw in the same pass.
-    last->arrived->ms_since(*last->arrived);
+    // The message is a pass old, and all ranks throw in the same pass.
+    wait_for(*last->arrived);
     last->arrived = nullptr;
     if (const auto refusal = received(last, last->on_host)) std::rethrow_exception(refusal);
   }

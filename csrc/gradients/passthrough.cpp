@@ -154,9 +154,11 @@ PassthroughStages on_wire_lane(PassthroughStages stages) {
 
 }  // namespace
 
-void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, double factor,
-                        const PassWeightPtr& weight, PassWeights* weights, const FuturePtr& future, Engine* engine,
+void submit_passthrough(std::shared_ptr<BucketJob> job, const Bucket& bucket, const PassWeightPtr& weight,
+                        PassWeights* weights, const FuturePtr& future, Engine* engine,
                         const std::shared_ptr<TensorTransport>& transport) {
+  const GradientsPtr& gradients = bucket.gradients;
+  const double factor = bucket.factor().value_or(1);
   const Head head(weight, weights);
   // Read when the job is done: a sparse bucket then has another tensor.
   auto result = std::make_shared<at::Tensor>(gradients->front());
@@ -167,7 +169,7 @@ void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& grad
   if (gradients->is_sparse()) {
     for (const at::Tensor& part : {result->_indices(), result->_values()}) engine->device().will_use(part);
     TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and is summed exactly, uncompressed");
-  } else {
+  } else if (!bucket.is_kept()) {
     for (const at::Tensor& tensor : gradients->tensors()) engine->device().will_use(tensor);
   }
   PassthroughStages stages = gradients->is_sparse() ? sparse_stages(transport, *result, result, factor, head)

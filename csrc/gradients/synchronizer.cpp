@@ -17,6 +17,8 @@ namespace {
 
 // Between two looks whether the device has reached a point.
 constexpr std::chrono::microseconds kDevicePoll{20};
+// For a thread that enqueues collectives when they are to be aborted.
+constexpr std::chrono::seconds kAbortAfter{1};
 
 }  // namespace
 
@@ -27,7 +29,7 @@ Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<Tenso
       options_(options),
       device_(device),
       process_(getpid()),
-      parameters_(parameters, options.wire_1d, device),
+      parameters_(parameters, options.wire_1d, device, &engine_->device()),
       records_(*engine_, transport_->place(), device),
       monitor_(options.measure_every),
       weights_(engine_.get(), device),
@@ -89,6 +91,8 @@ void Synchronizer::leave(const std::string& reason) {
 
 void Synchronizer::abort(const std::string& reason) {
   stop(reason);  // first: wait_for_device() tells by it what has ended before
+  // A backend must not enqueue and abort at once. One that does not come back waits for what is to be aborted.
+  engine_->wait_for_callers(kAbortAfter);
   transport_->abort();
 }
 
@@ -154,8 +158,7 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   std::shared_ptr<BucketJob> job = make_job(bucket, record, *engine_, future);
   job->profiler = profiler_of_this_thread(*transport_, device_, *job->plan, *bucket.gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), bucket.gradients, bucket.factor().value_or(1), weight, &weights_, future,
-                       engine_.get(), transport_);
+    submit_passthrough(std::move(job), bucket, weight, &weights_, future, engine_.get(), transport_);
     return future;
   }
   decorate(job.get(), bucket, record, weight, turn);
@@ -169,13 +172,11 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
 
 void Synchronizer::decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record,
                             const PassWeightPtr& weight, const PassOrder::Turn& turn) {
-  const double decay = engine_->config().feedback_decay;
   const bool is_measured = monitor_.is_measured(turn.pass) && !bucket.rows() && record->plan.sum != Sum::kExact &&
                            !(bucket.of_pass() && bucket.of_pass()->packed) && (!weight || weight->pack != 0);
   // Residuals are remembered before anything changes them, and measured as the encoder adds them.
   if (record->messages) job->decorators.push_back(remembered(record));
   if (weight) job->decorators.push_back(weighted(job, bucket, *record, weight, &weights_, engine_.get()));
-  if (decay != 1) job->decorators.push_back(decayed(record, decay));
   if (is_measured) {
     job->decorators.push_back(
         measured(job, record, bucket.gradients, *engine_, transport_->place(), weight, &monitor_));
@@ -245,15 +246,13 @@ void Synchronizer::forget(const at::Tensor& parameter) {
 
 EngineStats Synchronizer::stats() const {
   EngineStats stats = engine_->stats();
+  settle();
   std::lock_guard<std::mutex> lock(mutex_);
   stats.num_nonfinite += parameters_.take_device_counts();
   return stats;
 }
 
-void Synchronizer::settle() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  parameters_.take_device_counts();
-}
+void Synchronizer::settle() const { engine_->device().wait_for_lanes(); }
 
 int64_t Synchronizer::step() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -285,11 +284,13 @@ void Synchronizer::restore_residuals(const std::map<std::string, at::Tensor>& re
 }
 
 std::map<std::string, int64_t> Synchronizer::nonfinite_by_parameter() const {
+  settle();
   std::lock_guard<std::mutex> lock(mutex_);
   return parameters_.nonfinite();
 }
 
 void Synchronizer::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
+  settle();
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_nonfinite(counts);
 }

@@ -36,6 +36,11 @@ class Stamp {
 };
 using StampPtr = std::shared_ptr<Stamp>;
 
+// Waits on the host until the lane has reached the point, if it has not.
+inline void wait_for(const Stamp& point) {
+  if (!point.reached()) point.ms_since(point);
+}
+
 // An event and the stamp of its time. The event is null on a device that enqueues nothing.
 struct Moment {
   EventPtr event;

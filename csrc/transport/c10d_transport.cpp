@@ -1,6 +1,7 @@
 #include "transport/c10d_transport.h"
 
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
@@ -53,6 +54,11 @@ class Unseen {
 void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion& done) {
   if (work) work->wait();
   done(nullptr);
+}
+
+// Makes the device the current one of a thread of our own. Otherwise NCCL's calls would make a context on the first.
+c10::OptionalDeviceGuard on(c10::Device device) {
+  return device.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(device);
 }
 
 // The words for a rank of the channel in errors; its number on the channel follows. Never empty.
@@ -192,6 +198,7 @@ StreamTransport::~StreamTransport() {
   if (own.empty() || given_up()) return;
   end_soon([own, device = device_] {
     try {
+      const c10::OptionalDeviceGuard guard = on(device);
       if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
       for (const BackendPtr& backend : own) backend->shutdown();
     } catch (...) {  // the backends' destructors then abort the collectives
@@ -204,7 +211,8 @@ void StreamTransport::abort() {
   std::vector<BackendPtr> backends = own_backends();
   backends.push_back(this->backends()[static_cast<size_t>(Channel::kScatter)]);
   // NCCL's may wait for the device while it frees memory.
-  std::thread([backends = std::move(backends)] {
+  std::thread([backends = std::move(backends), device = device_] {
+    const c10::OptionalDeviceGuard guard = on(device);
     for (const BackendPtr& backend : backends) {
       try {
         backend->abort();

@@ -64,8 +64,7 @@ class Handle(CommHandle):
         """
         if self._attached:
             return self._plan()
-        plan = self.session.plan(self._caps(), off=True)
-        return dataclasses.replace(plan, detached=True)
+        return dataclasses.replace(self.session.plan(self._caps(), off=True), detached=True)
 
     def _let_go(self) -> None:
         ddp = self._ddp()

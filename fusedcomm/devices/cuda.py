@@ -64,7 +64,6 @@ class CudaPath:
             kernels, compiler = load_kernels(
                 driver, cfg, process_group.size(), grad_dtypes, capability, announce, two_levels, reduces_rows
             )
-            self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(
                 kernels=kernels,
                 device=device,
@@ -79,7 +78,7 @@ class CudaPath:
     def connect(
         self, process_group: groups.Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        return self._device, _C.StreamTransport(self._backend, device)
+        return self._device, _C.StreamTransport(process_group._get_backend(device), device)
 
 
 def check_capability(device: torch.device) -> int:

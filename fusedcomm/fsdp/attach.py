@@ -34,36 +34,33 @@ def attach_fsdp(
     sharded, problem = sharded_modules(model)
     if not sharded:
         raise TypeError("fusedcomm: fully_shard has sharded no parameters of this model: call it first, then attach")
-    is_off = config == OFF
-    wanted = Config("fp32")
+    is_off, on_meshes = config == OFF, by_mesh(sharded)
     named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
+
+    def sums_with(config: Config) -> list[Sums]:
+        groups = [(those[0].process_group, those[0].replicas) for those in on_meshes]
+        return [Sums(None, None, config.wire_number) if is_off else sums_of(config, *each) for each in groups]
+
     try:
-        refuse_served(named, FsdpHandle.serves_as, FsdpHandle.place)
-    except ValueError as error:  # names the front end, not its reduce-scatter
-        problem = error
-    try:
-        if not is_off:
-            wanted = _checked(config, named, sharded)
+        refuse_served(named, FsdpHandle.serves_as, FsdpHandle.place)  # names the front end, not its reduce-scatter
+        if problem is not None:
+            raise problem
+        wanted = Config("fp32") if is_off else _checked(config, named, sharded)
+        _refuse_weighted(wanted, on_meshes)
+        sums = sums_with(wanted)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
-        problem = problem or error
-    try:
-        _refuse_weighted(wanted, by_mesh(sharded))
-    except ValueError as error:
-        wanted, problem = Config("fp32"), problem or error
+        wanted, problem = Config("fp32"), error
+        sums = sums_with(wanted)
     meshes: list[MeshSums] = []
     made: list[Session] = []
     num_before = 0
-    for those in by_mesh(sharded):
+    for those, of_mesh in zip(on_meshes, sums, strict=True):
         # All meshes are connected even after an error, because other ranks wait for this one there.
         try:
-            groups = those[0].process_group, those[0].replicas
-            sums = Sums(None, None, wanted.wire_number)
-            for group in groups if is_off else ():
+            for group in (those[0].process_group, those[0].replicas) if is_off else ():
                 if group is not None and group.size() > 1:
                     Session(NO_WIRE, group, None, local, those[0].device, is_off=True, problem=problem)
-            if not is_off:
-                sums, problem = _sums(wanted, *groups, problem)
-            meshes.append(MeshSums.attached(wanted, sums, those, num_before, local, not quiet, problem, made))
+            meshes.append(MeshSums.attached(wanted, of_mesh, those, num_before, local, not quiet, problem, made))
         except Exception as error:
             problem = problem or error
         num_before += len(those)
@@ -118,13 +115,3 @@ def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
         "HSDP on cuda": has_both and first.device.type != "cpu",
     }
     combinations.refuse("FSDP2", given)
-
-
-def _sums(
-    config: Config, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None, problem: Exception | None
-) -> tuple[Sums, Exception | None]:
-    """The sums of a mesh; where they are not possible those of fp32, and why."""
-    try:
-        return sums_of(config, group, replicas), problem
-    except ValueError as error:  # perhaps of this rank alone: the sessions tell the others
-        return sums_of(Config("fp32"), group, replicas), problem or error

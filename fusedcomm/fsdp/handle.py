@@ -80,7 +80,7 @@ class FsdpHandle(CommHandle):
     def _compared(self) -> ParameterDifference | None:
         """The first difference between replicas."""
         self.runs.pending.finish()
-        found = [mesh.between.session.compare_parameters() for mesh in self.runs.meshes if mesh.between is not None]
+        found = [mesh.between.session.comparison.now() for mesh in self.runs.meshes if mesh.between is not None]
         return next((each for each in found if each is not None), None)
 
     def state_dict(self, consolidated: bool = False) -> dict:

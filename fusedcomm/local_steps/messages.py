@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from fusedcomm.devices.late import HostCopy
 from fusedcomm.local_steps.merged_state import MergedState, squares
 from fusedcomm.local_steps.windows import Window
 from fusedcomm.native import _C
@@ -47,6 +48,8 @@ class Message:
     control: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     residuals: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """This rank's residuals before the message, where it may have to be sent again."""
+    numbers: HostCopy | None = None
+    """On an accelerator, what read() needs on the host, on its way since the message was sent."""
     is_read: bool = False
     all_finish: bool = False
     """Whether all ranks had ended their training, once the message is read."""
@@ -81,6 +84,8 @@ class Messages:
     def use(self, session: Session) -> None:
         """Sends over this session from now on."""
         self._session = session
+        device = session.device
+        self._reading = None if device.type == "cpu" else torch.Stream(device)
         assert session.synchronizer is not None  # a session that has none raises where it is made
         self._synchronizer = session.synchronizer
         wires = self._state.wires()  # not this object, which has the synchronizer
@@ -108,6 +113,11 @@ class Messages:
         message.future = self._sum.run(
             names=[*tensors, CONTROL], tensors=[*tensors.values(), message.control], done=done, ends_step=True
         )
+        if self._reading is not None:
+            # Steps follow before the message is read. On their stream the host would wait for these.
+            with self._reading, torch.no_grad():
+                message.future.wait()  # type: ignore[attr-defined]
+                message.numbers = HostCopy(self._numbers(message))
 
     def send_again(self, message: Message) -> None:
         """Sends a message of an earlier session over this one, with the residuals that it had."""
@@ -118,7 +128,7 @@ class Messages:
         """Takes what another rank has received: the numbers' and the mean's bytes, before read()."""
         received = torch.frombuffer(bytearray(content), dtype=torch.float32)
         message.control, message.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
-        message.future = None
+        message.future = message.numbers = None
         if self._window is not None:
             self._window.arrived(message.number)
 
@@ -133,9 +143,8 @@ class Messages:
         """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
         assert message.checksum is not None
         message.future, message.residuals = None, {}
-        squared = [squares(message.mean), squares(self._state.anchor)]
-        seen = torch.cat([message.control.double(), torch.stack(squared), _bits(message.checksum).double()])
-        weight, of_own, finishing, *bits = seen.tolist()  # all at once: here the host waits for an accelerator
+        numbers = HostCopy(self._numbers(message)) if message.numbers is None else message.numbers
+        weight, of_own, finishing, *bits = numbers.tolist()
         of_mean, of_anchor = bits[_BITS : _BITS + 2]
         if self._window is not None and not _is_on_cpu(message):
             self._window.arrived(message.number)
@@ -144,9 +153,16 @@ class Messages:
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
             message.mean = message.mean / weight if weight else torch.zeros_like(message.mean)
             of_mean = of_mean / weight**2 if weight else 0.0
-        message.is_read, message.checksum = True, None
+        message.is_read, message.checksum, message.numbers = True, None, None
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
+
+    def _numbers(self, message: Message) -> torch.Tensor:
+        """float64: the control's numbers as they have arrived, ‖mean difference‖², ‖merged state‖², the checksum's
+        bits."""
+        assert message.checksum is not None
+        squared = [squares(message.mean), squares(self._state.anchor)]
+        return torch.cat([message.control.double(), torch.stack(squared), _bits(message.checksum).double()])
 
     def _compare(self, message: Message, means: list[float], own: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.

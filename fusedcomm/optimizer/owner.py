@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusedcomm.devices.late import LateAnswers
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.parts import Target, index_by_id
 from fusedcomm.optimizer.trial import stand_in
@@ -109,6 +110,7 @@ class Owner:
         self.groups = [group for _, group, _ in self._made]
         self._of_leaf = {id(leaf): (each, group) for each, group, _ in self._made for leaf in group["params"]}
         self.hyperparameters: list[dict[str, Any]] = []
+        self._written = LateAnswers()
         self._reduced: dict[int, torch.futures.Future] = {}
         self._started: dict[int, Started] = {}
         self._stepped: int | None = None  # on an accelerator, a unit whose updates are not sent yet
@@ -211,11 +213,12 @@ class Owner:
             exchange.apply()
 
     def changed_parameters(self) -> str:
-        """Names of a unit's parameters of which one was written since begin(), where units overlap; empty if none."""
+        """Names of a unit's parameters of which one was written since begin(), where units overlap; empty if none. On
+        an accelerator this is found in the next pass."""
         if not self._overlaps or not self._exchanges:
             return ""
-        found = torch.stack([exchange.is_changed() for exchange in self._exchanges]).tolist()
-        names = next((each.names() for each, is_other in zip(self._exchanges, found, strict=True) if is_other), [])
+        is_changed = torch.stack([exchange.is_changed() for exchange in self._exchanges])
+        names = next((each.names() for each in self._written.where(is_changed, self._exchanges)), [])
         return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
     def _set(self, hyperparameters: list[dict[str, Any]]) -> None:

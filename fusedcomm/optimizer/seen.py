@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fusedcomm.devices.late import LateAnswers
 from fusedcomm.optimizer.parts import Target
 from fusedcomm.session.checksums import quick
 
@@ -15,18 +16,20 @@ class SeenGradients:
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
         self._seen: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._written = LateAnswers()
 
     def see(self, target: int) -> None:
         """Notes the present gradient of a target."""
         self._seen[target] = self._now(target)
 
     def changed(self) -> str:
-        """The name of a parameter with another gradient than it had; empty if there is none."""
+        """The name of a parameter with another gradient than it had; empty if there is none. On an accelerator a write
+        through .data is found in the next pass."""
         now = {target: self._now(target) for target in self._seen}
         changed = [target for target, (seen, _) in self._seen.items() if seen != now[target][0]]
         if not changed and now:
             both = [torch.stack([bits for _, bits in each.values()]) for each in (self._seen, now)]
-            changed = [target for target, is_other in zip(now, (both[0] != both[1]).tolist(), strict=True) if is_other]
+            changed = self._written.where(both[0] != both[1], list(now))
         return self._targets[changed[0]].name if changed else ""
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.groups import Group, group_timeout
 from fusedcomm.ranks.hosts import Hosts
+from fusedcomm.ranks.own_group import OwnGroup
 
 # Threads of one channel's gloo context: as many of its all-reduces run at once. One all-reduce of 8 to 32 MiB uses half
 # of a link; four chunks under way fill it.
@@ -80,6 +81,30 @@ def make_host_channels(process_group: Group, device: torch.device, store: dist.S
         connect_gloo(store, f"local gather/{host}", *local),
         connect_gloo(store, f"cross scatter/{local_rank}", *cross),
         connect_gloo(store, f"cross gather/{local_rank}", *cross),
+    )
+
+
+def beside_group(process_group: Group, device: torch.device, store: dist.Store) -> OwnGroup:
+    """The same ranks with an NCCL communicator of fusedcomm's own, which leaves the GPU to the model while a collective
+    takes long, and delays none of `process_group`. A collective call."""
+    rank, size, timeout = process_group.rank(), process_group.size(), group_timeout(process_group, device)
+    backend = torch_groups.own_nccl(store, "own", rank, size, timeout, device, max_ctas=MAX_CTAS_BETWEEN)
+    return OwnGroup(store, rank, size, timeout, {device.type: backend})
+
+
+def with_hosts(
+    transport: "_C.C10dTransport", process_group: Group, device: torch.device, store: dist.Store, hosts: Hosts
+) -> "_C.C10dTransport":
+    """`transport` with channels for sums on two levels. A collective call."""
+    channels = make_host_channels(process_group, device, store, hosts)
+    local_rank, host = hosts.place(process_group.rank())
+    return _C.with_hosts(
+        transport,
+        local_rank=local_rank,
+        ranks_per_host=hosts.ranks_per_host,
+        host=host,
+        num_hosts=hosts.num_hosts,
+        **vars(channels),
     )
 
 

@@ -61,10 +61,9 @@ class Connections:
 def connections(store_port: int = 0) -> Connections:
     """Adds up this process's connections. store_port: see `heard_s`; 0: there is none."""
     found = Connections()
-    with contextlib.suppress(OSError):  # only Linux lists them
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # no TCP connection, or closed meanwhile
-                _add(found, int(name), store_port)
+    for fd, info in _sockets():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            _add(found, fd, info, store_port)
     return found
 
 
@@ -89,13 +88,17 @@ def kept_alive(make: Callable[[], T]) -> tuple[T, list[int]]:
 
 
 def _open_ones() -> set[int]:
-    found = set()
+    return {fd for fd, info in _sockets() if info[0] == _ESTABLISHED}
+
+
+def _sockets() -> list[tuple[int, tuple[int, ...]]]:
+    """The descriptors of this process's TCP connections, with what the kernel says of each; see _TCP_INFO."""
+    found = []
     with contextlib.suppress(OSError):  # only Linux lists them
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # no TCP connection, or closed meanwhile
-                info = _TCP_INFO.unpack_from(_asked(_libc.getsockopt, int(name), socket.IPPROTO_TCP, socket.TCP_INFO))
-                if info[0] == _ESTABLISHED:
-                    found.add(int(name))
+                said = _asked(_libc.getsockopt, int(name), socket.IPPROTO_TCP, socket.TCP_INFO)
+                found.append((int(name), _TCP_INFO.unpack_from(said)))
     return found
 
 
@@ -103,8 +106,7 @@ def _set(fd: int, level: int, option: int, value: int) -> None:
     _libc.setsockopt(fd, level, option, ctypes.byref(ctypes.c_int(value)), ctypes.sizeof(ctypes.c_int))
 
 
-def _add(found: Connections, fd: int, store_port: int) -> None:
-    info = _TCP_INFO.unpack_from(_asked(_libc.getsockopt, fd, socket.IPPROTO_TCP, socket.TCP_INFO))
+def _add(found: Connections, fd: int, info: tuple[int, ...], store_port: int) -> None:
     (unsent,) = struct.unpack("i", fcntl.ioctl(fd, _SIOCOUTQNSD, bytes(4)))
     (address, port), (own, own_port) = _end(_libc.getpeername, fd), _end(_libc.getsockname, fd)
     if unsent:

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import own_address
-from fusedcomm.ranks.bounded_store import BoundedStore
 
 AUTO = "auto"
 """Value of ``hosts=``: ranks with the same host name share a host. Sums have two levels where that is possible."""
@@ -122,16 +120,6 @@ def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
         f'{ranks_on_host} ranks on a host each send to other hosts: with hosts="auto" they add up on their host first, '
         f"and send 1/{ranks_on_host} of that"
     ]
-
-
-def publish_name(store: BoundedStore, rank: int) -> None:
-    """Publishes this rank's host name for :func:`published_names`."""
-    store.set(f"host/{rank}", own_address.host_name())
-
-
-def published_names(store: BoundedStore, world_size: int) -> list[str]:
-    """Each rank's host name from :func:`publish_name`, which every rank has called. One request to the store."""
-    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in range(world_size)])]
 
 
 def of_names(names: Sequence[str]) -> Hosts:

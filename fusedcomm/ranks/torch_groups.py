@@ -126,5 +126,9 @@ def own_nccl(
     # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
     # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,
     # because DDP's constructor has broadcast the parameters over it.
-    backend.eager_connect_single_device(device)
+    try:
+        backend.eager_connect_single_device(device)
+    except Exception:
+        backend.abort()  # now: whoever keeps the error keeps the backend, and what NCCL has allocated for it
+        raise
     return backend

@@ -74,7 +74,7 @@ def text_of_ranks(ranks: Sequence[int], num_ranks: int) -> str:
 def _gathered(session: "Session", numbers: torch.Tensor) -> torch.Tensor:
     """Every rank's int64 [n], on a CPU: [ranks, n]. A collective call."""
     assert session.synchronizer is not None  # a session that has none raises where it is made
-    return session.synchronizer.gather(numbers, _WHAT).cpu()
+    return session.synchronizer.gather(numbers, _WHAT)
 
 
 class Comparison:

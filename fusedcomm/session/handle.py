@@ -93,7 +93,9 @@ class CommHandle(Surface):
 
     def _compared(self) -> ParameterDifference | None:
         """See :meth:`compare_parameters`."""
-        return self.session.compare_parameters()
+        if not self.session.has_engine:
+            raise RuntimeError("fusedcomm: config='off' compares no parameters: use Config('fp32', compare_every=…)")
+        return self.session.comparison.now()
 
     def parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and frozen ones."""

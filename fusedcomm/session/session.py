@@ -17,13 +17,13 @@ from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement, bounded_store, groups, hosts
+from fusedcomm.ranks import agreement, bounded_store, groups, own_address
 from fusedcomm.ranks.bounded_store import BoundedStore
-from fusedcomm.ranks.channels import make_host_channels
+from fusedcomm.ranks.channels import beside_group, with_hosts
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan
-from fusedcomm.session.compare import Comparison, ParameterDifference
+from fusedcomm.session.compare import Comparison
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
 from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats, collect
@@ -55,6 +55,7 @@ class Session:
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
         gathers_rows: whether it has all-gathers and no sums.
+        shares_communicator: whether sums on cuda delay the group's own collectives; see `beside_group`.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
@@ -90,6 +91,7 @@ class Session:
         reduces_rows: bool = False,
         gathers_rows: bool = False,
         is_off: bool = False,
+        shares_communicator: bool = True,
         problem: Exception | None = None,
     ) -> None:
         self.config, self.process_group, self.parameters = cfg, process_group, parameters
@@ -100,7 +102,7 @@ class Session:
         self.kept: tuple[int, dict[str, int]] = (0, {})
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.keeps_residuals, self._reduces_rows = cfg.feedback is not None, reduces_rows
-        self._announces = announce and self.rank == 0
+        self._announces, self._shares_communicator = announce and self.rank == 0, shares_communicator
         self._num_gathered = 0
         self._end_watch: weakref.finalize | None = None
         self._gathered: BoundedStore | None = None
@@ -144,10 +146,11 @@ class Session:
             record = self._record(also_agree)
         except Exception as error:
             problem = error
-        hosts.publish_name(self._store, self.rank)
+        self._store.set(f"host/{self.rank}", own_address.host_name())
         agreement.agree(self.peers, self._store.under("plan"), record, problem)
         # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        return path, hosts.published_names(self._store, self.world_size)
+        names = self._store.multi_get([f"host/{rank}" for rank in range(self.world_size)])
+        return path, [name.decode() for name in names]
 
     def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
@@ -212,16 +215,18 @@ class Session:
         if path is None:
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
-            group, device = self.process_group, self.device
-            self.native_device, self._transport = self._while_connecting(
-                lambda: path.connect(group, device, bounded_store.own_client(self._store))
-            )
+            self.native_device, self._transport = self._while_connecting(lambda: self._connect_path(path))
             self.s_per_byte, self.codec = path.s_per_byte, path.codec
         if beside is not None:
             self._transport, self.s_per_byte = beside._transport, beside.s_per_byte
             if self.levels.are_those_of(beside.levels):
                 return beside.synchronizer.transport
         return self._connect_hosts() if on_two_levels else self._transport
+
+    def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
+        group, device, store = self.process_group, self.device, bounded_store.own_client(self._store)
+        has_own = device.type != "cpu" and not self._shares_communicator
+        return path.connect(beside_group(group, device, store) if has_own else group, device, store)
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
@@ -302,21 +307,9 @@ class Session:
 
     def _connect_hosts(self) -> "_C.C10dTransport":
         """The transport with channels for both levels."""
-        group, device, found = self.process_group, self.device, self.levels.hosts
-        channels = self._while_connecting(
-            lambda: make_host_channels(group, device, bounded_store.own_client(self._store), found)
-        )
-        local_rank, host = found.place(self.rank)
-        return _C.with_hosts(
-            self._transport,
-            local_rank=local_rank,
-            ranks_per_host=found.ranks_per_host,
-            host=host,
-            num_hosts=found.num_hosts,
-            local_scatter=channels.local_scatter,
-            local_gather=channels.local_gather,
-            cross_scatter=channels.cross_scatter,
-            cross_gather=channels.cross_gather,
+        transport, group, device, found = self._transport, self.process_group, self.device, self.levels.hosts
+        return self._while_connecting(
+            lambda: with_hosts(transport, group, device, bounded_store.own_client(self._store), found)
         )
 
     def confirm(self, problem: Exception | None, stop: Callable[[str], object] | None = None) -> None:
@@ -400,16 +393,10 @@ class Session:
 
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Compares these parameters every `compare_every` backward passes. Call it before the first."""
-        self._comparison = comparison = Comparison(self, named)
+        self.comparison = comparison = Comparison(self, named)
         due = weakref.WeakMethod(comparison.when_due)  # the engine must not keep what the session keeps
         every = self.config.compare_every if comparison.named else None
         self.synchronizer.before_every(every or 0, lambda: due()())
-
-    def compare_parameters(self) -> ParameterDifference | None:
-        """See :meth:`fusedcomm.session.handle.CommHandle.compare_parameters`."""
-        if not self.has_engine:
-            raise RuntimeError("fusedcomm: config='off' compares no parameters: use Config('fp32', compare_every=…)")
-        return self._comparison.now()
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool | None = None) -> plan.BucketsPlan:
         """See :func:`fusedcomm.session.plan.plan_of`. off: None: as `is_off`."""

@@ -67,7 +67,8 @@ def make_bucket(
         made = _C.slice_table(layout, is_exact, list(slices), tile, grads.element_size())
         num_slices = len(made[-1]) - 1
         counts = torch.zeros(num_slices, dtype=torch.int64)
-        return CountedSlices(*(table.to(grads.device) for table in (*made, counts)), num_slices)
+        slots = torch.arange(num_slices, dtype=torch.int64)
+        return CountedSlices(*(table.to(grads.device) for table in (*made, counts, slots)), num_slices)
 
     return Bucket(layout, grads, tables(False, lossy_slices), tables(True, exact_slices), tile)
 
@@ -155,7 +156,7 @@ def unpack(
 
 def scale_in_place(bucket: Bucket, scale: float, num_programs: int) -> None:
     """Multiplies the gradients of an fp32 bucket in one run by `scale`. Counts as pack()."""
-    counts = Counts(bucket.lossy.slice_starts, bucket.lossy.counts, bucket.lossy.num_slices)
+    counts = Counts(*(getattr(bucket.lossy, field) for field in Counts._fields))
     of_scale.scale_kernel[(num_programs,)](
         bucket.grads, bucket.layout.lossy_numel, scale, counts, TILE=bucket.tile, **options(bucket.tile)
     )

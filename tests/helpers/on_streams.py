@@ -6,6 +6,7 @@ other operators run on the CPU, on the streams' threads.
 """
 
 import ctypes
+import datetime
 import gc
 import types
 from pathlib import Path
@@ -13,10 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from cuda_stress import LIBRARY
+from patience import HANG_S
 from ranks import Ranks
 
 from fusedcomm.native import _C
-from fusedcomm.ranks import torch_groups
+from fusedcomm.ranks import channels, torch_groups
 from fusedcomm.session import session
 
 DEVICE = "sim"
@@ -32,7 +34,8 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     library = ctypes.PyDLL(path)
     library.sim_device.restype = library.sim_backend.restype = ctypes.py_object
     library.sim_backend.argtypes = [ctypes.py_object]
-    library.sim_waits.restype = ctypes.c_int64
+    for function in (library.sim_waits, library.sim_num_blocks, library.sim_allocators_events):
+        function.restype = ctypes.c_int64
     library.sim_begin(ctypes.c_uint64(1))
     torch.utils.rename_privateuse1_backend(DEVICE)
     module = types.ModuleType(f"torch.{DEVICE}")
@@ -53,15 +56,30 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
         devices=[DEVICE],
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
+    torch_groups.own_nccl = _own_backend
+    channels.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
     session.Session._path = lambda of, two_levels=None: _Path()
+    connect = channels.connect_gloo
+    channels.connect_gloo = lambda *args: library.sim_backend(connect(*args))  # within hosts and between them
     library.sim_count()
     _libraries.append(library)
+
+
+own_backends: list[str] = []
+"""The names of the communicators of fusedcomm's own that this process has made."""
+
+
+def _own_backend(store, name, rank, size, timeout, device, is_supervised=True, max_ctas=None):
+    """As torch_groups.own_nccl()."""
+    own_backends.append(name)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+    return _libraries[0].sim_backend(gloo)
 
 
 class _Path:
     codec = "simulated"
     s_per_byte = None
-    has_two_levels = False
+    has_two_levels = True
 
     def connect(self, process_group, device, store):
         return _libraries[0].sim_device(), _C.StreamTransport(process_group._get_backend(device), device)
@@ -72,8 +90,20 @@ def _free_memory(rank: int, world_size: int) -> None:
     ctypes.CDLL(_libraries[0]._name).sim_free_memory()  # without the GIL, as functions of a PyDLL are not
 
 
+def num_blocks() -> int:
+    """Blocks of the device's memory that this rank has. Frees those that it has given back."""
+    torch.accelerator.synchronize()
+    _free_memory(0, 1)
+    return _libraries[0].sim_num_blocks()
+
+
+def allocators_events() -> int:
+    """The events that torch's allocator would have recorded, and asked about, for memory that streams share."""
+    return _libraries[0].sim_allocators_events()
+
+
 def waits() -> int:
-    """How often this rank's main thread has waited for the device."""
+    """How often this rank has waited for the device, on any thread."""
     return _libraries[0].sim_waits()
 
 

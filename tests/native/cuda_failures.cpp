@@ -1,7 +1,11 @@
 // The CUDA path without a GPU: calls to the driver, launches and kernels that fail. See cuda_rank.h.
 #include <atomic>
 #include <barrier>
+#include <chrono>
+#include <future>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <tuple>
 
 #include "cuda_rank.h"
@@ -153,10 +157,36 @@ void faulted() {
   }
 }
 
+// A collective is not aborted while it is enqueued.
+void aborted() {
+  std::promise<void> inside;
+  std::once_flag first;
+  Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot));
+  setup.backend.on_enqueue = [&](int rank) {
+    if (rank != 0) return;
+    std::call_once(first, [&] {
+      inside.set_value();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // gives an abort that does not wait time to be seen
+    });
+  };
+  with_ranks(setup, [&](Rank& rank, int index) {
+    std::thread control([&] {
+      if (index == 0) {
+        inside.get_future().wait();
+        rank.hook().abort("this scene is over");
+      }
+    });
+    rank.backward(0);
+    control.join();
+    if (index != 0) rank.hook().abort("this scene is over");
+  });
+}
+
 }  // namespace
 
 const Scenes kCudaFailures = {{"failing_calls", failing_calls},
                               {"warm_up", warm_up},
                               {"ordering_fails", ordering_fails},
                               {"failing", failing},
+                              {"aborted", aborted},
                               {"faulted", faulted}};

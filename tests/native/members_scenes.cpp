@@ -232,9 +232,8 @@ class Member {
     const bool counts = session_->wait_for_device();
     sim::count_queries(false);
     if (!counts) return false;
-    const at::Tensor of_all = flags_->value().toTensor().cpu();
-    REQUIRE(of_all.eq(step).all().item<bool>(), "member %d: the first message of step %d has other bytes", member_,
-            step);
+    REQUIRE(flags_->get().eq(step).all().item<bool>(), "member %d: the first message of step %d has other bytes",
+            member_, step);
     return true;
   }
 
@@ -293,7 +292,7 @@ class Member {
   bool changes_before_pass_ = false;
   std::vector<std::vector<at::Tensor>> gradients_;  // of this pass, by bucket
   std::vector<FuturePtr> futures_;
-  FuturePtr flags_;
+  GatheredPtr flags_;
   Results results_;
 };
 

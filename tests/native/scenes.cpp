@@ -32,6 +32,7 @@ extern "C" __attribute__((visibility("default"))) void run(const char* wanted, u
   std::signal(SIGABRT, tell_failure);
   std::signal(SIGALRM, tell_failure);
   alarm(kHangS);
+  sim::become_torchs_accelerator();
   sim::set_seed(seed);
   const auto begin = std::chrono::steady_clock::now();
   for (const Scenes* const scenes : {&kCudaScenes, &kCudaFailures, &kLaneScenes, &kMembersScenes}) {

@@ -4,6 +4,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -75,6 +76,7 @@ thread_local bool t_count_calls = false, t_count_queries = false;
 
 std::atomic<uint64_t> seed{1};
 std::atomic<int64_t> num_resets{0};
+std::atomic<bool> counts_all_waits{false};
 
 // What this thread has waited for: all work that it enqueues later is ordered after that.
 Clock& host_clock(DeviceState& device) {
@@ -102,7 +104,7 @@ void check_fault(DeviceState& device) {
 }
 
 void count(DeviceState& device, int64_t Calls::* kind) {
-  if (!t_count_calls) return;
+  if (!t_count_calls && !(counts_all_waits && kind == &Calls::waited_on_host)) return;
   std::lock_guard<std::mutex> lock(device.calls_mutex);
   ++(device.calls.*kind);
 }
@@ -361,6 +363,7 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
 }
 
 void set_seed(uint64_t number) { seed = number; }
+void count_waits_of_all_threads() { counts_all_waits = true; }
 
 std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
   auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
@@ -374,7 +377,8 @@ std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
 void record_use(const void* data, const c10::Stream& stream) {
   DeviceState& sim = state(stream.device_index());
   std::lock_guard<std::mutex> lock(sim.mutex);
-  if (Block* const block = block_of(sim, data)) block->users.insert(stream.id());
+  Block* const block = block_of(sim, data);
+  if (block && block->home != stream.id()) block->users.insert(stream.id());
 }
 
 void give_back(const void* data) {
@@ -384,6 +388,10 @@ void give_back(const void* data) {
     Block* const block = block_of(sim, data);
     if (!block) continue;
     block->is_given_back = true;
+    {
+      std::lock_guard<std::mutex> calls_lock(sim.calls_mutex);
+      sim.calls.of_allocator += static_cast<int64_t>(block->users.size());
+    }
     // What is ordered before all later work of its stream: work that the host, this stream or a recorded one has had.
     Clock ended = sim.clocks[block->home];
     merge(&ended, host_clock(sim));
@@ -403,6 +411,12 @@ void free_memory(int index) {
   DeviceState& sim = state(index);
   std::lock_guard<std::mutex> lock(sim.mutex);
   std::erase_if(sim.blocks, [](const auto& block) { return block.second.is_given_back; });
+}
+
+int64_t num_blocks(int index) {
+  DeviceState& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  return std::ranges::count_if(sim.blocks, [](const auto& block) { return !block.second.is_given_back; });
 }
 
 void count_queries(bool count) { t_count_queries = count; }

@@ -41,6 +41,10 @@ c10::Stream current_stream(int index);
 c10::Stream stream_of(void* handle);
 // Waits on the host. If it `counts`, this thread's later work is ordered after what the stream has been given so far.
 void synchronize(const c10::Stream& stream, bool counts);
+// Makes it torch's accelerator, as pinned memory and Python's streams need. Call it once.
+void become_torchs_accelerator();
+// From now on waits of all threads count, autograd's among them, and not only those of threads with CountCalls.
+void count_waits_of_all_threads();
 
 // Enqueues `work`, as a kernel launch does. An exception from `work` is a fault of the device: the device does no more
 // work, and every later call that uses its streams or events throws.
@@ -73,6 +77,9 @@ struct Calls {
   // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one, or
   // for a stream.
   int64_t asked = 0, timed = 0, waited_on_host = 0;
+  // The events that torch's allocator would record, and ask about, for memory that is given back: one for each stream
+  // of record_use(). On all threads; not in total(), because only some of these are of a bucket.
+  int64_t of_allocator = 0;
   int64_t ordering() const { return recorded + waited; }
   int64_t total() const { return launched + ordering() + created + destroyed + asked + timed + waited_on_host; }
 };
@@ -100,6 +107,9 @@ struct Failures {
 void fail(int index, const Failures& failures);  // begins calls(index) with 0
 // What was to be launched when a launch failed; empty before.
 std::string failed_launch(int index);
+
+// Blocks of memory that have not been given back.
+int64_t num_blocks(int index);
 
 // Lets all streams of a device finish their work, and frees the memory that has been given back: an access to that is
 // no longer found.

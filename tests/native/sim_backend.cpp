@@ -268,16 +268,36 @@ class Backend : public c10d::Backend {
                                                std::vector<int64_t>&, const c10d::AllToAllOptions& options) override {
     return enqueue("all-to-all", input, output, options.asyncOp, &all_to_all);
   }
-  void abort() override { meeting_->abort(getRank()); }
+  void abort() override {
+    REQUIRE(!is_enqueuing_, "rank %d aborts its collectives while one is enqueued", getRank());
+    check_device("aborts its collectives");
+    meeting_->abort(getRank());
+  }
   // NCCL's aborts what is under way. Over gloo it is torch's destroy_process_group() that calls this.
   void shutdown() override {
+    check_device("ends its backend");
     REQUIRE(*num_under_way_ == 0 || options_.takes_async, "the backend was shut down with %d collectives under way",
             num_under_way_->load());
   }
 
  private:
+  // NCCL's calls on a thread with another current device make a context there.
+  void check_device(const char* what) const {
+    const int current = c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice().index();
+    REQUIRE(index_ < 0 || current == index_, "rank %d %s, and the thread's device is %d", getRank(), what, current);
+  }
+
   c10::intrusive_ptr<c10d::Work> enqueue(const char* what, const at::Tensor& send, const at::Tensor& receive,
                                          bool is_async, const Move& move) {
+    is_enqueuing_ = true;
+    const std::shared_ptr<void> leaves(nullptr, [this](void*) { is_enqueuing_ = false; });
+    index_ = send.device().index();
+    if (options_.on_enqueue) options_.on_enqueue(getRank());
+    return enqueue_now(what, send, receive, is_async, move);
+  }
+
+  c10::intrusive_ptr<c10d::Work> enqueue_now(const char* what, const at::Tensor& send, const at::Tensor& receive,
+                                             bool is_async, const Move& move) {
     const int index = send.device().index();
     REQUIRE(!is_async || options_.takes_async,
             "\"%s\" is to run on the backend's own stream, whose memory nothing keeps", what);
@@ -318,6 +338,8 @@ class Backend : public c10d::Backend {
   const std::shared_ptr<std::atomic<int>> num_under_way_ = std::make_shared<std::atomic<int>>(0);
   std::optional<c10::Stream> own_stream_;
   int64_t num_begun_ = 0;
+  std::atomic<bool> is_enqueuing_{false};
+  std::atomic<int> index_{-1};  // of the device; none before the first collective
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -42,6 +43,8 @@ struct BackendOptions {
   bool has_own_stream = false;
   // Collectives that the caller asks for as asynchronous do so; otherwise the test fails.
   bool takes_async = false;
+  // Called by every collective while it is enqueued, with its rank; may be empty.
+  std::function<void(int)> on_enqueue;
   // What each collective takes on its stream, beside its meeting.
   int64_t pause_ms = 0;
 };

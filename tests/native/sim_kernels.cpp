@@ -101,7 +101,8 @@ void add(const Section& section, void* grads, int64_t first, int64_t num_parts, 
   }
   if (section.slices.num_slices == 0) return;
   accesses->push_back(bytes(section.slices.slice_starts, (section.slices.num_slices + 1) * 8, false));
-  if (writes_message) accesses->push_back(bytes(section.slices.counts, section.slices.num_slices * 8, true));
+  // Of the first parameter's count alone: others may be anywhere.
+  if (writes_message) accesses->push_back(bytes(section.slices.counts, 8, true));
 }
 
 // ---- kernels: each returns its accesses and its work
@@ -228,7 +229,7 @@ Work unpack(const KernelKey& key, const UnpackLaunch& args) {
 
 Work scale(const ScaleLaunch& args) {
   Work work;
-  work.accesses = {bytes(args.data, args.numel * 4, true), bytes(args.counts, args.num_slices * 8, true)};
+  work.accesses = {bytes(args.data, args.numel * 4, true), bytes(args.counts, 8, true)};
   work.run = [args] {
     for (int64_t i = 0; i < args.numel; ++i) static_cast<float*>(args.data)[i] *= args.scale;
   };

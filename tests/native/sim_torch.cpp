@@ -1,6 +1,8 @@
 // torch's tensors on the simulated accelerator: its memory, its copies, and all other operators, which run on the CPU.
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -9,7 +11,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -57,8 +62,58 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
-// Like CUDA's copies: on the current stream, and the host waits unless both tensors are on the device. Memory of the
-// CPU is read before the call returns.
+// Pinned memory: the addresses that somebody has.
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    auto* const data = new std::byte[std::max<size_t>(1, nbytes)];
+    const std::lock_guard<std::mutex> lock(mutex());
+    blocks().insert(data);
+    return {data, data, &free, c10::DeviceType::CPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void*, const void*, size_t) const override { REQUIRE(false, "not needed"); }
+  static bool has(const at::Tensor& tensor) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    return blocks().count(static_cast<std::byte*>(tensor.storage().mutable_data())) != 0;
+  }
+
+ private:
+  static void free(void* data) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    blocks().erase(static_cast<std::byte*>(data));
+    delete[] static_cast<std::byte*>(data);
+  }
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::set<std::byte*>& blocks() {
+    static std::set<std::byte*> blocks;
+    return blocks;
+  }
+};
+
+PinnedAllocator pinned;
+
+// Makes the simulated accelerator torch's, as streams and backward passes in Python need.
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  // FSDP2's all-gathered parameters have memory only while they are used.
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    REQUIRE(nbytes == 0 || storage.nbytes() == 0, "a storage of %zu bytes gets %zu", storage.nbytes(), nbytes);
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(storage.allocator()->allocate(nbytes));
+    storage.unsafeGetStorageImpl()->set_nbytes(nbytes);
+  }
+};
+
+// Like CUDA's copies: on the current stream, and the host waits unless both tensors are on the device, or the CPU's is
+// pinned and the copy need not block. Other memory of the CPU is read before the call returns.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Device device = from.is_cpu() ? to.device() : from.device();
   const c10::Stream stream = sim::current_stream(device.index());
@@ -66,11 +121,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (!from.is_cpu()) accesses.push_back(access(from, false));
   if (!to.is_cpu()) accesses.push_back(access(to, true));
   const at::Tensor source = from.is_cpu() ? from.clone() : on_cpu(from);
+  // What is read too early is not the result.
+  if (to.is_cpu() && non_blocking && PinnedAllocator::has(to)) std::memset(to.mutable_data_ptr(), 0x7F, extent(to));
   sim::launch(stream, "copy", accesses, [source, destination = on_cpu(to)] {
     const at::NoGradGuard no_grad;
     destination.copy_(source);
   });
-  if (to.is_cpu() || (from.is_cpu() && !non_blocking)) sim::synchronize(stream, /*counts=*/!t_in_fallback);
+  const bool waits = to.is_cpu() ? !non_blocking || !PinnedAllocator::has(to) : from.is_cpu() && !non_blocking;
+  if (waits) sim::synchronize(stream, /*counts=*/!t_in_fallback);
   return to;
 }
 
@@ -123,3 +181,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace
+
+void sim::become_torchs_accelerator() {
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  c10::register_privateuse1_backend("sim");
+}

@@ -139,6 +139,20 @@ def test_torchs_watchdog_leaves_a_communicator_alone_whose_ranks_come_and_go(ncc
     assert dict(os.environ) == before
 
 
+def test_a_communicator_that_does_not_connect_leaves_nothing_behind(nccl):
+    class Refusing(OldStandIn):
+        def eager_connect_single_device(self, device):
+            raise RuntimeError("a rank is lost")
+
+        def abort(self):
+            self.calls.append("aborted")
+
+    nccl.setattr(dist, "ProcessGroupNCCL", Refusing)
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        torch_groups.own_nccl(dist.HashStore(), "members", 0, 1, SECONDS, CUDA)
+    assert OldStandIn.calls[-1] == "aborted"
+
+
 class GroupOfSix:
     """A process group with the only parts that channels use: a backend with a timeout and a rank."""
 

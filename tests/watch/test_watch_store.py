@@ -23,7 +23,7 @@ from test_watch import SHAPES, are_right, attached
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.ranks import bounded_store, hosts
+from fusedcomm.ranks import agreement, bounded_store
 from fusedcomm.session import session
 
 pytestmark = pytest.mark.check
@@ -181,7 +181,7 @@ def test_a_process_ends_well_although_the_store_answers_just_then(server, tmp_pa
 
 # What attaching calls first after each moment.
 MOMENTS = {
-    "comparing": (hosts, "publish_name"),
+    "comparing": (agreement, "agree"),
     "connecting": (bounded_store, "own_client"),
     "watching": (session.Session, "watch"),
 }

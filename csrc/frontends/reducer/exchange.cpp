@@ -5,9 +5,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <string>
+#include <utility>
 
 #include "frontends/reducer/reducer.h"
-#include "gradients/collective_calls.h"
 
 namespace fusedcomm {
 namespace {
@@ -19,13 +19,13 @@ constexpr size_t kMaxNamed = 8;
 
 }  // namespace
 
-FuturePtr GradReducer::gather(const std::vector<int64_t>& numbers, const std::string& what) {
+GatheredPtr GradReducer::gather(const std::vector<int64_t>& numbers, const std::string& what) {
   return fusedcomm::gather(*synchronizer_, at::tensor(at::ArrayRef<int64_t>(numbers), at::kLong), what);
 }
 
-at::Tensor GradReducer::wait_for_numbers(const FuturePtr& future) {
-  wait(future);
-  return future->value().toTensor().cpu();
+const at::Tensor& GradReducer::wait_for_numbers(const GatheredPtr& numbers) {
+  wait(numbers->future);
+  return numbers->get();
 }
 
 void GradReducer::agree_on_order() {
@@ -55,8 +55,8 @@ void GradReducer::send_flags() {
 
 void GradReducer::check_flags() {
   if (!flags_of_all_) return;
-  const at::Tensor of_all = wait_for_numbers(flags_of_all_);
-  flags_of_all_ = nullptr;
+  const GatheredPtr flags = std::exchange(flags_of_all_, nullptr);
+  const at::Tensor& of_all = wait_for_numbers(flags);
   Flags of_rank_0(parameters_.size()), of_rank(parameters_.size());
   constexpr int64_t kNumBefore = 3;  // numbers that are no flags
   of_rank_0.assign(of_all[0].const_data_ptr<int64_t>() + kNumBefore);
@@ -83,16 +83,17 @@ void GradReducer::check_flags() {
 }
 
 void GradReducer::wait_for_pass() {
-  FuturePtr used_of_all;
+  GatheredPtr used_of_all;
   if (options_.find_unused && world_size_ > 1) {
     used_of_all = gather(used_.words(), "the list of used parameters");
   }
-  if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
-  for (const UnderWay& bucket : under_way_) {
+  if (!is_accelerated_) check_flags();  // on an accelerator the next pass reads them, which have arrived by then
+  for (UnderWay& bucket : under_way_) {
     if (bucket.future) wait(bucket.future);
+    bucket.used_by = nullptr;
   }
   if (used_of_all && needs_used_of_all()) {
-    const at::Tensor words = wait_for_numbers(used_of_all);
+    const at::Tensor& words = wait_for_numbers(used_of_all);
     for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
   }
 }

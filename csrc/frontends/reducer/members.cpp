@@ -61,7 +61,11 @@ void GradReducer::hand_over_again(Synchronizer& from) {
   std::vector<Bucket> buckets = from.kept().packed(from.engine());
   synchronizer_->take_over(from, /*again=*/true);
   send_flags();
-  for (const Bucket& bucket : buckets) under_way_[bucket.index].future = synchronizer_->run(bucket);
+  for (const Bucket& bucket : buckets) {
+    UnderWay& under_way = under_way_[bucket.index];
+    under_way.future = synchronizer_->run(bucket);
+    if (is_accelerated_) under_way.used_by = synchronizer_->engine().shared_device();
+  }
 }
 
 }  // namespace fusedcomm

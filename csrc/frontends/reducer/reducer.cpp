@@ -46,6 +46,15 @@ class GradReducer::TaskEnd {
   std::atomic<bool> has_ended_{false};
 };
 
+GradReducer::UnderWay::~UnderWay() {
+  try {
+    for (const BucketGradient& gradient : gradients) {
+      if (used_by && !gradient.tensor.is_sparse()) used_by->will_use(gradient.tensor);
+    }
+  } catch (const std::exception&) {  // the device has failed, and does nothing more
+  }
+}
+
 std::shared_ptr<GradReducer> GradReducer::make(std::shared_ptr<Synchronizer> synchronizer,
                                                std::vector<Parameter> parameters, const Options& options,
                                                StorePtr store, Say say) {
@@ -339,6 +348,8 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
     const bool is_last = bucket + 1 == buckets_.size();
     OfPass of_pass;
     of_pass.is_shadow = part_ == Part::kZeros;
+    of_pass.is_kept = true;
+    if (is_accelerated_) under_way.used_by = synchronizer_->engine().shared_device();
     of_pass.factor = options_.steps && options_.steps->sums ? world_size_ : 1;
     under_way.future =
         synchronizer_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients), std::move(of_pass)));
@@ -366,6 +377,10 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
   BucketGradient of_bucket =
       bucket_gradient(parameter.tensor, sends_sparse(index) ? sparse_dims(index) : 0, is_kept, added);
   num_copied_ += of_bucket.is_copy && !of_bucket.tensor.is_sparse();
+  // The copy's stream may be another than the one that waits, and nobody orders them as optimizers do for gradients.
+  if (of_bucket.is_copy && !of_bucket.tensor.is_sparse() && !taker_) {
+    synchronizer_->engine().device().will_use(of_bucket.tensor);
+  }
   return of_bucket;
 }
 

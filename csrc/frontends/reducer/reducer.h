@@ -37,6 +37,7 @@
 #include "frontends/reducer/flags.h"
 #include "frontends/reducer/layout.h"
 #include "frontends/reducer/problem.h"
+#include "gradients/collective_calls.h"
 #include "gradients/parameter_gradient.h"
 #include "gradients/synchronizer.h"
 
@@ -180,10 +181,17 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Tells when a task of autograd's engine, a call of backward(), ends or is given up.
   class TaskEnd;
 
-  // A bucket that has been handed over.
+  // A bucket that has been handed over. It keeps the gradients while the device may use them.
   struct UnderWay {
+    UnderWay() = default;
+    UnderWay(UnderWay&&) = default;
+    UnderWay& operator=(UnderWay&&) = default;
+    // After an error nobody has waited: tells the allocator which streams may still use the gradients.
+    ~UnderWay();
+
     FuturePtr future;
     std::vector<BucketGradient> gradients;  // in the order of the bucket's parameters
+    std::shared_ptr<Device> used_by;        // null on a CPU, and once the current stream waits for the future
   };
 
   struct Observation {
@@ -278,9 +286,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // All parameters: those that have arrived in this pass in that order, then the others as they were.
   std::vector<size_t> order_of_arrival() const;
   void note_order();
-  // Every rank's numbers: int64 [world_size, number of numbers] on a CPU.
-  FuturePtr gather(const std::vector<int64_t>& numbers, const std::string& what);
-  at::Tensor wait_for_numbers(const FuturePtr& future);
+  // Every rank's numbers: int64 [world_size, number of numbers].
+  GatheredPtr gather(const std::vector<int64_t>& numbers, const std::string& what);
+  // As wait(); the host has the numbers then.
+  const at::Tensor& wait_for_numbers(const GatheredPtr& numbers);
   // Waits; fails if the future has failed or a rank has published a problem.
   void wait(const FuturePtr& future);
   // Publishes `why` and throws it. No pass succeeds from then on.
@@ -342,7 +351,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   size_t num_expected_ = 0;
   std::vector<size_t> num_missing_;  // by bucket
   std::vector<UnderWay> under_way_;  // the buckets that have been handed over
-  FuturePtr flags_of_all_;           // null if there is one rank, or if they have been checked
+  GatheredPtr flags_of_all_;         // null if there is one rank, or if they have been checked
   std::vector<int> tasks_;           // of autograd's engine, which have brought gradients
 
   // The passes that only add up.
