@@ -1,6 +1,7 @@
 """One rank of bench/local_speed.py: times steps without communication and with LocalSteps by turns, and writes rows as
 JSON."""
 
+import math
 import statistics
 import time
 
@@ -11,10 +12,10 @@ from lib.rank import started
 
 import fusedcomm
 
-DELAY = 5
+DELAY, MARGIN = 5, 1.1
 """The least delay that is tried, where H allows it: LocalSteps' own."""
 FIRST_STEPS = 10
-"""Steps whose median time says what the plan needs to know. They are not part of the result."""
+"""Steps whose median time says which delay hides messages. They are not part of the result."""
 
 
 class Trained:
@@ -60,8 +61,10 @@ def measure(every: int, wire: str, settings: dict, characters: Characters) -> di
     alone, local = Trained(settings, characters), Trained(settings, characters)
     step_s = alone.steps(FIRST_STEPS) / FIRST_STEPS
     comm = made(local, every, 0, wire)
-    plan = comm.plan(settings["bits_s"], step_s)  # the same on every rank
-    delay = min(max(plan.least_delay or 1, DELAY), every - 1)
+    plan = comm.plan()  # the same on every rank
+    (row,) = plan.rows
+    line_s = 8 * (row.sent_between_hosts_nbytes or row.sent_nbytes) / settings["bits_s"] if settings["bits_s"] else 0.0
+    delay = min(max(math.ceil(MARGIN * line_s / step_s), DELAY), every - 1)
     comm.detach()
     comm = made(local, every, delay, wire)
     local.steps(every + delay)  # from here on a turn begins just after a merge has ended
@@ -78,7 +81,7 @@ def measure(every: int, wire: str, settings: dict, characters: Characters) -> di
         "steps": steps,
         "alone_s": alone_s,
         "local_s": local_s,
-        "line_s": plan.line_s,
+        "line_s": line_s,
         "sent_nbytes": plan.sent_nbytes,
         "waited_s": slowest((comm.stats().waited_ms - waited_ms) * 1e-3),
     }

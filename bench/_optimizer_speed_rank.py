@@ -204,7 +204,7 @@ def memory(trained: Trained) -> dict[str, int] | None:
     if trained.sharded is None:
         return None
     plan = trained.sharded.plan()
-    names = ("replicated_nbytes", "master_nbytes", "buffer_nbytes", "residual_nbytes")
+    names = ("master_nbytes", "buffer_nbytes", "residual_nbytes")
     return {name: getattr(plan, name) for name in names}
 
 

@@ -1,7 +1,7 @@
 """What grows with the ranks: connections, threads, memory, time to attach, and bytes while nothing is trained.
 
     python bench/scale.py                              # 2 to 16 processes of this machine, as root
-    python bench/scale.py --ranks 32 64 --members 256
+    python bench/scale.py --ranks 32 64 --members 256 1024
 
 Every rank is a process, forked after torch is imported, over gloo in a network of its own, so that all bytes of its
 loopback are the job's. What a way adds to torch's process group is printed for each rank:
@@ -44,6 +44,8 @@ from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.ranks.groups import end_together
 
 IDLE_S, STEPS = 5.0, 4
+INFO = {"store": ["10.0.0.1", 40000], "process": "10.0.0.1/12345/123456789", "timeout_s": 1800.0}
+"""What a simulated member says of itself, as long as a real one's."""
 
 
 def torch_ddp(model: torch.nn.Module) -> torch.nn.Module:
@@ -122,7 +124,7 @@ def rank_of(job: argparse.Namespace, rank: int, results: multiprocessing.SimpleQ
 
     def step() -> None:
         optimizer.zero_grad()
-        wrapped(torch.full((2, 128), rank + 1.0)).square().mean().backward()
+        wrapped(torch.full((2, 128), (rank + 1.0) / job.size)).square().mean().backward()
         optimizer.step()
 
     step()
@@ -184,7 +186,7 @@ class Simulated:
     """A member: its rules, and what they have it do."""
 
     def __init__(self, network: "Network", uid: str) -> None:
-        self.network, self.member, self.reasons = network, Member(uid, "10.0.0.1", 40000, {}), {}
+        self.network, self.member, self.reasons = network, Member(uid, "10.0.0.1", 40000, INFO), {}
         self.barrier = StepBarrier()
         self.rules = Agreement(uid, 1, self.barrier, self)
         self.seconds = 0.0
@@ -269,8 +271,6 @@ class Network:
         self.alive[joiner.member.uid] = joiner
         self.alive[min(self.alive)].rules.add_joiner(joiner.member)
         self.flow()
-        for _ in range(2):  # the states of a second: all know that the view before is active
-            self.tick()
 
 
 def simulated(size: int, num_changes: int, report: Report) -> None:

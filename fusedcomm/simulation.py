@@ -91,7 +91,6 @@ def simulate(
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
             residuals._prepare(of_one, levels.num_hosts if levels else world_size)
-            residuals._decay(config.feedback.decay)
         lossy, exact = (_Places(slices, wire, flats[0]) for wire in (0, _C.EXACT_WIRE))
         for chunk in range(of_one.num_chunks):
             encoders = _Encoders(codec, of_one, chunk, config, residuals)
@@ -126,12 +125,6 @@ class Residuals:
         if repr(layout) != self._layout or len(self._of_senders) != num_senders:
             those, these = (len(self._of_senders), self._layout), (num_senders, repr(layout))
             raise ValueError(f"residuals are for {those}, not for {these}: make one Residuals for each bucket")
-
-    def _decay(self, factor: float) -> None:
-        if factor != 1:
-            dtype = torch.float32 if self.format == "fp32" else torch.bfloat16
-            for kept in (*self._of_senders, self._of_means):
-                kept.view(dtype).mul_(factor)
 
 
 # ---- sums
@@ -301,7 +294,7 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
         return None
     if config.feedback is not None and config.feedback.format != residuals.format:
         raise ValueError(f"residuals are {residuals.format!r}: use that in feedback={config.feedback!r}, too")
-    return Feedback(residuals.format, decay=1.0 if config.feedback is None else config.feedback.decay)
+    return Feedback(residuals.format)
 
 
 def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:

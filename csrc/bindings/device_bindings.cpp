@@ -148,7 +148,8 @@ void bind_devices(py::module_& m) {
 
   m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
   py::class_<TensorTransport, std::shared_ptr<TensorTransport>>(m, "TensorTransport");
-  py::class_<C10dTransport, TensorTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
+  py::class_<C10dTransport, TensorTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport")
+      .def("warm_up", &C10dTransport::warm_up, NoGil());
   py::class_<HostTransport, C10dTransport, std::shared_ptr<HostTransport>>(m, "HostTransport")
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));

@@ -29,8 +29,6 @@ void check_config(const WireConfig& config) {
   require(config.sum != Sum::kDirect || (is_16_bit(config.wire) && has_one_wire), "sum and wires");
   require(config.sum != Sum::kExact || !rounds, "sum and wires");
   require(!config.feedback || (rounds && !transport_adds), "error feedback, wires and sum");
-  require(config.feedback_decay > 0 && config.feedback_decay <= 1, "feedback_decay");
-  require(config.feedback || config.feedback_decay == 1, "feedback_decay and error feedback");
   require(predivide == 0 ||
               (config.wire == Wire::kFp16 && predivide > 0 && std::isfinite(static_cast<float>(1 / predivide)) &&
                std::isfinite(static_cast<float>(predivide))),

@@ -20,7 +20,6 @@ struct WireConfig {
   int64_t num_slots = 4;                   // chunks that may be under way at once; each has a workspace
   std::vector<WireFormat> others;          // wires that some parameters have instead of `wire`; their numel is not used
   std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
-  double feedback_decay = 1;               // what residuals are multiplied by before they are added to gradients
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
   // Only counts depend on these two: the ranks of this rank's host, on one level too, and how many links of the ring of
@@ -40,7 +39,6 @@ struct WireConfig {
     visit("chunks_in_flight", &WireConfig::num_slots);
     visit("others", &WireConfig::others);
     visit("error_feedback", &WireConfig::feedback);
-    visit("feedback_decay", &WireConfig::feedback_decay);
     visit("ranks_per_host", &WireConfig::ranks_per_host);
     visit("local_wire", &WireConfig::local_wire);
     visit("ranks_on_host", &WireConfig::ranks_on_host);

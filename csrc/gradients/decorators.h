@@ -1,5 +1,5 @@
-// The decorators of a job, each in a file of its name; Synchronizer::decorate() has their order. What they are given
-// must outlive the engine's lanes.
+// The decorators of a job, each in a file of its name, but remembered(), which is in kept_pass.cpp.
+// Synchronizer::decorate() has their order. What they are given must outlive the engine's lanes.
 #pragma once
 
 #include <memory>
@@ -30,9 +30,6 @@ std::unique_ptr<JobDecorator> measured(BucketJob* job, const BucketRecordPtr& re
 // Weighs the bucket's gradients, whose messages have heads.
 std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, const BucketRecord& record,
                                        const PassWeightPtr& weight, PassWeights* weights, Engine* engine);
-
-// Lets old errors fade before they are added to the gradients. decay: what multiplies residuals.
-std::unique_ptr<JobDecorator> decayed(const BucketRecordPtr& record, double decay);
 
 // Remembers second residuals as they are, for a pass that begins again; see KeptPass.
 std::unique_ptr<JobDecorator> remembered(const BucketRecordPtr& record);

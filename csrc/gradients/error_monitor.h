@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "engine/stage.h"
 
@@ -30,11 +31,21 @@ class ErrorMonitor {
     return measure_every_ != 0 && pass % measure_every_ == std::min(kFirstMeasured, measure_every_ - 1);
   }
   // Stores the measurement of a bucket.
-  void add(Measurement measurement);
+  void add(Measurement measurement) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::string bucket = measurement.label->name;
+    measurements_[bucket] = std::move(measurement);
+  }
   // Drops a bucket's measurement. Call it when another bucket has this name.
-  void forget(const std::string& bucket);
+  void forget(const std::string& bucket) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    measurements_.erase(bucket);
+  }
   // The last measurement of each bucket, by the bucket's name.
-  std::map<std::string, Measurement> measurements() const;
+  std::map<std::string, Measurement> measurements() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return measurements_;
+  }
 
  private:
   // The first pass that may be measured. It is not one of the first passes, after which DDP rebuilds its buckets.

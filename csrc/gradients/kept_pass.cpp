@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "gradients/decorators.h"
 #include "transport/wire_tensor.h"
 #include "wire/relayout.h"
 
@@ -23,7 +24,30 @@ void wait_for_caller(Device& device) {
   now->ms_since(*now);
 }
 
+// Remembers the second residuals of a bucket as they are before its sum.
+class RememberedBucket : public JobDecorator {
+ public:
+  explicit RememberedBucket(BucketRecordPtr record) : record_(std::move(record)) {
+    for (const BucketRecord::Kept& kept : record_->kept) {
+      if (kept.residual) kept.residual->forget_second();
+    }
+  }
+
+  void before_reduce() override {
+    for (const BucketRecord::Kept& kept : record_->kept) {
+      if (kept.residual) kept.residual->remember_second();
+    }
+  }
+
+ private:
+  const BucketRecordPtr record_;
+};
+
 }  // namespace
+
+std::unique_ptr<JobDecorator> remembered(const BucketRecordPtr& record) {
+  return std::make_unique<RememberedBucket>(record);
+}
 
 void KeptPass::note(KeptBucket bucket) {
   std::lock_guard<std::mutex> lock(mutex_);

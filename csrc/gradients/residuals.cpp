@@ -66,16 +66,6 @@ Range ResidualBuffer::first_range(int64_t chunk) const {
   return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
 }
 
-void ResidualBuffer::decay_first(double factor) {
-  const NoAutocast no_autocast;
-  first_.mul_(factor);
-}
-
-void ResidualBuffer::decay_second(double factor) {
-  const NoAutocast no_autocast;
-  second_.mul_(factor);
-}
-
 void ResidualBuffer::weigh_first(double share) {
   if (share == 0 || share == first_share_) return;
   const NoAutocast no_autocast;

@@ -53,9 +53,6 @@ class ResidualBuffer {
     second_factor_ = remembered_->factor;
     second_on_device_ = remembered_->factor_on_device;
   }
-  // Multiply what is left out so far. Call them before the encoders run, on their lanes.
-  void decay_first(double factor);
-  void decay_second(double factor);
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
   // The residual of the lossy elements from `begin` on: fp32 [numel], in the unit of gradients, with weights those of a

@@ -172,13 +172,11 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
 
 void Synchronizer::decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record,
                             const PassWeightPtr& weight, const PassOrder::Turn& turn) {
-  const double decay = engine_->config().feedback_decay;
   const bool is_measured = monitor_.is_measured(turn.pass) && !bucket.rows() && record->plan.sum != Sum::kExact &&
                            !(bucket.of_pass() && bucket.of_pass()->packed) && (!weight || weight->pack != 0);
   // Residuals are remembered before anything changes them, and measured as the encoder adds them.
   if (record->messages) job->decorators.push_back(remembered(record));
   if (weight) job->decorators.push_back(weighted(job, bucket, *record, weight, &weights_, engine_.get()));
-  if (decay != 1) job->decorators.push_back(decayed(record, decay));
   if (is_measured) {
     job->decorators.push_back(
         measured(job, record, bucket.gradients, *engine_, transport_->place(), weight, &monitor_));

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -73,6 +74,25 @@ const char* peer_on(Channel channel) {
     default:
       return "rank ";
   }
+}
+
+// The ranks that the channel connects, in errors. Never empty.
+const char* ranks_on(Channel channel) {
+  switch (channel) {
+    case Channel::kLocalScatter:
+    case Channel::kLocalGather:
+      return "the ranks of this host";
+    case Channel::kCrossScatter:
+    case Channel::kCrossGather:
+      return "the ranks with the same local rank on other hosts";
+    default:
+      return "all ranks";
+  }
+}
+
+WireSpan span_of(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), static_cast<int64_t>(tensor.nbytes()),
+          std::make_shared<at::Tensor>(tensor)};
 }
 
 }  // namespace
@@ -181,11 +201,7 @@ void HostTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor,
 // Messages of an exchange, unlike gloo's own collectives, end when the exchange is given up.
 void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                       Lane::Completion done) {
-  const auto bytes = [](const at::Tensor& tensor) {
-    return WireSpan{static_cast<std::byte*>(tensor.data_ptr()), static_cast<int64_t>(tensor.nbytes()),
-                    std::make_shared<at::Tensor>(tensor)};
-  };
-  exchange(channel).start(bytes(input), bytes(output), std::move(done));
+  exchange(channel).start(span_of(input), span_of(output), std::move(done));
 }
 
 // Waits for the device. Otherwise NCCL's destructor would abort collectives that the device has not run yet: the unpack
@@ -222,6 +238,42 @@ void StreamTransport::abort() {
       }
     }
   }).detach();
+}
+
+void StreamTransport::warm_up() {
+  // NCCL sends few bytes by another protocol, with buffers of its own.
+  constexpr std::array<int64_t, 2> kNbytes = {4 << 10, 1 << 20};
+  for (size_t i = 0; i < backends().size(); ++i) {
+    if (!backends()[i]) continue;
+    for (const int64_t nbytes : kNbytes) warm_up(static_cast<Channel>(i), nbytes);
+  }
+}
+
+void StreamTransport::warm_up(Channel channel, int64_t nbytes) {
+  const at::NoGradGuard no_grad;
+  const bool gathers =
+      channel == Channel::kGather || channel == Channel::kLocalGather || channel == Channel::kCrossGather;
+  const char* what = gathers ? "all-gather" : "all-to-all";
+  const int64_t size = backend(channel).getSize(), part_nbytes = round_up(ceil_div(nbytes, size), kAlignNbytes);
+  const auto done = [](std::exception_ptr) {};  // these are enqueued on the current stream
+  try {
+    const at::Tensor sent = at::zeros({size * part_nbytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    const at::Tensor received = at::empty_like(sent);
+    if (gathers) {
+      all_gather_tensor(channel, received, sent.narrow(0, 0, part_nbytes), done);
+    } else {
+      all_to_all(channel, span_of(sent), span_of(received), done);
+    }
+    if (channel == Channel::kScatter) {
+      what = "all-reduce";
+      all_reduce(channel, span_of(received), Wire::kFp32, done);
+    }
+    c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "fusedcomm: rank ", rank(), " of ", world_size(), " cannot communicate with ", ranks_on(channel),
+                ": the first ", what, ", of ", size * part_nbytes, " bytes, failed: ", error.what(),
+                ". With NCCL_DEBUG=INFO in the environment NCCL says how it connects");
+  }
 }
 
 void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {

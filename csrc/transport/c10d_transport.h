@@ -31,6 +31,10 @@ class C10dTransport : public TensorTransport {
   Place place() const override { return place_; }
   std::string name() const override { return backend(Channel::kScatter).getBackendName(); }
   void give_up() override { *given_up_ = true; }
+  // Runs what each channel carries once with few bytes and once with many, and waits until it has ended. Where the
+  // current stream carries collectives, the first ones connect peers, allocate buffers and load kernels, which would
+  // otherwise happen in the first backward pass. A collective call. Throws c10::Error that names the channel's ranks.
+  virtual void warm_up() {}
 
  protected:
   virtual std::shared_ptr<C10dTransport> copy() const = 0;
@@ -91,6 +95,7 @@ class StreamTransport : public C10dTransport {
   ~StreamTransport() override;
 
   void abort() override;
+  void warm_up() override;
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
@@ -102,6 +107,8 @@ class StreamTransport : public C10dTransport {
 
  private:
   std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<StreamTransport>(*this); }
+  // nbytes: of what a rank sends, approximately.
+  void warm_up(Channel channel, int64_t nbytes);
 
   const c10::Device device_;
 };

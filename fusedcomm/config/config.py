@@ -320,7 +320,6 @@ class Config(Options):
             chunks_in_flight=chunks.in_flight,
             others=others,
             error_feedback=self.residual_format,
-            feedback_decay=1.0 if self.feedback is None else float(self.feedback.decay),
             ranks_per_host=ranks_per_host,
             local_wire=self.local_wire,
             ranks_on_host=own_host.num_ranks,

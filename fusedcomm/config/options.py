@@ -75,19 +75,14 @@ class Feedback(Options):
             addition), or "bf16" (half of that).
         unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
             the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
-        decay: what both encoders' residuals are multiplied by before they are added to the next gradients, above 0 and
-            at most 1. Below 1 old errors fade, at the price of a pass over the residuals in every step: for int4
-            between seldom merges (:class:`fusedcomm.LocalSteps`), where .9 to .95 is usual.
     """
 
     format: ResidualFormat = "fp32"
     unsharded: bool = False
-    decay: float = 1.0
 
     def __post_init__(self) -> None:
         check.choice("Feedback(format)", self.format, RESIDUALS)
         check.flag("Feedback(unsharded)", self.unsharded)
-        check.number("Feedback(decay)", self.decay, 1e-6, 1, "a number above 0 and at most 1, e.g. 0.95")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -6,46 +6,38 @@ travels as compress() returns it.
 """
 
 import dataclasses
+import json
 from typing import Any
 
 import torch
 
-from fusedcomm.config import Config
-from fusedcomm.horovod.wire_texts import config_of, text_of
+from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels, check
 from fusedcomm.literals import Weighted
 
+_GROUPS = {"blocks": Blocks, "feedback": Feedback, "chunks": Chunks}
 _SENT_AS_THEY_ARE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Compressor:
-    """Converts a tensor before it travels, and back. Subclass it for a conversion of your own."""
+    """Converts a tensor before it travels, and back. Subclass it for a conversion of your own; this one leaves tensors
+    as they are."""
 
     wire = ""
-    """The wire in which the engine sums; see wire_texts.py. Empty: none."""
+    """The wire in which the engine sums: a text that :func:`config_of` can read. Empty: none."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Returns the tensor that travels, and what decompress() needs."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The result in the tensor's own dtype. ctx: what compress() returned beside `tensor`."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """`tensor` itself, and None."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """`tensor` itself."""
+        """The result in the tensor's own dtype. ctx: what compress() returned beside `tensor`."""
         return tensor
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
 
 
 class _Cast(Compressor):
@@ -115,6 +107,47 @@ class Compression:
         return compressor
 
 
+def text_of(config: Config) -> str:
+    """A name for the configuration in a request, which every rank can read: the wire, if nothing else differs from the
+    defaults; else JSON.
+
+    Raises:
+        ValueError: `config` is no Config, measures errors of backward passes, or has feedback of reduce-scatters.
+    """
+    check.kind("config", config, Config)
+    for name in ("measure_every", "compare_every", "compare"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not possible here: operations come one by one, and belong to no "
+                "backward pass. Leave it out, or use fusedcomm.GradReducer"
+            )
+    config.refuse_unsharded()
+    defaults = dataclasses.asdict(Config())
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    fields.pop("wire", None)
+    # The order of patterns matters: the first that matches counts.
+    return json.dumps({"wire": config.wire, **fields}) if fields else config.wire
+
+
+def config_of(text: str) -> Config:
+    """The configuration that :func:`text_of` has named, without measurements. Raises ValueError for another text."""
+    if text in WIRES:
+        fields: Any = {"wire": text}
+    else:
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{text!r} names no wire: use one of {', '.join(map(repr, WIRES))}")
+    for name, group in _GROUPS.items():
+        if fields.get(name) is not None:
+            fields[name] = group(**fields[name])
+    if isinstance(fields.get("hosts"), dict):
+        fields["hosts"] = TwoLevels(**fields["hosts"])
+    return Config(**fields, measure_every=0)
+
+
 def check_compression(compression: Any) -> Any:
     """`compression`, which must be able to compress() and decompress(). Raises TypeError that says what to pass."""
     if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
@@ -155,7 +188,7 @@ def config_of_gradients(
 
 
 def wire_of(compression: Any, tensor: torch.Tensor) -> str:
-    """The wire in which the engine sums `tensor`; see wire_texts.py. Empty: it travels as compress() returns it.
+    """The wire in which the engine sums `tensor`; see :func:`config_of`. Empty: it travels as compress() returns it.
 
     Raises:
         ValueError: `compression` needs the engine, which does not take this tensor to other ranks.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.config import LocalOptions
-from fusedcomm.horovod.wire_texts import config_of
+from fusedcomm.horovod.compression import config_of
 from fusedcomm.native import _C
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.session.session import Session
@@ -18,26 +18,16 @@ if TYPE_CHECKING:
 _NO_TIMEOUT = datetime.timedelta(days=365)
 """A slow rank is no error: rank 0 reports stalls, and lost ranks are noticed."""
 
-opened: "list[tuple[World, Session]]" = []
-
 
 def open_sums(world: "World", set_id: int, wire: str) -> "_C.FusedSum":
     """Opens the engine of a process set for a wire. Every member of the set calls it, in the same order.
 
     Raises RuntimeError, with the same text on every member, if one of them cannot open it.
     """
-    of_set = world.members[set_id].group
+    of_set, config = world.members[set_id].group, config_of(wire)
     store = dist.PrefixStore(f"engines/{set_id}", world.store)
     backends = {"cpu": of_set.backends["cpu"]}
     group = OwnGroup(store, of_set.group_rank, of_set.group_size, _NO_TIMEOUT, backends, world.rank)
-    session = open_session(group, wire)
-    opened.append((world, session))
-    return _C.FusedSum(session.synchronizer)
-
-
-def open_session(group: OwnGroup, wire: str) -> Session:
-    """The session of a wire, for any group. `wire`: see wire_texts.py."""
-    config = config_of(wire)
     # Rank 0's negotiator looks for stalls, and knows the names of operations.
     session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
     if config.name_patterns:
@@ -45,13 +35,5 @@ def open_session(group: OwnGroup, wire: str) -> Session:
             # It reads only the dimensions.
             lambda name, num_dims: config.wire_number(name, torch.empty([0] * num_dims, dtype=torch.float32)),
         )
-    return session
-
-
-def close_engines(world: "World", reason: str) -> None:
-    """Ends the engines that `world` has opened; sums under way fail with `reason`. Idempotent."""
-    global opened
-    closing = [session for owner, session in opened if owner is world]
-    opened = [(owner, session) for owner, session in opened if owner is not world]
-    for session in closing:
-        session.stop(reason)
+    world.sessions.append(session)
+    return _C.FusedSum(session.synchronizer)

@@ -1,7 +1,6 @@
 """Broadcasts of whole objects: parameters, an optimizer's state, and anything that can be pickled."""
 
 import collections
-import io
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -54,23 +53,26 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copies the root's optimizer state and options to every other rank, where the state may be empty.
 
-    Raises ValueError for LBFGS, whose state is no table of tensors. `model` is accepted for Horovod's sake: the state
-    is copied as it is, so no rank needs to know which parameters have sparse gradients."""
+    Nothing is unpickled. `model`: says which parameters have sparse gradients, where the state is empty. Raises
+    ValueError for LBFGS, whose state is no table of tensors, and TypeError, on every rank, if the root's state has
+    something that ranks/objects.py cannot pack."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS cannot be broadcast")
-    _, rank = member_of(global_process_set)
+    found, _ = member_of(global_process_set)
     if not optimizer.state:
         _give_zero_gradients(optimizer, model)
     state_dict = optimizer.state_dict()
-    packed, own = pack(state_dict["state"], "the optimizer's state", opaque=_pickled)
-    told = (packed, _options(state_dict))
-    packed, groups = broadcast_object(told, root_rank, name=f"optimizer.{type(optimizer).__name__}")
-    if rank == root_rank:
-        state, tensors = state_dict["state"], own
-    else:
-        state, tensors = unpack(packed, _own_or_new(own, optimizer), opaque=pickle.loads)
+    try:
+        packed, own = pack([state_dict["state"], _options(state_dict), ""], "the optimizer's state")
+    except TypeError as error:
+        packed, own = pack([None, None, str(error)], "an error")
+    sent = _from_root(packed, root_rank, f"optimizer.{type(optimizer).__name__}", global_process_set)
+    (state, groups, problem), tensors = unpack(sent, _own_or_new(own, optimizer))
+    if problem:
+        raise TypeError(problem)
+    tensors = own if found.rank == root_rank else tensors
     broadcast_parameters([(f"state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
-    if rank != root_rank:
+    if found.rank != root_rank:
         _assign(optimizer, state, groups)
 
 
@@ -121,19 +123,20 @@ def _own_or_new(own: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Ma
     return make
 
 
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    pickler.dump(value, buffer)
-    return buffer.getvalue()
-
-
-def _sent(obj: Any) -> torch.Tensor:
+def _as_tensor(content: bytes) -> torch.Tensor:
     """uint8 of shape (nbytes,)."""
-    return torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _received(data: torch.Tensor) -> Any:
-    return pickle.loads(bytes(data.untyped_storage())) if data.numel() else None
+def _from_root(content: bytes, root_rank: int, name: str, process_set: ProcessSet) -> bytes:
+    """The root's bytes on every rank; `content` is read on the root only."""
+    data = _as_tensor(content if member_of(process_set)[0].rank == root_rank else b"")
+    nbytes = torch.tensor([data.numel()], dtype=torch.int64)
+    synchronize(async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set))
+    if not data.numel():
+        data = torch.empty(int(nbytes.item()), dtype=torch.uint8)
+    synchronize(async_ops.broadcast_async_(data, root_rank, f"{name}.t", process_set))
+    return bytes(data.untyped_storage())
 
 
 def broadcast_object(
@@ -141,25 +144,18 @@ def broadcast_object(
 ) -> Any:
     """The root's object on every rank; `obj` is read on the root only. It is pickled, with cloudpickle if that is
     installed. `root_rank`: a rank of the job, also in a process set."""
-    found, _ = member_of(process_set)
+    is_root = member_of(process_set)[0].rank == root_rank
     name = "broadcast_object" if name is None else name
-    is_root = found.rank == root_rank
-    data = _sent(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    nbytes = torch.tensor([data.numel()], dtype=torch.int64)
-    size = async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set)
-    synchronize(size)
-    if not is_root:
-        data = torch.empty(int(nbytes.item()), dtype=torch.uint8)
-    synchronize(async_ops.broadcast_async_(data, root_rank, f"{name}.t", process_set))
-    return obj if is_root else _received(data)
+    received = _from_root(pickler.dumps(obj) if is_root else b"", root_rank, name, process_set)
+    return obj if is_root else pickle.loads(received)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, in rank order. They are pickled, with cloudpickle if that is installed."""
     name = "allgather_object" if name is None else name
-    data = _sent(obj)
+    data = _as_tensor(pickler.dumps(obj))
     sizes = async_ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
     gathered = async_ops.allgather_async(data, f"{name}.t", process_set)
     nbytes = synchronize(sizes).tolist()
     parts = synchronize(gathered).split(nbytes)
-    return [_received(part.clone()) for part in parts]
+    return [pickle.loads(bytes(part.clone().untyped_storage())) for part in parts]

@@ -59,13 +59,9 @@ class ProcessSet:
     __repr__ = __str__
 
 
-class _GlobalProcessSet(ProcessSet):
-    """Every rank. Its ranks are known after hvd.init()."""
-
-    process_set_id = 0
-
-
-global_process_set: ProcessSet = _GlobalProcessSet([])
+global_process_set = ProcessSet([])
+"""Every rank. Its ranks are known after hvd.init()."""
+global_process_set.process_set_id = 0
 
 
 def _in_use(process_set: ProcessSet) -> ProcessSet:
@@ -102,27 +98,22 @@ def _short(ranks: Sequence[int]) -> str:
 
 
 def parse_sets(process_sets: Any) -> list[ProcessSet]:
-    """The sets given to hvd.init(). Raises ValueError for what is none, and for sets of the same ranks."""
+    """The sets given to hvd.init(). Raises ValueError for what is none."""
     if process_sets is None:
         return []
     if isinstance(process_sets, str):
         raise ValueError(
             f"hvd.init(process_sets={process_sets!r}): expected a list of process sets; none can be made later"
         )
-    sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
-    for i, each in enumerate(sets):
-        if any(each.ranks == other.ranks for other in sets[:i]):
-            raise ValueError(f"hvd.init(process_sets=…): two sets have the ranks {each.ranks}")
-    return sets
+    return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
 
 
-def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[int, str], Any]) -> None:
+def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, int, str], Any]) -> None:
     """Makes the global set and those that hvd.init() was given, and connects their ranks. A collective call.
 
     open_sums: opens the engine of a set for a wire."""
     everyone = list(range(new.size))
-    for each in sets:
-        check_ranks(each.ranks, new, sets_so_far=[ProcessSet(everyone)])
+    check_ranks([each.ranks for each in sets], everyone)
     global_process_set.ranks = everyone
     for set_id, each in enumerate([global_process_set, *sets]):
         each.process_set_id = set_id
@@ -132,18 +123,22 @@ def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[int, str]
         rank, store = each.ranks.index(new.rank), dist.PrefixStore(f"sets/{set_id}", new.store)
         backend = connect_gloo(store, "cpu", rank, len(each.ranks), TIMEOUT)
         group = OwnGroup(store, rank, len(each.ranks), TIMEOUT, {"cpu": backend}, new.rank)
-        new.members[set_id] = Members(group, functools.partial(open_sums, set_id))
+        new.members[set_id] = Members(group, functools.partial(open_sums, new, set_id))
 
 
-def check_ranks(ranks: list[int], found: World, sets_so_far: Iterable[ProcessSet]) -> None:
-    """Raises ValueError for ranks that the job does not have, for no ranks, and if there is a set of these ranks.
+def check_ranks(sets: list[list[int]], everyone: list[int]) -> None:
+    """Raises ValueError for ranks that the job does not have, for no ranks, and for two sets of the same.
 
     In a job of one rank any set will do, so that a script for even and odd ranks, say, also runs there."""
-    if any(not 0 <= rank < found.size for rank in ranks) or (not ranks and found.size > 1):
-        raise ValueError(f"a process set of the ranks {ranks} is not possible: ranks go from 0 to {found.size - 1}")
-    for other in sets_so_far:
-        if other.ranks == ranks and found.size > 1:
-            raise ValueError(f"there is a process set of the ranks {ranks} already; its id is {other.process_set_id}")
+    known = [everyone]
+    for ranks in sets:
+        if not set(ranks) <= set(everyone) or (not ranks and len(everyone) > 1):
+            raise ValueError(
+                f"a process set of the ranks {ranks} is not possible: ranks go from 0 to {len(everyone) - 1}"
+            )
+        if ranks in known and len(everyone) > 1:
+            raise ValueError(f"there is a process set of the ranks {ranks} already; its id is {known.index(ranks)}")
+        known.append(ranks)
 
 
 def forget_sets(old: World) -> None:

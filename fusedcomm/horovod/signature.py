@@ -38,7 +38,7 @@ class Signature(NamedTuple):
 
     kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
     root: in the process set.
-    wire: empty: the tensors' own dtype; see wire_texts.py.
+    wire: empty: the tensors' own dtype; see compression.py.
     device: the type of the tensors' device.
     tensors: dtype and shape of each; without the first dimension where that may differ.
     """

@@ -30,6 +30,41 @@ _SAME = {
 }
 
 
+def in_thread(
+    target: Callable[..., Any], args: tuple = (), name: str | None = None, daemon: bool = True, silent: bool = False
+) -> threading.Thread:
+    """Starts a thread that calls target(*args), and returns it. `silent`: what it raises is not printed."""
+
+    def called() -> None:
+        with contextlib.suppress(BaseException) if silent else contextlib.nullcontext():
+            target(*args)
+
+    thread = threading.Thread(target=called, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+# Modules of Horovod's that are made of what scripts import from them.
+_MADE: dict[str, dict[str, Any]] = {
+    "horovod": {"__path__": [], "is_fusedcomm": True, "__version__": "0.28.1"},
+    "horovod.common": {"__path__": []},
+    "horovod.runner": {"__path__": []},
+    "horovod.runner.util": {"__path__": []},
+    "horovod.runner.util.threads": {"in_thread": in_thread},
+    "horovod.torch.mpi_ops": {name: getattr(ours, name) for name in ours.__all__ if name not in ("elastic", "install")},
+    "horovod.common.util": {
+        "_cache": functools.cache,
+        "env": env.changed,
+        "extension_available": lambda ext_base_name, verbose=False: ext_base_name == "torch",
+        "gloo_built": lambda verbose=False: ours.gloo_built(),
+        "mpi_built": lambda verbose=False: ours.mpi_built(),
+        "nccl_built": lambda verbose=False: bool(ours.nccl_built()),
+        "is_iterable": lambda value: isinstance(value, Iterable),
+        "split_list": split_list,
+    },
+}
+
+
 def put_in_place() -> None:
     """Puts fusedcomm.horovod into sys.modules as `horovod.torch`, with the modules around it that scripts import.
 
@@ -41,12 +76,9 @@ def put_in_place() -> None:
     if there is not None:
         return
     modules = {name: importlib.import_module(target) for name, target in _SAME.items()}
-    modules["horovod.torch.mpi_ops"] = _module("horovod.torch.mpi_ops", _mpi_ops())
-    modules["horovod.common.util"] = _module("horovod.common.util", _util())
-    modules["horovod.runner.util.threads"] = _module("horovod.runner.util.threads", {"in_thread": in_thread})
-    for package in ("horovod", "horovod.common", "horovod.runner", "horovod.runner.util"):
-        modules[package] = _module(package, {"__path__": []})
-    modules["horovod"].__dict__.update(is_fusedcomm=True, __version__="0.28.1")
+    for name, contents in _MADE.items():
+        modules[name] = types.ModuleType(name, "Stands in Horovod's place; see fusedcomm.horovod.install().")
+        modules[name].__dict__.update(contents)
     sys.modules.update(modules)
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
@@ -54,75 +86,3 @@ def put_in_place() -> None:
         if parent in modules and not modules[parent].__name__.startswith("fusedcomm"):
             setattr(modules[parent], last, module)
     ours.mpi_ops = modules["horovod.torch.mpi_ops"]  # type: ignore[attr-defined]
-
-
-def _module(name: str, contents: dict[str, Any]) -> types.ModuleType:
-    module = types.ModuleType(name, "Stands in Horovod's place; see fusedcomm.horovod.install().")
-    module.__dict__.update(contents)
-    return module
-
-
-def _mpi_ops() -> dict[str, Any]:
-    return {name: getattr(ours, name) for name in ours.__all__ if name not in ("elastic", "install")}
-
-
-def _util() -> dict[str, Any]:
-    return {
-        "_cache": cache,
-        "env": env.changed,
-        "extension_available": extension_available,
-        "gloo_built": gloo_built,
-        "mpi_built": mpi_built,
-        "nccl_built": nccl_built,
-        "is_iterable": lambda value: isinstance(value, Iterable),
-        "split_list": split_list,
-    }
-
-
-def cache(function: Callable[[], Any]) -> Callable[..., Any]:
-    """Remembers what the first call has returned, whatever its arguments were."""
-    results: list[Any] = []
-
-    @functools.wraps(function)
-    def cached(*args: Any, **kwargs: Any) -> Any:
-        if not results:
-            results.append(function(*args, **kwargs))
-        return results[0]
-
-    return cached
-
-
-def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there is a front end for the framework: for torch only."""
-    return ext_base_name == "torch"
-
-
-def gloo_built(verbose: bool = False) -> bool:
-    """See state.py."""
-    return ours.gloo_built()
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    """See state.py."""
-    return ours.mpi_built()
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    """Whether torch has NCCL and a GPU."""
-    return bool(ours.nccl_built())
-
-
-def in_thread(
-    target: Callable[..., Any], args: tuple = (), name: str | None = None, daemon: bool = True, silent: bool = False
-) -> threading.Thread:
-    """Starts a thread that calls target(*args), and returns it. `silent`: what it raises is not printed."""
-
-    def quietly() -> None:
-        with contextlib.suppress(BaseException):
-            target(*args)
-
-    thread = threading.Thread(
-        target=quietly if silent else target, args=() if silent else args, name=name, daemon=daemon
-    )
-    thread.start()
-    return thread

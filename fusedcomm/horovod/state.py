@@ -2,11 +2,12 @@
 
 import atexit
 import ctypes
+import datetime
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,22 +17,20 @@ import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
 import fusedcomm.horovod.operations as operations
+import fusedcomm.horovod.step_reducer as step_reducer
 import fusedcomm.horovod.timeline as timeline
-from fusedcomm.horovod.launch import Launch, set_launch
+from fusedcomm.horovod.engines import open_sums
 from fusedcomm.horovod.order import Order, Request
-from fusedcomm.horovod.process_sets import ProcessSet, forget_sets, make_sets, parse_sets
+from fusedcomm.horovod.process_sets import forget_sets, make_sets, parse_sets
 from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
-from fusedcomm.ranks import own_address
-from fusedcomm.ranks.agreement import difference
+from fusedcomm.ranks import agreement, own_address
 from fusedcomm.ranks.channels import connect_gloo
 from fusedcomm.ranks.connections import kept_alive
-
-__all__ = ["Launch", "World", "init", "is_initialized", "set_launch", "shutdown", "world"]
-
+from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks.peers import Peers
 
 _lock = threading.RLock()
-_is_shut_down_at_exit = False
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None = None) -> None:
@@ -43,7 +42,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None =
     Raises ValueError for arguments that are not possible, for other arguments than those of an earlier call, and for
     variables that contradict each other. Raises TimeoutError that names the ranks that did not call.
     """
-    global _is_shut_down_at_exit
     sets = parse_sets(process_sets)
     asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets))
     with _lock:
@@ -56,85 +54,74 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None =
                     "hvd.shutdown() on every rank first"
                 )
             return
-        settings = environment.settings()
-        if settings.interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
-        found = launch.find(settings)
-        if asked_for[0] is not None:
-            found = launch.subset(found, list(asked_for[0]))
-        new = _connect(found, settings, sets, asked_for)
+        new = _met(asked_for)
+        make_sets(new, sets, open_sums)
+        control = None
+        if new.size > 1:
+            control, new.sockets = kept_alive(
+                lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout)
+            )
+        ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
+        start = functools.partial(_start, new.members)
+        new.order = Order(new.rank, new.size, ranks, control, new.settings, start)
         try:
             # A rank that goes on may end the job while others are still connecting.
-            _wait_for_all(new)
+            barrier = Request(0, Signature("barrier", "init"))
+            new.order.submit(barrier, at_once=True)
+            new.order.wait(barrier)
         except BaseException:
             new.order.shutdown()
             raise
         set_world(new)
-        if not _is_shut_down_at_exit:
-            atexit.register(shutdown)
-            _is_shut_down_at_exit = True
-    _start_timeline(new)
+    if new.settings.timeline and new.settings.timeline != "DYNAMIC" and new.rank == 0:
+        new.timeline = timeline.Writer(Path(new.settings.timeline), new.order, new.settings.mark_cycles)
 
 
-def _wait_for_all(new: World) -> None:
-    barrier = Request(0, Signature("barrier", "init"))
-    new.order.submit(barrier, at_once=True)
-    new.order.wait(barrier)
-
-
-def _connect(found: Launch, settings: environment.Settings, sets: list[ProcessSet], asked_for: tuple) -> World:
-    store = launch.fresh(found)
+def _met(asked_for: tuple) -> World:
+    """The ranks, once they have met and agree on the process sets."""
+    settings, problem = environment.Settings(), ""
+    try:
+        settings = environment.settings()
+    except ValueError as error:  # raised once all ranks have been told
+        problem = str(error)
+    if settings.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
+    timeout = datetime.timedelta(seconds=settings.timeout_s)
+    found = launch.find(timeout)
+    if asked_for[0] is not None:
+        found = launch.subset(found, list(asked_for[0]))
+    # Ranks may shut down and init any number of times: the store is counted.
+    group = OwnGroup(dist.PrefixStore("horovod", found.store), found.rank, found.size, timeout)
+    peers = Peers.of(group, torch.device("cpu"), what="calling hvd.init()")
     hostname = os.environ.get("HOROVOD_HOSTNAME") or own_address.host_name()
-    about = {"host": hostname, "sets": asked_for[1], "problem": str(settings.problem or "")}
-    abouts = launch.exchange(found, store, about)
-    if problem := _problem_of(abouts):
-        raise ValueError(problem)
-    hosts = [each["host"] for each in abouts]
-    places = launch.places(found.rank, hosts, found.is_horovods)
-    if not found.is_horovods:
-        launch.publish({"rank": found.rank, "size": found.size, **places})
-    new = World(
+    about = {"host": hostname, "sets": asked_for[1], "problem": problem}
+    try:
+        abouts: list[Any] = agreement.gather(peers, peers.store.under("about"), about, "calling hvd.init()")
+    except RuntimeError as error:
+        raise TimeoutError(f"hvd.init(): {error}; HOROVOD_GLOO_TIMEOUT_SECONDS sets the time") from error
+    for rank, of_rank in enumerate(abouts):
+        if of_rank["problem"]:
+            raise ValueError(f"hvd.init(): rank {rank} cannot start: {of_rank['problem']}")
+    sets = {f"rank {rank}": {"process_sets": of_rank["sets"]} for rank, of_rank in enumerate(abouts)}
+    if differs := agreement.difference(sets):
+        raise ValueError(f"hvd.init(): {differs}. Give every rank the same sets in the same order")
+    hosts = [of_rank["host"] for of_rank in abouts]
+    places = launch.places(found.rank, hosts)
+    launch.publish({"rank": found.rank, "size": found.size, **places})
+    return World(
         rank=found.rank,
         size=found.size,
         **places,
         hosts=hosts,
-        store=store,
-        timeout=found.timeout,
+        store=peers.store.native,
+        timeout=timeout,
         settings=settings,
         asked_for=asked_for,
     )
-    # What the members keep must not keep alive the world, which keeps them.
-    itself = weakref.ref(new)
-
-    def open_sums(set_id: int, wire: str) -> Any:
-        import fusedcomm.horovod.engines as engines
-
-        return engines.open_sums(itself(), set_id, wire)
-
-    make_sets(new, sets, open_sums)
-    control = None
-    if new.size > 1:
-        control, new.sockets = kept_alive(lambda: connect_gloo(store, "control", new.rank, new.size, new.timeout))
-    ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
-    new.order = Order(new.rank, new.size, ranks, control, settings, functools.partial(_start, new.members))
-    return new
 
 
 def _start(members: dict[int, Any], set_id: int, rows: Sequence[Sequence[int]], requests: list[Request]) -> Any:
     return operations.start(members[set_id], rows, requests)
-
-
-def _problem_of(abouts: list[dict[str, Any]]) -> str:
-    """Why the ranks cannot start, the same on every rank; empty if they can."""
-    for rank, about in enumerate(abouts):
-        if about["problem"]:
-            return f"hvd.init(): rank {rank} cannot start: {about['problem']}"
-    found = difference({f"rank {rank}": {"process_sets": about["sets"]} for rank, about in enumerate(abouts)})
-    return f"hvd.init(): {found}. Give every rank the same sets in the same order" if found else ""
-
-
-def _lists(sets: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(ranks) for ranks in sets]
 
 
 def _parse_comm(comm: Any) -> tuple[int, ...] | None:
@@ -148,13 +135,7 @@ def _parse_comm(comm: Any) -> tuple[int, ...] | None:
 
 def _said(asked_for: tuple) -> str:
     comm, sets = asked_for
-    return f"comm={comm and list(comm)} and process_sets={_lists(sets) or None}"
-
-
-def _start_timeline(new: World) -> None:
-    path = new.settings.timeline
-    if path and path != "DYNAMIC" and new.rank == 0:
-        timeline.start(new, path, new.settings.mark_cycles)
+    return f"comm={comm and list(comm)} and process_sets={list(map(list, sets)) or None}"
 
 
 def shutdown() -> None:
@@ -165,21 +146,21 @@ def shutdown() -> None:
         if old is None:
             return
         if not isinstance(old.order, Ended):  # this process is no child of fork()
-            timeline.stop()
-            import fusedcomm.horovod.engines as engines
-            import fusedcomm.horovod.step_reducer as step_reducer
-
+            old.end_timeline()
             step_reducer.leave_all(old.order.failure or "hvd.shutdown() was called")
             if old.order.failure:  # its thread may wait for a sum that no longer ends
-                engines.close_engines(old, old.order.failure)
+                old.close_engines(old.order.failure)
             if not old.order.shutdown():
                 _keep(old.members)  # the end of a backend would wait for a peer that is gone
                 _keep(old.order)
-            engines.close_engines(old, "hvd.shutdown() was called")
+            old.close_engines("hvd.shutdown() was called")
             old.order = Ended(old.order.failure)
         forget_sets(old)
         set_world(None)
     handles.forget_all()
+
+
+atexit.register(shutdown)
 
 
 def _keep(thing: object) -> None:
@@ -193,19 +174,16 @@ def _leave_to_parent() -> None:
     global _lock
     _lock = threading.RLock()
     handles.leave_to_parent()
-    timeline.leave_to_parent()
     if (old := world_if_any()) is None or isinstance(old.order, Ended):
         return
-    import fusedcomm.horovod.engines as engines
-
-    ended = old.order
+    ended, old.timeline = old.order, None
     old.order = Ended(
         f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
         "its job"
     )
     # The end of an engine, or a backend, waits for threads.
     _keep(ended)
-    for each in [*old.members.values(), *engines.opened]:
+    for each in [*old.members.values(), *old.sessions]:
         _keep(each)
     # Otherwise the other ranks would not notice the parent's end while the child lives.
     for descriptor in old.sockets:
@@ -263,14 +241,12 @@ def mpi_threads_supported() -> bool:
     raise ValueError("fusedcomm.horovod is built without MPI")
 
 
-def mpi_enabled() -> bool:
-    """False: there is no MPI here."""
-    return False
-
-
 def mpi_built() -> bool:
-    """False: there is no MPI here."""
+    """False: there is no MPI, DDL or oneCCL here."""
     return False
+
+
+mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_enabled() -> bool:
@@ -289,16 +265,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0, 0)[:3]
     return major * 10000 + minor * 100 + patch
-
-
-def ddl_built() -> bool:
-    """False: there is no DDL here."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: there is no oneCCL here."""
-    return False
 
 
 def cuda_built() -> bool:

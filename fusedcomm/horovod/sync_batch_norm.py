@@ -1,20 +1,17 @@
 """Batch normalisation over the batches of all ranks."""
 
-from typing import Any
-
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.checks import Sum
-from fusedcomm.horovod.handles import synchronize
+from fusedcomm.horovod.ops import allreduce
 from fusedcomm.horovod.world import world
 
 
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.SyncBatchNorm's arithmetic with the sums over this job's ranks. Input: (N, C) or (N, C, …), on any
     device; the ranks' N may differ, and be 0. With one rank, and in eval mode with running statistics, plain batch
-    norm."""
+    norm. Gradients of weight and bias are this rank's: the optimizer reduces them like any other."""
 
     def __init__(
         self,
@@ -35,10 +32,23 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if world().size == 1 or not (self.training or not self.track_running_stats):
             return super().forward(input)
-        output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        # Sums in fp32 at least: a channel may have millions of values.
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        dims = [0, *range(2, input.dim())]
+        num_values = wide.new_tensor([input.numel() // input.shape[1] if input.shape[1] else 0])
+        # An allreduce's gradient is the sum of the ranks' gradients.
+        total, count = allreduce(torch.cat([wide.sum(dims), num_values]), op=Sum).split([input.shape[1], 1])
+        mean = total / count
+        # Deviations from the mean of all ranks: sums of squares minus squared sums would cancel.
+        centred = wide - _per_channel(mean, wide)
+        var = allreduce(centred.square().sum(dims), op=Sum) / count
         if self.training and self.track_running_stats:
             self._track(mean, var, count)
-        return output
+        scale = (var + self.eps).rsqrt()
+        if self.weight is None:
+            return (centred * _per_channel(scale, wide)).to(input.dtype)
+        output = centred * _per_channel(scale * self.weight.to(wide.dtype), wide)
+        return (output + _per_channel(self.bias.to(wide.dtype), wide)).to(input.dtype)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
@@ -52,54 +62,3 @@ class SyncBatchNorm(_BatchNorm):
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`values`, of shape (channels,), so that it broadcasts against `like`, of shape (N, channels, …)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def _summed(*values: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of one-dimensional tensors over all ranks, in one message."""
-    packed = synchronize(async_ops.allreduce_async(torch.cat(values), op=Sum))
-    return list(packed.split([each.numel() for each in values]))
-
-
-class _Normalise(torch.autograd.Function):
-    """Returns (output, mean, biased variance, number of values of a channel), the last three over all ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> tuple[torch.Tensor, ...]:
-        # Sums in fp32 at least: a channel may have millions of values.
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        dims = [0, *range(2, input.dim())]
-        num_values = wide.new_tensor([input.numel() // input.shape[1] if input.shape[1] else 0])
-        total, count = _summed(wide.sum(dims), num_values)
-        mean = total / count
-        centred = wide - _per_channel(mean, wide)
-        # Deviations from the mean of all ranks: sums of squares minus squared sums would cancel.
-        (squares,) = _summed(centred.square().sum(dims))
-        var = squares / count
-        inverse = (var + eps).rsqrt()
-        normalised = centred * _per_channel(inverse, wide)
-        output = normalised
-        if weight is not None:
-            output = output * _per_channel(weight.to(wide.dtype), wide)
-        if bias is not None:
-            output = output + _per_channel(bias.to(wide.dtype), wide)
-        ctx.save_for_backward(normalised, inverse, weight, count)
-        ctx.has_bias = bias is not None
-        ctx.mark_non_differentiable(mean, var, count)
-        return output.to(input.dtype), mean, var, count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple:
-        normalised, inverse, weight, count = ctx.saved_tensors
-        wide = grad.to(normalised.dtype)
-        dims = [0, *range(2, grad.dim())]
-        own_sum, own_dot = wide.sum(dims), (wide * normalised).sum(dims)
-        total, dot = _summed(own_sum, own_dot)
-        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-        centred = wide - _per_channel(total / count, wide) - normalised * _per_channel(dot / count, wide)
-        grad_input = (centred * _per_channel(scale, wide)).to(grad.dtype)
-        # Gradients of weight and bias are this rank's: the optimizer reduces them like any other.
-        grad_weight = own_dot.to(weight.dtype) if weight is not None else None
-        grad_bias = own_sum.to(grad.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return grad_input, grad_weight, grad_bias, None

@@ -12,17 +12,13 @@ import threading
 import time
 from pathlib import Path
 
-import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.world as worlds
 from fusedcomm import files
 from fusedcomm.horovod.order import Order, Request
-from fusedcomm.horovod.world import World
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.trace.document import times
 
 CYCLES = "cycles"
-
-_writer: "Writer | None" = None
 
 
 def start_timeline(file_path: str | os.PathLike, mark_cycles: bool = False) -> None:
@@ -30,42 +26,19 @@ def start_timeline(file_path: str | os.PathLike, mark_cycles: bool = False) -> N
     may call it. Raises ValueError before hvd.init() and without HOROVOD_TIMELINE=DYNAMIC, OSError if the file cannot
     be written."""
     found = worlds.world()
-    if environment.text("HOROVOD_TIMELINE") != "DYNAMIC":
+    if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
         raise ValueError(
             f"start_timeline({str(file_path)!r}) needs HOROVOD_TIMELINE=DYNAMIC in the environment before hvd.init(); "
             f"it is {os.environ.get('HOROVOD_TIMELINE')!r}"
         )
     if found.rank == 0:
-        stop()
-        start(found, file_path, mark_cycles)
+        found.end_timeline()
+        found.timeline = Writer(Path(file_path), found.order, mark_cycles)
 
 
 def stop_timeline() -> None:
     """Writes the timeline's file and ends it. Without effect if there is none. Raises ValueError before hvd.init()."""
-    worlds.world()
-    stop()
-
-
-def start(world: World, file_path: str | os.PathLike, mark_cycles: bool) -> None:
-    """Begins a timeline of `world` in a file. Raises OSError if the file cannot be written."""
-    global _writer
-    _writer = Writer(Path(file_path), world.order, mark_cycles)
-
-
-def stop() -> None:
-    """Ends the timeline, if there is one, and completes its file."""
-    global _writer
-    if _writer is not None:
-        ended, _writer = _writer, None
-        ended.end()
-
-
-def leave_to_parent() -> None:
-    """In a child of fork(): what the file still holds back is written by the parent alone."""
-    global _writer
-    if _writer is not None:
-        _writer.leave_file()
-        _writer = None
+    worlds.world().end_timeline()
 
 
 class Writer:
@@ -76,7 +49,8 @@ class Writer:
 
     def __init__(self, path: Path, order: Order | None, mark_cycles: bool) -> None:
         self._path, self._order, self._marks_cycles = path, order, mark_cycles
-        self._file = path.open("w")
+        # Without a buffer a child of fork() has nothing to write.
+        self._file = path.open("wb", buffering=0)
         self._is_broken, self._is_ended = False, False
         self._lock = threading.Lock()
         self._processes: dict[str, int] = {}
@@ -90,53 +64,42 @@ class Writer:
         for request in requests:
             request.issued_s = now_s
         if self._marks_cycles:
-            self._write([self._event(CYCLES, "CYCLE_START", now_s)])
+            self._write(CYCLES, {"ph": "i", "s": "g", "name": "CYCLE_START", "ts": self._ns(now_s) / 1e3})
 
     def ended(self, requests: list[Request]) -> None:
         """Writes the requests' spans."""
-        now_s, events = time.perf_counter(), []
+        now_s = time.perf_counter()
         for request in requests:
             key, phase = request.signature.key, request.signature.kind.upper()
-            events.append(self._event(key, f"NEGOTIATE_{phase}", request.submitted_s, request.issued_s))
-            events.append(self._event(key, phase, request.issued_s, now_s))
-        self._write(events)
+            self._write(key, self._span(f"NEGOTIATE_{phase}", request.submitted_s, request.issued_s))
+            self._write(key, self._span(phase, request.issued_s, now_s))
 
-    def _event(self, name: str, phase: str, begin_s: float, end_s: float | None = None) -> dict:
-        """A span of a name, or without an end a mark."""
-        about = {"name": phase, "pid": name, "tid": 0}
-        begin, end = (round(max(0.0, each - self._began_s) * 1e9) for each in (begin_s, end_s or begin_s))
-        if end_s is None:
-            return {"ph": "i", "s": "g", "ts": begin / 1e3, **about}
-        return {"ph": "X", "cat": "horovod", **times(begin, end), **about}
+    def _span(self, phase: str, begin_s: float, end_s: float) -> dict:
+        return {"ph": "X", "cat": "horovod", "name": phase, **times(self._ns(begin_s), self._ns(end_s))}
 
-    def _write(self, events: list[dict]) -> None:
-        """One event to a line, for grep; before the first of a name what that is."""
+    def _ns(self, moment_s: float) -> int:
+        return round(max(0.0, moment_s - self._began_s) * 1e9)
+
+    def _write(self, process: str, event: dict) -> None:
+        """One event to a line, for grep; before the first of a process what that is."""
         with self._lock:
-            for event in events if not self._is_ended else ():
-                name, separator = event["pid"], ",\n" if self._processes else "[\n"
-                if name not in self._processes:
-                    event["pid"] = self._processes[name] = len(self._processes)
-                    header = {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": name}, "pid": event["pid"]}
-                    self._say(separator + json.dumps(header))
-                    separator = ",\n"
-                self._say(separator + json.dumps({**event, "pid": self._processes[name]}))
+            if self._is_ended:
+                return
+            if process not in self._processes:
+                number = self._processes[process] = len(self._processes)
+                header = {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": process}, "pid": number}
+                self._say((",\n" if number else "[\n") + json.dumps(header))
+            self._say(",\n" + json.dumps({"pid": self._processes[process], "tid": 0, **event}))
 
     def _say(self, text: str) -> None:
         if self._is_broken:
             return
         try:
-            self._file.write(text)
-            self._file.flush()
+            self._file.write(text.encode())
         except OSError as error:
             self._is_broken = True
             where = files.told(error, self._path)
             warn_alone(f"fusedcomm: the timeline ends early, and may be cut off: {where}", stacklevel=2)
-
-    def leave_file(self) -> None:
-        """In a child of fork(): nothing that its buffer still holds goes into the parent's file."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._file.fileno())
-        os.close(nowhere)
 
     def end(self) -> None:
         """Completes the file. What has not ended is left out."""

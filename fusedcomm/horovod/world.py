@@ -2,20 +2,30 @@
 
 import dataclasses
 import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from fusedcomm.horovod.environment import Settings
 from fusedcomm.horovod.errors import NOT_INITIALISED, HorovodInternalError
 
+if TYPE_CHECKING:
+    from fusedcomm.session.session import Session
+
 
 @dataclasses.dataclass
 class World:
-    """The result of one hvd.init(). `store` belongs to this init alone. `hosts`: the host name of each rank. `order`:
-    the agreement with the other ranks; after shutdown(), Ended. `sockets`: of that agreement, as file descriptors.
-    `sets`: process sets by id; 0 is every rank. `members`: of those that have this rank.
-    `nccl`: for gradients on cuda, by optimizers and set."""
+    """The result of one hvd.init().
+
+    store: of this init alone.
+    hosts: the host name of each rank.
+    order: the agreement with the other ranks; after shutdown(), Ended.
+    sockets: of that agreement, as file descriptors.
+    sets: process sets by id; 0 is every rank. members: of those that have this rank.
+    sessions: the engines that sum in a wire; see engines.py.
+    nccl: for gradients on cuda, by optimizers and set.
+    timeline: that which rank 0 writes; None: it writes none.
+    """
 
     rank: int
     size: int
@@ -32,7 +42,21 @@ class World:
     sockets: list[int] = dataclasses.field(default_factory=list)
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
     members: dict[int, Any] = dataclasses.field(default_factory=dict)
+    sessions: "list[Session]" = dataclasses.field(default_factory=list)
     nccl: dict[str, dist.Backend] = dataclasses.field(default_factory=dict)
+    timeline: Any = None
+
+    def end_timeline(self) -> None:
+        """Completes the timeline's file, if there is one."""
+        ended, self.timeline = self.timeline, None
+        if ended is not None:
+            ended.end()
+
+    def close_engines(self, reason: str) -> None:
+        """Ends the engines; sums under way fail with `reason`. Idempotent."""
+        closing, self.sessions = self.sessions, []
+        for session in closing:
+            session.stop(reason)
 
 
 class Ended:

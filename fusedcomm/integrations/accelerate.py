@@ -25,21 +25,6 @@ ASKED_FOR_FSDP = (
 )
 
 
-class CheckpointedState:
-    """The object that Accelerate saves in ``save_state`` and loads in ``load_state``."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-
-    def state_dict(self) -> dict:
-        """See :meth:`Attachment.state_dict`."""
-        return self._attachment.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """See :meth:`Attachment.load_state_dict`."""
-        self._attachment.load_state_dict(state)
-
-
 def attach(
     accelerator: "accelerate.Accelerator",
     model: nn.Module,
@@ -73,5 +58,5 @@ def attach(
         "Accelerate does with model = accelerator.prepare(model)",
         asked_for_fsdp=ASKED_FOR_FSDP if asked else "",
     )
-    accelerator.register_for_checkpointing(CheckpointedState(attachment))
+    accelerator.register_for_checkpointing(attachment)
     return attachment.handle

@@ -15,8 +15,6 @@ from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.windows import seconds_of
 from fusedcomm.native import _C
 
-DECAY = 0.95
-"""The decay of residuals where only the name of a wire with scales is given."""
 DELAY = 5
 """Steps that a message may travel, where nothing is given and `every` allows it."""
 _MOST = 2**31 - 1
@@ -79,7 +77,7 @@ def configuration(config: "Config | Wire") -> Config:
     Raises ValueError or TypeError if merges cannot be sent so.
     """
     if isinstance(config, str) and config in WITH_SCALES:
-        config = Config(config, feedback=Feedback(decay=DECAY))
+        config = Config(config, feedback=Feedback())
     found = chosen(config, "LocalSteps")
     assert isinstance(found, Config)  # neither a search nor "off"
     names = ("weighted", "compare_every", "compare", "sum")

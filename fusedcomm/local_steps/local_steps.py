@@ -19,7 +19,7 @@ from fusedcomm.local_steps.merging import Merging, fitting
 from fusedcomm.local_steps.messages import Messages
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
 from fusedcomm.local_steps.progress import Progress
-from fusedcomm.local_steps.stats import LocalStats, StepTimer, collect
+from fusedcomm.local_steps.stats import LocalStats, collect
 from fusedcomm.local_steps.windows import Window
 from fusedcomm.members.members import Members
 from fusedcomm.session.served import Place, refuse_served, serve
@@ -50,8 +50,8 @@ class LocalSteps(Surface):
             step after 20 seconds since the last message arrived, so each rank makes the steps that it can.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
             or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
-        config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback with decay 0.95 if it
-            has scales; a Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
+        config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
+            Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
         weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
         masters: the optimizer's own fp32 copies by the model's parameter names. They are merged, and the model's
             parameters are refreshed.
@@ -127,7 +127,6 @@ class LocalSteps(Surface):
             else (self._merging.before, self._merging.arrive)
         )
         self.merges = Merges(progress, self.messages, self._refuse_changed, before, arrive)
-        self._timer = StepTimer()
         if self._merging is not None:
             self._merging.start(self.merges)
         if members is None or members.joins is None:
@@ -173,12 +172,10 @@ class LocalSteps(Surface):
     @torch.no_grad()
     def _after_step(self) -> None:
         self._refuse_ended()
-        waited_s = self.messages.waited_s
         self.progress.steps += 1
         if self._merging is not None:
             self._merging.look()
         self.merges.after_step()
-        self._timer.step(self.messages.waited_s - waited_s)
 
     # ---- what the user calls
 
@@ -219,21 +216,15 @@ class LocalSteps(Surface):
         self.merges.read()
         checkpoint.load(self.progress, self.session, saved)
 
-    def plan(self, bits_s: float | None = None, step_s: float | None = None) -> LocalPlan:
-        """What merges send, how long it takes, the smallest `every` and `delay` that hide it, and memory. Printable.
-
-        Args:
-            bits_s: of the line, in bits a second. None: as timed when this object was made.
-            step_s: seconds of a step. None: as measured, if there were two.
-        """
-        step_s = self._timer.step_s if step_s is None else step_s
-        return make_plan(self.session, self.progress, bits_s, step_s)
+    def plan(self) -> LocalPlan:
+        """What merges send, and the memory that they need. Printable."""
+        return make_plan(self.session, self.progress)
 
     def stats(self) -> LocalStats:
         """Counts and times of this rank."""
         changes = () if self._merging is None else self._merging.changes
         counts, waited_s = self.session.stats(), self.messages.waited_s
-        return collect(self.progress, counts, waited_s, self._timer.step_s, changes)
+        return collect(self.progress, counts, waited_s, changes)
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records the model's passes and the merges' stages; see :meth:`fusedcomm.Handle.trace`."""

@@ -1,14 +1,9 @@
 """What LocalSteps has done, and how far the ranks are apart."""
 
-import collections
 import dataclasses
-import statistics
-import time
 
 from fusedcomm.local_steps.progress import Progress
 from fusedcomm.session.stats import Change, Stats
-
-_KEPT_STEPS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +18,6 @@ class LocalStats:
     sent_between_hosts_nbytes: int = 0
     waited_ms: float = 0.0
     """For messages that had not arrived when their merge was due."""
-    step_ms: float | None = None
-    """Median time from one step to the next, without what was waited for messages. None before the second step."""
     drift: float | None = None
     """See :class:`fusedcomm.local_steps.messages.Spread`. The last merge's; None before the first."""
     agreement: float | None = None
@@ -42,10 +35,8 @@ class LocalStats:
         return "\n".join(f"  {name:<26} {value}" for name, value in dataclasses.asdict(self).items())
 
 
-def collect(
-    of: Progress, counts: Stats, waited_s: float, step_s: float | None, changes: tuple[Change, ...]
-) -> LocalStats:
-    """See :meth:`fusedcomm.LocalSteps.stats`. counts: of the session. waited_s: for messages. step_s: of a step."""
+def collect(of: Progress, counts: Stats, waited_s: float, changes: tuple[Change, ...]) -> LocalStats:
+    """See :meth:`fusedcomm.LocalSteps.stats`. counts: of the session. waited_s: for messages."""
     last = of.spread
     return LocalStats(
         steps=of.steps,
@@ -54,29 +45,8 @@ def collect(
         sent_nbytes=counts.sent_nbytes,
         sent_between_hosts_nbytes=counts.sent_between_hosts_nbytes,
         waited_ms=1e3 * waited_s,
-        step_ms=None if step_s is None else 1e3 * step_s,
         drift=None if last is None else last.drift,
         agreement=None if last is None else last.agreement,
         nonfinite=counts.nonfinite,
         changes=changes,
     )
-
-
-class StepTimer:
-    """The time from one step to the next, without what was waited for messages."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._intervals: collections.deque[float] = collections.deque(maxlen=_KEPT_STEPS)
-
-    def step(self, waited_s: float) -> None:
-        """Call it after each step. waited_s: seconds that it has waited."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._intervals.append(now - self._last - waited_s)
-        self._last = now
-
-    @property
-    def step_s(self) -> float | None:
-        """The median; None before the second step."""
-        return statistics.median(self._intervals) if self._intervals else None

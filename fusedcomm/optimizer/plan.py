@@ -3,15 +3,11 @@
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any
-
-import torch
 
 from fusedcomm.config import Config
 from fusedcomm.optimizer.exchange import Exchange
 from fusedcomm.optimizer.owner import Owner
-from fusedcomm.optimizer.parts import Target, index_by_id
-from fusedcomm.optimizer.trial import fresh_state, stand_in
+from fusedcomm.optimizer.parts import Target
 from fusedcomm.session.plan import Plan, Row
 from fusedcomm.session.session import Session
 
@@ -23,8 +19,8 @@ _MOST_SHOWN = 12
 class ShardedPlan(Plan):
     """Who owns what, and what it costs. A row is a unit, both halves of its sum together. Bytes are of one rank.
 
-    `state_nbytes`: of this rank's optimizers; `replicated_nbytes`: where every rank has all. `master_nbytes`: fp32
-    copies of what it owns. `buffer_nbytes`: rows of gradients and updates. `residual_nbytes`: of gradients.
+    `master_nbytes`, `buffer_nbytes` and `residual_nbytes` are beside the optimizers' state of what the rank owns: fp32
+    copies of that, rows of gradients and updates, and residuals of gradients.
     `padding`: the part of the rows' elements that is no parameter's.
     `owners`: of each parameter, its elements on each rank."""
 
@@ -33,8 +29,6 @@ class ShardedPlan(Plan):
     wire: str
     update: str
     overlaps: bool
-    state_nbytes: int
-    replicated_nbytes: int
     master_nbytes: int
     buffer_nbytes: int
     residual_nbytes: int
@@ -57,11 +51,9 @@ class ShardedPlan(Plan):
         )
 
     def _ends(self) -> list[str]:
-        share = self.state_nbytes / self.replicated_nbytes if self.replicated_nbytes else 0.0
         lines = [
-            f"  state of rank {self.rank}: {self.state_nbytes / _MIB:.2f} MiB, {share:.3f} of "
-            f"{self.replicated_nbytes / _MIB:.2f} MiB without owners; fp32 copies {self.master_nbytes / _MIB:.2f} MiB, "
-            f"rows {self.buffer_nbytes / _MIB:.2f} MiB, residuals {self.residual_nbytes / _MIB:.2f} MiB",
+            f"  rank {self.rank} has, beside optimizers' state, fp32 copies of {self.master_nbytes / _MIB:.2f} MiB, "
+            f"rows of {self.buffer_nbytes / _MIB:.2f} MiB, residuals of {self.residual_nbytes / _MIB:.2f} MiB",
             f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step, {self.padding:.1%} of it padding; "
             f"{self.sent_between_hosts_nbytes / _MIB:.3f} MiB go to other hosts",
         ]
@@ -99,15 +91,6 @@ def make_plan(
         padding += exchange.unit.padding
         for piece in exchange.unit.pieces:
             owners[targets[piece.target].name][piece.owner] += piece.end - piece.begin
-    own_nbytes = replicated_nbytes = 0.0
-    index_of = index_by_id(targets)
-    for optimizer, group, params in owner.groups_with_optimizers():
-        for p in params:
-            if (index := index_of.get(id(p))) is None:
-                continue
-            per_element = _state_nbytes(optimizer, group, targets[index])
-            replicated_nbytes += per_element * p.numel()
-            own_nbytes += per_element * owners[targets[index].name][sums.rank]
     return ShardedPlan(
         rows=tuple(rows),
         optimizers=tuple(type(optimizer).__name__ for optimizer in owner.optimizers),
@@ -116,8 +99,6 @@ def make_plan(
         wire=sums.config.wire,
         update=update.wire,
         overlaps=overlaps,
-        state_nbytes=round(own_nbytes),
-        replicated_nbytes=round(replicated_nbytes),
         master_nbytes=sum(exchange.owned.nbytes for exchange in exchanges),
         buffer_nbytes=sum(exchange.buffer_nbytes for exchange in exchanges),
         residual_nbytes=sum(exchange.residual_nbytes for exchange in exchanges),
@@ -138,11 +119,3 @@ def warn_of_one_level(plan: ShardedPlan, sums: Session) -> None:
             f"all-reduce, because a ShardedOptimizer's sums have one level, not two: {why}",
             stacklevel=3,
         )
-
-
-def _state_nbytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], target: Target) -> float:
-    """Bytes of state for each element, found with a small parameter."""
-    small = stand_in(target)
-    (state,) = fresh_state(optimizer, group, [small])
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == small.shape]
-    return sum(value.nbytes for value in tensors) / small.numel()

@@ -32,13 +32,12 @@ class _Unknown(Exception):
     """A value that cannot be packed. The arguments: what it is, and from inside to outside where."""
 
 
-def pack(value: Any, what: str, opaque: Callable[[Any], bytes] | None = None) -> tuple[bytes, list[torch.Tensor]]:
+def pack(value: Any, what: str) -> tuple[bytes, list[torch.Tensor]]:
     """`value` without the elements of its tensors, and the tensors, in order. A numpy array is a tensor of bytes.
 
-    what: names the value in errors. opaque: makes bytes of a part that cannot be packed. Raises TypeError for such a
-    part without it.
+    what: names the value in errors. Raises TypeError for a part that cannot be packed.
     """
-    packer = _Packer(opaque)
+    packer = _Packer()
     try:
         return json.dumps(packer.encoded(value)).encode(), packer.tensors
     except _Unknown as error:
@@ -51,15 +50,12 @@ def pack(value: Any, what: str, opaque: Callable[[Any], bytes] | None = None) ->
     raise TypeError(f"fusedcomm: {why}, and another rank cannot be given that, but {_POSSIBLE}")
 
 
-def unpack(
-    packed: bytes, make: Maker | None = None, opaque: Callable[[bytes], Any] | None = None
-) -> tuple[Any, list[torch.Tensor]]:
+def unpack(packed: bytes, make: Maker | None = None) -> tuple[Any, list[torch.Tensor]]:
     """The value of :func:`pack` with tensors whose elements are to be written, and these in order.
 
-    make: makes the tensors; None: new ones on CPU. opaque: undoes pack()'s; only for bytes of a process that is
-    trusted. Raises TypeError for a class that this process has not.
+    make: makes the tensors; None: new ones on CPU. Raises TypeError for a class that this process has not.
     """
-    unpacker = _Unpacker(make or _new_on_cpu, opaque)
+    unpacker = _Unpacker(make or _new_on_cpu)
     value = unpacker.decoded(json.loads(packed))
     return value, [unpacker.tensors[index] for index in sorted(unpacker.tensors)]
 
@@ -101,19 +97,10 @@ def fill(tensors: Sequence[torch.Tensor], content: torch.Tensor) -> None:
 
 
 class _Packer:
-    def __init__(self, opaque: Callable[[Any], bytes] | None) -> None:
+    def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._opaque = opaque
 
     def encoded(self, part: Any) -> Any:
-        try:
-            return self._encoded(part)
-        except _Unknown:
-            if self._opaque is None:
-                raise
-            return ["opaque", self._opaque(part).hex()]
-
-    def _encoded(self, part: Any) -> Any:
         kind = type(part)
         if kind in _PLAIN:
             return part
@@ -193,9 +180,9 @@ class _Packer:
 
 
 class _Unpacker:
-    def __init__(self, make: Maker, opaque: Callable[[bytes], Any] | None) -> None:
+    def __init__(self, make: Maker) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._make, self._opaque = make, opaque
+        self._make = make
 
     def decoded(self, part: Any) -> Any:
         if not isinstance(part, list):
@@ -225,10 +212,6 @@ class _Unpacker:
         if kind in ("namedtuple", "enum"):
             module, name, content = rest
             return self._of_class(kind, module, name, content)
-        if kind == "opaque":
-            if self._opaque is None:
-                raise TypeError("fusedcomm: another rank's state has what is not unpacked here, see ranks/objects.py")
-            return self._opaque(bytes.fromhex(rest[0]))
         import numpy  # whoever packed it has it
 
         if kind == "generic":

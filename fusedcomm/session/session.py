@@ -61,6 +61,8 @@ class Session:
 
     Attributes:
         explains: whether an error waits for what the watch finds out about the other ranks.
+        warms_up: whether the first collectives on an accelerator run here, so that what they find wrong is an error of
+            attach.
         peers: what waits for other ranks outside of steps; a session beside another one shares it.
         host_names: of each rank.
         levels: of its sums.
@@ -74,7 +76,7 @@ class Session:
         PeerLostError: a rank is lost before it has attached.
     """
 
-    explains = True
+    explains = warms_up = True
 
     def __init__(
         self,
@@ -221,7 +223,10 @@ class Session:
             self._transport, self.s_per_byte = beside._transport, beside.s_per_byte
             if self.levels.are_those_of(beside.levels):
                 return beside.synchronizer.transport
-        return self._connect_hosts() if on_two_levels else self._transport
+        transport = self._connect_hosts() if on_two_levels else self._transport
+        if self.warms_up and self.device.type != "cpu":
+            self._while_connecting(transport.warm_up)
+        return transport
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
         group, device, store = self.process_group, self.device, bounded_store.own_client(self._store)

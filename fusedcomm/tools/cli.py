@@ -107,7 +107,7 @@ def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
         help="train a small network under DDP and under each wire, and compare",
         description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook and\n"
         "under DDP with each fusedcomm wire. Compares accuracy and bytes from the same seeds. Starts processes on\n"
-        "this machine over gloo, or joins those of torchrun.",
+        "this machine over gloo.",
         example="fusedcomm demo --steps 40 --seeds 1 --wires bf16 int8    (under a minute)",
     )
     demo.add_argument("--steps", type=whole(1), metavar="N", default=300, help="training steps in each run (300)")
@@ -117,7 +117,8 @@ def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
         "--ranks",
         type=whole(2, MAX_RANKS),
         metavar="N",
-        help=f"processes to start, 2 to {MAX_RANKS} (2; under torchrun: its world size)",
+        default=2,
+        help=f"processes to start, 2 to {MAX_RANKS} (2)",
     )
     demo.add_argument("--out", type=Path, metavar="FOLDER", default=Path("out"), help="folder for demo.json (out)")
     demo.set_defaults(run=_run_demo, parser=demo)

@@ -2,8 +2,8 @@
 
 torchrun starts such scripts just as well, as long as no rank is lost. When one is, torchrun's agent ends every process
 of its host and starts the script again from its first line: nothing survives in memory, and the number of processes on
-a host is fixed. With --members (run_members.py) and --elastic this launcher leaves the other ranks alone. For elastic
-jobs of Horovod it tells them in a store who is alive.
+a host is fixed. With --members and --elastic this launcher leaves the other ranks alone (run_members.py): the ranks of
+an elastic job of Horovod's are members, too.
 """
 
 import argparse
@@ -13,10 +13,7 @@ import time
 from fusedcomm.tools.arguments import whole
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.run_members import MembersJob
-from fusedcomm.tools.workers import POLL_S, StartError, Worker, Workers, end_of, places, status_of
-
-GRACE_S = 2.0
-"""After a rank has reported a failure: how long its cause may take to end. Then all ranks that live meet again."""
+from fusedcomm.tools.workers import POLL_S, StartError, Workers, end_of, places, status_of
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -44,12 +41,12 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="with --members: these ranks join a member, or one of those in a file (they begin)",
+        help="with --members or --elastic: these ranks join a member, or one of those in a file (they begin)",
     )
     parser.add_argument(
         "--address",
         metavar="HOST",
-        help="with --members: where other hosts reach this one (127.0.0.1, or with -H found)",
+        help="with --members or --elastic: where other hosts reach this one (127.0.0.1, or with -H found)",
     )
     parser.add_argument("--min-np", type=whole(1), metavar="M", help="with fewer ranks an elastic job ends (1)")
     parser.add_argument(
@@ -75,12 +72,10 @@ def run(args: argparse.Namespace) -> int:
     _refuse(args)
     if not args.program:
         raise UsageError("no command: fusedcomm run -np 4 python train.py")
-    job = MembersJob(args, slots) if args.members else Job(args, slots)
+    job = MembersJob(args, slots) if args.members or args.elastic else Job(args, slots)
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        if isinstance(job, MembersJob):
-            return job.members()
-        return job.elastic() if args.elastic else job.fixed()
+        return job.members() if isinstance(job, MembersJob) else job.fixed()
     except StartError as error:
         job.say(str(error))
         return error.status
@@ -95,7 +90,7 @@ def _refuse(args: argparse.Namespace) -> None:
     if args.members and args.elastic:
         raise UsageError("--members and --elastic exclude each other: --elastic is for scripts of fusedcomm.horovod")
     for option, value in (("--join", args.join), ("--address", args.address)):
-        if value and not args.members:
+        if value and not (args.members or args.elastic):
             raise UsageError(f"{option} {value} needs --members")
     if args.members and args.min_np:
         raise UsageError("--min-np is for --elastic: the script's fusedcomm.Members(min_ranks=…) says it for --members")
@@ -115,15 +110,8 @@ class Job(Workers):
     """The ranks of a script of Horovod's."""
 
     def __init__(self, args: argparse.Namespace, slots: list[str]) -> None:
-        import torch.distributed as dist
-
-        from fusedcomm.horovod import rendezvous
-
         super().__init__(args, slots)
-        self.rendezvous = rendezvous
-        self.store = dist.PrefixStore(rendezvous.PREFIX, self.server)
-        self.newest = self.last_met = rendezvous.NONE
-        self.where |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
+        self.where |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
 
     def fixed(self) -> int:
         """Starts every rank, and ends all when one fails."""
@@ -140,7 +128,7 @@ class Job(Workers):
                 "CROSS_SIZE": len(cross),
             }
             variables = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
-            self.start(host, {**variables, "HOROVOD_HOSTNAME": host}, str(rank))
+            self.start(host, {**variables, **self.place(rank), "HOROVOD_HOSTNAME": host}, str(rank))
         while self.workers:
             for worker in self.ended():
                 if worker.process.returncode:
@@ -148,84 +136,3 @@ class Job(Workers):
                     return status_of(worker)
             time.sleep(POLL_S)
         return 0
-
-    def elastic(self) -> int:
-        """Starts the workers, and publishes a generation whenever some are lost or added. See rendezvous.py."""
-        num_started = 0
-        min_np, restarts_left = self.args.min_np or 1, self.args.max_restarts
-        waiting: list[Worker] = []  # started again, not ready yet
-
-        def start(host: str) -> Worker:
-            nonlocal num_started
-            num_started += 1
-            name = str(num_started - 1)
-            variables = {"HOROVOD_ELASTIC": "1", "FUSEDCOMM_HOROVOD_WORKER": name, "HOROVOD_HOSTNAME": host}
-            return self.start(host, variables, name)
-
-        members = [start(host) for host in self.slots]
-        have_met = {each.name for each in members}
-        self.publish(members, False)
-        has_finished = False
-        reported: float | None = None
-        while self.workers:
-            lost = []
-            for worker in self.ended():
-                if worker.process.returncode == 0:
-                    has_finished = True
-                    # It has finished: others do not wait for it.
-                    members = [each for each in members if each is not worker]
-                    if not self.has_met():  # it never will
-                        reported = time.monotonic()
-                    continue
-                lost.append(worker)
-                self.say(f"worker {worker.name} on {worker.host} {end_of(worker)}")
-            if self.has_met():
-                have_met.update(self.newest.members)
-            if has_finished:
-                # A worker that comes too late would train anew, alone.
-                waiting, members = [], [each for each in members if each.name in have_met]
-                if not members:
-                    return 0
-            waiting = [each for each in waiting if each not in lost]
-            left = [each for each in members if each not in lost]
-            for worker in lost:
-                if restarts_left and not has_finished:
-                    restarts_left -= 1
-                    waiting.append(start(worker.host))
-            ready = [each for each in waiting if self.store.check([f"waiting/{each.name}"])]
-            least = 1 if has_finished else min_np
-            if lost and len(left) + len(waiting) < least:
-                self.say(f"{len(left)} workers are left, fewer than {least}: the job ends")
-                return 0 if has_finished else status_of(lost[0])
-            if self.store.check([f"failed/{self.newest.number}"]):
-                reported = reported or time.monotonic()
-            is_due = reported is not None and time.monotonic() - reported > GRACE_S
-            is_lost = len(left) < len(members)
-            members = left
-            # Losses make a generation at once, unless too few are left: then with those that are being started.
-            if (is_lost or ready or is_due) and len(members) + len(ready) >= least:
-                waiting = [each for each in waiting if each not in ready]
-                members = members + ready
-                limit = self.args.reset_limit
-                if limit is not None and self.newest.number > limit and not has_finished:
-                    self.say(f"ranks are to meet again after --reset-limit {limit} times: the job ends")
-                    return status_of(lost[0]) if lost else 1
-                self.publish(members, is_lost and not ready)
-                reported = None
-            elif is_lost:
-                reported = time.monotonic()  # tried again until there are enough
-            time.sleep(POLL_S)
-        return 0 if has_finished else 1
-
-    def has_met(self) -> bool:
-        """Whether every member of the newest generation was ready to connect."""
-        if self.last_met != self.newest and self.rendezvous.are_ready(self.store, self.newest):
-            self.last_met = self.newest
-        return self.last_met == self.newest
-
-    def publish(self, members: list[Worker], only_removed: bool) -> None:
-        """Makes these workers the newest generation."""
-        number = self.newest.number + 1
-        sync_before = self.newest.sync_before if only_removed else number
-        self.newest = self.rendezvous.Generation(number, [each.name for each in members], sync_before)
-        self.rendezvous.publish(self.store, self.newest)

@@ -1,8 +1,9 @@
-"""``fusedcomm run --members``: starts ranks that come and go, and starts lost ones again, as ranks that join.
+"""``fusedcomm run --members`` and ``--elastic``: ranks that come and go. Lost ones start again, as ranks that join.
 
-Each worker's script has ``fusedcomm.Members(join="auto")``. The first workers begin training together; they are given
-the variables of ``init_process_group("env://")``. A worker that is lost is started again with FUSEDCOMM_JOIN=1, and
-without MASTER_ADDR. All note their addresses in the file FUSEDCOMM_MEMBERS, by which the others are found.
+Each worker's script has ``fusedcomm.Members(join="auto")``; with --elastic, ``hvd.init()`` makes them. The first
+workers begin training together; they are given the variables of ``init_process_group("env://")``. A worker that is lost
+is started again with FUSEDCOMM_JOIN=1, and without MASTER_ADDR. All note their addresses in the file FUSEDCOMM_MEMBERS,
+by which the others are found.
 
 The launcher takes no part in training: when it is lost, the workers of all launchers train on.
 """
@@ -38,10 +39,16 @@ class MembersJob(Workers):
         from fusedcomm.members.plane import addresses
 
         self.met_key = addresses.MET
-        self.joins = args.join is not None
+        self.joins, self.option = args.join is not None, "--elastic" if args.elastic else "--members"
         _refuse(args, slots)
         file, is_own = self._file(args.join)
         super().__init__(args, slots, args.address)
+        if args.elastic:
+            from fusedcomm.horovod import membership
+
+            self.where |= {"HOROVOD_ELASTIC": "1", membership.MIN_RANKS: str(args.min_np or 1)}
+            if args.reset_limit is not None:
+                self.where[membership.RESET_LIMIT] = str(args.reset_limit)
         self.file, self._is_own_file = file, is_own
         try:
             if self.joins and not addresses.is_path(args.join):
@@ -66,7 +73,9 @@ class MembersJob(Workers):
             if not self._has_met and self.server.check([self.met_key]):
                 self._has_met = True
                 first = self.server.get(self.met_key).decode()
-                self.say(f"the members have met. To add ranks: fusedcomm run --members --join {first} -np 1 COMMAND")
+                self.say(
+                    f"the members have met. To add ranks: fusedcomm run {self.option} --join {first} -np 1 COMMAND"
+                )
             for worker in self.ended():
                 if worker.process.returncode == 0:
                     has_finished = True
@@ -74,7 +83,7 @@ class MembersJob(Workers):
                 last_lost = status_of(worker)
                 said = f"worker {worker.name} on {worker.host} {end_of(worker)}"
                 if not self._has_met and not self.server.check([self.met_key]):
-                    self.say(f"{said}, before all workers had called fusedcomm.Members; the others are ended")
+                    self.say(f"{said}, before all workers had met; the others are ended")
                     return last_lost
                 self._lost(worker, said)
             if has_finished and not self.workers:
@@ -93,10 +102,7 @@ class MembersJob(Workers):
     def _start(self, slot: int, joins: bool) -> None:
         host = self.slots[slot]
         variables = {
-            "RANK": str(slot),
-            "WORLD_SIZE": str(len(self.slots)),
-            "LOCAL_RANK": str(self.slots[:slot].count(host)),
-            "LOCAL_WORLD_SIZE": str(self.slots.count(host)),
+            **self.place(slot),
             env.MEMBERS: str(self.file.path),
             env.JOIN: "1" if joins else "0",
         }

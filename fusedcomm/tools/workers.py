@@ -102,6 +102,16 @@ class Workers:
             self.where["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         self.workers: list[Worker] = []
 
+    def place(self, rank: int) -> dict[str, str]:
+        """The variables in which torchrun says a rank's place."""
+        host = self.slots[rank]
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.slots)),
+            "LOCAL_RANK": str(self.slots[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(self.slots.count(host)),
+        }
+
     def start(self, host: str, variables: dict[str, str], name: str) -> Worker:
         """Starts the command on a host, with these variables of its environment. Raises StartError."""
         variables = {**self.where, **variables}

@@ -6,7 +6,7 @@ import pytest
 
 SCENES = ["training_steps", "dropped", "calls", "staged_passthrough", "rows", "three_wires", "host_never_waits"]
 SCENES += ["end_in_order", "traced", "driver_calls", "failing_calls", "warm_up", "ordering_fails", "failing", "faulted"]
-SCENES += ["aborted"]
+SCENES += ["first_collectives", "aborted"]
 OF_LANES = ["lane_streams", "lane_tasks", "watching_thread"]
 OF_LOST_RANKS = ["lost", "lost_with_feedback", "reaching_one"]
 CASES = [(scene, seed) for scene in SCENES for seed in (1, 2)]

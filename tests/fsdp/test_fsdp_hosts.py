@@ -162,6 +162,7 @@ def sent_by(call):
     dist.barrier()
     time.sleep(0.2)
     before = int(SENT.read_text())
+    dist.barrier()  # no other rank of the host begins before it is read
     call()
     dist.barrier()
     time.sleep(0.2)  # the last acknowledgements

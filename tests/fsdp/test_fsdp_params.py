@@ -2,6 +2,7 @@
 tests/fsdp/test_fsdp_parity.py has every way to use FSDP2, with parameters that codes have exactly."""
 
 import contextlib
+import dataclasses
 import hashlib
 import warnings
 
@@ -202,7 +203,7 @@ def test_nan_in_a_weight_is_a_block_of_nan_on_all_ranks_and_the_report_names_it(
 
 def _trained_on(rank, world_size, device):
     """The bits of this rank's shards after five steps that gather ahead in all ways, and how often the host has waited
-    for the device in each."""
+    for the device in the last ones. Four ranks are on two hosts, and keep codes."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 77), nn.Linear(77, WIDTH)) for _ in range(4)]).to(device)
     mesh = init_device_mesh(device, (world_size,))
@@ -213,6 +214,8 @@ def _trained_on(rank, world_size, device):
     model[3].set_modules_to_backward_prefetch([model[2], model[1]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = Config("bf16", params="bf16", wires={"0.*": "fp32"}, chunks=Chunks(4096, in_flight=2))
+    if world_size == 4:
+        config = dataclasses.replace(config, hosts=2, params_kept=True)
     waits = []
     with fusedcomm.attach(model, config, quiet=True):
         for step in range(5):
@@ -228,9 +231,15 @@ def _trained_on(rank, world_size, device):
         return [p.to_local().detach().cpu() for p in model.parameters()], waits[2:]
 
 
-def test_an_accelerators_streams_give_the_cpus_bits_and_the_host_never_waits(ranks_on_streams, ranks):
-    on_cpu = ranks.run(_trained_on, "cpu", world_size=2)
-    for ours, theirs in zip(ranks_on_streams.run(_trained_on, on_streams.DEVICE), on_cpu, strict=True):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_accelerators_streams_give_the_cpus_bits_and_the_host_never_waits(on_streams_library, ranks, world_size):
+    on_cpu = ranks.run(_trained_on, "cpu", world_size=world_size)
+    pool = on_streams.RanksOnStreams(on_streams_library, world_size)
+    try:
+        on_device = pool.run(_trained_on, on_streams.DEVICE)
+    finally:
+        pool.close()
+    for ours, theirs in zip(on_device, on_cpu, strict=True):
         assert all(map(torch.equal, ours[0], theirs[0])) and ours[1] == theirs[1] == [0, 0, 0]
 
 

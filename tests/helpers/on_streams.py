@@ -59,6 +59,8 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     torch_groups.own_nccl = _own_backend
     channels.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
     session.Session._path = lambda of, two_levels=None: _Path()
+    connect = channels.connect_gloo
+    channels.connect_gloo = lambda *args: library.sim_backend(connect(*args))  # within hosts and between them
     library.sim_count()
     _libraries.append(library)
 
@@ -77,7 +79,7 @@ def _own_backend(store, name, rank, size, timeout, device, is_supervised=True, m
 class _Path:
     codec = "simulated"
     s_per_byte = None
-    has_two_levels = False
+    has_two_levels = True
 
     def connect(self, process_group, device, store):
         return _libraries[0].sim_device(), _C.StreamTransport(process_group._get_backend(device), device)

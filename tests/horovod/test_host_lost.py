@@ -40,8 +40,8 @@ def test_the_ranks_of_the_other_hosts_get_an_error(tmp_path):
     with hosts.make(3, "unlimited") as cluster:
         ranks = []
         for rank in range(3):
-            variables = dict(RANK=rank, SIZE=3, GLOO_RENDEZVOUS_ADDR=cluster.addresses[0], GLOO_RENDEZVOUS_PORT=29500)
-            variables = [f"HOROVOD_{name}={value}" for name, value in variables.items()]
+            variables = dict(RANK=rank, WORLD_SIZE=3, MASTER_ADDR=cluster.addresses[0], MASTER_PORT=29500)
+            variables = [f"{name}={value}" for name, value in variables.items()]
             command = ["env", *variables, sys.executable, str(path)]
             ranks.append(cluster.start(rank, command, stdout=subprocess.PIPE, text=True))
         for rank in (0, 1):

@@ -60,15 +60,15 @@ def test_local_and_cross_ranks_follow_the_hosts_and_a_job_may_have_some_ranks_in
 
 
 def by_variables(script: str, size: int, folder: Path, **more: str) -> list[tuple[int, str]]:
-    """What each rank returns, and what it prints. Horovod's variables say where the ranks meet."""
+    """What each rank returns, and what it prints. Variables say where the ranks meet."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    meet = dict(HOROVOD_SIZE=str(size), HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=port)
+    meet = dict(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env=clean_environment(HOROVOD_RANK=str(rank), **meet, **more),
+            env=clean_environment(RANK=str(rank), **meet, **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

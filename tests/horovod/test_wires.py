@@ -12,9 +12,8 @@ from sampling import few
 import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels
-from fusedcomm.horovod import engines
-from fusedcomm.horovod.compression import wire_of
-from fusedcomm.horovod.wire_texts import config_of, text_of
+from fusedcomm.horovod.compression import config_of, text_of, wire_of
+from fusedcomm.horovod.world import world
 
 CONFIGS = [
     *(Config(wire) for wire in WIRES),
@@ -99,8 +98,8 @@ LOSSY = [
     Config("bf16", feedback=Feedback()),
     Config("fp16"),
     Config("int8"),
-    Config("int8", feedback=Feedback("bf16", decay=0.5)),
-    Config("int4", feedback=Feedback(decay=0.75)),
+    Config("int8", feedback=Feedback("bf16")),
+    Config("int4", feedback=Feedback()),
     Config("fp8", feedback=Feedback()),
 ]
 LOSSY = [dataclasses.replace(config, chunks=Chunks(4096)) for config in LOSSY]
@@ -162,7 +161,7 @@ def conserved(rank, size):
                     total[name] += hvd.synchronize(handles.pop(name))
             for name, handle in handles.items():
                 total[name] += hvd.synchronize(handle)
-        ((_, session),) = engines.opened
+        (session,) = world().sessions
         residuals = session.synchronizer.residuals()
     return total, given, {name: residuals[name].view(shape) for name, shape in SHAPES.items() if name in residuals}
 

@@ -122,7 +122,7 @@ def told(rank, world_size, path):
     job = Job(Run(every=4, delay=2, width=100), rank, "int4")
     with job.comm.trace(path):
         job.train(range(1, 13))
-    stats, plan = job.comm.stats(), job.comm.plan(bits_s=1e6, step_s=1e-3)
+    stats, plan = job.comm.stats(), job.comm.plan()
     job.comm.detach()
     return stats, plan, str(plan)
 
@@ -130,14 +130,11 @@ def told(rank, world_size, path):
 def test_statistics_plan_and_trace(ranks, tmp_path):
     for stats, plan, text in ranks.run(told, str(tmp_path / "{rank}.json"), world_size=2):
         assert (stats.steps, stats.merges, stats.under_way) == (12, 2, 1)
-        assert 0 < stats.agreement <= 1 and 0 < stats.drift < 1 and stats.step_ms > 0
+        assert 0 < stats.agreement <= 1 and 0 < stats.drift < 1
         assert stats.scalars()["merges"] == 2 and "drift" in str(stats)
         (row,) = plan.rows
         assert row.wire == "int4" and "a merge every 4 steps, 2 steps late, int4, 2 ranks" in text
         assert plan.state_nbytes == plan.grad_nbytes and plan.sent_nbytes == row.sent_nbytes
-        assert plan.line_s == pytest.approx(8e-6 * plan.sent_nbytes)
-        assert (plan.least_delay - 1) * 1e-3 < 1.1 * plan.line_s <= plan.least_delay * 1e-3
-        assert plan.least_every == plan.least_delay + 1
-        assert "memory" in text and f"every={plan.least_every} is the least" in text
+        assert "memory" in text
     names = {event.get("name", "") for event in json.loads((tmp_path / "1.json").read_text())["traceEvents"]}
     assert any("pack" in name or "sum" in name for name in names), names

@@ -36,7 +36,7 @@ RESUMED = {
     3: [
         (WIDE, "int4", "", 15),
         (WIDE, Config("int8", feedback=Feedback("bf16"), chunks=Chunks(4096)), "", 15),
-        (WIDE, Config("int4", feedback=Feedback(decay=0.9)), "", 15),
+        (WIDE, Config("int4", feedback=Feedback()), "", 15),
         (WIDE, Config("fp16", "two-shot", feedback=Feedback(), predivide=3), "", 15),
     ],
     4: [

@@ -90,7 +90,7 @@ def test_merges_in_bf16_on_streams_give_all_ranks_the_same_bits(ranks_on_streams
 
 def on_the_kernels(rank, world_size, library, wire):
     """trained() of a run on the CPU path, or with a `library` on the CUDA path, in one chunk."""
-    config = Config(wire, sum="two-shot", feedback=Feedback(decay=0.95), chunks=Chunks(1 << 20))
+    config = Config(wire, sum="two-shot", feedback=Feedback(), chunks=Chunks(1 << 20))
     with fake_cuda.path(library, config) as driver:
         found = trained(rank, world_size, [Run(every=3, delay=1, steps=7, width=100)], config)
         assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}

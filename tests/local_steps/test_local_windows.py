@@ -139,7 +139,7 @@ def too_short(rank, world_size):
             of_rank.now += 12.0 if rank else 3.0
             job.train([step])
             until_arrived(job.comm)
-        merges, plan = job.comm.progress.num_messages, job.comm.plan(bits_s=1e6, step_s=0.5)
+        merges, plan = job.comm.progress.num_messages, job.comm.plan()
         job.comm.detach()
     return merges, [str(each.message) for each in caught if "every=" in str(each.message)], str(plan)
 
@@ -149,4 +149,4 @@ def test_a_window_shorter_than_a_step_merges_each_step_and_says_so_once(ranks):
     assert merges == of_slow == 8 and nothing == []
     (text,) = warned
     assert "every='10s' leaves 10 s" in text and "a step of rank 1 takes longer" in text
-    assert "every 10s, 0 steps late" in plan and 'every="1s" is the least that hides them' in plan
+    assert "every 10s, 0 steps late" in plan

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from fusedcomm.members.plane import agreement
 from fusedcomm.members.plane.agreement import Agreement
 from fusedcomm.members.plane.barrier import StepBarrier
 from fusedcomm.members.plane.view import Member, View
@@ -385,9 +386,11 @@ def check(seed: int, kinds: str) -> None:
         assert all(process.error is None for process in world.processes.values())
 
 
+@pytest.mark.parametrize("fan_out", [agreement.FAN_OUT, 1])
 @pytest.mark.parametrize("kinds", ["kj", "c", "ckj"])
-def test_one_step_has_one_group(kinds, request):
-    """kinds: k for deaths, c for cut links, j for joiners."""
+def test_one_step_has_one_group(kinds, fan_out, request, monkeypatch):
+    """kinds: k for deaths, c for cut links, j for joiners. fan_out: 1: what members do in groups larger than these."""
+    monkeypatch.setattr(agreement, "FAN_OUT", fan_out)
     for seed in range(100 if request.config.getoption("--all") else 2):
         try:
             check(seed, kinds)
@@ -421,6 +424,29 @@ def with_joiner(*late: tuple[str, str]) -> World:
         process.rules.set_ready(1)
     flow(world, *late)
     return world
+
+
+def test_a_change_costs_a_member_of_a_large_group_few_messages(monkeypatch):
+    world = World(0, num_founders=100, min_ranks=1, kinds="")
+    sent = collections.Counter()
+    send = world.send
+
+    def count(source: str, target: str, message: dict) -> None:
+        sent[source, message["type"]] += 1
+        send(source, target, message)
+
+    monkeypatch.setattr(world, "send", count)
+    world.processes["p7"].ended = True  # of the second level of the tree
+    for process in world.alive():
+        process.prove("p7")
+    flow(world)
+    for process in world.alive():
+        assert process.rules.view.number == 1 and len(process.rules.view.uids) == 99
+        process.rules.set_ready(1)
+    flow(world)
+    assert {process.rules.roster.active.number for process in world.alive()} == {1}
+    assert sum(sent.values()) < 12 * 100
+    assert max(number for (_, kind), number in sent.items() if kind == "commit") <= agreement.FAN_OUT
 
 
 def tell_states(world: World) -> None:

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <future>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -53,6 +54,39 @@ void warm_up() {
     REQUIRE(failed, "warm_up() does not notice that a kernel fails");
   };
   with_ranks(setup, body, /*is_faulted=*/true);
+}
+
+// Each launch fails once in the first collectives, on all ranks; then, with one rank, on the device. The error says
+// where.
+void first_collectives() {
+  for (const bool on_device : {false, true}) {
+    Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot, on_device ? 1 : 2));
+    if (on_device) setup.world_size = 1;
+    std::set<std::string> errors;
+    bool failed = true;
+    for (int64_t failing = 1; failed; ++failing) {
+      const auto body = [&](Rank& rank, int index) {
+        sim::fail(index, {.launch = failing, .on_device = on_device});
+        const sim::CountCalls counted(true);
+        std::string error;
+        try {
+          std::static_pointer_cast<StreamTransport>(rank.hook().transport())->warm_up();
+        } catch (const std::exception& e) {
+          error = e.what();
+          rank.hook().abort("this scene is over");  // nobody waits for what is under way
+        }
+        REQUIRE(!error.empty() || sim::calls(index).launched < failing, "nobody notices that launch %ld fails",
+                static_cast<long>(failing));
+        if (index != 0) return;
+        failed = !error.empty();
+        if (failed) errors.insert(error.substr(0, error.find(" failed: ")));
+      };
+      with_ranks(setup, body, on_device);
+    }
+    // Small and large, among all ranks in three ways, within hosts and between them in two; one has one channel.
+    REQUIRE(errors.size() == (on_device ? 6 : 14), "%zu errors, such as %s", errors.size(), errors.begin()->c_str());
+    REQUIRE(errors.begin()->find("fusedcomm: rank 0 of ") == 0, "the error is: %s", errors.begin()->c_str());
+  }
 }
 
 // Each call that records an event or makes a stream wait fails once, on all ranks. A bucket then either ends with an
@@ -186,6 +220,7 @@ void aborted() {
 
 const Scenes kCudaFailures = {{"failing_calls", failing_calls},
                               {"warm_up", warm_up},
+                              {"first_collectives", first_collectives},
                               {"ordering_fails", ordering_fails},
                               {"failing", failing},
                               {"aborted", aborted},

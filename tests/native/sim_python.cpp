@@ -21,7 +21,9 @@ EXPORTED void sim_begin(uint64_t seed) {
 }
 
 // A new reference to the product's device. Call it with the GIL, as the next one.
-EXPORTED PyObject* sim_device() { return py::cast(sim::cuda_device(sim::device(0))).release().ptr(); }
+EXPORTED PyObject* sim_device() {
+  return py::cast(sim::cuda_device(sim::device(0), /*two_levels=*/true)).release().ptr();
+}
 
 // A new reference to a backend for the simulated accelerator, whose bytes go over this gloo backend.
 EXPORTED PyObject* sim_backend(PyObject* gloo) {

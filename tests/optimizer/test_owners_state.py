@@ -241,19 +241,18 @@ def shares(rank, world_size, kind):
     own = nbytes_of(state for inner in optimizer._owner.optimizers for state in inner.state.values())
     replicated = nbytes_of(whole(optimizer.state_dict())["state"].values())
     reducer.detach()
-    return own, replicated, plan.state_nbytes, plan.replicated_nbytes, str(plan), plan.owners
+    return own, replicated, str(plan), plan.owners
 
 
 @pytest.mark.parametrize("kind", few(["adamw", "sgd", "two groups", "muon"], "adamw", "muon"))
 @pytest.mark.parametrize("world_size", few([2, 3, 4], 3))
-def test_a_rank_has_its_share_of_the_state_and_the_plan_says_so(ranks, kind, world_size):
+def test_a_rank_has_its_share_of_the_state_and_the_plan_says_whose(ranks, kind, world_size):
     numels = {name: p.numel() for name, p in Net().named_parameters()}
     outcomes = ranks.run(shares, kind, world_size=world_size)
     assert sum(own for own, *_ in outcomes) == outcomes[0][1]
-    for rank, (own, replicated, planned, planned_whole, text, owners) in enumerate(outcomes):
-        assert planned == own and planned_whole == replicated
+    for rank, (own, replicated, text, owners) in enumerate(outcomes):
         # Three blocks of one shape and matrices of other sizes cannot be shared out evenly among two or four.
         assert own == pytest.approx(replicated / world_size, rel=0.1 if kind != "muon" else 0.5)
         assert {name: sum(of_ranks) for name, of_ranks in owners.items()} == numels
-        assert f"state of rank {rank}" in text and f"{world_size} ranks" in text
-        assert owners == outcomes[0][5]
+        assert f"rank {rank} has" in text and f"{world_size} ranks" in text
+        assert owners == outcomes[0][3]

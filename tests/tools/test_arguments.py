@@ -228,5 +228,5 @@ def test_help_has_a_sentence_an_example_and_every_default(capsys, command):
             assert action.help.endswith(")") or action.help.startswith("or:") or action.dest in WITHOUT_DEFAULT, action
 
 
-WITHOUT_DEFAULT = ("version", "ranks", "script")
+WITHOUT_DEFAULT = ("version", "script")
 """Options that have no default: without them the command asks, or does something else."""

@@ -41,12 +41,12 @@ Order::Order(const Options& options, BackendPtr control, Start start, Negotiator
                                                std::move(say));
   }
   const int num_peers = options_.size == 1 ? 0 : options_.rank == 0 ? options_.size - 1 : 1;
-  num_threads_ = num_peers + 1;
+  num_left_ = num_peers + 1;
   const auto run = [this](auto function) {
     threads_.push_back(start_thread("fc-order", [this, function] {
       function();
       std::lock_guard<std::mutex> lock(mutex_);
-      --num_threads_;
+      --num_left_;
       changed_.notify_all();
     }));
   };
@@ -138,17 +138,13 @@ bool Order::shutdown() {
     const std::string rank = std::to_string(options_.rank);
     leave("fusedcomm: rank " + rank + " called shutdown(), which ends it on every rank");
     lock.lock();
-    if (!changed_.wait_for(lock, kGrace, [this] { return num_threads_ == 0; })) {
+    if (!changed_.wait_for(lock, kGrace, [this] { return num_left_ == 0; })) {
       lock.unlock();
       fail("fusedcomm: rank " + rank + " called shutdown(), and rank 0 does not answer");
       lock.lock();
     }
   }
-  const auto nothing_is_left = [this] {
-    return num_threads_ == 0 && std::all_of(num_under_way_.begin(), num_under_way_.end(),
-                                            [](const auto& of_set) { return of_set.second == 0; });
-  };
-  const bool has_ended = changed_.wait_for(lock, kGrace, nothing_is_left);
+  const bool has_ended = num_left_ == 0;
   lock.unlock();
   if (!has_ended) return false;
   for (std::thread& thread : threads_) thread.join();
@@ -366,6 +362,7 @@ void Order::follow(const Futures& futures, int set, const std::string& key, Requ
   const auto bucket = std::make_shared<Bucket>(Bucket{std::move(requests), futures.size(), ""});
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    ++num_left_;
     ++num_under_way_[set];
     for (const RequestPtr& request : bucket->requests) request->has_moved = true;
   }
@@ -374,6 +371,7 @@ void Order::follow(const Futures& futures, int set, const std::string& key, Requ
     std::lock_guard<std::mutex> lock(mutex_);
     if (bucket->error.empty() && !error.empty()) bucket->error = failed_text(key, error);
     if (--bucket->num_left > 0) return;
+    --num_left_;
     --num_under_way_[set];
     if (std::exchange(rings_at_end_, false)) ring();
     finish(bucket->requests, {bucket->error, 0});

@@ -129,7 +129,7 @@ class Order {
   std::string failure_;
   Clock::time_point failed_at_;
   bool is_rung_ = false, has_left_ = false;
-  int num_threads_ = 0;               // that have not ended
+  int num_left_ = 0;                  // threads, and buckets under way
   std::map<int, int> num_under_way_;  // buckets by set
   bool rings_at_end_ = false;         // of a bucket
 

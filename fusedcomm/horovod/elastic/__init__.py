@@ -15,8 +15,7 @@ from fusedcomm.horovod.elastic.handlers import (
 )
 from fusedcomm.horovod.elastic.run import run
 from fusedcomm.horovod.elastic.sampler import ElasticSampler
-from fusedcomm.horovod.elastic.state import ObjectState, State
-from fusedcomm.horovod.elastic.torch_state import TorchState
+from fusedcomm.horovod.elastic.state import ObjectState, State, TorchState
 from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusedcomm.horovod.state import init, shutdown
 

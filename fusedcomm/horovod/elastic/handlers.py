@@ -1,4 +1,4 @@
-"""Handlers of TorchState's values: models, optimizers and samplers know how to be saved and synced."""
+"""Handlers of a state's values: models, optimizers and samplers know how to be saved and synced."""
 
 import copy
 from typing import Any
@@ -91,6 +91,10 @@ def set_handler_registry(registry: list[tuple[type, type]]) -> None:
     _registry = registry
 
 
-def handler_of(value: Any) -> StateHandler | None:
-    """A handler that holds the value; None if the registry has none for its type."""
-    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
+def handlers_of(values: dict[str, Any]) -> dict[str, StateHandler]:
+    """A handler for each value whose type the registry has, by name."""
+    found = {}
+    for name, value in values.items():
+        if (handler := next((handler for kind, handler in _registry if isinstance(value, kind)), None)) is not None:
+            found[name] = handler(value)
+    return found

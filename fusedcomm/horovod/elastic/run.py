@@ -1,5 +1,6 @@
 """Runs a training function again and again, each time with the ranks that there are, until it returns."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -8,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 import fusedcomm.horovod.elastic.files as files
-import fusedcomm.horovod.rendezvous as rendezvous
+import fusedcomm.horovod.membership as membership
 import fusedcomm.horovod.state as state_of_job
-import fusedcomm.horovod.world as worlds
 from fusedcomm.horovod.elastic.state import State
 from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusedcomm.horovod.ops import barrier
 from fusedcomm.log import LOGGER
 
 
@@ -45,17 +46,19 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 seen = str(error).removeprefix("fusedcomm: ").rstrip(".")
                 LOGGER.warning("fusedcomm.horovod: %s. Going on from the last commit", seen)
-                rendezvous.failed()
                 state_of_job.shutdown()
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
+                _wait_for_others()
                 state_of_job.shutdown()
                 skip_sync = interrupt.skip_sync
             else:
                 files.remove()
+                _wait_for_others()
                 return result
             is_reset = True
+            membership.change()
 
     return wrapper
 
@@ -63,7 +66,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 def is_restarted_as_a_whole() -> bool:
     """Whether torchrun has started this process: it ends all processes when one is lost, and starts them again, so
     there is nobody to meet."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and not rendezvous.is_elastic()
+    return "TORCHELASTIC_RUN_ID" in os.environ and not membership.is_elastic()
+
+
+def _wait_for_others() -> None:
+    """A rank that leaves before the others have done their last operation would look lost to them."""
+    if membership.is_elastic():
+        with contextlib.suppress(HorovodInternalError):  # one is lost, which the next view says
+            barrier()
 
 
 def _meet_again(state: State) -> None:
@@ -72,8 +82,7 @@ def _meet_again(state: State) -> None:
     try:
         state_of_job.init()
     except (TimeoutError, dist.DistError, OSError, RuntimeError) as error:
-        if not rendezvous.is_elastic():
+        if not membership.is_elastic():
             raise
         raise HorovodInternalError(f"cannot meet the other ranks: {error}") from error
-    assert worlds.world_if_any() is not None
     state.on_reset()

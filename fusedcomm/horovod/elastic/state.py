@@ -4,11 +4,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import fusedcomm.horovod.elastic.files as files
-import fusedcomm.horovod.rendezvous as rendezvous
+import fusedcomm.horovod.membership as membership
 import fusedcomm.horovod.world as worlds
+from fusedcomm.horovod.elastic.handlers import StateHandler, handlers_of
 from fusedcomm.horovod.errors import HostsUpdatedInterrupt
-from fusedcomm.horovod.objects import allgather_object
+from fusedcomm.horovod.objects import allgather_object, broadcast_object
+from fusedcomm.horovod.state import rank
 
 
 class State:
@@ -17,8 +21,6 @@ class State:
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
-        self._updates: list[tuple[int, bool]] = []  # (generation or timestamp, whether hosts were only removed)
-        self._last_update = 0
         self._num_commits = 0
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
@@ -27,14 +29,9 @@ class State:
 
     def on_reset(self) -> None:
         """The ranks have met again: calls reset() and what register_reset_callbacks() was given."""
-        self._updates.clear()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
-
-    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """The hosts have changed. update_res: 1 if hosts were only removed; other values: some were added."""
-        self._updates.append((timestamp, update_res == 1))
 
     def commit(self) -> None:
         """Saves the state, and lets changes of the hosts interrupt the training. Call it on every rank after the same
@@ -45,19 +42,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt on all ranks together if rank 0 knows of a change. A collective call if the job
-        is elastic."""
-        if not worlds.world().settings.elastic:
-            return
-        if self._rank() == 0 and (update := rendezvous.update()) is not None:
-            self._updates.append(update)
-        newer = [(when, removed) for when, removed in self._updates if when > self._last_update]
-        self._updates.clear()
-        last = max((when for when, _ in newer), default=self._last_update)
-        previous, last, only_removed = self._bcast_object((self._last_update, last, all(each for _, each in newer)))
-        self._last_update = last
-        if last > previous:
-            raise HostsUpdatedInterrupt(only_removed)
+        """Raises HostsUpdatedInterrupt if ranks of an elastic job were lost or join, on all ranks at the same of these
+        calls. Every rank makes as many."""
+        if membership.end_step():
+            raise HostsUpdatedInterrupt(skip_sync=False)
 
     def newest_rank(self) -> int:
         """The rank that has committed most often, the first of several. A collective call. The others' counts become
@@ -102,40 +90,78 @@ class State:
 
 
 class ObjectState(State):
-    """Attributes that can be pickled: ObjectState(hvd.broadcast_object, hvd.rank, epoch=0).epoch."""
+    """Attributes by name: ObjectState(hvd.broadcast_object, hvd.rank, epoch=0).epoch. Those that have a handler, as
+    models, optimizers and samplers do, are saved when they are set; the others can be pickled."""
+
+    _handlers: dict[str, StateHandler]
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        object.__setattr__(self, "_handlers", handlers_of(kwargs))
         super().__init__(bcast_object, get_rank)
-        self._saved_state = dict(kwargs)
+        self._saved_state = {name: value for name, value in kwargs.items() if name not in self._handlers}
         for name, value in kwargs.items():
-            setattr(self, name, value)
-        self.save()
+            object.__setattr__(self, name, value)
+        self._save_attributes()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in self._handlers:
+            self._handlers[name].set_value(value)
 
     def save(self) -> None:
-        """Keeps deep copies of the attributes that it was given at first."""
+        """Keeps copies of the handlers' values, and deep ones of the other attributes that it was given at first."""
+        for handler in self._handlers.values():
+            handler.save()
+        self._save_attributes()
+
+    def _save_attributes(self) -> None:
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Sets the attributes to copies of what the last save() kept."""
+        """Goes back to what the last save() kept, in place where a value has a handler."""
+        for handler in self._handlers.values():
+            handler.restore()
+        self._restore_attributes()
+
+    def _restore_attributes(self) -> None:
         for name, value in self._saved_state.items():
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """Gives the attributes of the rank that has committed most to all ranks. A collective call."""
-        self.sync_attributes(self.newest_rank())
-
-    def sync_attributes(self, root_rank: int) -> None:
-        """Gives the attributes of `root_rank` to all ranks, and saves them. A collective call."""
+        """Gives all values of the rank that has committed most to all ranks, and saves them. A collective call."""
+        root_rank = self.newest_rank()
+        for handler in self._handlers.values():
+            handler.root_rank = root_rank
+            handler.sync()
         if self._saved_state:
-            ObjectState.save(self)  # not a subclass's, which saves more
+            self._save_attributes()
             self._saved_state = self._bcast_object(self._saved_state, root_rank)
-            ObjectState.restore(self)
+            self._restore_attributes()
+
+    def reset(self) -> None:
+        """The ranks have changed: tells the handlers."""
+        for handler in self._handlers.values():
+            handler.reset()
 
     def saved(self) -> Any:
-        """The kept attributes by name."""
-        return self._saved_state
+        """The copies that the last save() kept: {"handlers": by name, "plain": by name}."""
+        return {"handlers": {name: each.saved for name, each in self._handlers.items()}, "plain": self._saved_state}
 
     def load_saved(self, saved: Any) -> None:
-        """Takes over the attributes that saved() has returned, and restores them."""
-        self._saved_state.update(saved)
+        """Takes over what saved() has returned, but for handlers that this state lacks, and restores it."""
+        for name, handler in self._handlers.items():
+            if name in saved["handlers"]:
+                handler.saved = saved["handlers"][name]
+        self._saved_state.update(saved["plain"])
         self.restore()
+
+
+class TorchState(ObjectState):
+    """TorchState(model, optimizer, sampler=sampler, epoch=0): each is an attribute."""
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        named = {"model": model, "optimizer": optimizer}
+        kwargs.update({name: value for name, value in named.items() if value is not None})
+        super().__init__(broadcast_object, rank, **kwargs)

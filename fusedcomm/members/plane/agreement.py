@@ -7,13 +7,15 @@ loss, or at a *boundary*, before a step b, for joiners.
 =============  ==================================================  ====================================================
 message        sent                                                whoever receives it
 =============  ==================================================  ====================================================
-state          to all, when it changes and about each second       notes it; sends its commit if the sender lacks that
+state          to all about each second; when it changes to all,   notes it; sends its commit if the sender lacks that
+               or in a group above FAN_OUT to the lowest alone
 propose        by the lowest live rank to all that take part,      promises its number, unless it has promised as much
                with a number above all that it has seen            or knows a lower live rank; acknowledges, or refuses
 acknowledge    with the last finished step                         commits, when all that take part have acknowledged
 refuse         with the reason                                     abandons the proposal, and makes another
 abort          by a proposer whose proposal does not fit any more  lets its main thread go on, if that waits at b
-commit         by the proposer; by others to whoever lacks it      is in that view from now on, or expelled
+commit         by the proposer, and on in a tree; by others to     is in that view from now on, or expelled
+               whoever lacks it
 =============  ==================================================  ====================================================
 
 =============  ======================================  ================================================================
@@ -48,6 +50,8 @@ _WANTED_S = 1.0
 _AGAIN_S = 0.3
 # Seconds before a minority stops: all that are silent have been noticed then, and the error names them.
 _MINORITY_S = 0.5
+# Members to which each passes a commit on. Larger groups have a tree, so that nobody sends a large message to all.
+FAN_OUT = 16
 # Steps from the latest that has begun to a boundary: at first, and the most. Members that have begun it refuse.
 _MARGIN = 2
 _MAX_MARGIN = 1 << 12
@@ -87,7 +91,7 @@ class Agreement:
         """The founders' view."""
         self.roster.views, self._ready = [view], view.number
         self._promise.number = self._seen = view.number
-        self.commit = commit_message(Decision(view, {}, (), ()), True, [view])
+        self.commit = commit_message(Decision(view, {}, (), ()), True, [])
 
     def tick(self, now: float) -> None:
         self._now = now
@@ -170,9 +174,24 @@ class Agreement:
 
     def _changed(self) -> None:
         if self.failure is None and self.view is not None:
-            self._effects.broadcast(self.state())
+            self._tell()
             self._see_ready()
             self._consider()
+
+    def _tell(self) -> None:
+        """Sends the state after a change: to all others, but of a large group to the proposer alone, which says to all
+        that a view is active. The others hear of it within a second."""
+        lowest = self.roster.lowest()
+        if lowest in ("", self._uid) or len(self.roster.committed.uids) <= FAN_OUT + 1:
+            self._effects.broadcast(self.state())
+        else:
+            self._effects.send(lowest, self.state())
+
+    def _pass_on(self, view: View) -> None:
+        """Sends the commit to the members below this one in a tree, whose root has decided."""
+        own = view.rank_of(self._uid)
+        for uid in view.uids[FAN_OUT * own + 1 : FAN_OUT * (own + 1) + 1]:
+            self._effects.send(uid, self.commit)
 
     # ---- who may go on
 
@@ -315,10 +334,11 @@ class Agreement:
         lost = tuple(member for member in active.members if member.uid not in view)
         joined = tuple(member for member in view.members if member.uid not in active)
         self.proposal, self._margin = None, _MARGIN
-        views = [*roster.may_be_active(acks), view]
+        views = roster.may_be_active(acks)
         self._adopt(commit_message(Decision(view, finished, lost, joined), proposal.immediate, views))
+        self._pass_on(view)
         for uid in proposal.participants:
-            if uid != self._uid:
+            if uid not in view:
                 self._effects.send(uid, self.commit)
 
     # ---- the members
@@ -338,9 +358,9 @@ class Agreement:
         if promise.to == sender and told.proposes != promise.number > told.committed:
             self._barrier.resume(promise.number)  # its abort was lost with a connection
         self.roster.hear_dead(told.dead)
-        fields = ("silent", "wants", "ready", "active", "promised")
-        is_new = known is None or any(getattr(known, each) != getattr(told, each) for each in fields)
-        if is_new and self.roster.lowest() == self._uid:
+        is_new = known is None or (known.silent, known.wants) != (told.silent, told.wants)
+        is_last = known is not None and known.ready != told.ready and self.roster.are_ready()
+        if (is_new or is_last) and self.roster.lowest() == self._uid:
             self._consider()
 
     def _on_propose(self, sender: str, message: dict) -> None:
@@ -411,13 +431,15 @@ class Agreement:
             return
         if self._uid in view:
             self._adopt(message)
+            self._pass_on(view)
         elif self.view is not None:  # a joiner hears of others' changes
             self.expelled(view.number)
 
     def _adopt(self, message: dict) -> None:
         decision = Decision.from_json(message["decision"])
         number, active = decision.view.number, self.roster.numbers()["active"]
-        self.roster.views, self.commit = [View.from_json(known) for known in message["views"]], message
+        self.roster.views = [*(View.from_json(before) for before in message["before"]), decision.view]
+        self.commit = message
         if self.roster.active.number != active:
             self._barrier.set_active(self.roster.active.number)
         self._promise.number, self._seen = max(self._promise.number, number), max(self._seen, number)
@@ -428,7 +450,7 @@ class Agreement:
             self.joiners.pop(uid, None)
         self._effects.committed(decision)
         self._barrier.commit(decision, bool(message["immediate"]))
-        self._effects.broadcast(self.state())
+        self._tell()
         self._see_ready()
         self._consider()
 
@@ -436,7 +458,7 @@ class Agreement:
         """The committed view is active once all its members are ready for it."""
         number = self.roster.committed.number
         if self.roster.active.number != number and self._ready == number:
-            if all(state is not None and state.ready == number for state in self.roster.of_others()):
+            if self.roster.are_ready():
                 self._see_active(number)
 
     def _see_active(self, number: int) -> None:
@@ -445,4 +467,4 @@ class Agreement:
             self.roster.views = [view for view in views if view.number >= number]
             self._abandon()  # its members are those of a view before, without who has joined since
             self._barrier.set_active(number)
-            self._effects.broadcast(self.state())
+            self._tell()

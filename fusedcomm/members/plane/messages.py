@@ -71,11 +71,11 @@ class Promise:
     ack: dict | None = None
 
 
-def commit_message(decision: Decision, immediate: bool, views: list[View]) -> dict:
-    """views: from the active one to the decision's."""
+def commit_message(decision: Decision, immediate: bool, before: list[View]) -> dict:
+    """before: the views from the active one on, without the decision's."""
     return {
         "type": "commit",
         "decision": dataclasses.asdict(decision),
         "immediate": immediate,
-        "views": [dataclasses.asdict(view) for view in views],
+        "before": [dataclasses.asdict(view) for view in before],
     }

@@ -25,6 +25,7 @@ class Roster:
         self.dead: set[str] = set()
         self.silent: set[str] = set()
         self.doubtful: set[str] = set()
+        self._unready: tuple[int, list[str]] = (-1, [])
 
     @property
     def view(self) -> View | None:
@@ -64,6 +65,17 @@ class Roster:
     def of_others(self) -> Iterator[MemberState | None]:
         """The states of the members of the committed view but this process; None of one that has said nothing."""
         return (self.states.get(uid) for uid in self.committed.uids if uid != self._uid)
+
+    def are_ready(self) -> bool:
+        """Whether all other members of the committed view have said that they are ready for it. Each that has is looked
+        at once."""
+        number = self.committed.number
+        if self._unready[0] != number:
+            self._unready = number, [uid for uid in self.committed.uids if uid != self._uid]
+        left = self._unready[1]
+        while left and left[-1] in self.states and self.states[left[-1]].ready == number:
+            left.pop()
+        return not left
 
     def is_settled(self) -> bool:
         """Whether the committed view is active, and all its members know it."""

@@ -15,9 +15,11 @@ from fusedcomm.session.session import Session
 
 
 class UnexplainedSession(Session):
-    """A session that reports stalls, but explains no failure: the members agree at once."""
+    """A session that reports stalls, but explains no failure: the members agree at once. A member may be lost while the
+    ranks connect, and what already waits for it on a device would only end once somebody aborts it."""
 
     explains = False
+    warms_up = False
 
 
 class RecoverySession(UnexplainedSession):

@@ -8,7 +8,6 @@ from fusedcomm.autotune.turns import MARGIN
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import AUTO
-from fusedcomm.tools.code import attach_arguments
 
 DEFAULT_CAP_MIB = 25.0
 """DDP's default bucket_cap_mb."""
@@ -90,7 +89,8 @@ def code_of(choice: Candidate, by_host: bool, front_end: FrontEnd = DDP) -> str:
         return wrap
     default = dataclasses.replace(config, hosts=AUTO)
     config = config if by_host and default.two_levels is not None else default
-    return f"{wrap}; comm = fusedcomm.attach({'model' if is_sharded else 'ddp'}, {attach_arguments(config)})"
+    how = f'"{config.wire}"' if config == Config(config.wire) else f"fusedcomm.{config!r}".replace("'", '"')
+    return f"{wrap}; comm = fusedcomm.attach({'model' if is_sharded else 'ddp'}, {how})"
 
 
 def choices(

@@ -1,0 +1,102 @@
+"""The ranks of an elastic job, which may be lost and may join: fusedcomm's Members, without a reducer.
+
+A step of the members is what lies between two commits. When a rank is lost or joins, the members agree on a view,
+which lists them in the order of ranks: those that stay keep their order, and those that join come last. Each view has a
+store of its own, which its first rank serves.
+"""
+
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fusedcomm import env
+from fusedcomm.horovod import environment
+from fusedcomm.ranks import agreement
+
+if TYPE_CHECKING:
+    from fusedcomm.members.members import Members
+    from fusedcomm.members.plane.view import Decision
+
+MIN_RANKS = "FUSEDCOMM_HOROVOD_MIN_NP"
+RESET_LIMIT = "FUSEDCOMM_HOROVOD_RESET_LIMIT"
+SILENCE_S = 30.0
+"""Seconds without a sign of life after which a rank is no longer one of the members."""
+STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+_members: "Members | None" = None
+_step = 0
+_next: "Decision | None" = None
+"""The view that the members enter after this commit; None: they stay in theirs, or it has failed."""
+_num_changes = 0
+
+
+def is_elastic() -> bool:
+    """Whether `fusedcomm run --elastic` has started this process."""
+    return env.members() is not None and environment.flag("HOROVOD_ELASTIC")
+
+
+def place() -> tuple[int, int, dist.Store]:
+    """(rank, size, the view's store) in the present view. The first time, the members meet, or this process joins them.
+
+    Raises what fusedcomm.Members raises."""
+    global _members
+    if _members is None:
+        from fusedcomm.members.members import Members
+
+        least = environment.whole(MIN_RANKS, os.environ.get(MIN_RANKS, "1"))
+        found, about = Members(join="auto", min_ranks=least, silence=SILENCE_S), agreement.versions()
+        found.plane.hooks.check_join = lambda joiner: agreement.difference({"the members": about, "it": joiner})
+        _members = found
+        if found.joins is not None:
+            _enter(found.plane.join(found.joins, about))
+        else:
+            found.plane.start(found.current)
+            found.plane.barrier.begin(_step)
+    view = _members.current
+    host, port = view.members[0].info["store"]
+    store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
+    return _members.rank, _members.size, dist.PrefixStore(f"horovod/{view.number}", store)
+
+
+def end_step() -> bool:
+    """A commit. Whether the members enter another view, which all of them hear at the same commit."""
+    global _step, _next
+    if _members is None:
+        return False
+    plane = _members.plane
+    plane.barrier.finish_step(_step)
+    _step += 1
+    _next = plane.boundary(_step)
+    return _next is not None
+
+
+def change() -> None:
+    """Enters the next view, if the job is elastic: that of the last commit, or after a failure the one that the members
+    agree on then. To be called when the operations of the present one have ended.
+
+    Raises TooFewRanksError and the like if this process cannot go on, and RuntimeError at the limit of changes."""
+    global _num_changes, _next
+    if _members is None:
+        return
+    _num_changes += 1
+    limit = os.environ.get(RESET_LIMIT)
+    if limit is not None and _num_changes > environment.whole(RESET_LIMIT, limit):
+        raise RuntimeError(f"fusedcomm: ranks are to meet again after --reset-limit {limit} times: the job ends")
+    decision, _next = _next or _members.plane.recover(), None
+    _enter(decision)
+
+
+def _enter(decision: "Decision") -> None:
+    global _step
+    from fusedcomm.members.members import INSTALL_TIMEOUT_S
+
+    assert _members is not None
+    plane = _members.plane
+    while not plane.install(decision.view, INSTALL_TIMEOUT_S):
+        decision = plane.recover()
+    _members.enter(decision.view)
+    plane.barrier.install(decision.view)
+    _step = decision.view.step
+    plane.barrier.begin(_step)
