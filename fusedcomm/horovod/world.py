@@ -23,7 +23,6 @@ class World:
     sockets: of that agreement, as file descriptors.
     sets: process sets by id; 0 is every rank. members: of those that have this rank.
     sessions: the engines that sum in a wire; see engines.py.
-    nccl: for gradients on cuda, by optimizers and set.
     timeline: that which rank 0 writes; None: it writes none.
     """
 
@@ -43,7 +42,6 @@ class World:
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
     members: dict[int, Any] = dataclasses.field(default_factory=dict)
     sessions: "list[Session]" = dataclasses.field(default_factory=list)
-    nccl: dict[str, dist.Backend] = dataclasses.field(default_factory=dict)
     timeline: Any = None
 
     def end_timeline(self) -> None:
