@@ -28,7 +28,7 @@ from fusedcomm.session.surface import Sealed
 # CommStates that no hook has been called with, by number: their wires.
 _never_called: dict[int, str] = {}
 _numbers = itertools.count()
-_has_stepped = threading.Event()  # whether an optimizer has stepped
+_has_stepped = threading.Event()  # whether an optimizer has stepped since the first CommState
 # The hook stays: torch goes through its hooks at each step, and raises if one is removed meanwhile.
 register_optimizer_step_post_hook(lambda *_: _has_stepped.set())
 
@@ -70,6 +70,8 @@ class CommState(Sealed):
         self._lost = ""  # if this is a copy: arguments that could not be copied
         self._has_seen_a_pass = False  # if so, every parameter has been in a bucket
         self._number = next(_numbers)
+        if self._number == 0:
+            _has_stepped.clear()
         _never_called[self._number] = self.config.wire
         self._seal()
 

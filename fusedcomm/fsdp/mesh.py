@@ -244,7 +244,9 @@ class MeshSums:
         if self.rows is None or self.grid.ranks[0][0] != dist.get_rank():
             return
         if self.config.params_kept and not any(each.kept_nbytes for each in self.coded_all_gathers):
-            why = self.rows.levels.one_level_reason or "all modules keep their parameters, see reshard_after_forward"
+            levels, why = self.rows.levels, "all modules keep their parameters, see reshard_after_forward"
+            if levels.ranks_per_host == 1:
+                why = levels.one_level_reason or f"these shards have one level with hosts={self.config.hosts!r}"
             warnings.warn(f"fusedcomm: params_kept=True keeps nothing: {why}", stacklevel=4)
         if self.between is None:
             self._warn_of_one_level()

@@ -80,6 +80,7 @@ class FusedCommCallback(transformers.TrainerCallback):
         saved = self._attachment.state_dict()
         if saved and args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)  # the checkpoints of a search's trial lie elsewhere
             with files.replacing(folder / _FILE) as file:
                 torch.save(saved, file)
 

@@ -279,7 +279,12 @@ class Session:
             return self
         on = process_group, self.parameters, self.local, self.device
         new = Session(self.config, *on, also_agree=also_agree)
-        take_over(new, self)
+        problem: Exception | None = None
+        try:
+            take_over(new, self)
+        except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own state
+            problem = error
+        new.confirm(problem)
         self.stop("the module moved to another process group")
         return new
 
