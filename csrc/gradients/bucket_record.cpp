@@ -362,8 +362,8 @@ BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* w
     others_[index] = nullptr;
     record = make_record(bucket, engine_, place_, device_, weight, parameters);
     // Parameters may have come from records that are kept, whose residuals would only take memory.
-    for (BucketRecordPtr& other : records_) {
-      if (!bucket.of_pass() && other && !has_residuals(*other)) other = nullptr;
+    for (size_t i = 0; !bucket.of_pass() && i < records_.size(); ++i) {
+      if (records_[i] && !has_residuals(*records_[i])) records_[i] = others_[i] = nullptr;
     }
   } else if (!lies_as(*record, *bucket.gradients)) {
     BucketRecordPtr& last = others_[index];

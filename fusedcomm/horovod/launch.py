@@ -37,9 +37,10 @@ def find(timeout: datetime.timedelta) -> Launch:
     said = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     if said[0] and said[1] not in (None, "1"):
         return _launched(timeout, *said)
-    if int(os.environ.get("HOROVOD_SIZE", "1")) > 1 and SET_BY not in os.environ and not said[1]:
+    horovods = "1" if SET_BY in os.environ else os.environ.get("HOROVOD_SIZE", "1")
+    if said[1] not in (None, "", "1") or (horovods != "1" and not said[1]):
         raise ValueError(
-            f"HOROVOD_RANK={os.environ.get('HOROVOD_RANK')!r} and HOROVOD_SIZE={os.environ['HOROVOD_SIZE']} do not say "
+            f"RANK={said[0]!r}, WORLD_SIZE={said[1]!r} and HOROVOD_SIZE={horovods!r} do not say which rank this is and "
             "where the ranks meet: start the script with torchrun or fusedcomm run, or set RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT, as torch.distributed reads them"
         )

@@ -46,7 +46,8 @@ def place() -> tuple[int, int, dist.Store]:
         from fusedcomm.members.members import Members
 
         least = environment.whole(MIN_RANKS, os.environ.get(MIN_RANKS, "1"))
-        found, about = Members(join="auto", min_ranks=least, silence=SILENCE_S), agreement.versions()
+        found = Members(join="auto", min_ranks=least, silence=SILENCE_S)
+        about = {**agreement.versions(), "--min-np": least, "--reset-limit": os.environ.get(RESET_LIMIT)}
         found.plane.hooks.check_join = lambda joiner: agreement.difference({"the members": about, "it": joiner})
         _members = found
         if found.joins is not None:
@@ -58,6 +59,17 @@ def place() -> tuple[int, int, dist.Store]:
     host, port = view.members[0].info["store"]
     store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
     return _members.rank, _members.size, dist.PrefixStore(f"horovod/{view.number}", store)
+
+
+def num_changes() -> int:
+    """How often the ranks of the job have changed, as far as this process knows."""
+    return _num_changes
+
+
+def take_num_changes(known: int) -> None:
+    """`known`: the most that any rank knows. One that has joined counts those before it, too."""
+    global _num_changes
+    _num_changes = known
 
 
 def end_step() -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
+import fusedcomm.horovod.membership as membership
 import fusedcomm.horovod.operations as operations
 import fusedcomm.horovod.step_reducer as step_reducer
 import fusedcomm.horovod.timeline as timeline
@@ -94,7 +95,7 @@ def _met(asked_for: tuple) -> World:
     group = OwnGroup(dist.PrefixStore("horovod", found.store), found.rank, found.size, timeout)
     peers = Peers.of(group, torch.device("cpu"), what="calling hvd.init()")
     hostname = os.environ.get("HOROVOD_HOSTNAME") or own_address.host_name()
-    about = {"host": hostname, "sets": asked_for[1], "problem": problem}
+    about = {"host": hostname, "sets": asked_for[1], "problem": problem, "changes": membership.num_changes()}
     try:
         abouts: list[Any] = agreement.gather(peers, peers.store.under("about"), about, "calling hvd.init()")
     except RuntimeError as error:
@@ -105,6 +106,7 @@ def _met(asked_for: tuple) -> World:
     sets = {f"rank {rank}": {"process_sets": of_rank["sets"]} for rank, of_rank in enumerate(abouts)}
     if differs := agreement.difference(sets):
         raise ValueError(f"hvd.init(): {differs}. Give every rank the same sets in the same order")
+    membership.take_num_changes(max(of_rank["changes"] for of_rank in abouts))
     hosts = [of_rank["host"] for of_rank in abouts]
     places = launch.places(found.rank, hosts)
     launch.publish({"rank": found.rank, "size": found.size, **places})

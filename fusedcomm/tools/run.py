@@ -98,7 +98,7 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--min-np and --reset-limit need --elastic")
     if not args.elastic and not args.members and args.max_restarts:
         raise UsageError("--max-restarts needs --elastic or --members")
-    if args.min_np and args.min_np > args.num_proc:
+    if args.min_np and args.min_np > args.num_proc and args.join is None:
         raise UsageError(f"--min-np {args.min_np} is more than -np {args.num_proc}")
 
 

@@ -64,7 +64,7 @@ def test_it_is_said_once_with_the_possible_reasons():
         (MADE + STEP + "raise ValueError('on purpose')", "0", 1),
         (MADE + "import copy; copy.deepcopy(state)" + STEP, "0", 0),
     ],
-    ids=["it was called", "nothing was trained", "trained before", "another rank", "after an error", "its copy may have been called"],
+    ids=["called", "nothing was trained", "trained before", "another rank", "after an error", "its copy may be called"],
 )
 def test_else_nothing_is_said(script, rank, returncode):
     assert "never called" not in printed_at_exit(script, rank, returncode)

@@ -1,20 +1,15 @@
 """Where this process listens: at the addresses that the pages name, never on all interfaces without need."""
 
 import contextlib
-import datetime
 import socket
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from patience import HANG_S
 from processes import listening_ports
 
 import fusedcomm
-from fusedcomm.horovod import launch
 from fusedcomm.ranks.own_group import served_store
-
-SOON = datetime.timedelta(seconds=0.1)
 
 
 def answers(host: str, port: int) -> bool:
@@ -23,16 +18,9 @@ def answers(host: str, port: int) -> bool:
     return False
 
 
-def horovods_store(host: str) -> dist.Store:
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        port = free.getsockname()[1]
-    return launch._store_at(host, port, True, SOON)
-
-
 WAYS = {
     "store": served_store,
     "members": fusedcomm.Members,
-    "horovod's store": horovods_store,
 }
 
 
@@ -57,10 +45,3 @@ def test_a_process_listens_at_the_address_that_it_was_given_alone(ranks, way, ho
         pytest.skip("no IPv6 there")
     (found,) = ranks.run(heard_at, way, host, other, world_size=1)
     assert found != [] and set(found) == {(True, False)}
-
-
-def test_a_store_of_horovods_variables_may_be_served_by_this_process_already():
-    first = horovods_store("127.0.0.1")
-    again = launch._store_at("127.0.0.1", first.port, True, SOON)
-    first.set("key", "value")
-    assert again.get("key") == b"value"

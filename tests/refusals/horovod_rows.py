@@ -355,7 +355,11 @@ READ = [
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "soon"}, "HOROVOD_STALL_CHECK_TIME_SECONDS='soon' ... use seconds"),
         ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "nan"}, "HOROVOD_GLOO_TIMEOUT_SECONDS='nan' is not possible: use seconds"),
         ({"HOROVOD_ELASTIC": "perhaps"}, "HOROVOD_ELASTIC='perhaps' ... use 1 or 0"),
-        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_RANK='0' and HOROVOD_SIZE=2 do not say where ... RANK"),
+        (
+            {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"},
+            "RANK=None, WORLD_SIZE=None and HOROVOD_SIZE='2' do not say ... RANK",
+        ),
+        ({"WORLD_SIZE": "2"}, "RANK=None, WORLD_SIZE='2' and HOROVOD_SIZE='1' do not say which rank this is ... RANK"),
     ]
 ]
 

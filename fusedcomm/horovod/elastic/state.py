@@ -19,7 +19,7 @@ class State:
     """The state that elastic.run() works with. Subclasses give save(), restore(), sync() and reset()."""
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
-        self._bcast_object, self._rank = bcast_object, get_rank
+        self._bcast_object = bcast_object
         self._reset_callbacks: list[Callable[[], None]] = []
         self._num_commits = 0
 
