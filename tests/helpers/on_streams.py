@@ -59,8 +59,10 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     torch_groups.own_nccl = _own_backend
     channels.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
     session.Session._path = lambda of, two_levels=None: _Path()
-    connect = channels.connect_gloo
-    channels.connect_gloo = lambda *args: library.sim_backend(connect(*args))  # within hosts and between them
+    make = channels.make_host_channels
+    channels.make_host_channels = lambda *args: channels.HostChannels(
+        *map(library.sim_backend, vars(make(*args)).values())
+    )
     library.sim_count()
     _libraries.append(library)
 
