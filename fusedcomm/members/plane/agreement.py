@@ -338,7 +338,7 @@ class Agreement:
         self._adopt(commit_message(Decision(view, finished, lost, joined), proposal.immediate, views))
         self._pass_on(view)
         for uid in proposal.participants:
-            if uid not in view or uid not in active:  # a joiner has a connection to this process alone
+            if uid not in view:
                 self._effects.send(uid, self.commit)
 
     # ---- the members
