@@ -241,7 +241,8 @@ std::vector<Step> steps_of_all_gather(const ChunkShape& shape) {
 
 std::vector<Step> steps_of_all_gather_again(const ChunkShape& shape) {
   Steps steps = steps_of_all_gather(shape);
-  std::erase_if(steps, [](const Step& step) { return is_cross(step.channel); });
+  const auto is_between = [](const Step& step) { return is_cross(step.channel); };
+  steps.erase(std::remove_if(steps.begin(), steps.end(), is_between), steps.end());
   return steps;
 }
 

@@ -30,7 +30,7 @@ export TSAN_OPTIONS="halt_on_error=1 suppressions=tests/native/not_instrumented.
 
 engine_stress() {
   local binary="$build/engine_stress-${sanitizer//,/-}"
-  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -std=c++20 tests/native/engine_stress.cpp "${engine[@]}" \
+  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -std=c++17 tests/native/engine_stress.cpp "${engine[@]}" \
     csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp csrc/devices/cpu_device.cpp -o "$binary" -pthread
   "$binary"
 }
