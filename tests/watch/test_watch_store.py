@@ -72,11 +72,13 @@ def cut_off(rank, world_size, server, port, folder):
         with stderr_to(paths[rank]):
             if not is_gone:
                 cut_connections_to(port)
-            elif rank == 0:
-                os.kill(server, signal.SIGKILL)
-            means += steps(1)
+            means += steps(1)  # from here on, the stderr of every rank is its file
             if is_gone:
-                wait_for_words("has lost the store", paths[rank])
+                if rank == 0:
+                    os.kill(server, signal.SIGKILL)
+                # All wait for all, so that rank 1 alone is late in the next step.
+                for path in paths:
+                    wait_for_words("has lost the store", path)
             else:
                 time.sleep(patient(1))  # long enough to notice the loss
             means += steps(1)
