@@ -1,4 +1,4 @@
-"""Everything but pictures and the demo works where only torch is installed: numpy is no requirement of torch's."""
+"""Everything but pictures works where only torch is installed: numpy is no requirement of torch's."""
 
 import os
 import subprocess

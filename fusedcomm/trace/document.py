@@ -3,7 +3,6 @@
 One rank's document; fusedcomm/trace/merge.py makes one of all ranks' documents.
 """
 
-import errno
 import json
 import math
 from collections.abc import Sequence
@@ -138,15 +137,6 @@ def _name(span: "_C.TraceSpan") -> str:
     if span.stage == "exposed":
         return f"step {span.step}"
     return span.bucket if span.stage == "bucket" else f"{span.bucket} {span.stage}"
-
-
-def check(path: Path) -> None:
-    """Makes the folder of `path`. Raises OSError if `path` cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a trace is a file, and this is a folder", str(path))
-    if reason := files.why_not_writable(path):
-        raise PermissionError(errno.EACCES, f"a trace cannot be written there: {reason}", str(path))
 
 
 def write(path: Path, document: dict[str, object]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fusedcomm import files
 from fusedcomm.config import combinations
 from fusedcomm.native import _C
 from fusedcomm.ranks.bounded_store import BoundedStore
@@ -45,7 +46,7 @@ class Recorder:
             yield
             return
         if own_path is not None:
-            trace.check(own_path)
+            files.check_writable(own_path)
         try:
             model = None if module is None else ModelRecorder(self._synchronizer, module)
             origin = self._synchronizer.engine.start_trace()

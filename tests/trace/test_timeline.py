@@ -243,7 +243,7 @@ WRONG = {
         None,
     ],
     writes_into_a_folder: [
-        "IsADirectoryError: [Errno 21] a trace is a file, and this is a folder: '{path}'",
+        "IsADirectoryError: [Errno 21] it is a folder, and a file is wanted: '{path}'",
         None,
         None,
     ],
