@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import fusedcomm.horovod.elastic.files as elastic_files
-from fusedcomm import files
-from fusedcomm.trace import document
+from fusedcomm import files, trace
 
 
 @contextlib.contextmanager
@@ -27,7 +26,7 @@ def files_of_at_most(nbytes):
 
 
 def write_trace(path, numel):
-    document.write(path, {"traceEvents": ["x" * numel]})
+    trace.write(path, {"traceEvents": ["x" * numel]})
 
 
 def write_state(path, numel):

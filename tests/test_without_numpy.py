@@ -35,7 +35,7 @@ config = fusedcomm.Config(
 )
 ddp = DistributedDataParallel(torch.nn.Linear(300, 300))
 with fusedcomm.attach(ddp, config) as comm:
-    with comm.trace(f"{store}-trace.json", all_ranks=True):
+    with comm.trace(f"{store}-trace.json"):
         train(ddp)
     comm.load_state_dict(comm.state_dict(consolidated=True))
     assert comm.stats().steps == 3 and comm.nonfinite_report() == [] and str(comm.plan())

@@ -37,8 +37,6 @@ void bind_results(py::module_& m) {
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
       .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
 
-  py::class_<Stamp, StampPtr>(m, "Stamp").def("ms_since", &Stamp::ms_since, py::arg("earlier"), NoGil());
-
   py::class_<TraceSpan>(m, "TraceSpan")
       .def_property_readonly("bucket", [](const TraceSpan& span) { return span.label->name; })
       .def_property_readonly("text", [](const TraceSpan& span) { return span.label->text; })
@@ -113,8 +111,6 @@ void bind_engine(py::module_& m) {
       .def("free_workspaces", &Engine::free_workspaces, NoGil())
       .def("start_trace", &Engine::start_trace, NoGil())
       .def("stop_trace", &Engine::stop_trace, NoGil())
-      .def(
-          "stamp", [](const Engine& engine) { return engine.device().stamp(); }, NoGil())
       .def_property_readonly("scratch_nbytes", &Engine::scratch_nbytes);
 }
 

@@ -130,8 +130,6 @@ TABLE = tuple(Combination(*row) for row in (
      "they are for the CPU's codec", "leave it out"),
     ("every front end", {"weighted": "mean", ADDED_PASSES: True},
      "each pass would have to be multiplied by its weight", "let losses be sums, and use weighted='sum'"),
-    ("trace", {"all_ranks": True, "path of each rank": GIVEN},
-     "rank 0 writes one file", "name that one"),
     ("Auto", {"weighted": GIVEN},
      "it also tries DDP's own all-reduce, in which ranks weigh equally", "search without it, then name the wire"),
     ("simulate", {"config": "auto"},

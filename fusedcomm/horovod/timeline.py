@@ -15,7 +15,7 @@ from pathlib import Path
 import fusedcomm.horovod.world as worlds
 from fusedcomm.horovod.order import Order, Request
 from fusedcomm.ranks.peers import warn_alone
-from fusedcomm.trace.document import times
+from fusedcomm.trace import times
 
 CYCLES = "cycles"
 

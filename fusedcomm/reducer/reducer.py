@@ -364,9 +364,6 @@ class GradReducer(CommHandle):
     def _caps(self) -> list[int] | None:
         return None if self.has_owner else self._bucket_caps
 
-    def _module(self) -> nn.Module | None:
-        return self._module_of()
-
     def _described(self) -> str:
         session = self.session
         return (
@@ -407,7 +404,7 @@ class GradReducer(CommHandle):
 
     def parameters_of_module(self) -> list[torch.Tensor]:
         """Those of the module as it is now; without a module, those that were given."""
-        module = self._module()
+        module = self._module_of()
         return self.parameters_now() if module is None else list(module.parameters())
 
 

@@ -370,7 +370,7 @@ def traced_at(rank, world_size, path):
 
     def attempt():
         try:
-            with comm.trace(path, all_ranks=True):
+            with comm.trace(path):
                 synchronize(ddp, gradients(rank, 0))
         except RuntimeError as error:
             return str(error)

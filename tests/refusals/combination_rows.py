@@ -163,7 +163,6 @@ WITHOUT_RANKS = {
 WITH_ONE_RANK = {
     "gradients without shards": by_ddp,
     "every front end": by_cuda,
-    "trace": lambda _: reducer_of(Mlp()).trace("{rank}.json", all_ranks=True).__enter__(),
     "attach": lambda given: fusedcomm.attach(DistributedDataParallel(Mlp()), members=given["members"]),
     "FSDP2": lambda given: fusedcomm.attach(fully_shard(nn.Linear(8, 8)), config_of(given), **chosen(given, "members")),
     "GradReducer": by_reducer,
