@@ -244,17 +244,9 @@ def digits_task() -> Task:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def network() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64 * 4 * 4, 256),
-            nn.ReLU(),
-            nn.Linear(256, 10),
-        )
+        convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
+        linear = [nn.Linear(64 * 4 * 4, 256), nn.ReLU(), nn.Linear(256, 10)]
+        return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), *linear)
 
     return Task("digits", network, optimizer, loss, batches, final)
 

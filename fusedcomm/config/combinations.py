@@ -93,7 +93,7 @@ _OWN_GROUP = "members bring their own group"
 # fmt: off
 TABLE = tuple(Combination(*row) for row in (
     ("Config", {"wire": "auto"},
-     "it is a search", "give fusedcomm.attach or fusedcomm.GradReducer a fusedcomm.Auto(…) in its place"),
+     "it is a search", "give fusedcomm.attach or fusedcomm.GradReducer 'auto' in place of a Config"),
     ("Config", {"wire": "off"},
      "it is DDP's own all-reduce", "use fusedcomm.attach(ddp, 'off'), or wire='fp32', which is as exact"),
     ("Config", {"sum": "direct", "wire": Besides(("bf16", "fp16"))},
@@ -130,8 +130,6 @@ TABLE = tuple(Combination(*row) for row in (
      "they are for the CPU's codec", "leave it out"),
     ("every front end", {"weighted": "mean", ADDED_PASSES: True},
      "each pass would have to be multiplied by its weight", "let losses be sums, and use weighted='sum'"),
-    ("Auto", {"weighted": GIVEN},
-     "it also tries DDP's own all-reduce, in which ranks weigh equally", "search without it, then name the wire"),
     ("simulate", {"config": "auto"},
      "a search needs real steps", "name the wire"),
     ("simulate", {"config": "off"},
@@ -152,8 +150,8 @@ TABLE = tuple(Combination(*row) for row in (
     ("attach", {"skip_all_reduce_unused_params": True},
      "steps are counted by the last bucket", "make DDP without that option; find_unused_parameters=True is possible",
      RuntimeError),
-    ("attach", {"delay_all_reduce_named_params of all parameters": True},
-     "no bucket is left", "leave the option out", RuntimeError),
+    ("attach", {"delay_all_reduce_named_params": True},
+     "nothing waits for that all-reduce beside a hook", "leave the option out", RuntimeError),
     ("attach", {"config": "auto", "Join(…, divide_by_initial_world_size=False)": True},
      "a search also tries sums over all ranks", "leave the option out, or name a wire, config='bf16' for example",
      RuntimeError),
@@ -165,6 +163,8 @@ TABLE = tuple(Combination(*row) for row in (
      "DDP's own all-reduce needs no hook", f"do not register one, or use {_HOOKLESS}"),
     ("CommState", {"weighted": GIVEN},
      "a registered hook has no handle to give weights to", f"use {_HOOKLESS}"),
+    ("CommState", {"delay_all_reduce_named_params": True},
+     "nothing waits for that all-reduce beside a hook", "leave the option out", RuntimeError),
     ("CommState", {"wires": GIVEN, "module": None},
      "a hook sees no names", "pass module=model, or use fusedcomm.attach"),
 

@@ -154,16 +154,15 @@ class Session:
 
     def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
-        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
             **agreement.versions(),
             "device": self.device.type,
             "world size": self.world_size,
-            "wire": AUTO if searched else self.config.wire if self.has_engine else OFF,
+            "wire": AUTO if AUTO in also_agree else self.config.wire if self.has_engine else OFF,
         }
         if not self.has_engine:
             return record
-        record |= {**searched, "config": self.config.record(), **also_agree}
+        record |= {"config": self.config.record(), **also_agree}
         if self.parameters is not None:
             record["parameters"] = {
                 "count": len(self.parameters),
@@ -254,8 +253,7 @@ class Session:
         if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            store, port = self._store.under("watch"), bounded_store.store_port(self.process_group)
-            watch = Watch(self.synchronizer, self.peers, store, port, self.explains)
+            watch = Watch(self.synchronizer, self.peers, self._store.under("watch"), self.explains)
         except RuntimeError as error:  # the system has no thread left
             self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)

@@ -43,7 +43,7 @@ def die(*_, **__) -> None:
     os._exit(1)
 
 
-def attach(ddp: DistributedDataParallel, config: Config | fusedcomm.Auto = INT8) -> Handle:
+def attach(ddp: DistributedDataParallel, config: Config | str = INT8) -> Handle:
     return fusedcomm.attach(ddp, config, local=LocalOptions(stall_after=STALL_AFTER_S))
 
 
@@ -73,7 +73,7 @@ class Death:
     place: object
     name: str
     seen: str  # the words of the other ranks' errors for what the victim was last seen doing
-    config: Config | fusedcomm.Auto = INT8
+    config: Config | str = INT8
     attach: Callable = attach
     then: Callable | None = None
     number: int = 1
@@ -85,7 +85,7 @@ DEATHS = {
     "before its first step": Death(CommState, "session", "It has not come to attach", attach=attach_a_state),
     "before it has channels": Death(cpu.CpuPath, "connect", CONNECTING),
     "with one of two channels": Death(channels, "connect_gloo", CONNECTING, number=2),
-    "searching": Death(Tuner, "_beside", "for config='auto'", fusedcomm.Auto(("bf16",))),
+    "searching": Death(Tuner, "_beside", "for config='auto'", "auto"),
     "before saving": Death(Handle, "state_dict", TRAINING, Config("int8", feedback=Feedback()), then=save),
     "before the report": Death(Handle, "nonfinite_report", TRAINING, then=report),
 }
