@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.stats import Stats
-    from fusedcomm.simulation import Residuals, simulate
 
 __all__ = [
     "SUMS",
@@ -66,7 +65,6 @@ __all__ = [
     "Members",
     "MembersSampler",
     "MinorityError",
-    "Residuals",
     "ShardedOptimizer",
     "Stats",
     "Sum",
@@ -77,7 +75,6 @@ __all__ = [
     "__version__",
     "attach",
     "comm_hook",
-    "simulate",
 ]
 
 # The submodule that defines each public name.
@@ -99,8 +96,6 @@ _HOME = {
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",
-    "Residuals": "simulation",
-    "simulate": "simulation",
     "SUMS": "config",
     "WIRES": "config",
     "Blocks": "config",

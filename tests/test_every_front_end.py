@@ -22,7 +22,6 @@ import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.devices import cuda
-from fusedcomm.simulation import simulate
 
 MAKERS = {
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randn"),
@@ -130,10 +129,6 @@ def with_horovod(rank, name, config):
     return found
 
 
-def with_simulation(rank, name, config):
-    return [simulate([gradients(other)[0].flatten() for other in range(2)], wire) for wire in ("int8", "int4")]
-
-
 WAYS = {
     **{name: (with_front_end, name, front_end.config("int8")) for name, front_end in FRONT_ENDS.items()},
     "hook, feedback": (with_front_end, "hook", Config("int8", feedback=Feedback())),
@@ -141,7 +136,6 @@ WAYS = {
     "DataParallel, measured": (with_front_end, "DataParallel", Config("int8", measure_every=1)),
     "FSDP2, feedback": (with_front_end, "FSDP2", Config("int8", feedback=Feedback(unsharded=True))),
     "Horovod": (with_horovod, "", None),
-    "simulation": (with_simulation, "", None),
 }
 
 

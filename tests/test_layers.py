@@ -28,7 +28,6 @@ FUSEDCOMM = (
     "reducer",
     "local_steps",
     "members",
-    "simulation",
     "autotune",
     "session",
     "trace",
