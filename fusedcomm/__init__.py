@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fusedcomm.config import (
         SUMS,
         WIRES,
-        Blocks,
         Chunks,
         Config,
         Feedback,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SUMS",
     "WIRES",
-    "Blocks",
     "Chunks",
     "CommState",
     "Config",
@@ -98,7 +96,6 @@ _HOME = {
     "Stats": "session.stats",
     "SUMS": "config",
     "WIRES": "config",
-    "Blocks": "config",
     "Chunks": "config",
     "Config": "config",
     "Feedback": "config",

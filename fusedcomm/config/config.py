@@ -16,7 +16,6 @@ from fusedcomm.config.options import (
     WIRES,
     WITH_SCALES,
     WITHOUT_SCALES,
-    Blocks,
     Chunks,
     Feedback,
     Options,
@@ -66,7 +65,6 @@ class Config(Options):
             if patterns give a tied parameter different wires through different names.
         predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
             divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
-        blocks: a :class:`Blocks`: how many elements share a scale.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
         measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
@@ -105,7 +103,6 @@ class Config(Options):
     sum: Sum = "auto"
     wires: Mapping[str, Wire] = dataclasses.field(default_factory=dict)
     predivide: float | Literal["auto"] = "auto"
-    blocks: Blocks = Blocks()
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
     measure_every: int = 1000
@@ -122,8 +119,7 @@ class Config(Options):
         check.choice("sum", self.sum, SUMS)
         check.choice("params", self.params, WIRES)
         check.flag("params_kept", self.params_kept)
-        for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
-            check.kind(name, getattr(self, name), kind)
+        check.kind("chunks", self.chunks, Chunks)
         if self.compare_every is not None:
             possible = "a whole number of steps, 1 or more, or None for never"
             check.whole("compare_every", self.compare_every, 1, MOST, possible)
@@ -155,7 +151,6 @@ class Config(Options):
             "sum": self.sum,
             "wires": {pattern: wire for pattern, wire in self.wires.items() if wire != self.wire} or None,
             "predivide": None if self.predivide == "auto" else self.predivide,
-            "blocks": None if self.blocks == Blocks() else self.blocks,
             "feedback": self.feedback,
             "wires that are all 'fp32'": {self.wire, *self.wires.values()} == {"fp32"},
             "hosts": self.named_hosts,
@@ -208,11 +203,6 @@ class Config(Options):
         return given or (self.wire if self.wire in WITHOUT_SCALES else "bf16")
 
     @property
-    def block_numel(self) -> int:
-        """The elements of a block of `wire`. Wires without scales have a number, too."""
-        return self.blocks.numel or _C.default_block_numel(self.wire)
-
-    @property
     def residual_format(self) -> str | None:
         """The format of residuals, "fp32" or "bf16". None: no residuals are kept."""
         return None if self.feedback is None else self.feedback.format
@@ -232,8 +222,7 @@ class Config(Options):
     def formats(self) -> list[tuple[str, int]]:
         """(wire, block) of each of `numbered_wires`, as the engine takes them. Wires without scales have a block,
         too."""
-        others = [(wire, _C.default_block_numel(wire)) for wire in self.numbered_wires[1:]]
-        return [(self.wire, self.block_numel), *others]
+        return [(wire, _C.default_block_numel(wire)) for wire in self.numbered_wires]
 
     def number_of(self, wire: str) -> int:
         """The number of a wire that parameters may have, as csrc/engine/config.h defines it."""
@@ -343,6 +332,5 @@ class Config(Options):
             # A list, because order matters: the first pattern that matches counts, and the bytes of the wires follow
             # each other in this order.
             "wires": list(self.wires.items()),
-            "blocks": {"numel": self.block_numel},
             "hosts": None if levels is None else {"groups": levels.groups, "local_wire": self.local_wire},
         }

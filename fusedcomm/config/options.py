@@ -42,25 +42,6 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Blocks(Options):
-    """The blocks of a wire with scales.
-
-    Args:
-        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
-            The wires of `Config.wires` always have the default.
-    """
-
-    numel: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.numel is not None:
-            possible = "a power of two from 32 to 4096 elements"
-            check.whole("Blocks(numel)", self.numel, 32, 4096, possible)
-            if self.numel & (self.numel - 1):
-                raise ValueError(f"Blocks(numel)={self.numel} is not possible: use {possible}")
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class Feedback(Options):
     """Error feedback: the encoders' errors of one step are added to the gradients of the next. Rounding then delays
     gradients instead of changing them.

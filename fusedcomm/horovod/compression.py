@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels, check
+from fusedcomm.config import WIRES, Chunks, Config, Feedback, TwoLevels, check
 from fusedcomm.literals import Weighted
 
-_GROUPS = {"blocks": Blocks, "feedback": Feedback, "chunks": Chunks}
+_GROUPS = {"feedback": Feedback, "chunks": Chunks}
 _SENT_AS_THEY_ARE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from values import DTYPES, WIRES, same_bits
 
 import fusedcomm
-from fusedcomm.config import Blocks, Config
+from fusedcomm.config import Config
 from fusedcomm.native import _C
 
 
@@ -49,13 +49,6 @@ def test_it_gives_the_bits_of_the_reference(wire, dtype, sum):
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
                 mean = simulate(grads, config, exempt_mask=exempt)
                 assert same_bits(mean, expected(grads, wire, exempt, sum=sum)), (world_size, numel, exempt)
-
-
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-def test_blocks_of_other_sizes(wire):
-    grads = gradients(3, (5003,))
-    mean = simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(256)))
-    assert torch.equal(mean, expected(grads, wire, block=256))
 
 
 def test_predivide_is_the_codecs():

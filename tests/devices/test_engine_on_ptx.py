@@ -16,7 +16,7 @@ from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 
 pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
 pytestmark = pytest.mark.skipif(
@@ -68,7 +68,7 @@ CONFIGS = {
     "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "measured": Config("int8", "two-shot", measure_every=1),
-    "int8 chunked": Config("int8", "two-shot", blocks=Blocks(32), chunks=Chunks(4096, in_flight=1)),
+    "int8 chunked": Config("int8", "two-shot", chunks=Chunks(4096, in_flight=1)),
     "bf16 direct": Config("bf16", "direct"),
     "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback("bf16")),
     "fp16 one-shot": Config("fp16", "one-shot", chunks=CHUNKED),

@@ -11,7 +11,7 @@ from sampling import few
 from simulation import Residuals, simulate
 
 import fusedcomm.horovod as hvd
-from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import WIRES, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.horovod.compression import config_of, text_of, wire_of
 from fusedcomm.horovod.world import world
 
@@ -19,7 +19,7 @@ CONFIGS = [
     *(Config(wire) for wire in WIRES),
     Config("int8", wires={"b.*": "bf16", "a.*": "int4", "1d": "fp32"}),
     Config("fp16", "two-shot", predivide=0.1, chunks=Chunks(5000, 3)),
-    Config("int4", blocks=Blocks(64), feedback=Feedback("bf16")),
+    Config("int4", feedback=Feedback("bf16")),
     Config("bf16", hosts=TwoLevels([[0, 2], [1, 3]], "fp16")),
     Config("bf16", hosts=[[0, 1], [2, 3]]),
     Config("bf16", hosts=2),
