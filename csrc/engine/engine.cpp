@@ -166,7 +166,8 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
 void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages) {
   std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   if (!begin(job)) return;
-  EventPtr end;
+  // Without pack the sum waits for what the pack lane waits for: the gradients.
+  EventPtr end = stages.pack ? nullptr : lane(LaneRole::kPack).run(nullptr, [] {});
   const auto run = [&](LaneRole role, Stage of, Lane::Task body) {
     if (body) end = lane(role).run(std::move(end), stage(job, of, 0, std::move(body)));
   };
@@ -174,7 +175,6 @@ void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStage
     if (body) end = lane(role).start(std::move(end), wire_stage(job, of, 0, std::move(body)));
   };
   run(LaneRole::kPack, Stage::kPack, std::move(stages.pack));
-  if (!end) end = lane(LaneRole::kPack).run(nullptr, [] {});  // what the lane waits for: the gradients
   start(LaneRole::kScatter, Stage::kAllReduce, std::move(stages.scatter));
   run(LaneRole::kReduce, Stage::kReduce, std::move(stages.reduce));
   start(LaneRole::kGather, Stage::kAllGather, std::move(stages.gather));

@@ -257,7 +257,7 @@ def test_a_missing_driver_is_named():
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction"])
 def test_a_cubin_that_does_not_load_is_an_error(fake, call):
     fake.fail(call, 209)
-    with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
+    with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\).* driver may be older"):
         fake.loader(Config(), 3, (torch.float32,))
 
 
