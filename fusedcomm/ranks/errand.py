@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
 
-class Errand:
+class Errand(Generic[T]):
     """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
     threads has to tell the others so."""
 
@@ -21,7 +21,7 @@ class Errand:
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="fc-errand", daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(target=run, name="fc-errand", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -37,4 +37,4 @@ class Errand:
     def result(self) -> T:
         if self._error is not None:
             raise self._error
-        return self._value
+        return cast("T", self._value)
