@@ -20,7 +20,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.autotune import tuner
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.session import session
@@ -255,24 +254,6 @@ def test_on_another_process_group_the_search_begins_again(ranks, is_finished):
         assert before == [1.0]
         if rank < 2:
             assert after == [[0.5]] * 37 and (begun_again.step_ms, begun_again.num_steps) == ({}, 1)
-
-
-def failing(rank, world_size):
-    ddp = module()
-    comm = fusedcomm.attach(ddp, "auto", quiet=True)
-
-    def fail():
-        raise LookupError("the search's own trouble")
-
-    comm.runs._end_turn = fail
-    synchronize(ddp, gradients(rank, 0), steps=tuner.UNTIMED_FIRST + tuner.TIMED)
-    with pytest.raises(LookupError, match="the search's own trouble"):
-        synchronize(ddp, gradients(rank, 0))
-    comm.detach()
-
-
-def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
-    ranks.run(failing, world_size=2)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

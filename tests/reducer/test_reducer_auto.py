@@ -2,11 +2,10 @@
 
 import functools
 import gc
-import os
 
 import pytest
 import torch
-from models import Gradients, integers, reducer_of, synchronize, threads_of_engine, threads_settle_at
+from models import Gradients, integers, reducer_of, synchronize
 from step_clock import StepClock
 
 SHAPES = ((512, 64),) * 4
@@ -127,43 +126,6 @@ def test_one_rank_has_nothing_to_search_for(ranks):
 
 
 # ---- its life
-
-
-def ended(rank, world_size):
-    """Engine threads that are left of a search that is detached, and of one that is dropped with its model."""
-    gc.collect()  # ends the engines that earlier tests have dropped
-    before = threads_of_engine()
-    model, values = Gradients(*SHAPES), [integers(rank, shape) for shape in SHAPES]
-    reducer = reducer_of(model, "auto")
-    clock = StepClock(reducer, rank, fp32=40, bf16=20, int8=30)
-    synchronize(model, values, steps=12)
-    during = threads_of_engine() - before
-    reducer.detach()
-    left = [threads_settle_at(before) - before]
-    own = all(torch.equal(a, b) for a, b in zip(synchronize(model, values), values, strict=True))
-    dropped = Gradients(*SHAPES)
-    reducer_of(dropped, "auto")
-    synchronize(dropped, values, steps=12)
-    del dropped, reducer, clock
-    gc.collect()
-    left.append(threads_settle_at(before) - before)
-    one = reducer_of(model, "bf16")
-    of_one = threads_of_engine() - before
-    one.detach()
-    threads_settle_at(before)
-    searching = reducer_of(model, "auto")
-    clock = StepClock(searching, rank, fp32=40, bf16=20, int8=30)
-    while not searching.tuning().finished:
-        clock()
-        synchronize(model, values)
-    left.append(threads_settle_at(before + of_one) - before - of_one)  # the chosen engine alone is left
-    searching.detach()
-    return during > of_one, left, own
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
-def test_a_search_leaves_no_threads_when_it_ends_or_is_ended(ranks):
-    assert ranks.run(ended, world_size=2) == [(True, [0, 0, 0], True)] * 2
 
 
 def failing(rank, world_size):
