@@ -137,6 +137,7 @@ class Tuner:
                 self._free_losers()
             else:
                 for config in CANDIDATES:
+                    self.session.peers.doing(f"making {config.wire} for config='auto'")
                     self._sessions[config.wire] = self._beside(config)
         except BaseException:
             self.stop("attaching failed")
@@ -247,7 +248,6 @@ class Tuner:
     def _beside(self, config: Config) -> Session:
         """The session of a candidate, on the channels of those before it. A collective call."""
         first, last = self.session, list(self._sessions.values())[-1]
-        first.peers.doing(f"making {config.wire} for config='auto'")
         on = first.process_group, numbered(first.parameters, config), first.local, first.device, self._announce
         return Session(config, *on, beside=last, watched=False)
 

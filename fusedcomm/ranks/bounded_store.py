@@ -167,6 +167,12 @@ def describe_store(process_group: Group) -> str:
     return where + "hosted by rank 0 of the job, unless the script has made it elsewhere"
 
 
+def store_address(process_group: Group) -> tuple[str, int] | None:
+    """The host and port of the group's store; None if it is no TCPStore."""
+    store = innermost_store(process_group)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
 def innermost_store(process_group: Group) -> dist.Store:
     """The group's store without its prefixes."""
     store = _store_of(process_group)

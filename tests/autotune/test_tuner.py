@@ -253,7 +253,7 @@ def test_on_another_process_group_the_search_begins_again(ranks, is_finished):
     for rank, (before, after, begun_again) in enumerate(ranks.run(moved, is_finished, world_size=3)):
         assert before == [1.0]
         if rank < 2:
-            assert after == [[0.5]] * 37 and (begun_again.step_ms, begun_again.num_steps) == ({}, 1)
+            assert after == [[0.5]] * 38 and (begun_again.step_ms, begun_again.num_steps) == ({}, 1)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
