@@ -6,7 +6,7 @@
     training         a network for handwritten digits and that transformer, trained with the mean of 4 simulated ranks'
                      gradients over each wire: final loss, gradient error, error of the gradient's norm
 
-lib.oracle.simulate computes every mean, with the CPU codec. In one case every way gets the same gradients.
+fusedcomm.simulate computes every mean, with the CPU codec. In one case every way gets the same gradients.
 bench/_report.py makes tables of the JSON, bench/_pictures.py draws it, and docs/accuracy.md discusses it.
 
 Needs scikit-learn, 2.6 GiB of memory, and one core for hours; minutes with --quick.
@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from lib.characters import Characters, Transformer, character_loss
 from lib.common import env, run_command, worst, write_document
-from lib.oracle import Residuals, simulate
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -59,10 +58,10 @@ class Way:
         self,
         grads: Sequence[Tensor],
         exempt_mask: Tensor | None = None,
-        residuals: Residuals | None = None,
+        residuals: fusedcomm.Residuals | None = None,
     ) -> Tensor:
         grads = list(grads)[:: -1 if self.reversed else 1]
-        return simulate(
+        return fusedcomm.simulate(
             grads,
             Config(self.wire, sum=self.sum),
             exempt_mask=exempt_mask,
@@ -281,7 +280,7 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     optimizer = task.optimizer(model)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
     batches = [task.batches(seed, rank) for rank in range(NUM_TRAINING_RANKS)]
-    residuals = Residuals(way.error_feedback) if way.error_feedback else None
+    residuals = fusedcomm.Residuals(way.error_feedback) if way.error_feedback else None
     errors, norm_errors = [], []
     for step in range(steps):
         grads = rank_gradients(task, model, batches)

@@ -8,7 +8,7 @@ rank's characters.
     tokens    Config(weighted="mean"), and each rank's number of characters as its weight
 
 Printed are the loss for each held-out character every EVERY steps, and how far the first gradient is from that of one
-process with all characters. lib.oracle.simulate computes every mean. Results are checked before they are printed.
+process with all characters. fusedcomm.simulate computes every mean. Results are checked before they are printed.
 
 Needs one core for some minutes; --quick a tenth of that.
 """
@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from accuracy import flat_gradient, set_gradient
 from lib.characters import Characters, Transformer
 from lib.common import env, run_command, write_document
-from lib.oracle import simulate
 from torch import Tensor, nn
 
+import fusedcomm
 from fusedcomm.config import Config
 
 NUM_RANKS, SEQUENCES = 4, 2
@@ -81,9 +81,9 @@ def gradients(model: nn.Module, of_ranks: list[Batch]) -> list[Tensor]:
 
 def mean(way: str, found: list[Tensor], of_ranks: list[Batch]) -> Tensor:
     if way == "equal":
-        return simulate(found, "fp32")
+        return fusedcomm.simulate(found, "fp32")
     config = Config("fp32", weighted="mean")
-    return simulate(found, config, weights=[batch.num_tokens for batch in of_ranks])
+    return fusedcomm.simulate(found, config, weights=[batch.num_tokens for batch in of_ranks])
 
 
 def of_one_process(model: nn.Module, of_ranks: list[Batch]) -> Tensor:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.stats import Stats
+    from fusedcomm.simulation import Residuals, simulate
 
 __all__ = [
     "SUMS",
@@ -63,6 +64,7 @@ __all__ = [
     "Members",
     "MembersSampler",
     "MinorityError",
+    "Residuals",
     "ShardedOptimizer",
     "Stats",
     "Sum",
@@ -73,6 +75,7 @@ __all__ = [
     "__version__",
     "attach",
     "comm_hook",
+    "simulate",
 ]
 
 # The submodule that defines each public name.
@@ -94,6 +97,8 @@ _HOME = {
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",
+    "Residuals": "simulation",
+    "simulate": "simulation",
     "SUMS": "config",
     "WIRES": "config",
     "Chunks": "config",

@@ -28,6 +28,7 @@ FUSEDCOMM = (
     "reducer",
     "local_steps",
     "members",
+    "simulation",
     "autotune",
     "session",
     "trace",

@@ -44,6 +44,7 @@ with fusedcomm.attach(ddp, "auto") as comm:
 registered = DistributedDataParallel(torch.nn.Linear(300, 300))
 registered.register_comm_hook(fusedcomm.CommState(config), fusedcomm.comm_hook)
 train(registered)
+fusedcomm.simulate([torch.ones(5000), torch.zeros(5000)], fusedcomm.Config("int4", "two-shot"))
 team = Team(dist.group.WORLD, torch.device("cpu"))
 value = (team.rank, "x" * 1000 * team.rank, {"a": [None, 0.1]})
 print(team.gather(value) == [(0, "", {"a": [None, 0.1]}), (1, "x" * 1000, {"a": [None, 0.1]})], flush=True)

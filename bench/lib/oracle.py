@@ -1,5 +1,5 @@
 """What benchmarks have from the tests: `reference`, their definition of the codec, with which results are checked
-before they are timed; the simulation of many ranks; and the counter of bytes that a process sends over TCP."""
+before they are timed, and the counter of bytes that a process sends over TCP."""
 
 import sys
 
@@ -7,7 +7,6 @@ from lib.common import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "tests" / "helpers"))
 import reference  # noqa: E402
-from simulation import Residuals, simulate  # noqa: E402
 from tcp_counter import tcp_nbytes_sent  # noqa: E402
 
-__all__ = ["Residuals", "reference", "simulate", "tcp_nbytes_sent"]
+__all__ = ["reference", "tcp_nbytes_sent"]

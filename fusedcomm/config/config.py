@@ -43,7 +43,8 @@ _ANY_CHUNKS = Chunks(nbytes=8 << 20, in_flight=1)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Config(Options):
-    """How gradients are sent and summed. The same object serves every front end. Every rank must have an equal one.
+    """How gradients are sent and summed. The same object serves every front end: :func:`fusedcomm.attach`,
+    :class:`fusedcomm.CommState` and :func:`fusedcomm.simulate`. Every rank must have an equal one.
 
     Fields keep the values they are given, so ``dataclasses.replace(config, wire="int4")`` has the defaults of int4.
 

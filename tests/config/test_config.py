@@ -28,14 +28,18 @@ EVERYTHING = Config(
 
 
 def test_a_wire_alone_is_short_for_its_configuration():
+    grads = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    assert torch.equal(fusedcomm.simulate(grads, "int4"), fusedcomm.simulate(grads, Config("int4")))
+    assert torch.equal(fusedcomm.simulate(grads), fusedcomm.simulate(grads, Config("bf16")))
     assert fusedcomm.CommState("int4").config == fusedcomm.CommState(Config("int4")).config == Config("int4")
 
 
 @pytest.mark.parametrize("wrong", [8, ["bf16"], {"wire": "int8"}, fusedcomm.LocalOptions()], ids=repr)
 def test_anything_else_is_refused_with_what_is_possible(wrong):
-    model = torch.nn.Linear(2, 2)
+    model, grads = torch.nn.Linear(2, 2), [torch.zeros(3)]
     for call in (
         lambda: fusedcomm.CommState(wrong),
+        lambda: fusedcomm.simulate(grads, wrong),
         lambda: fusedcomm.GradReducer(model, wrong),
         lambda: fusedcomm.attach(model, wrong),
         lambda: Attachment(wrong),

@@ -43,6 +43,8 @@ fusedcomm.attach(ddp, wire, local=fusedcomm.LocalOptions(stall_after=5), quiet=T
 fusedcomm.attach(ddp, wire, local=fusedcomm.LocalOption(stall_after=5), quiet=True)  # wrong
 ddp.register_comm_hook(fusedcomm.CommState("fp8"), fusedcomm.comm_hook)
 ddp.register_comm_hook(fusedcomm.CommState("fp7"), fusedcomm.comm_hook)  # wrong
+mean: torch.Tensor = fusedcomm.simulate([torch.zeros(3)], "int4")
+mean = fusedcomm.simulate([torch.zeros(3)], "int3")  # wrong
 fusedcomm.Config("int9")  # wrong
 fusedcomm.Config("int8", sum="two_shot")  # wrong
 fusedcomm.Config("int8", wires={"lm_head.*": "bfloat16"})  # wrong

@@ -158,3 +158,17 @@ def test_levels_follow_the_process_group(ranks):
     for rank, (before, of_two_hosts, after, of_one_host, between) in enumerate(ranks.run(moved_to_one_host)):
         assert before == [1.5] and "2 hosts × 2 ranks" in of_two_hosts
         assert after == [1.0 + rank % 2] and ONE_LEVEL + "all 2 ranks are on one host" in of_one_host and between == 0
+
+
+def test_a_simulation_takes_a_number_of_ranks_on_each_host():
+    grads = [torch.randn(5003, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    by_number = fusedcomm.simulate(grads, Config("int4", hosts=2))
+    assert torch.equal(by_number, fusedcomm.simulate(grads, Config("int4", hosts=TWO_BY_TWO)))
+    assert not torch.equal(by_number, fusedcomm.simulate(grads, Config("int4", hosts=[[0, 2], [1, 3]])))
+    one_level = fusedcomm.simulate(grads, "int4")
+    for hosts in (1, 4, [[0], [1], [2], [3]], None):
+        assert torch.equal(fusedcomm.simulate(grads, Config("int4", hosts=hosts)), one_level)
+    refused = ((3, "hosts=3 ranks on each host"), (TwoLevels(), "in one process"), ([[0, 1], [2]], r"has 2 ranks"))
+    for hosts, text in refused:
+        with pytest.raises(ValueError, match=text):
+            fusedcomm.simulate(grads, Config("int4", hosts=hosts))

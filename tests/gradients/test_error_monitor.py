@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from models import Gradients, synchronize
 from patience import patient
-from simulation import simulate
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -68,7 +67,7 @@ def test_quantization_errors_are_those_of_the_oracle(ranks, wire):
         for result, gradients in zip(
             results, ([smooth(r, 3) for r in (0, 1)], [spiky(r, 3) for r in (0, 1)]), strict=True
         ):
-            assert torch.equal(result, simulate(gradients, Config(**kwargs)))
+            assert torch.equal(result, fusedcomm.simulate(gradients, Config(**kwargs)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
             order = [int(name.removeprefix("weights.")) for name in bucket.parameters]
             flats = [torch.cat([gradients[i].flatten() for i in order]) for gradients, *_ in outcome]
             own = torch.cat([torch.full((results[i].numel(),), i == index) for i in order])
-            means = simulate(flats, Config(wire, sum=sum), exempt_mask=~own)[own]
+            means = fusedcomm.simulate(flats, Config(wire, sum=sum), exempt_mask=~own)[own]
             assert torch.equal(results[index].flatten(), means), wire
         payload = 2 * 3000 + 4 * 33 + 1.04 * (NUMEL + 7000)
         assert sent_nbytes == pytest.approx(2 * 2 * payload * (world_size - 1) / world_size, rel=0.02)

@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 from models import Gradients, attach_to, normal, synchronize
-from simulation import Residuals, simulate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusedcomm
 from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
 
 SHAPE = (20011,)
@@ -42,10 +42,10 @@ CASES += [(*way, 4, "two-shot") for way in ON_TWO_LEVELS]
 def test_every_step_gives_the_bits_of_simulate(ranks, world_size, sum, wire, kwargs):
     outcome = ranks.run(bits, 4, wire, {**kwargs, "sum": sum, "chunks": Chunks(4096)}, world_size=world_size)
     config = Config(wire, sum, **kwargs)
-    residuals = None if config.feedback is None else Residuals(config.feedback.format)
+    residuals = None if config.feedback is None else fusedcomm.Residuals(config.feedback.format)
     for step in range(4):
         gradients = [normal(rank, step, SHAPE) for rank in range(world_size)]
-        expected = simulate(gradients, config, residuals=residuals)
+        expected = fusedcomm.simulate(gradients, config, residuals=residuals)
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
 

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from models import Gradients, normal, synchronize
-from simulation import simulate
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -130,9 +129,11 @@ def simulated(rank, world_size, config, weights):
 def test_simulate_has_the_bits_of_passes_with_steady_weights(ranks, wire, weighted):
     weights = [1000.0, 1.0, 0.0]
     config, gradients = Config(wire, wires={"1d": wire}, weighted=weighted), [given(rank) for rank in range(3)]
-    expected = simulate(gradients, config, weights=weights)
+    expected = fusedcomm.simulate(gradients, config, weights=weights)
     for found in ranks.run(simulated, config, weights, world_size=3):
         assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="3 finite numbers, 0 or more"):
+        fusedcomm.simulate(gradients, config, weights=[1, -1, 1])
 
 
 def test_a_rank_of_small_weight_keeps_its_small_numbers():
@@ -140,7 +141,7 @@ def test_a_rank_of_small_weight_keeps_its_small_numbers():
     config = Config("int4", sum="one-shot", wires={"1d": "int4"}, weighted="mean")
     zeros = torch.zeros(SHAPE)
     for one in ([given(0), zeros], [zeros, given(1)]):
-        mean = simulate(one, config, weights=[1000, 1])
+        mean = fusedcomm.simulate(one, config, weights=[1000, 1])
         check_close(mean, (1000 * one[0] + one[1]) / 1001, 0.15)
 
 

@@ -8,8 +8,8 @@ import torch
 from jobs import job
 from models import integers, normal
 from sampling import few
-from simulation import Residuals, simulate
 
+import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import WIRES, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.horovod.compression import config_of, text_of, wire_of
@@ -128,15 +128,15 @@ def test_means_have_the_bits_of_simulate_and_a_power_of_two_rounds_nothing(ranks
     outcome = ranks.run(lossy_sums, world_size=size)
     for number, config in enumerate(LOSSY):
         for of_all, members in ((True, range(size)), (False, (0, size - 1))):
-            residuals = None if config.feedback is None else Residuals(config.feedback.format)
+            residuals = None if config.feedback is None else fusedcomm.Residuals(config.feedback.format)
             for step in range(NUM_STEPS):
                 gradients = [normal(rank, step, SHAPE) for rank in members]
-                expected = 2.0 * simulate(gradients, config, residuals=residuals)
+                expected = 2.0 * fusedcomm.simulate(gradients, config, residuals=residuals)
                 for rank in members:
                     assert torch.equal(outcome[rank][0][number, of_all, step], expected), (config, members, step)
     for _, by_name in outcome:
         for name, wire in NAMES.items():
-            mean = simulate([normal(rank, 0, SHAPE) for rank in range(size)], Config(wire))
+            mean = fusedcomm.simulate([normal(rank, 0, SHAPE) for rank in range(size)], Config(wire))
             torch.testing.assert_close(by_name[name], mean, rtol=0, atol=1e-6 if wire == "fp32" else 0)
 
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from patience import HANG_S, wait_until
 from ranks import forkserver
-from simulation import simulate
 
 import fusedcomm
 from fusedcomm.members.plane.agreement import Agreement
@@ -62,10 +61,10 @@ def gradient(name: str, step: int, parameter: int, shape: tuple[int, ...]) -> to
 
 
 def means_of(names: Iterable[str], step: int, config: dict) -> list[torch.Tensor]:
-    """The means of the named ranks' gradients, as the simulation has them."""
+    """The means of the named ranks' gradients, as fusedcomm.simulate has them."""
     exact = fusedcomm.Config(**{**config, "sum": "two-shot"})
     of_ranks = [[gradient(name, step, i, shape) for name in names] for i, shape in enumerate(SHAPES)]
-    return [simulate(gradients, exact) for gradients in of_ranks]
+    return [fusedcomm.simulate(gradients, exact) for gradients in of_ranks]
 
 
 class Rank:

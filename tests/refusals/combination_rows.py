@@ -160,6 +160,7 @@ def by_local_steps(given: Given) -> None:
 WITHOUT_RANKS = {
     "Config": by_config,
     "sums on two levels": lambda given: levels.find(Config("int8", **given | {"hosts": 2}), list("aabb"), 0),
+    "simulate": lambda given: fusedcomm.simulate([torch.zeros(3)] * 2, config_of(given)),
     "CommState": lambda given: fusedcomm.CommState(config_of(given)),
 }
 WITH_ONE_RANK = {

@@ -1,11 +1,14 @@
 """What a configuration refuses when it is made: values out of range, and pairs of values that exclude each other. An
 error names both values of a pair."""
 
+import dataclasses
+
+import torch
 from refusals import rows
 from torch import nn
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config, Feedback, LocalOptions, TwoLevels
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, TwoLevels
 
 OUT_OF_RANGE = [
     (lambda _: Config("fp7"), "wire='fp7' ... 'fp32', 'bf16', 'fp16', 'int8'"),
@@ -23,6 +26,7 @@ OUT_OF_RANGE = [
     (lambda _: Config(wires={"a": "fp7"}), "wires['a']='fp7' ... 'fp8'"),
     (lambda _: Config(wires={"": "fp8"}), "wires[''] ... pattern"),
     (lambda _: Config(wires={5: "fp8"}), "wires[5] ... pattern"),
+    (lambda _: Config(blocks=64), "blocks=64 ... a fusedcomm.Blocks(…)"),
     (lambda _: Config(feedback=True), "feedback=True ... a fusedcomm.Feedback(…)"),
     (lambda _: Config(chunks=4096), "chunks=4096 ... a fusedcomm.Chunks(…)"),
     (lambda _: Config(compare_every=0), "compare_every=0 ... 1 or more, or None for never"),
@@ -38,6 +42,10 @@ OUT_OF_RANGE = [
     (lambda _: Config(hosts=[[0, 1], [1, 2]]), "rank(s) [1] are on two hosts"),
     (lambda _: Config(hosts=[[0, 1], [2]]), "hosts[0] has 2 ranks, hosts[1] 1"),
     (lambda _: TwoLevels("auto", "int8"), "TwoLevels(local_wire)='int8' is not known ... 'bf16'"),
+    (lambda _: Blocks(100), "Blocks(numel)=100 ... power of two ... 32 ... 4096"),
+    (lambda _: Blocks(16), "Blocks(numel)=16"),
+    (lambda _: Blocks(8192), "Blocks(numel)=8192"),
+    (lambda _: Blocks("128"), "Blocks(numel)='128' ... power of two"),
     (lambda _: Feedback("fp8"), "Feedback(format)='fp8' ... 'fp32', 'bf16'"),
     (lambda _: Feedback("int8"), "Feedback(format)='int8' ... 'fp32', 'bf16'"),
     (lambda _: Chunks(100), "Chunks(nbytes)=100 ... 4096"),
@@ -49,10 +57,20 @@ OUT_OF_RANGE = [
     (lambda _: LocalOptions(codec_threads=0), "codec_threads=0 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=100000), "codec_threads=100000 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=2.0), "codec_threads=2.0 ... whole number"),
+    (lambda _: fusedcomm.Residuals("int8"), "Feedback(format)='int8' ... 'bf16'"),
 ]
+FED_BACK = Config("int8", "two-shot", feedback=Feedback())
 PAIRS = [
     (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32'"),
     (lambda _: fusedcomm.CommState("auto"), "config='auto' does not go with CommState"),
+    (
+        lambda _: fusedcomm.simulate([torch.zeros(3)], FED_BACK, residuals=fusedcomm.Residuals("bf16")),
+        "residuals are 'bf16' ... feedback=Feedback()",
+    ),
+    (
+        lambda _: dataclasses.replace(Config("int8", blocks=Blocks(64)), wire="bf16"),
+        "blocks=Blocks(numel=64) does not go with wire='bf16'",
+    ),
     (lambda _: Config("fp32", weighted="median"), "weighted"),
 ]
 MODEL = nn.ModuleDict({"norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})

@@ -40,8 +40,8 @@ def _recommended(findings: Findings) -> list[str]:
     faster = _faster(findings)
     if faster is not None:
         lines.append(
-            f"  {way_of(faster)} took {ms(findings.seen[faster].step_s)}, but changes gradients more: compare "
-            f"losses with it, then --accept {faster.wire}"
+            f"  {way_of(faster)} took {ms(findings.seen[faster].step_s)}, but changes gradients more: try it on your "
+            f"own with fusedcomm.simulate, then --accept {faster.wire}"
         )
     return lines
 
