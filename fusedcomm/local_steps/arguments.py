@@ -1,7 +1,6 @@
 """The arguments of LocalSteps, checked."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,11 +84,8 @@ def configuration(config: "Config | Wire") -> Config:
     return found
 
 
-def targets(
-    model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor] | None
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, parameter, what the optimizer changes) of every parameter that requires gradients; the last one is the
-    parameter itself, or its master copy.
+def merged_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that require gradients, with their names.
 
     Raises ValueError if the optimizer does not hold them, or if they cannot be merged.
     """
@@ -100,36 +96,22 @@ def targets(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError("fusedcomm: no parameter of the model requires gradients, so there is nothing to merge")
-    masters = dict(masters or {})
-    unknown = sorted(masters.keys() - {name for name, _ in named})
-    if unknown:
-        raise ValueError(f"masters[{unknown[0]!r}] is of no parameter that requires gradients: use the model's names")
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = []
     for name, parameter in named:
-        target = masters.get(name, parameter)
-        _check_target(name, parameter, target)
-        if id(target) not in held:
+        if parameter.dtype not in _C.GRAD_DTYPES or parameter.layout != torch.strided:
+            raise ValueError(
+                f"fusedcomm: {name} is {parameter.dtype} and {parameter.layout}, which no merge carries: use dense "
+                "float32, bfloat16 or float16"
+            )
+        if id(parameter) not in held:
             raise ValueError(
                 f"fusedcomm: the optimizer does not hold {name}, so its steps do not train it: give it the model's "
-                "parameters, freeze this one, or name the optimizer's own copies with masters={name: tensor}"
+                "parameters, or freeze this one"
             )
-        found.append((name, parameter, target))
-    devices = sorted({str(shards.local(target).device) for _, _, target in found})
+    devices = sorted({str(shards.local(parameter).device) for _, parameter in named})
     if len(devices) > 1:
         raise ValueError(f"fusedcomm: the parameters are on several devices, {devices}; one is supported")
-    return found
-
-
-def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> None:
-    shards.refuse_other_layout(name, parameter, target)
-    if target.shape != parameter.shape:
-        raise ValueError(f"masters[{name!r}] has shape {tuple(target.shape)}, the parameter {tuple(parameter.shape)}")
-    if target.dtype not in _C.GRAD_DTYPES or target.layout != torch.strided:
-        raise ValueError(
-            f"fusedcomm: {name} is {target.dtype} and {target.layout}, which no merge carries: use dense float32, "
-            "bfloat16 or float16"
-        )
+    return named
 
 
 def refuse_mates(every: int | str, model: nn.Module) -> None:

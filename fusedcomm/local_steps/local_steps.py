@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,6 @@ class LocalSteps(Surface):
         config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
             Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
         weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
-        masters: the optimizer's own fp32 copies by the model's parameter names. They are merged, and the model's
-            parameters are refreshed.
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
             A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
@@ -80,7 +78,6 @@ class LocalSteps(Surface):
         delay: int | None = None,
         config: Config | Wire = "int4",
         weights: MergeWeights | None = None,
-        masters: Mapping[str, torch.Tensor] | None = None,
         process_group: dist.ProcessGroup | None = None,
         members: Members | None = None,
         quiet: bool = False,
@@ -95,12 +92,12 @@ class LocalSteps(Surface):
         problem: Exception | None = None
         self._model, self._optimizer = model, optimizer
         try:
-            found = arguments.targets(model, optimizer, masters)
+            found = arguments.merged_parameters(model, optimizer)
             if members is None:
                 arguments.refuse_same_ranks(model, group)
-                shards.refuse_group([(name, target) for name, _, target in found], group)
-            refuse_served([pair[:2] for pair in found], self.serves_as, self.place, hooks=self.place == "alone")
-            cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
+                shards.refuse_group(found, group)
+            refuse_served(found, self.serves_as, self.place, hooks=self.place == "alone")
+            cfg.check_patterns(found)
         except (ValueError, TypeError) as error:
             problem, found = error, []  # the other ranks are told
         state = MergedState(found, cfg)
@@ -136,7 +133,7 @@ class LocalSteps(Surface):
         self._hooks = self._hook()
         serve(self)
         self._seal()
-        if self.session.rank == 0 and shards.is_first(target for _, _, target in found):
+        if self.session.rank == 0 and shards.is_first(parameter for _, parameter in found):
             log.report(self.plan, quiet)
 
     def served(self) -> list[torch.Tensor]:

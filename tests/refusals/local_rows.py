@@ -35,11 +35,10 @@ MODELS = [
     (
         Net,
         {"optimizer": lambda model: SGD(list(model.parameters())[1:], lr=0.1)},
-        "ValueError ... does not hold layers.0.weight ... masters={name: tensor}",
+        "ValueError ... does not hold layers.0.weight ... or freeze this one",
     ),
     (lambda: Net().double(), {}, "ValueError ... torch.float64 ... no merge carries"),
     (lambda: Net().requires_grad_(False), {}, "ValueError ... no parameter of the model requires gradients"),
-    (Net, {"masters": {"layers.9": torch.zeros(1)}}, "ValueError: ... masters['layers.9'] ... model's names"),
     (
         lambda: DistributedDataParallel(Net()),
         {},
@@ -178,7 +177,7 @@ STATES = [
 # ---- inside hosts
 
 
-def inside(make, group="hosts", masters=None):
+def inside(make, group="hosts"):
     """LocalSteps of make(mesh of two hosts of two ranks), merged by the group of ranks with the same shard, by all, or
     by "crossed" ones."""
 
@@ -187,8 +186,8 @@ def inside(make, group="hosts", masters=None):
         crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank % 3 != 0]
         groups = {"all": None, "crossed": crossed, "hosts": mesh.get_group("hosts")}
         model = make(mesh)
-        optimizer = SGD(masters.values() if masters else model.parameters(), lr=0.1)
-        fusedcomm.LocalSteps(model, optimizer, 5, quiet=True, masters=masters, process_group=groups[group])
+        optimizer = SGD(model.parameters(), lr=0.1)
+        fusedcomm.LocalSteps(model, optimizer, 5, quiet=True, process_group=groups[group])
 
     return wrong
 
@@ -210,13 +209,6 @@ SHARDS = [
     (
         inside(lambda mesh: fully_shard(nn.Linear(4, 4), mesh=mesh["shards"]), "crossed"),  # shards of equal shape
         f"DisagreementError ... shards.weight is ... {BOTH}",
-    ),
-    (
-        inside(
-            lambda mesh: fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh["shards"]),
-            masters={"weight": nn.Parameter(torch.zeros(4, 4))},
-        ),
-        "ValueError ... masters['weight'] is no DTensor, and the parameter is a DTensor",
     ),
 ]
 ONE_BIT = "RuntimeError ... on rank {rank}, before merge 1 ... not the same on every rank"
