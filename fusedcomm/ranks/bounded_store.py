@@ -1,11 +1,12 @@
 """The store of the user's process group, over which its ranks find each other. Every request to it ends."""
 
+import concurrent.futures
 import contextlib
 import datetime
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -24,37 +25,34 @@ class StoreError(RuntimeError):
     """Whether the store has not answered yet, but still may."""
 
 
-class Errand:
+class Errand(Generic[T]):
     """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
-    threads has to tell the others so."""
+    threads has to tell the others so.
+
+    Attributes:
+        future: of what the function returns or raises.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._value: T | None = None
-        self._error: BaseException | None = None
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.future.set_running_or_notify_cancel()  # nobody cancels it from here on
 
         def run() -> None:
             try:
-                self._value = function()
+                self.future.set_result(function())
             except BaseException as error:
-                self._error = error
+                self.future.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name="fc-errand", daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(target=run, name="fc-errand", daemon=True).start()
         except RuntimeError:
-            self._thread = None
             run()
 
     def has_ended_within(self, seconds: float) -> bool:
-        if self._thread is None:
-            return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return bool(concurrent.futures.wait([self.future], seconds).done)
 
     def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self.future.result(0)
 
 
 class BoundedStore:
