@@ -91,13 +91,14 @@ ARGUMENTS = [
     (under_join, "RuntimeError: fusedcomm: Join is not possible with a ShardedOptimizer ... Join"),
     (
         lambda m: on(m, params=[*list(m.named_parameters())[:1], m.norm.weight]),
-        "TypeError: fusedcomm: params= ... has a tensor beside others",
+        "ValueError: fusedcomm: params= is not possible ... Some param names are missing",
     ),
-    (lambda m: on(m, params=[1, 2]), "TypeError: fusedcomm: params= ... has int beside others"),
+    (lambda m: on(m, params=[1, 2]), "ValueError: fusedcomm: params= is not possible ... one of the params is int"),
     (
         lambda m: on(m, params=groups(m, EVERY, slice(2, 3)), lr=0.1),
-        "ValueError ... norm.weight is in two groups",
+        "ValueError ... some parameters appear in more than one parameter group",
     ),
+    (lambda m: on(m, params=[*m.parameters(), m.norm.weight]), "ValueError ... norm.weight is given twice"),
     (
         lambda m: on(m, params=groups(m, slice(1, 99)), lr=0.1),
         "ValueError ... embed.weight is in no group ... add it, or freeze it",
@@ -106,7 +107,10 @@ ARGUMENTS = [
         lambda m: on(m, params=[*m.parameters(), nn.Parameter(torch.zeros(3, 7))]),
         "ValueError ... shape [3, 7] is not one of the GradReducer's",
     ),
-    (lambda m: on(m, params=[*groups(m, slice(1, 9)), m.embed.weight]), "TypeError ... dicts with 'params'"),
+    (
+        lambda m: on(m, params=[*groups(m, slice(1, 9)), m.embed.weight]),
+        "ValueError ... param_group must be a dict ... dicts with 'params'",
+    ),
     (
         lambda m: on(m, params=groups(m, EVERY, optimizer_class=OPTIM.SGD, lr=0.1), weight_decay=0.5),
         "ValueError ... weight_decay would do nothing",
