@@ -188,30 +188,29 @@ class LocalSteps(Surface):
 
     @torch.no_grad()
     def state_dict(self) -> dict:
-        """The state of this rank for a checkpoint, beside the model's, the optimizer's and the sampler's.
+        """The state for a checkpoint, beside the model's, the optimizer's and the sampler's, after :meth:`finish`.
 
-        Waits for the message under way, which is part of the state; so training goes on as if it had not been
-        interrupted. Every rank saves its own, after the same step; where `every` is a time, after :meth:`finish`. To go
-        on with another number of ranks, call :meth:`finish` first, too: each rank may then load any rank's.
+        A run that loads it on as many ranks, each its own, has the bits of the one that saved it and went on. On
+        another number of ranks each may load any rank's. Raises RuntimeError if steps were made since :meth:`finish`.
         """
-        self._refuse_ended()
-        progress = self.progress
-        if progress.window is not None and progress.num_messages != progress.finished_at:
-            raise RuntimeError(f"fusedcomm: every={progress.schedule.every!r}: call finish() before saving")
-        self.merges.read()
-        return checkpoint.save(progress, self.session)
+        self._refuse_unfinished("saving")
+        return checkpoint.save(self.progress, self.session)
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
-        """Restores what :meth:`state_dict` returned. Load the model and the optimizer before it, and after LocalSteps
-        was made, which gives every rank the first rank's parameters.
+        """Restores what :meth:`state_dict` returned. Load the model and the optimizer before it.
 
-        Raises ValueError if the state is of another schedule, wire or model, or the model is not the one saved with it.
-        Nothing has changed then.
+        Raises ValueError if the state is of another schedule or wire, or the model is not the one saved with it, and
+        RuntimeError if steps were made since :meth:`finish`. Nothing has changed then.
         """
-        self._refuse_ended()
-        self.merges.read()
+        self._refuse_unfinished("loading a state")
         checkpoint.load(self.progress, self.session, saved)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        self._refuse_ended()
+        if self.progress.steps != self.progress.finished_at:
+            steps = self.progress.steps - self.progress.finished_at
+            raise RuntimeError(f"fusedcomm: LocalSteps has made {steps} steps: call finish() before {what}")
 
     def plan(self) -> LocalPlan:
         """What merges send, and the memory that they need. Printable."""

@@ -24,7 +24,7 @@ class Progress:
     num_messages: int = 0
     """The next message's number."""
     finished_at: int = 0
-    """Messages when finish() ended last."""
+    """Steps when finish() ended last: all ranks had equal parameters then, and those are the merged state."""
     snapshot: int = 0
     """The steps at the last snapshot; before the first in a rank that has joined, those at which it did."""
     under_way: Message | None = None
