@@ -247,7 +247,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("LocalSteps", {"config": "off"},
      "it would merge nothing", "name the wire"),
     ("LocalSteps", {"weighted": GIVEN},
-     "it is for backward passes", "use LocalSteps(weights='steps')"),
+     "it is for backward passes", "leave it out: where every= is a time, ranks weigh as their steps"),
     ("LocalSteps", {"compare_every": Besides((None, 1000))},
      "ranks differ between merges, and merged states are always compared", "leave it out"),
     ("LocalSteps", {"compare": Besides(("warn",))},

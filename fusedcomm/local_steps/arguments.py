@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check, combinations
-from fusedcomm.literals import MergeWeights
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.windows import seconds_of
 from fusedcomm.native import _C
@@ -27,7 +26,6 @@ class Schedule:
     """Steps from one merge of a parameter to the next, or the time, as "20s"."""
     delay: int
     """Steps from a snapshot to its merge."""
-    weights: MergeWeights | None
 
     def record(self) -> dict[str, object]:
         """What ranks compare, and what a saved state must agree with."""
@@ -43,31 +41,24 @@ class Schedule:
         """The time from one merge of a parameter to the next; None where steps are counted."""
         return seconds_of(self.every) if isinstance(self.every, str) else None
 
-    @property
-    def unit(self) -> float:
-        """The steps of a rank that have the weight 1, the same on every rank."""
-        return float(self.every) if self.seconds is None else self.seconds
-
     def step_of(self, turn: int) -> int:
         """The steps after which the snapshot of a turn, counted from 0, is taken, where steps are counted."""
         assert not isinstance(self.every, str)
         return (turn + 1) * self.every
 
 
-def schedule(every: int | str, delay: int | None, weights: MergeWeights | None) -> Schedule:
+def schedule(every: int | str, delay: int | None) -> Schedule:
     """Raises ValueError for an argument that is out of range, and for a delay that is not below `every`."""
     if isinstance(every, str):
         seconds_of(every)
     else:
         check.whole("every", every, 1, _MOST, 'a whole number of steps, 1 or more, or a time like "20s"')
-    if weights is not None:
-        check.choice("weights", weights, ("steps",))
     if delay is None:
         delay = DELAY if isinstance(every, str) else min(DELAY, every - 1)
     check.whole("delay", delay, 0, _MOST, "a whole number of steps, 0 or more")
     if not isinstance(every, str) and delay >= every:
         raise ValueError(f"delay={delay} is not below every={every}: use delay={every - 1} or less, or a greater every")
-    return Schedule(every, delay, weights)
+    return Schedule(every, delay)
 
 
 def configuration(config: "Config | Wire") -> Config:

@@ -11,7 +11,6 @@ from torch import nn
 
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
-from fusedcomm.literals import MergeWeights
 from fusedcomm.local_steps import arguments, checkpoint, shards
 from fusedcomm.local_steps.merged_state import MergedState, begin_equal, record, refuse_changed
 from fusedcomm.local_steps.merges import Merges
@@ -47,12 +46,12 @@ class LocalSteps(Surface):
             FSDP2's over them. What requires gradients now is merged; of a DTensor the rank's own shard.
         optimizer: any torch optimizer that holds these parameters. It is not wrapped; its steps are followed by a hook.
         every: steps from one merge to the next; or a time, "20s": a merge begins at each rank's first
-            step after 20 seconds since the last message arrived, so each rank makes the steps that it can.
+            step after 20 seconds since the last message arrived, so each rank makes the steps that it can, and weighs
+            as many in the mean.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
             or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
         config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
             Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
-        weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
             A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
@@ -77,12 +76,11 @@ class LocalSteps(Surface):
         *,
         delay: int | None = None,
         config: Config | Wire = "int4",
-        weights: MergeWeights | None = None,
         process_group: dist.ProcessGroup | None = None,
         members: Members | None = None,
         quiet: bool = False,
     ) -> None:
-        schedule = arguments.schedule(every, delay, weights)
+        schedule = arguments.schedule(every, delay)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
         if members is not None:

@@ -65,7 +65,7 @@ class Merges:
             self._end(under_way)
 
     def _begin(self, *, weight: float | None = None, is_finishing: bool = False) -> Message:
-        """Takes a snapshot, and hands its message to the engine. weight: None: as `weights` has it."""
+        """Takes a snapshot, and hands its message to the engine. weight: None: as Progress has it."""
         progress = self.progress
         self._check()
         self._before(progress.num_messages)

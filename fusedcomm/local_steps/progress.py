@@ -39,9 +39,10 @@ class Progress:
         return self.schedule.step_of(self.merges) <= self.steps
 
     def take_weight(self) -> float:
-        """This rank's weight in a merge whose snapshot is taken."""
+        """This rank's weight in a merge whose snapshot is taken: in windows of time its steps since the last one, in a
+        unit that all ranks share."""
         own, self.snapshot = self.steps - self.snapshot, self.steps
-        return 1.0 if self.schedule.weights is None else own / self.schedule.unit
+        return 1.0 if self.schedule.seconds is None else own / self.schedule.seconds
 
     def counts(self) -> dict[str, Any]:
         """What a rank that joins goes on with, beside tensors."""

@@ -38,7 +38,6 @@ SHARDED = AdamW(every=4, delay=3, steps=9)
 RESUMED = {
     2: [
         (FP32, "fp32", ""),
-        (dataclasses.replace(FP32, weights="steps"), "fp32", ""),
         (InBf16(**vars(FP32)), "fp32", ""),
         (WIDE, Config("int4", feedback=Feedback()), ""),
     ],
