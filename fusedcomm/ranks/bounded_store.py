@@ -1,17 +1,16 @@
 """The store of the user's process group, over which its ranks find each other. Every request to it ends."""
 
-import concurrent.futures
 import contextlib
 import datetime
 import os
-import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.native import _C
+from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.groups import Group
 from fusedcomm.ranks.own_group import OwnGroup
 
@@ -23,36 +22,6 @@ class StoreError(RuntimeError):
 
     is_silence = False
     """Whether the store has not answered yet, but still may."""
-
-
-class Errand(Generic[T]):
-    """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
-    threads has to tell the others so.
-
-    Attributes:
-        future: of what the function returns or raises.
-    """
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.future.set_running_or_notify_cancel()  # nobody cancels it from here on
-
-        def run() -> None:
-            try:
-                self.future.set_result(function())
-            except BaseException as error:
-                self.future.set_exception(error)
-
-        try:
-            threading.Thread(target=run, name="fc-errand", daemon=True).start()
-        except RuntimeError:
-            run()
-
-    def has_ended_within(self, seconds: float) -> bool:
-        return bool(concurrent.futures.wait([self.future], seconds).done)
-
-    def result(self) -> T:
-        return self.future.result(0)
 
 
 class BoundedStore:

@@ -17,7 +17,7 @@ from fusedcomm.members.plane.listener import Listener
 from fusedcomm.members.plane.network import Connection, Network
 from fusedcomm.members.plane.requests import Handler, Requests
 from fusedcomm.members.plane.view import Decision, Member, View
-from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.ranks.errand import Errand
 
 # A joiner that some member does not hear would be taken in and deferred for ever.
 _MAX_DEFERRED = 5

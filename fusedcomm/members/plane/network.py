@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fusedcomm.members.errors import FrameError
 from fusedcomm.members.plane import frames
-from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.ranks.errand import Errand
 
 T = TypeVar("T")
 
