@@ -33,13 +33,13 @@ void bind_reducer(pybind11::module_& m) {
                        const std::optional<StorePtr>& store, GradReducer::Say say, std::optional<Steps> steps) {
              std::vector<GradReducer::Parameter> table;
              for (const auto& [tensor, name, is_sparse] : parameters) table.push_back({tensor, name, is_sparse});
-             const GradReducer::Options options{
-                 {first_bucket_nbytes, bucket_nbytes}, find_unused, std::move(steps)};
+             const GradReducer::Options options{{first_bucket_nbytes, bucket_nbytes}, find_unused, std::move(steps)};
              return GradReducer::make(synchronizer.value_or(nullptr), std::move(table), options,
                                       store.value_or(StorePtr()), std::move(say));
            }),
            py::kw_only(), py::arg("synchronizer"), py::arg("parameters"), py::arg("first_bucket_nbytes"),
-           py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("store"), py::arg("say"), py::arg("steps") = py::none())
+           py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("store"), py::arg("say"),
+           py::arg("steps") = py::none())
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
       // As HookSwitch has it, whose process group is asked where there is no engine.

@@ -64,8 +64,8 @@ struct Taker {
 };
 
 // How a reducer works whose passes are an optimizer's steps. A step may have several backward passes. A gradient has
-// arrived when `passes` of them have brought it, and end_step() takes the others as they are then, zeros where there are
-// none. A parameter that has been trained stays in the buckets when it is frozen.
+// arrived when `passes` of them have brought it, and end_step() takes the others as they are then, zeros where there
+// are none. A parameter that has been trained stays in the buckets when it is frozen.
 //
 // The reducer needs no ranks before its first end_step(): gradients are held until then. They are also held in a step
 // in which it is not known which of them are sparse.
