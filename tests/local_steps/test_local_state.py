@@ -44,7 +44,7 @@ RESUMED = {
     3: [
         (WIDE, "int4", ""),
         (WIDE, Config("int8", feedback=Feedback("bf16"), chunks=Chunks(4096)), ""),
-        (WIDE, Config("fp16", "two-shot", feedback=Feedback(), predivide=3), ""),
+        (WIDE, Config("int4", feedback=Feedback()), ""),
     ],
     4: [
         (WIDE, Config("int4", feedback=Feedback(), hosts=[[0, 2], [1, 3]]), ""),
