@@ -27,8 +27,8 @@ NUM_TURNS = 3
 TIMED, UNTIMED = 2, 1
 """Steps of a turn that count, and steps before them. The first one still waits for what the candidate before sent."""
 UNTIMED_FIRST = 4
-"""Steps before those of a candidate's first turn. DDP rebuilds its buckets after the first or second step, connections
-and memory are used for the first time, and the third step is measured (``measure_every``)."""
+"""Steps before those of a candidate's first turn. DDP rebuilds its buckets after the first or second step, and
+connections and memory are used for the first time."""
 MAX_STEPS = (1 + len(CANDIDATES)) * (UNTIMED_FIRST + TIMED + (NUM_TURNS - 1) * (UNTIMED + TIMED))
 
 
@@ -118,8 +118,7 @@ class Tuner:
     ) -> None:
         self._has_off, self._announce, self._caps = has_off, announce, caps
         self._target: Target | None = None
-        # What stands in for off sends nothing, so it measures nothing.
-        first = dataclasses.replace(EXACT, measure_every=0) if has_off else EXACT
+        first = EXACT
         on = process_group, numbered(parameters, first), local, device, announce
         self.session = Session(first, *on, also_agree={AUTO: True, **also_agree}, watched=False, problem=problem)
         """Session of the running candidate. For off it only keeps the state that other candidates handed over."""

@@ -99,7 +99,7 @@ class TwoLevels(Options):
 
     With one host, or with one rank on each, there is one level, and the plan says so. Two levels need the two-shot sum,
     which "auto" takes for all but small buckets. Exact sums have one level, over all ranks. Two levels add in another
-    order than one. In fp16 the sum of a host's ranks must stay below 65504 (`Config.predivide`).
+    order than one. In fp16 the sum of a host's ranks must stay below 65504.
 
     This object asks for two levels: a configuration or hosts that exclude them are an error. ``Config(hosts="auto")``,
     the default, has two levels only where they are possible.

@@ -18,7 +18,6 @@ EVERYTHING = Config(
     wires={"*.0": "fp32", "1d": "int8"},
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
-    measure_every=5,
     compare_every=None,
     compare="raise",
     hosts=TwoLevels([[0, 1]], "fp16"),
@@ -70,7 +69,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "wires": {},
         "feedback": None,
         "chunks": Chunks(),
-        "measure_every": 1000,
         "compare_every": 1000,
         "compare": "warn",
         "hosts": "auto",
@@ -79,7 +77,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         assert getattr(changed, field) == value
         assert dataclasses.replace(changed, **{field: getattr(EVERYTHING, field)}) == EVERYTHING
     assert [f.name for f in dataclasses.fields(Config) if getattr(EVERYTHING, f.name) == f.default] == [
-        "predivide",
         "weighted",
         "params",
         "params_kept",
