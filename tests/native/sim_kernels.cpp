@@ -3,14 +3,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "codec/codec.h"
 #include "require.h"
 #include "sim_accelerator.h"
 
@@ -24,89 +22,91 @@ namespace {
 
 constexpr int64_t kTileNumel = 64;
 
-// ---- what a launch was made from
+// ---- elements
 
-// The layout of a message, as if it were all of its bucket.
-BucketLayout layout_of(Wire wire, int64_t block_numel, const PartShape& part, int64_t num_parts) {
-  BucketLayout layout;
-  layout.wire = wire;
-  layout.block_numel = block_numel;
-  layout.num_parts = num_parts;
-  layout.num_chunks = 1;
-  layout.part = part_layout(wire, block_numel, part.exact_numel, part.numel);
-  layout.part_stride = part.stride;
-  return layout;
-}
+int64_t nbytes_of(Wire wire) { return wire == Wire::kBf16 ? 2 : 4; }
 
-SliceList list_of(void* grads, const SliceArgs& slices) {
-  SliceList list;
-  const int64_t num_runs = slices.ends - slices.starts;  // CudaTables has the arrays one after another
-  for (int64_t i = 0; i < num_runs; ++i) {
-    const int64_t begin = slices.starts[i];
-    list.append(nullptr, begin - list.numel(), GradDtype::kFloat32);
-    list.append(static_cast<float*>(grads) + slices.deltas[i] + begin, slices.ends[i] - begin, GradDtype::kFloat32);
+float decode(Wire wire, const std::byte* at) {
+  uint32_t bits = 0;
+  if (wire == Wire::kBf16) {
+    uint16_t high;
+    std::memcpy(&high, at, 2);
+    bits = static_cast<uint32_t>(high) << 16;
+  } else {
+    std::memcpy(&bits, at, 4);
   }
-  return list;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
 }
 
-struct Bucket {
-  BucketLayout layout;
-  int64_t chunk = 0;
-  BucketSlices slices;
+// Returns what a receiver decodes.
+float encode(Wire wire, float value, std::byte* at) {
+  if (wire != Wire::kBf16) {
+    std::memcpy(at, &value, 4);
+    return value;
+  }
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const auto high = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  std::memcpy(at, &high, 2);
+  return decode(wire, at);
+}
+
+// The residual of one encoder; `at` is null if there is none.
+struct Residuals {
+  std::byte* at;
+  Wire format;
+  float load(int64_t i) const { return at ? decode(format, at + i * nbytes_of(format)) : 0; }
+  void store(int64_t i, float value) const {
+    if (at) encode(format, value, at + i * nbytes_of(format));
+  }
 };
 
-template <typename Launch>
-Bucket bucket_of(const KernelKey& key, const Launch& args) {
-  Bucket bucket{layout_of(key.wire, key.block_numel, args.part, args.num_parts),
-                args.first_part / std::max(args.num_parts, 1),
-                {}};
-  bucket.slices.lossy = list_of(args.grads, args.lossy);
-  bucket.slices.exact = list_of(args.grads, args.exact);
-  bucket.layout.num_chunks = bucket.chunk + 1;
-  bucket.layout.lossy_numel = bucket.slices.lossy.numel();
-  bucket.layout.exact_numel = bucket.slices.exact.numel();
-  return bucket;
+Residuals residuals(const KernelKey& key, void* at) {
+  const bool is_bf16 = key.feedback == ResidualFormat::kBf16;
+  return {static_cast<std::byte*>(at), is_bf16 ? Wire::kBf16 : Wire::kFp32};
 }
 
-Residual residual_of(const KernelKey& key, void* data, int64_t numel) {
-  return {key.feedback.value_or(ResidualFormat::kFp32), static_cast<std::byte*>(data), data ? numel : 0};
+// One section of a message, exact or lossy, and the stream that it holds.
+struct Section {
+  Wire wire;
+  std::byte* at;  // of the message's first part
+  int64_t numel;  // of a part
+  SliceArgs slices;
+};
+
+// Calls visit(address of gradients, element of the stream, numel) for the runs of elements [begin, end) that exist.
+void visit_runs(void* grads, const SliceArgs& slices, int64_t begin, int64_t end,
+                const std::function<void(float*, int64_t, int64_t)>& visit) {
+  const int64_t num_runs = slices.ends - slices.starts;  // CudaTables has the arrays one after another
+  for (int64_t i = 0; i < num_runs; ++i) {
+    const int64_t from = std::max(begin, slices.starts[i]), to = std::min(end, slices.ends[i]);
+    if (from >= to) continue;
+    visit(static_cast<float*>(grads) + slices.deltas[i] + from, from, to - from);
+  }
 }
 
 // ---- accesses
 
 Access bytes(const void* at, int64_t nbytes, bool writes) { return {at, at ? nbytes : 0, writes}; }
 
-// `num_parts` parts of a message, of which `first` is the first.
-void add_parts(const void* first, const BucketLayout& layout, int64_t num_parts, bool writes,
-               std::vector<Access>* accesses) {
+// The accesses of pack (writes_message) or unpack to one section of parts [first, first + num_parts).
+void add(const Section& section, void* grads, int64_t first, int64_t num_parts, int64_t stride, bool writes_message,
+         std::vector<Access>* accesses) {
+  const int64_t begin = first * section.numel, end = (first + num_parts) * section.numel;
+  visit_runs(grads, section.slices, begin, end,
+             [&](float* at, int64_t, int64_t numel) { accesses->push_back(bytes(at, numel * 4, !writes_message)); });
   for (int64_t part = 0; part < num_parts; ++part) {
-    const auto* const at = static_cast<const std::byte*>(first) + part * layout.part_stride;
-    accesses->push_back(bytes(at, layout.part.nbytes, writes));
+    accesses->push_back(bytes(section.at + part * stride, section.numel * nbytes_of(section.wire), writes_message));
   }
+  if (section.slices.num_slices == 0) return;
+  accesses->push_back(bytes(section.slices.slice_starts, (section.slices.num_slices + 1) * 8, false));
+  // Of the first parameter's count alone: others may be anywhere.
+  if (writes_message) accesses->push_back(bytes(section.slices.counts, 8, true));
 }
 
-// The gradients of a chunk that are in the list.
-void add_gradients(const SliceList& list, const Bucket& bucket, int64_t part_numel, bool writes,
-                   std::vector<Access>* accesses) {
-  const int64_t numel = bucket.layout.num_parts * part_numel, begin = bucket.chunk * numel, end = begin + numel;
-  for (size_t i = 0; i < list.slices().size(); ++i) {
-    const int64_t from = std::max(begin, list.starts()[i]), to = std::min(end, list.starts()[i + 1]);
-    auto* const data = static_cast<float*>(list.slices()[i].data);
-    if (data && from < to) accesses->push_back(bytes(data + from - list.starts()[i], (to - from) * 4, writes));
-  }
-}
-
-void add_gradients(const Bucket& bucket, bool writes, std::vector<Access>* accesses) {
-  add_gradients(bucket.slices.lossy, bucket, bucket.layout.part.lossy_numel, writes, accesses);
-  add_gradients(bucket.slices.exact, bucket, bucket.layout.part.exact_numel, writes, accesses);
-}
-
-// ---- kernels: each returns its accesses and its work, which the CPU's codec does
-
-const Codec& codec() {
-  static thread_local const Codec codec("auto", 1);
-  return codec;
-}
+// ---- kernels: each returns its accesses and its work
 
 struct Work {
   std::vector<Access> accesses;
@@ -114,53 +114,116 @@ struct Work {
 };
 
 Work pack(const KernelKey& key, const PackLaunch& args) {
-  const Bucket bucket = bucket_of(key, args);
-  const Residual residual = residual_of(key, args.residual, bucket.layout.padded_numel());
+  const Section exact{Wire::kFp32, static_cast<std::byte*>(args.out.exact), args.part.exact_numel, args.exact};
+  const Section lossy{key.wire, static_cast<std::byte*>(args.out.codes), args.part.numel, args.lossy};
+  const Residuals residual = residuals(key, args.residual);
   Work work;
-  add_gradients(bucket, false, &work.accesses);
-  add_parts(args.out.exact, bucket.layout, args.num_parts, true, &work.accesses);
-  for (const SliceArgs& slices : {args.lossy, args.exact}) {
-    if (slices.num_slices == 0) continue;
-    work.accesses.push_back(bytes(slices.slice_starts, (slices.num_slices + 1) * 8, false));
-    work.accesses.push_back(bytes(slices.counts, 8, true));  // of the first parameter: others may be anywhere
+  for (const Section& section : {exact, lossy}) {
+    add(section, args.grads, args.first_part, args.num_parts, args.part.stride, true, &work.accesses);
   }
-  if (residual.data) {
-    const int64_t begin = residual_nbytes(residual.format, args.first_part * args.part.numel);
-    const int64_t nbytes = residual_nbytes(residual.format, args.num_parts * args.part.numel);
-    work.accesses.push_back(bytes(residual.data + begin, nbytes, true));
+  const int64_t unit = nbytes_of(residual.format), begin = args.first_part * lossy.numel;
+  if (residual.at) {
+    work.accesses.push_back(bytes(residual.at + begin * unit, args.num_parts * lossy.numel * unit, true));
   }
   work.run = [=] {
-    auto* const out = static_cast<std::byte*>(args.out.exact);
-    codec().pack({bucket.layout, bucket.chunk, bucket.slices, args.scale, out, residual});
+    for (const Section& section : {exact, lossy}) {
+      const bool keeps = section.at == lossy.at && residual.at;
+      for (int64_t part = 0; part < args.num_parts; ++part) {
+        const int64_t first = (args.first_part + part) * section.numel;
+        const auto store = [&](int64_t element, float gradient) {
+          const float value = gradient * args.scale + (keeps ? residual.load(element) : 0);
+          std::byte* const to = section.at + part * args.part.stride + (element - first) * nbytes_of(section.wire);
+          const float sent = encode(section.wire, value, to);
+          if (keeps) residual.store(element, value - sent);
+        };
+        for (int64_t i = 0; i < section.numel; ++i) store(first + i, 0);  // padding
+        visit_runs(args.grads, section.slices, first, first + section.numel,
+                   [&](const float* at, int64_t element, int64_t numel) {
+                     for (int64_t i = 0; i < numel; ++i) store(element + i, at[i]);
+                   });
+      }
+    }
   };
   return work;
 }
 
 Work reduce(const KernelKey& key, const ReduceLaunch& args) {
-  const PartShape read{args.in_stride, args.num_parts * args.part.numel, args.num_parts * args.part.exact_numel};
-  const BucketLayout from = layout_of(key.in_wire, key.block_numel, read, args.world_size);
-  const BucketLayout to = layout_of(key.wire, key.block_numel, args.part, args.num_parts);
-  const Residual residual = residual_of(key, args.residual, to.padded_numel());
+  struct Pair {
+    Wire from, to;
+    const std::byte* in;
+    std::byte* out;
+    int64_t numel;
+    bool is_lossy;
+  };
+  const std::vector<Pair> sections = {{Wire::kFp32, Wire::kFp32, static_cast<std::byte*>(args.in.exact),
+                                       static_cast<std::byte*>(args.out.exact), args.part.exact_numel, false},
+                                      {key.in_wire, key.wire, static_cast<std::byte*>(args.in.codes),
+                                       static_cast<std::byte*>(args.out.codes), args.part.numel, true}};
+  const Residuals residual = residuals(key, args.residual);
   Work work;
-  add_parts(args.in.exact, from, args.world_size, false, &work.accesses);
-  add_parts(args.out.exact, to, args.num_parts, true, &work.accesses);
-  work.accesses.push_back(bytes(residual.data, residual_nbytes(residual.format, residual.numel), true));
+  for (const Pair& section : sections) {
+    for (int64_t rank = 0; rank < args.world_size; ++rank) {
+      work.accesses.push_back(
+          bytes(section.in + rank * args.in_stride, args.num_parts * section.numel * nbytes_of(section.from), false));
+    }
+    for (int64_t part = 0; part < args.num_parts; ++part) {
+      work.accesses.push_back(
+          bytes(section.out + part * args.part.stride, section.numel * nbytes_of(section.to), true));
+    }
+  }
+  if (residual.at) {
+    work.accesses.push_back(bytes(residual.at, args.num_parts * args.part.numel * nbytes_of(residual.format), true));
+  }
   work.run = [=] {
-    const auto* const parts = static_cast<const std::byte*>(args.in.exact);
-    auto* const out = static_cast<std::byte*>(args.out.exact);
-    codec().reduce({from, parts, args.scale, to, out, args.num_parts, 0, residual});
+    for (const Pair& section : sections) {
+      for (int64_t i = 0; i < args.num_parts * section.numel; ++i) {
+        float sum = 0;
+        for (int64_t rank = 0; rank < args.world_size; ++rank) {
+          sum += decode(section.from, section.in + rank * args.in_stride + i * nbytes_of(section.from));
+        }
+        const bool keeps = section.is_lossy && residual.at;
+        const float value = sum * args.scale + (keeps ? residual.load(i) : 0);
+        std::byte* const to =
+            section.out + i / section.numel * args.part.stride + i % section.numel * nbytes_of(section.to);
+        const float sent = encode(section.to, value, to);
+        if (keeps) residual.store(i, value - sent);
+      }
+    }
   };
   return work;
 }
 
 Work unpack(const KernelKey& key, const UnpackLaunch& args) {
-  const Bucket bucket = bucket_of(key, args);
+  const Section exact{Wire::kFp32, static_cast<std::byte*>(args.in.exact), args.part.exact_numel, args.exact};
+  const Section lossy{key.wire, static_cast<std::byte*>(args.in.codes), args.part.numel, args.lossy};
+  const int64_t message_nbytes = args.num_parts * args.part.stride;
   Work work;
-  add_gradients(bucket, true, &work.accesses);
-  add_parts(args.in.exact, bucket.layout, args.num_messages * args.num_parts, false, &work.accesses);
+  for (const Section& section : {exact, lossy}) {
+    for (int64_t message = 0; message < args.num_messages; ++message) {
+      Section of_message = section;
+      of_message.at += message * message_nbytes;
+      if (message != 0) of_message.slices = {};
+      add(of_message, args.grads, args.first_part, args.num_parts, args.part.stride, false, &work.accesses);
+    }
+  }
   work.run = [=] {
-    const auto* const parts = static_cast<const std::byte*>(args.in.exact);
-    codec().unpack({bucket.layout, bucket.chunk, parts, args.scale, bucket.slices, args.num_messages});
+    for (const Section& section : {exact, lossy}) {
+      for (int64_t part = 0; part < args.num_parts; ++part) {
+        const int64_t first = (args.first_part + part) * section.numel;
+        visit_runs(args.grads, section.slices, first, first + section.numel,
+                   [&](float* at, int64_t element, int64_t numel) {
+                     for (int64_t i = 0; i < numel; ++i) {
+                       const std::byte* from =
+                           section.at + part * args.part.stride + (element + i - first) * nbytes_of(section.wire);
+                       float sum = 0;
+                       for (int64_t message = 0; message < args.num_messages; ++message) {
+                         sum += decode(section.wire, from + message * message_nbytes);
+                       }
+                       at[i] = sum * args.scale;
+                     }
+                   });
+      }
+    }
   };
   return work;
 }
@@ -169,9 +232,7 @@ Work scale(const ScaleLaunch& args) {
   Work work;
   work.accesses = {bytes(args.data, args.numel * 4, true), bytes(args.counts, 8, true)};
   work.run = [args] {
-    SliceList list;
-    list.append(args.data, args.numel, GradDtype::kFloat32);
-    codec().scale_in_place(list, args.scale);
+    for (int64_t i = 0; i < args.numel; ++i) static_cast<float*>(args.data)[i] *= args.scale;
   };
   return work;
 }
@@ -206,7 +267,7 @@ std::string driver_path() {
   return info.dli_fname;
 }
 
-// All kernels that a configuration with these wires needs, for fp32 gradients.
+// All kernels that a configuration with these wires needs, for fp32 gradients. Wires with scales are not supported.
 CudaKernels kernels(const std::vector<Wire>& wires) {
   fake_on_launch(&on_launch);
   CudaKernels kernels;
