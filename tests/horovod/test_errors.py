@@ -78,7 +78,7 @@ def refusals(rank, size):
         for _ in range(3):
             kind, _ = raised(hvd.alltoall, torch.zeros(2), [-1, 1] if rank == 1 else [1, 1], name="x")
             assert kind == ("ValueError" if rank == 1 else "HorovodInternalError")
-        hvd.barrier()
+            hvd.barrier()
         gc.collect()
         return sum(type(each) is order.Request for each in gc.get_objects())
 
