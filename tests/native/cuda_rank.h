@@ -38,7 +38,8 @@ struct Setup {
   int num_synced = 0;           // the ranks, from 0 on, with forced synchronization
   int64_t measure_every = 0;
   sim::BackendOptions backend;
-  int64_t pause_ms = 0;  // of each collective within a host; one between hosts has half
+  bool owns_backend = false;  // whether the one among all ranks is the transport's own
+  int64_t pause_ms = 0;       // of each collective within a host; one between hosts has half
 };
 
 // Gradients are small signed integers times a power of two, so every wire of these scenes has the exact mean.
@@ -200,6 +201,7 @@ class Rank {
       return sim::make_backend(groups.get(name, size), static_cast<int>(rank), static_cast<int>(size), options);
     };
     const auto transport = std::make_shared<StreamTransport>(backend("all", rank_, setup_.world_size, 0), device_);
+    if (setup_.owns_backend) transport->own_backend();
     if (on_host == 1) return transport;
     const Place place{rank_ % on_host, on_host, rank_ / on_host, setup_.world_size / on_host};
     const std::string host = std::to_string(place.host);
