@@ -114,10 +114,9 @@ class Bucket:
         """Calls the function when all that is under way has ended."""
         self._writes.append(function)
 
-    @torch.no_grad()
     def write_all(self) -> None:
         """Writes the results, once. On an accelerator the current stream does, after what is under way."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             for work in self._works:
                 work.wait()
             for function in self._writes:
@@ -238,13 +237,10 @@ def scaled(signature: Signature, buffer: torch.Tensor, outputs: Tensors, size: i
     return write
 
 
-@torch.no_grad()
 def small_sum(signature: Signature, inputs: Tensors, outputs: Tensors, size: int) -> SmallSum:
     """The reduction as one that travels with the messages about it. The inputs stay as they are."""
-    part = flatten_dense_tensors(inputs).to(sum_dtype(inputs[0]), copy=True)
-    bucket = Bucket(part.device)
-    bucket.write(scaled(signature, part, outputs, size))
-    return SmallSum(part, bucket)
+    part = flatten_dense_tensors([each.detach() for each in inputs]).to(sum_dtype(inputs[0]), copy=True)
+    return SmallSum(part, scaled(signature, part, outputs, size))
 
 
 def sum_in_wire(

@@ -7,6 +7,7 @@ gradient is gathered, times what the sum was scaled by.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -140,10 +141,15 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
         # Writes of the results must not count as changes: these share the memory, but not the version.
         inputs, moved = [each.data for each in inputs], [each.data for each in moved]
     small = None
-    if at_once and signature.fuses() is not None and not signature.is_carried and tensors[0].is_cpu:
-        if 0 < signature.nbytes() <= SMALL_NBYTES:
-            small = calls.small_sum(signature, inputs, moved, members.size)
+    if at_once and _may_be_small(signature):
+        small = calls.small_sum(signature, inputs, moved, members.size)
     return submit(found, Request(set_id, signature, inputs, moved, rows, finish=finish, small=small), at_once)
+
+
+@functools.lru_cache(1 << 10)
+def _may_be_small(signature: Signature) -> bool:
+    is_plain = signature.fuses() is not None and signature.device == "cpu" and not signature.is_carried
+    return is_plain and 0 < signature.nbytes() <= SMALL_NBYTES
 
 
 def _checked(rank: int, key: str, inputs: Tensors, finish: Callable[[Request], Any]) -> Callable[[Request], Any]:

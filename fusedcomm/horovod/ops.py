@@ -101,7 +101,9 @@ def _begins(name: str, described: Callable[Arguments, Call[Any]], in_place: bool
 def _told(call: Any, name: str, described: Callable[..., Any], result: Any, more: str) -> Any:
     """The function, with what help() shows."""
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = "\n\n    ".join(filter(None, [described.__doc__, more]))
+    call.__doc__ = "\n\n    ".join(
+        filter(None, [described.__doc__, more, name and "Arguments and errors: see ops.py."])
+    )
     call.__signature__ = inspect.signature(described).replace(return_annotation=result)
     return call
 
@@ -191,12 +193,13 @@ def _compressed_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Call[torch.Tensor]:
+    """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows, as of reducescatter_async().
+    `compression` only casts."""
     call = _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor)
     call.compression = compression
     return call
 
 
-_compressed_reducescatter.__doc__ = f"{_reducescatter.__doc__} `compression` only casts."
 reducescatter = _waits("reducescatter", _compressed_reducescatter)
 reducescatter_async = _begins("reducescatter_async", _reducescatter)
 grouped_reducescatter = _waits("grouped_reducescatter", _grouped(_compressed_reducescatter))

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 class SmallSum(NamedTuple):
     """A sum that travels with the messages about it if every rank waits for it, because a call of a backend takes
-    longer. `part`: of this rank, and then the sum. `bucket`: a calls.Bucket that makes the outputs of that."""
+    longer. `part`: of this rank, and then the sum. `write`: makes the outputs of that."""
 
     part: torch.Tensor
-    bucket: Any
+    write: Callable[[], None]
 
 
 class Request(_C.OrderedRequest):
@@ -38,7 +38,7 @@ class Request(_C.OrderedRequest):
     `rows`: what may differ between ranks: the rows of each tensor (allgather), or to each rank of the set (alltoall).
     `problem`: why this rank cannot take part; empty: it can. `finish`: makes what the caller gets from the request.
     `event`: behind what the caller has enqueued for its tensors; None on the CPU. `bucket`: once it is issued; None for
-    a join. `number`: of a join, the rank that joined last.
+    a join and a small sum. `number`: of a join, the rank that joined last.
     """
 
     def __init__(
@@ -138,16 +138,17 @@ class Order:
         HorovodInternalError."""
         if failure := self._native.wait(request):
             raise HorovodInternalError(failure)
-        if request.bucket is None and request.small is not None:
-            request.bucket = request.small.bucket
-            if (watcher := self._watcher) is not None:
-                watcher.issued([request])
-                watcher.ended([request])
         if request.bucket is not None:
             try:
                 request.bucket.finish(request.outputs)
             except RuntimeError as error:
                 raise HorovodInternalError(f"fusedcomm: {request.signature.key} failed: {error}") from error
+        elif request.small is not None:
+            with torch.no_grad():
+                request.small.write()
+            if (watcher := self._watcher) is not None:
+                watcher.issued([request])
+                watcher.ended([request])
         return request.finish(request)
 
     def watch(self, watcher: "Writer | None") -> None:
