@@ -113,7 +113,6 @@ def _carried(call: Call[Any]) -> Any:
     compression = call.compression
     if compression is None:
         return run(call)
-    check_compression(compression)
     tensors = check_group(call.kind, call.given, REDUCED) if call.is_group else [call.given]
     if call.kind == "allreduce" and (wire := wire_of(compression, tensors[0])):
         compression, call.how["wire"] = Compression.none, wire  # the engine encodes
@@ -156,7 +155,7 @@ def _compressed_allreduce(
 ) -> Call[torch.Tensor]:
     """Reduces the ranks' tensors into a new one, the same on every rank: with op=None the average."""
     call = _allreduce(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    call.compression = compression
+    call.compression = check_compression(compression)
     return call
 
 
@@ -196,7 +195,7 @@ def _compressed_reducescatter(
     """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows, as of reducescatter_async().
     `compression` only casts."""
     call = _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor)
-    call.compression = compression
+    call.compression = check_compression(compression)
     return call
 
 
