@@ -1,7 +1,7 @@
 """Front ends on the simulated accelerator of tests/native, in real rank processes: models, backward passes, optimizers
 and collectives are work of its streams, and what misses a wait ends the process with the names of both.
 
-The device is called "sim". Kernels are those of tests/native/sim_kernels.cpp, for fp32 gradients in every wire; all
+The device is called "sim". Kernels are those of tests/native/sim_kernels.cpp, for fp32 gradients in fp32 and bf16; all
 other operators run on the CPU, on the streams' threads.
 """
 

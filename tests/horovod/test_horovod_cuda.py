@@ -141,6 +141,8 @@ def trained(rank, size, device, compression):
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "int8", "int4"])
 def test_an_optimizer_trains_as_on_a_cpu_and_the_host_does_not_wait(run, compression):
+    if run.device == on_streams.DEVICE and compression not in ("none", "bf16"):
+        pytest.skip("the simulated accelerator has kernels for fp32 and bf16")
     on_device, on_cpu = run(trained, compression), run(trained, compression, device="cpu")
     (first, waits), (second, _), (on_cpu, _) = *on_device, on_cpu[0]
     assert waits == 0

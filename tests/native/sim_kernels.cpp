@@ -3,14 +3,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "codec/kernel_table.h"
 #include "require.h"
 #include "sim_accelerator.h"
 
@@ -24,93 +22,59 @@ namespace {
 
 constexpr int64_t kTileNumel = 64;
 
-// ---- elements: the arithmetic is that of the CPU's codec
+// ---- elements
 
-const KernelTable& table() { return *portable_kernels(); }
+int64_t nbytes_of(Wire wire) { return wire == Wire::kBf16 ? 2 : 4; }
 
-Format format_of(Wire wire) {
-  return wire == Wire::kBf16 ? Format::kBf16 : wire == Wire::kFp16 ? Format::kFp16 : Format::kFp32;
+float decode(Wire wire, const std::byte* at) {
+  uint32_t bits = 0;
+  if (wire == Wire::kBf16) {
+    uint16_t high;
+    std::memcpy(&high, at, 2);
+    bits = static_cast<uint32_t>(high) << 16;
+  } else {
+    std::memcpy(&bits, at, 4);
+  }
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Returns what a receiver decodes.
+float encode(Wire wire, float value, std::byte* at) {
+  if (wire != Wire::kBf16) {
+    std::memcpy(at, &value, 4);
+    return value;
+  }
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const auto high = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  std::memcpy(at, &high, 2);
+  return decode(wire, at);
 }
 
 // The residual of one encoder; `at` is null if there is none.
 struct Residuals {
-  std::byte* at = nullptr;
-  Format format = Format::kFp32;
-  int64_t unit() const { return format_nbytes(format); }
+  std::byte* at;
+  Wire format;
+  float load(int64_t i) const { return at ? decode(format, at + i * nbytes_of(format)) : 0; }
+  void store(int64_t i, float value) const {
+    if (at) encode(format, value, at + i * nbytes_of(format));
+  }
 };
 
 Residuals residuals(const KernelKey& key, void* at) {
-  return {static_cast<std::byte*>(at), key.feedback == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32};
+  const bool is_bf16 = key.feedback == ResidualFormat::kBf16;
+  return {static_cast<std::byte*>(at), is_bf16 ? Wire::kBf16 : Wire::kFp32};
 }
 
 // One section of a message, exact or lossy, and the stream that it holds.
 struct Section {
   Wire wire;
-  int64_t block_numel;
-  std::byte* scales;  // of the message's first part
-  std::byte* codes;
+  std::byte* at;  // of the message's first part
   int64_t numel;  // of a part
   SliceArgs slices;
-
-  int64_t num_blocks() const { return has_scales(wire) ? numel / block_numel : 0; }
-
-  // The values of the part that lies `offset` bytes behind the first.
-  std::vector<float> decoded(int64_t offset) const {
-    std::vector<float> values(static_cast<size_t>(numel));
-    if (has_scales(wire)) {
-      const BlockKernels& kernels = table().blocks[scaled_index(wire)];
-      kernels.dequantize[static_cast<int>(Format::kFp32)](scales + offset, codes + offset, values.data(), num_blocks(),
-                                                          block_numel, 1, false);
-    } else {
-      table().convert[static_cast<int>(format_of(wire))][static_cast<int>(Format::kFp32)](codes + offset, values.data(),
-                                                                                          numel, 1, false);
-    }
-    return values;
-  }
-  void encode(const std::vector<float>& values, int64_t offset) const {
-    if (has_scales(wire)) {
-      const BlockKernels& kernels = table().blocks[scaled_index(wire)];
-      kernels.quantize[static_cast<int>(Format::kFp32)](values.data(), scales + offset, codes + offset, num_blocks(),
-                                                        block_numel, 1, false);
-    } else {
-      table().convert[static_cast<int>(Format::kFp32)][static_cast<int>(format_of(wire))](values.data(), codes + offset,
-                                                                                          numel, 1, false);
-    }
-  }
 };
-
-Section exact(const PartArgs& args, const PartShape& part, const SliceArgs& slices = {}) {
-  return {Wire::kFp32, 0, nullptr, static_cast<std::byte*>(args.exact), part.exact_numel, slices};
-}
-
-Section lossy(Wire wire, int64_t block_numel, const PartArgs& args, const PartShape& part,
-              const SliceArgs& slices = {}) {
-  auto* const scales = static_cast<std::byte*>(args.scales);
-  return {wire, block_numel, scales, static_cast<std::byte*>(args.codes), part.numel, slices};
-}
-
-// Writes values, and what was left out before, into the part that lies `offset` bytes behind the first. first: the
-// part's first element in the residual.
-void encode(std::vector<float> values, const Section& section, int64_t offset, const Residuals& residual,
-            int64_t first) {
-  const auto numel = static_cast<int64_t>(values.size());
-  const auto format = static_cast<int>(residual.format);
-  std::byte* const kept = residual.at ? residual.at + first * residual.unit() : nullptr;
-  if (kept) table().add[format](values.data(), kept, numel);
-  section.encode(values, offset);
-  if (kept) table().subtract[format](values.data(), section.decoded(offset).data(), kept, numel);
-}
-
-// The sums of a part of `count` messages, times a factor. stride: from one message to the next.
-std::vector<float> summed(const Section& section, int64_t offset, int64_t count, int64_t stride, float factor) {
-  std::vector<float> sums = section.decoded(offset);
-  for (int64_t i = 1; i < count; ++i) {
-    const std::vector<float> next = section.decoded(offset + i * stride);
-    std::transform(sums.begin(), sums.end(), next.begin(), sums.begin(), std::plus<>());
-  }
-  for (float& sum : sums) sum *= factor;
-  return sums;
-}
 
 // Calls visit(address of gradients, element of the stream, numel) for the runs of elements [begin, end) that exist.
 void visit_runs(void* grads, const SliceArgs& slices, int64_t begin, int64_t end,
@@ -127,20 +91,15 @@ void visit_runs(void* grads, const SliceArgs& slices, int64_t begin, int64_t end
 
 Access bytes(const void* at, int64_t nbytes, bool writes) { return {at, at ? nbytes : 0, writes}; }
 
-void add_part(const Section& section, int64_t offset, bool writes, std::vector<Access>* accesses) {
-  if (section.scales) {
-    accesses->push_back(bytes(section.scales + offset, scales_nbytes(section.wire, section.num_blocks()), writes));
-  }
-  accesses->push_back(bytes(section.codes + offset, codes_nbytes(section.wire, section.numel), writes));
-}
-
 // The accesses of pack (writes_message) or unpack to one section of parts [first, first + num_parts).
 void add(const Section& section, void* grads, int64_t first, int64_t num_parts, int64_t stride, bool writes_message,
          std::vector<Access>* accesses) {
   const int64_t begin = first * section.numel, end = (first + num_parts) * section.numel;
   visit_runs(grads, section.slices, begin, end,
              [&](float* at, int64_t, int64_t numel) { accesses->push_back(bytes(at, numel * 4, !writes_message)); });
-  for (int64_t part = 0; part < num_parts; ++part) add_part(section, part * stride, writes_message, accesses);
+  for (int64_t part = 0; part < num_parts; ++part) {
+    accesses->push_back(bytes(section.at + part * stride, section.numel * nbytes_of(section.wire), writes_message));
+  }
   if (section.slices.num_slices == 0) return;
   accesses->push_back(bytes(section.slices.slice_starts, (section.slices.num_slices + 1) * 8, false));
   // Of the first parameter's count alone: others may be anywhere.
@@ -155,28 +114,33 @@ struct Work {
 };
 
 Work pack(const KernelKey& key, const PackLaunch& args) {
+  const Section exact{Wire::kFp32, static_cast<std::byte*>(args.out.exact), args.part.exact_numel, args.exact};
+  const Section lossy{key.wire, static_cast<std::byte*>(args.out.codes), args.part.numel, args.lossy};
   const Residuals residual = residuals(key, args.residual);
-  const std::vector<Section> sections = {exact(args.out, args.part, args.exact),
-                                         lossy(key.wire, key.block_numel, args.out, args.part, args.lossy)};
   Work work;
-  for (const Section& section : sections) {
+  for (const Section& section : {exact, lossy}) {
     add(section, args.grads, args.first_part, args.num_parts, args.part.stride, true, &work.accesses);
   }
+  const int64_t unit = nbytes_of(residual.format), begin = args.first_part * lossy.numel;
   if (residual.at) {
-    work.accesses.push_back(bytes(residual.at + args.first_part * args.part.numel * residual.unit(),
-                                  args.num_parts * args.part.numel * residual.unit(), true));
+    work.accesses.push_back(bytes(residual.at + begin * unit, args.num_parts * lossy.numel * unit, true));
   }
   work.run = [=] {
-    for (const Section& section : sections) {
+    for (const Section& section : {exact, lossy}) {
+      const bool keeps = section.at == lossy.at && residual.at;
       for (int64_t part = 0; part < args.num_parts; ++part) {
         const int64_t first = (args.first_part + part) * section.numel;
-        std::vector<float> values(static_cast<size_t>(section.numel));  // with zeros as padding
+        const auto store = [&](int64_t element, float gradient) {
+          const float value = gradient * args.scale + (keeps ? residual.load(element) : 0);
+          std::byte* const to = section.at + part * args.part.stride + (element - first) * nbytes_of(section.wire);
+          const float sent = encode(section.wire, value, to);
+          if (keeps) residual.store(element, value - sent);
+        };
+        for (int64_t i = 0; i < section.numel; ++i) store(first + i, 0);  // padding
         visit_runs(args.grads, section.slices, first, first + section.numel,
                    [&](const float* at, int64_t element, int64_t numel) {
-                     for (int64_t i = 0; i < numel; ++i) values[element + i - first] = at[i] * args.scale;
+                     for (int64_t i = 0; i < numel; ++i) store(element + i, at[i]);
                    });
-        encode(std::move(values), section, part * args.part.stride,
-               &section == &sections.back() ? residual : Residuals{}, first);
       }
     }
   };
@@ -184,33 +148,45 @@ Work pack(const KernelKey& key, const PackLaunch& args) {
 }
 
 Work reduce(const KernelKey& key, const ReduceLaunch& args) {
-  const Residuals residual = residuals(key, args.residual);
   struct Pair {
-    Section in, out;  // in: of all parts, from one rank
+    Wire from, to;
+    const std::byte* in;
+    std::byte* out;
+    int64_t numel;
+    bool is_lossy;
   };
-  std::vector<Pair> sections = {
-      {exact(args.in, args.part), exact(args.out, args.part)},
-      {lossy(key.in_wire, key.block_numel, args.in, args.part), lossy(key.wire, key.block_numel, args.out, args.part)}};
+  const std::vector<Pair> sections = {{Wire::kFp32, Wire::kFp32, static_cast<std::byte*>(args.in.exact),
+                                       static_cast<std::byte*>(args.out.exact), args.part.exact_numel, false},
+                                      {key.in_wire, key.wire, static_cast<std::byte*>(args.in.codes),
+                                       static_cast<std::byte*>(args.out.codes), args.part.numel, true}};
+  const Residuals residual = residuals(key, args.residual);
   Work work;
-  for (auto& [in, out] : sections) {
-    in.numel *= args.num_parts;
+  for (const Pair& section : sections) {
     for (int64_t rank = 0; rank < args.world_size; ++rank) {
-      add_part(in, rank * args.in_stride, false, &work.accesses);
+      work.accesses.push_back(
+          bytes(section.in + rank * args.in_stride, args.num_parts * section.numel * nbytes_of(section.from), false));
     }
     for (int64_t part = 0; part < args.num_parts; ++part) {
-      add_part(out, part * args.part.stride, true, &work.accesses);
+      work.accesses.push_back(
+          bytes(section.out + part * args.part.stride, section.numel * nbytes_of(section.to), true));
     }
   }
   if (residual.at) {
-    work.accesses.push_back(bytes(residual.at, args.num_parts * args.part.numel * residual.unit(), true));
+    work.accesses.push_back(bytes(residual.at, args.num_parts * args.part.numel * nbytes_of(residual.format), true));
   }
   work.run = [=] {
-    for (const auto& [in, out] : sections) {
-      const std::vector<float> sums = summed(in, 0, args.world_size, args.in_stride, args.scale);
-      for (int64_t part = 0; part < args.num_parts; ++part) {
-        const auto first = sums.begin() + part * out.numel;
-        encode({first, first + out.numel}, out, part * args.part.stride,
-               &out == &sections.back().out ? residual : Residuals{}, part * out.numel);
+    for (const Pair& section : sections) {
+      for (int64_t i = 0; i < args.num_parts * section.numel; ++i) {
+        float sum = 0;
+        for (int64_t rank = 0; rank < args.world_size; ++rank) {
+          sum += decode(section.from, section.in + rank * args.in_stride + i * nbytes_of(section.from));
+        }
+        const bool keeps = section.is_lossy && residual.at;
+        const float value = sum * args.scale + (keeps ? residual.load(i) : 0);
+        std::byte* const to =
+            section.out + i / section.numel * args.part.stride + i % section.numel * nbytes_of(section.to);
+        const float sent = encode(section.to, value, to);
+        if (keeps) residual.store(i, value - sent);
       }
     }
   };
@@ -218,25 +194,33 @@ Work reduce(const KernelKey& key, const ReduceLaunch& args) {
 }
 
 Work unpack(const KernelKey& key, const UnpackLaunch& args) {
+  const Section exact{Wire::kFp32, static_cast<std::byte*>(args.in.exact), args.part.exact_numel, args.exact};
+  const Section lossy{key.wire, static_cast<std::byte*>(args.in.codes), args.part.numel, args.lossy};
   const int64_t message_nbytes = args.num_parts * args.part.stride;
-  const std::vector<Section> sections = {exact(args.in, args.part, args.exact),
-                                         lossy(key.wire, key.block_numel, args.in, args.part, args.lossy)};
   Work work;
-  for (const Section& section : sections) {
-    add(section, args.grads, args.first_part, args.num_parts, args.part.stride, false, &work.accesses);
-    for (int64_t part = args.num_parts; part < args.num_messages * args.num_parts; ++part) {
-      add_part(section, part * args.part.stride, false, &work.accesses);
+  for (const Section& section : {exact, lossy}) {
+    for (int64_t message = 0; message < args.num_messages; ++message) {
+      Section of_message = section;
+      of_message.at += message * message_nbytes;
+      if (message != 0) of_message.slices = {};
+      add(of_message, args.grads, args.first_part, args.num_parts, args.part.stride, false, &work.accesses);
     }
   }
   work.run = [=] {
-    for (const Section& section : sections) {
+    for (const Section& section : {exact, lossy}) {
       for (int64_t part = 0; part < args.num_parts; ++part) {
         const int64_t first = (args.first_part + part) * section.numel;
-        const std::vector<float> sums =
-            summed(section, part * args.part.stride, args.num_messages, message_nbytes, args.scale);
         visit_runs(args.grads, section.slices, first, first + section.numel,
                    [&](float* at, int64_t element, int64_t numel) {
-                     std::copy_n(sums.begin() + (element - first), numel, at);
+                     for (int64_t i = 0; i < numel; ++i) {
+                       const std::byte* from =
+                           section.at + part * args.part.stride + (element + i - first) * nbytes_of(section.wire);
+                       float sum = 0;
+                       for (int64_t message = 0; message < args.num_messages; ++message) {
+                         sum += decode(section.wire, from + message * message_nbytes);
+                       }
+                       at[i] = sum * args.scale;
+                     }
                    });
       }
     }
@@ -283,10 +267,9 @@ std::string driver_path() {
   return info.dli_fname;
 }
 
-// For fp32 gradients.
-CudaKernels all_kernels() {
+// All kernels that a configuration with these wires needs, for fp32 gradients. Wires with scales are not supported.
+CudaKernels kernels(const std::vector<Wire>& wires) {
   fake_on_launch(&on_launch);
-  const auto wires = {Wire::kFp32, Wire::kBf16, Wire::kFp16, Wire::kInt8, Wire::kFp8, Wire::kInt4};
   CudaKernels kernels;
   kernels.tile_numel = kTileNumel;
   const auto add = [&kernels](KernelKey key) {
@@ -326,8 +309,8 @@ class SimCudaDevice : public CudaDevice {
 }  // namespace
 
 std::shared_ptr<CudaDevice> cuda_device(c10::Device device, bool two_levels, bool forced_sync) {
-  return std::make_shared<SimCudaDevice>(std::make_shared<CudaDriver>(driver_path()), all_kernels(), device,
-                                         "simulated",
+  return std::make_shared<SimCudaDevice>(std::make_shared<CudaDriver>(driver_path()),
+                                         kernels({Wire::kFp32, Wire::kBf16}), device, "simulated",
                                          /*num_pack_programs=*/8, two_levels, forced_sync);
 }
 

@@ -10,8 +10,8 @@
 
 namespace sim {
 
-// The product's device over this driver, with all kernels that sums of fp32 gradients need, in every wire. They have the
-// arithmetic of the CPU's codec. Small buckets are those of at most 4096 bytes.
+// The product's device over this driver, with all kernels that sums of fp32 gradients over fp32 and bf16 need. Small
+// buckets are those of at most 4096 bytes.
 std::shared_ptr<fusedcomm::CudaDevice> cuda_device(c10::Device device, bool two_levels = false,
                                                    bool forced_sync = false);
 
