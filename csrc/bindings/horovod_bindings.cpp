@@ -71,8 +71,8 @@ void bind_horovod(pybind11::module_& m) {
   py::class_<Operation, std::shared_ptr<Operation>>(m, "AgreedOperation")
       .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool repeats,
                        bool may_lack_joined, bool is_join, int op) {
-             return std::make_shared<Operation>(Operation{std::move(key), std::move(signature), std::move(fuses), nbytes,
-                                                          repeats, may_lack_joined, is_join,
+             return std::make_shared<Operation>(Operation{std::move(key), std::move(signature), std::move(fuses),
+                                                          nbytes, repeats, may_lack_joined, is_join,
                                                           static_cast<horovod::Op>(op)});
            }),
            py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"), py::arg("repeats"),

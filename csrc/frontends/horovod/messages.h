@@ -59,8 +59,8 @@ enum class MessageType : uint8_t {
   kEnd,
 };
 
-// The operations of a process set that have gone one way, in messages that arrive in their order. Each end keeps its own:
-// the second time, an operation travels as its number.
+// The operations of a process set that have gone one way, in messages that arrive in their order. Each end keeps its
+// own: the second time, an operation travels as its number.
 class Known {
  public:
   static constexpr uint32_t kNoNumber = UINT32_MAX;
@@ -80,7 +80,8 @@ class Known {
   size_t size() const { return numbers_.size(); }
 
  private:
-  // Operations beyond these get no number, so that a script that makes up a name for each call does not fill the memory.
+  // Operations beyond these get no number, so that a script that makes up a name for each call does not fill the
+  // memory.
   static constexpr size_t kMax = 1 << 16;
   std::unordered_map<std::string, uint32_t> numbers_;  // by signature
   std::vector<OperationPtr> operations_;               // by number

@@ -114,7 +114,7 @@ class Order {
 
   mutable std::mutex mutex_;  // guards the members below
   mutable std::condition_variable changed_;
-  std::condition_variable bell_;  // for the batch thread
+  std::condition_variable bell_;        // for the batch thread
   std::map<Key, RequestPtr> requests_;  // until they are issued
   Requests queue_;                      // not yet told to rank 0
   std::string failure_;
