@@ -33,7 +33,7 @@ class Board {
     int64_t step = 0;
     int64_t num_chunks = 0;  // 0 for a collective call between steps
     Clock::time_point handed;
-    Clock::time_point moved;         // its last change, from which a stall is timed
+    Clock::time_point moved;  // its last change, from which a stall is timed
     // The job's place: waiting for a stage, in a stage, or with all its work enqueued on streams. If several stages
     // are under way, `stage`, `chunk` and `stage_began` describe the one that began first.
     enum class At : uint8_t { kQueue, kStage, kStream } at = At::kQueue;
