@@ -106,6 +106,7 @@ void bind_horovod(pybind11::module_& m) {
             return std::make_pair(result.error, result.number);
           },
           py::arg("ticket"), NoGil())
+      .def("fail", &Order::fail, py::arg("why"), NoGil())
       .def("shutdown", &Order::shutdown, NoGil())
       .def_property_readonly("failure", py::cpp_function(&Order::failure, NoGil()));
 }

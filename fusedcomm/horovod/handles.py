@@ -48,34 +48,12 @@ def submit(found: World, request: Request, at_once: bool = False) -> int:
             f"{place[1]} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
-    if found.settings.check:
-        _check_versions(found.rank, request)
     found.order.submit(request, at_once)
     with _lock:
         handle, _num_handles = _num_handles, _num_handles + 1
     _pending[handle] = found, request
     _last_of_name[place] = handle
     return handle
-
-
-def _check_versions(rank: int, request: Request) -> None:
-    """Its finish() raises RuntimeError if an input has been changed in place by then."""
-    inputs, finish = request.inputs, request.finish
-    versions = [each._version for each in inputs]
-    # Writes of the results must not count: these share the memory, but not the version.
-    request.inputs, request.outputs = [each.data for each in inputs], [each.data for each in request.outputs]
-
-    def checked(request: Request) -> Any:
-        for i, (tensor, before) in enumerate(zip(inputs, versions, strict=True)):
-            if tensor._version != before:
-                raise RuntimeError(
-                    f"rank {rank}: {request.signature.key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in "
-                    "place after it was submitted and before it was synchronized, so the result may hold old or new "
-                    "values. Submit a clone, or change it after synchronize()"
-                )
-        return finish(request)
-
-    request.finish = checked
 
 
 def poll(handle: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import fusedcomm.horovod.membership as membership
 from fusedcomm.horovod.calls import Members
 from fusedcomm.horovod.world import World, world
 from fusedcomm.ranks.channels import connect_gloo
@@ -68,7 +69,9 @@ def _in_use(process_set: ProcessSet) -> ProcessSet:
     """Raises ValueError if this init knows no such set."""
     known = world().sets.get(process_set.process_set_id)
     if known is None or known.ranks != process_set.ranks:
-        raise ValueError(f"{process_set} is not in use: pass it to hvd.init(process_sets=[…])")
+        raise ValueError(
+            f"{process_set} is not in use in this job of {world().size} ranks: pass it to hvd.init(process_sets=[…])"
+        )
     return known
 
 
@@ -113,7 +116,10 @@ def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, in
 
     open_sums: opens the engine of a set for a wire."""
     everyone = list(range(new.size))
-    check_ranks([each.ranks for each in sets], everyone)
+    if membership.is_elastic() and new.meeting > 0:
+        sets = [each for each in sets if set(each.ranks) <= set(everyone)]
+    else:
+        check_ranks([each.ranks for each in sets], everyone)
     global_process_set.ranks = everyone
     for set_id, each in enumerate([global_process_set, *sets]):
         each.process_set_id = set_id
