@@ -5,6 +5,7 @@ import ast
 import contextlib
 import copy
 import ctypes
+import datetime
 import gc
 import re
 import warnings
@@ -12,6 +13,7 @@ import warnings
 import on_streams
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import file_of, read
 from front_ends import FRONT_ENDS, end
 from models import Gradients, integers, mean_of_integers, reducer_of, refusal
@@ -22,6 +24,7 @@ import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.devices import cuda
+from fusedcomm.ranks import torch_groups
 from fusedcomm.simulation import simulate
 
 MAKERS = {
@@ -138,7 +141,6 @@ WAYS = {
     **{name: (with_front_end, name, front_end.config("int8")) for name, front_end in FRONT_ENDS.items()},
     "hook, feedback": (with_front_end, "hook", Config("int8", feedback=Feedback())),
     "hook, int4": (with_front_end, "hook", Config("int4")),
-    "DataParallel, measured": (with_front_end, "DataParallel", Config("int8", measure_every=1)),
     "FSDP2, feedback": (with_front_end, "FSDP2", Config("int8", feedback=Feedback(unsharded=True))),
     "Horovod": (with_horovod, "", None),
     "simulation": (with_simulation, "", None),
@@ -156,7 +158,7 @@ def with_default(rank, world_size, way, dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("way", few(WAYS, "hook, int4", "DataParallel, measured", "FSDP2, feedback"))
+@pytest.mark.parametrize("way", few(WAYS, "hook, int4", "DataParallel", "FSDP2, feedback"))
 def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way):
     expected = ranks.run(with_default, way, torch.float32, world_size=2)
     for dtype in (torch.float64, torch.bfloat16):
@@ -289,6 +291,21 @@ def communicators_of_merges(rank, world_size, device):
 def test_merges_have_a_communicator_of_their_own(ranks_on_streams):
     """A merge over a slow line would block every collective of the user's."""
     assert ranks_on_streams.run(communicators_of_merges, on_streams.DEVICE) == [["own"], ["own"]]
+
+
+def a_peer_that_never_comes(rank, world_size, device):
+    """What rank 0 says, and the blocks of the device's memory that it has more than before."""
+    if rank == 1:
+        return "", 0
+    before, second = on_streams.num_blocks(), datetime.timedelta(seconds=1)
+    arguments = dist.HashStore(), "own", rank, world_size, second, torch.device(device)
+    said = refusal(torch_groups.own_nccl, *arguments)
+    return said, on_streams.num_blocks() - before
+
+
+def test_a_peer_that_never_comes_is_named_and_leaves_no_memory(ranks_on_streams):
+    said, more = ranks_on_streams.run(a_peer_that_never_comes, on_streams.DEVICE)[0]
+    assert "communicator 'own', because within 1 s rank(s) [1] of these 2 did not come" in said and more == 0
 
 
 MANY = [(30 + i,) for i in range(40)]

@@ -166,23 +166,19 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
 void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages) {
   std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   if (!begin(job)) return;
-  Lane::Task packed = [] {};
-  if (stages.pack) packed = stage(job, Stage::kPack, 0, std::move(stages.pack));
-  EventPtr end = lane(LaneRole::kPack).run(nullptr, std::move(packed));
-  Lane::Transfer summed = wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter));
-  end = lane(LaneRole::kScatter).start(std::move(end), std::move(summed));
-  if (stages.reduce) {
-    Lane::Task reduced = stage(job, Stage::kReduce, 0, std::move(stages.reduce));
-    end = lane(LaneRole::kReduce).run(std::move(end), std::move(reduced));
-  }
-  if (stages.gather) {
-    Lane::Transfer gathered = wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather));
-    end = lane(LaneRole::kGather).start(std::move(end), std::move(gathered));
-  }
-  if (stages.unpack) {
-    Lane::Task unpacked = stage(job, Stage::kUnpack, 0, std::move(stages.unpack));
-    end = lane(LaneRole::kUnpack).run(std::move(end), std::move(unpacked));
-  }
+  // Without pack the sum waits for what the pack lane waits for: the gradients.
+  EventPtr end = stages.pack ? nullptr : lane(LaneRole::kPack).run(nullptr, [] {});
+  const auto run = [&](LaneRole role, Stage of, Lane::Task body) {
+    if (body) end = lane(role).run(std::move(end), stage(job, of, 0, std::move(body)));
+  };
+  const auto start = [&](LaneRole role, Stage of, Lane::Transfer body) {
+    if (body) end = lane(role).start(std::move(end), wire_stage(job, of, 0, std::move(body)));
+  };
+  run(LaneRole::kPack, Stage::kPack, std::move(stages.pack));
+  start(LaneRole::kScatter, Stage::kAllReduce, std::move(stages.scatter));
+  run(LaneRole::kReduce, Stage::kReduce, std::move(stages.reduce));
+  start(LaneRole::kGather, Stage::kAllGather, std::move(stages.gather));
+  run(LaneRole::kUnpack, Stage::kUnpack, std::move(stages.unpack));
   submit_end(job, end);
 }
 
@@ -308,7 +304,6 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
-  if (job.is_last_chunk(chunk) && !job.plan->on_two_levels()) job.decorate(&JobDecorator::after_first_encoder);
   ++job.num_packed;
 }
 
@@ -338,7 +333,6 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
-  if (job.is_last_chunk(chunk)) job.decorate(&JobDecorator::after_first_encoder);
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
@@ -391,8 +385,7 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
     }
   }
   board_->end(job->number, std::move(done));
-  // A profiler may end as soon as the bucket's result is there. After a failure other stages may still be running.
-  if (!error) job->profiler = nullptr;
+  job->profiled = nullptr;  // a profiler may end as soon as the bucket's result is there
   for (const auto& decorator : job->decorators) error = decorator->ended(std::move(error));
   job->on_done(std::move(error));
 }
@@ -434,11 +427,10 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
   return [of = observers_, job, stage, chunk, body = std::move(body)](Lane::Completion done) {
     // After a failure nothing more is sent: peers would take it for the message that was not sent.
     if (auto first = of->failure->get()) std::rethrow_exception(first);
-    StageScope scope(*of->device, *of->tracer, *of->board, *job, stage, chunk);
+    const StageScope scope(*of->device, *of->tracer, *of->board, *job, stage, chunk);
     try {
-      body([of, job, stage, chunk, began = scope.began(), entry = scope.entry(), range = scope.take_range(),
-            done = std::move(done)](std::exception_ptr cause) mutable {
-        range = nullptr;
+      body([of, job, stage, chunk, began = scope.began(), entry = scope.entry(),
+            done = std::move(done)](std::exception_ptr cause) {
         if (began) of->tracer->add(job->label, stage, job->step, chunk, began, of->device->stamp());
         if (!cause) of->board->end_stage(entry);
         done(cause ? of->failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);
