@@ -24,8 +24,7 @@ void bind_reducer(pybind11::module_& m) {
                        std::function<std::string()> failure_of_job) {
              return Steps{sums, sends_dense, std::move(refuse), std::move(failure_of_job)};
            }),
-           py::kw_only(), py::arg("sums"), py::arg("sends_dense"), py::arg("refuse"),
-           py::arg("failure_of_job"));
+           py::kw_only(), py::arg("sums"), py::arg("sends_dense"), py::arg("refuse"), py::arg("failure_of_job"));
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(m, "GradReducer")
       .def(py::init([](const std::optional<std::shared_ptr<Synchronizer>>& synchronizer,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters,

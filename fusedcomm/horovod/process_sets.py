@@ -42,13 +42,7 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """This process's number in the set; None if the set is not in use. Raises ValueError on a non-member."""
-        if self.process_set_id is None:
-            return None
-        found = world()
-        member = _in_use(self)
-        if found.rank not in member.ranks:
-            raise ValueError(f"rank {found.rank} is not in {self}: ask included() first")
-        return member.ranks.index(found.rank)
+        return None if self.process_set_id is None else member_of(self)[1]
 
     def included(self) -> bool | None:
         """Whether this process is one of the ranks."""
@@ -84,7 +78,9 @@ def member_of(process_set: ProcessSet) -> tuple[World, int]:
         return found, found.rank
     ranks = _in_use(process_set).ranks
     if found.rank not in ranks:
-        raise ValueError(f"rank {found.rank} is not in {process_set}: only its members may call operations on it")
+        raise ValueError(
+            f"rank {found.rank} is not in {process_set}: only its members may call operations on it"
+        )
     return found, ranks.index(found.rank)
 
 

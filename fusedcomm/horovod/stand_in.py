@@ -7,7 +7,6 @@ import types
 from typing import Any
 
 from fusedcomm import env
-from fusedcomm.horovod.step_reducer import split_list
 
 ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
 
@@ -36,7 +35,6 @@ _MADE: dict[str, dict[str, Any]] = {
         "extension_available": lambda ext_base_name, verbose=False: ext_base_name == "torch",
         "gloo_built": lambda verbose=False: ours.gloo_built(),
         "mpi_built": lambda verbose=False: ours.mpi_built(),
-        "split_list": split_list,
     },
 }
 

@@ -27,12 +27,11 @@ from horovod.torch.functions import broadcast_object
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.elastic import run
 from horovod.common.exceptions import HorovodInternalError as Error, HostsUpdatedInterrupt
-from horovod.common.util import env, split_list, extension_available, gloo_built, mpi_built
+from horovod.common.util import env, extension_available, gloo_built, mpi_built
 from horovod.common.process_sets import ProcessSet, global_process_set
 import horovod.common.util as util
 assert hvd is ours and horovod.torch is ours and Error is HorovodInternalError and horovod.common.util is util
 assert hvd.install.__name__ == "install"
-assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
 assert extension_available("torch") and not extension_available("tensorflow")
 assert gloo_built() and not mpi_built()
 with env(SOME_VARIABLE="x"):

@@ -119,7 +119,7 @@ def of_the_other_set(call: Callable) -> Call:
 SETS = [
     (of_the_other_set(lambda other: hvd.allreduce(ZEROS, process_set=other)), "rank {rank} is not in ProcessSet("),
     (of_the_other_set(lambda other: hvd.barrier(process_set=other)), "rank {rank} is not in ProcessSet("),
-    (of_the_other_set(lambda other: other.rank()), "rank {rank} is not in ProcessSet( ... ask included() first"),
+    (of_the_other_set(lambda other: other.rank()), "rank {rank} is not in ProcessSet( ... only its members"),
 ]
 
 
