@@ -78,9 +78,7 @@ def member_of(process_set: ProcessSet) -> tuple[World, int]:
         return found, found.rank
     ranks = _in_use(process_set).ranks
     if found.rank not in ranks:
-        raise ValueError(
-            f"rank {found.rank} is not in {process_set}: only its members may call operations on it"
-        )
+        raise ValueError(f"rank {found.rank} is not in {process_set}: only its members may call operations on it")
     return found, ranks.index(found.rank)
 
 
