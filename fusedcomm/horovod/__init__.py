@@ -11,17 +11,6 @@ and what they raise, stands in ops.py.
 """
 
 from fusedcomm.horovod import elastic as elastic
-from fusedcomm.horovod.async_ops import allgather_async as allgather_async
-from fusedcomm.horovod.async_ops import allreduce_async as allreduce_async
-from fusedcomm.horovod.async_ops import allreduce_async_ as allreduce_async_
-from fusedcomm.horovod.async_ops import alltoall_async as alltoall_async
-from fusedcomm.horovod.async_ops import broadcast_async as broadcast_async
-from fusedcomm.horovod.async_ops import broadcast_async_ as broadcast_async_
-from fusedcomm.horovod.async_ops import grouped_allgather_async as grouped_allgather_async
-from fusedcomm.horovod.async_ops import grouped_allreduce_async as grouped_allreduce_async
-from fusedcomm.horovod.async_ops import grouped_allreduce_async_ as grouped_allreduce_async_
-from fusedcomm.horovod.async_ops import grouped_reducescatter_async as grouped_reducescatter_async
-from fusedcomm.horovod.async_ops import reducescatter_async as reducescatter_async
 from fusedcomm.horovod.checks import Average as Average
 from fusedcomm.horovod.checks import Max as Max
 from fusedcomm.horovod.checks import Min as Min
@@ -37,18 +26,29 @@ from fusedcomm.horovod.objects import broadcast_object as broadcast_object
 from fusedcomm.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from fusedcomm.horovod.objects import broadcast_parameters as broadcast_parameters
 from fusedcomm.horovod.ops import allgather as allgather
+from fusedcomm.horovod.ops import allgather_async as allgather_async
 from fusedcomm.horovod.ops import allreduce as allreduce
 from fusedcomm.horovod.ops import allreduce_ as allreduce_
+from fusedcomm.horovod.ops import allreduce_async as allreduce_async
+from fusedcomm.horovod.ops import allreduce_async_ as allreduce_async_
 from fusedcomm.horovod.ops import alltoall as alltoall
+from fusedcomm.horovod.ops import alltoall_async as alltoall_async
 from fusedcomm.horovod.ops import barrier as barrier
 from fusedcomm.horovod.ops import broadcast as broadcast
 from fusedcomm.horovod.ops import broadcast_ as broadcast_
+from fusedcomm.horovod.ops import broadcast_async as broadcast_async
+from fusedcomm.horovod.ops import broadcast_async_ as broadcast_async_
 from fusedcomm.horovod.ops import grouped_allgather as grouped_allgather
+from fusedcomm.horovod.ops import grouped_allgather_async as grouped_allgather_async
 from fusedcomm.horovod.ops import grouped_allreduce as grouped_allreduce
 from fusedcomm.horovod.ops import grouped_allreduce_ as grouped_allreduce_
+from fusedcomm.horovod.ops import grouped_allreduce_async as grouped_allreduce_async
+from fusedcomm.horovod.ops import grouped_allreduce_async_ as grouped_allreduce_async_
 from fusedcomm.horovod.ops import grouped_reducescatter as grouped_reducescatter
+from fusedcomm.horovod.ops import grouped_reducescatter_async as grouped_reducescatter_async
 from fusedcomm.horovod.ops import join as join
 from fusedcomm.horovod.ops import reducescatter as reducescatter
+from fusedcomm.horovod.ops import reducescatter_async as reducescatter_async
 from fusedcomm.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
 from fusedcomm.horovod.process_sets import ProcessSet as ProcessSet
 from fusedcomm.horovod.process_sets import global_process_set as global_process_set
