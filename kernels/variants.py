@@ -78,7 +78,6 @@ def engine_variants(
     wires: Sequence[tuple[str, int]],
     grad_dtypes: Sequence[torch.dtype],
     feedback: str | None = None,
-    measured: bool = False,
     local_wire: str | None = None,
     one_shot: bool = False,
     keeps_residuals: bool = False,
@@ -89,7 +88,6 @@ def engine_variants(
     Args:
         wires: (name, block) of each wire.
         feedback: the format of residuals. Wires without loss have none. None: no residuals are kept.
-        measured: in some steps the error of each first encoder is measured, through an fp32 residual.
         local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
         one_shot: unpack sums several messages, and there is no reduce but within a host.
@@ -100,7 +98,7 @@ def engine_variants(
     for wire, block in wires:
         lossless = wire == "fp32"
         encoder = {"feedback": None if lossless else feedback}
-        first_encoders = [encoder, {"feedback": "fp32"}] if measured and not lossless else [encoder]
+        first_encoders = [encoder]
         if keeps_residuals and encoder["feedback"] is not None:
             first_encoders.append({"feedback": None})
         packs = [{"wire": wire, **how} for how in first_encoders]

@@ -6,8 +6,6 @@ What depends on a single value is checked where the setting is, and what depends
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fusedcomm.config.options import WITH_SCALES, WITHOUT_SCALES
-
 
 class Besides(tuple):
     """All values of a setting but these."""
@@ -104,10 +102,6 @@ TABLE = tuple(Combination(*row) for row in (
      "it adds a bucket in one dtype", "use sum='two-shot', or no other wires"),
     ("Config", {"sum": "direct", "weighted": GIVEN},
      "it carries 16-bit numbers alone", "use sum='two-shot'"),
-    ("Config", {"blocks": GIVEN, "wire": WITHOUT_SCALES},
-     "it has no scales", f"use {', '.join(WITH_SCALES)}, or leave blocks out"),
-    ("Config", {"predivide": GIVEN, "wire": Besides(("fp16",))},
-     "only fp16 overflows", "leave it out"),
     ("Config", {"feedback": GIVEN, "wires that are all 'fp32'": True},
      "nothing is rounded", "leave it out"),
     ("Config", {"feedback": GIVEN, "sum": "direct"},
@@ -174,8 +168,6 @@ TABLE = tuple(Combination(*row) for row in (
      "its reduce-scatters have one wire from the start", "name the wire"),
     ("FSDP2", {"sum": Besides(("auto",))},
      "every rank adds what is for it", "leave it out"),
-    ("FSDP2", {"measure_every": Besides((1000,))},
-     "errors of its sums are not measured", "leave it out"),
     ("FSDP2", {"Feedback(unsharded=True)": True, "replicas without shards": True},
      "it is for reduce-scatters", "leave unsharded out"),
     ("FSDP2", {"feedback": GIVEN, "shards without replicas": True},

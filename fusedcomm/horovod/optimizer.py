@@ -82,7 +82,7 @@ class ReducedOptimizer(Spelled):
             world().members[self.process_set.process_set_id or 0].check(each.device)
         if self.op in (Average, Sum):
             dtypes = {each.dtype for _, each in named if each.requires_grad}
-            config = config_of_gradients(options.compression, dtypes, options.predivide, options.weighted)
+            config = config_of_gradients(options.compression, dtypes, options.weighted)
         if config is None and options.weighted is not None:
             raise ValueError(
                 f"weighted={options.weighted!r} is not possible with a compressor of your own: use a compression with "

@@ -16,7 +16,7 @@ from models import Gradients, Mlp, Sparse, refusal, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Config
+from fusedcomm.config import Config
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
@@ -47,7 +47,7 @@ def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
 
 def recorded(rank, world_size, library, sum):
     fake = fake_cuda.gpu(library)
-    config = Config("int8", sum, blocks=Blocks(64))
+    config = Config("int8", sum)
     with fake.takes_over(config):
         ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
         comm = fusedcomm.attach(ddp, config)

@@ -37,7 +37,6 @@ RESUMED = {
         (WIDE, "int4", "", 15),
         (WIDE, Config("int8", feedback=Feedback("bf16"), chunks=Chunks(4096)), "", 15),
         (WIDE, Config("int4", feedback=Feedback()), "", 15),
-        (WIDE, Config("fp16", "two-shot", feedback=Feedback(), predivide=3), "", 15),
     ],
     4: [
         (WIDE, Config("int4", feedback=Feedback(), hosts=[[0, 2], [1, 3]]), "", 15),

@@ -193,14 +193,10 @@ bool GradReducer::only_adds_up(size_t index) {
 }
 
 void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
-  const std::shared_ptr<Observation> observation = observation_;  // the call may end the observation
+  const std::shared_ptr<PassObserver> watch = watch_;  // the call may end the watch
   lock.unlock();
   try {
-    if (observation) {
-      // Checked first: a graph capture would record the work of before_pass, or fail because of it.
-      observation->device->check_caller();
-      observation->before_pass();
-    }
+    if (watch) watch->begin();
     lock.lock();
     const std::shared_ptr<Synchronizer> synchronizer = synchronizer_;
     lock.unlock();
@@ -387,7 +383,7 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
 void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   membership_ ? wait_for_members(lock) : wait_for_pass();
   if (!taker_ && part_ == Part::kGradients) write_back_all();
-  if (observation_) observation_->ends.push_back(observation_->device->stamp());
+  if (watch_) watch_->end();
   note_order();
   const std::vector<size_t> used = taker_ ? parameters_used() : std::vector<size_t>();
   used_.clear();

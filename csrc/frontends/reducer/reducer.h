@@ -39,6 +39,7 @@
 #include "frontends/reducer/problem.h"
 #include "gradients/collective_calls.h"
 #include "gradients/parameter_gradient.h"
+#include "gradients/pass_observer.h"
 #include "gradients/synchronizer.h"
 
 namespace fusedcomm {
@@ -127,7 +128,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Removes the hooks. Call it between backward passes. Idempotent.
   void detach();
   // Each changes what the next synchronized pass uses. Call them on every rank before the same pass, while nothing is
-  // under way; `before_pass` may call them, too.
+  // under way; the observer's begin_pass may call them, too.
   void set_synchronizer(std::shared_ptr<Synchronizer> synchronizer);
   // The same with other ranks, whose store is `store`. Also from within Membership::recover.
   void set_ranks(std::shared_ptr<Synchronizer> synchronizer, StorePtr store);
@@ -143,11 +144,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Buckets buckets_now() const;
   // Throws if this rank has failed or another one has published a problem.
   void check();
-  // Calls `before_pass` before each synchronized pass, without locks, and notes when each ends. An exception fails the
-  // pass. `device`: takes the stamps.
-  void observe(std::shared_ptr<Device> device, std::function<void()> before_pass);
-  void end_observation();
-  // The ends of the synchronized passes since the last call, in ms since the first of them. Waits for the device.
+  // Sets the observer of synchronized passes; null: none.
+  void watch(std::shared_ptr<PassObserver> watch);
+  // See PassObserver. Empty without an observer.
   std::vector<double> take_pass_ends();
   // Gradients that have been copied so far; see gradient.h.
   int64_t num_copied() const;
@@ -192,12 +191,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
     FuturePtr future;
     std::vector<BucketGradient> gradients;  // in the order of the bucket's parameters
     std::shared_ptr<Device> used_by;        // null on a CPU, and once the current stream waits for the future
-  };
-
-  struct Observation {
-    std::shared_ptr<Device> device;
-    std::function<void()> before_pass;
-    std::vector<StampPtr> ends;
   };
 
   GradReducer(std::shared_ptr<Synchronizer> synchronizer, std::vector<Parameter> parameters, const Options& options,
@@ -308,9 +301,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   mutable std::mutex mutex_;  // guards the members below
   int rank_, world_size_;
   std::shared_ptr<Synchronizer> synchronizer_;
-  std::optional<Membership> membership_;      // none: the ranks stay
-  std::optional<Taker> taker_;                // none: the synchronizer sums
-  std::shared_ptr<Observation> observation_;  // null if there is none
+  std::optional<Membership> membership_;  // none: the ranks stay
+  std::optional<Taker> taker_;            // none: the synchronizer sums
+  std::shared_ptr<PassObserver> watch_;   // null if there is none
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;
   bool is_on_ = true;
