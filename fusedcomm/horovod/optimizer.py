@@ -154,7 +154,7 @@ class ReducedOptimizer(Spelled):
             raise ValueError(ADDED_MEANS)
         self.backward_passes_per_step = passes
         if self.reducer is not None:
-            self.reducer.native.set_every(passes)
+            self.reducer.native.set_passes(passes)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
