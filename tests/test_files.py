@@ -8,9 +8,7 @@ import resource
 import stat
 
 import pytest
-import torch
 
-import fusedcomm.horovod.elastic.files as elastic_files
 from fusedcomm import files, trace
 
 
@@ -29,23 +27,15 @@ def write_trace(path, numel):
     trace.write(path, {"traceEvents": ["x" * numel]})
 
 
-def write_state(path, numel):
-    elastic_files.write(path, {"saved": torch.zeros(numel)})
-
-
-WRITERS = {"trace": write_trace, "state": write_state}
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_on_a_full_disk_the_old_file_stays_and_no_other(writer, tmp_path):
-    WRITERS[writer](tmp_path / "file.json", 10)
+def test_on_a_full_disk_the_old_file_stays_and_no_other(tmp_path):
+    write_trace(tmp_path / "file.json", 10)
     (path,) = tmp_path.iterdir()
     before = path.read_bytes()
     with files_of_at_most(len(before) + 512), pytest.raises(OSError) as error:
-        WRITERS[writer](tmp_path / "file.json", 1_000_000)
+        write_trace(tmp_path / "file.json", 1_000_000)
     assert error.value.errno == errno.EFBIG and error.value.filename == str(path) and str(path) in str(error.value)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
-    WRITERS[writer](tmp_path / "file.json", 11)
+    write_trace(tmp_path / "file.json", 11)
     assert list(tmp_path.iterdir()) == [path]
 
 
