@@ -291,6 +291,18 @@ def test_merges_have_a_communicator_of_their_own(ranks_on_streams):
     assert ranks_on_streams.run(communicators_of_merges, on_streams.DEVICE) == [["own"], ["own"]]
 
 
+def plan_of_a_reducer(rank, world_size, device):
+    with torch.device(device):
+        return str(FRONT_ENDS["reducer"].make(Gradients((300,)), "bf16")[1].plan())
+
+
+def test_the_plan_says_that_nccl_is_called_directly(ranks_on_streams, ranks):
+    """The session has connected all channels, or there would be a reason why it is not; see nccl_scenes.cpp."""
+    for plan in ranks_on_streams.run(plan_of_a_reducer, on_streams.DEVICE):
+        assert "  NCCL is called directly, but through torch for the last bucket of a pass" in plan
+    assert "NCCL" not in "".join(ranks.run(plan_of_a_reducer, "cpu", world_size=2))
+
+
 MANY = [(30 + i,) for i in range(40)]
 
 

@@ -7,11 +7,14 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "transport/exchange.h"
+#include "transport/nccl.h"
 #include "transport/tensor_transport.h"
 
 namespace fusedcomm {
@@ -88,14 +91,21 @@ class HostTransport : public C10dTransport {
 // For backends that enqueue on the current stream (NCCL). It uses DDP's own group, with its watchdog and timeout.
 // Everything is enqueued within the hook call, in bucket order, so all ranks enqueue our collectives and the model's
 // own in the same order.
+//
+// The engine's collectives that need not be supervised are NCCL's own functions, where these can be called: the
+// watchdog sees a hang in them at the next supervised one, which waits for them on the stream.
 class StreamTransport : public C10dTransport {
  public:
-  StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
+  // nccl: null if all collectives shall go through torch.
+  StreamTransport(const BackendPtr& backend, c10::Device device, std::shared_ptr<const Nccl> nccl)
+      : C10dTransport(backend, backend), device_(device), nccl_(std::move(nccl)) {}
   StreamTransport(const StreamTransport&) = default;
   ~StreamTransport() override;
 
   void abort() override;
   void warm_up() override;
+  std::optional<std::string> why_through_torch() const override;
+  void supervise(bool supervised) override { *is_supervised_ = supervised; }
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
@@ -109,8 +119,12 @@ class StreamTransport : public C10dTransport {
   std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<StreamTransport>(*this); }
   // nbytes: of what a rank sends, approximately.
   void warm_up(Channel channel, int64_t nbytes);
+  // What enqueues the channel's next collective without torch; none if it goes through torch.
+  std::optional<NcclCommunicator> communicator(Channel channel) const;
 
   const c10::Device device_;
+  const std::shared_ptr<const Nccl> nccl_;
+  const std::shared_ptr<std::atomic<bool>> is_supervised_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace fusedcomm
