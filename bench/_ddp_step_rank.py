@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lib.common import Report, Row, keep_memory, percentiles, worst
+from lib.common import Report, Row, in_turn, keep_memory, percentiles, worst
 from lib.models import make_model, numel_of
+from lib.rank import gathered
 from lib.ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 
@@ -78,13 +79,11 @@ class Runner:
     """One way's module, gradients, buckets and optimizer on this rank. Without a way, it only computes."""
 
     def __init__(self, way: Way | None, model: nn.Module, optimizer: str, group: dist.ProcessGroup | None) -> None:
-        task = Task(copy.deepcopy(model))
-        self.way, self.module, self.held = way, task, None
+        self.way, self.task = way, Task(copy.deepcopy(model))
         if way is not None:
-            for own, shared in zip(task.parameters(), model.parameters(), strict=True):
+            for own, shared in zip(self.task.parameters(), model.parameters(), strict=True):
                 own.data = shared.data  # all ways train one set of weights
-            self.module, self.held = way.wrap(task, group)
-        self.optimizer = OPTIMIZERS[optimizer](task.parameters())
+        self.module, self.optimizer, self.held = self.make(way, self.task, optimizer, group)
         self.step_s: list[float] = []
         self.sync_s: list[float] = []
         self.sent_nbytes: list[float] = []
@@ -92,12 +91,18 @@ class Runner:
         """Ticks of all cores of this rank's machine, during timed steps."""
         self.error = 0.0
 
+    def make(self, way: Way | None, task: Task, optimizer: str, group: dist.ProcessGroup | None) -> tuple:
+        """The module to call, its optimizer, and what is to be kept as long as they."""
+        module, held = (task, None) if way is None else way.wrap(task, group)
+        return module, OPTIMIZERS[optimizer](task.parameters()), held
+
     def step(self, batch: tuple[Tensor, Tensor]) -> float:
         """Seconds of a step: forward, backward with its synchronization, optimizer."""
         begin = time.perf_counter()
         self.optimizer.zero_grad()
         self.module(batch).backward()
         self.optimizer.step()
+        wait_for(batch[0])
         return time.perf_counter() - begin
 
     def backward_alone(self, batch: tuple[Tensor, Tensor]) -> None:
@@ -265,7 +270,7 @@ class Bench:
             reason = self._check(runner)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(reason)) if reason]
+        reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(gathered(reason)) if reason]
         if not reasons:
             return runner
         self.missing(way.name, reasons[0], failed=not way.is_peer)
@@ -281,7 +286,7 @@ class Bench:
             runner.error = worst([runner.error, error])
             if not error <= runner.way.tolerance:
                 problems.append(f"step {index}: the relative error {error:.2e} exceeds {runner.way.tolerance:.0e}")
-            digests = self._gather(digest(runner.gradients()))
+            digests = gathered(digest(runner.gradients()))
             if len(set(digests)) > 1:
                 problems.append(f"step {index}: the ranks have different gradients")
         return "; ".join(problems)
@@ -295,11 +300,6 @@ class Bench:
     def missing(self, impl: str, reason: object, failed: bool = True) -> None:
         if self.is_first:
             self.report.missing(self.case, impl, reason, failed=failed)
-
-    def _gather(self, value: object) -> list:
-        values: list = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
 
     # ---- timing
 
@@ -321,7 +321,7 @@ class Bench:
             runner.optimizer.zero_grad()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        everyone = self._gather((reason, steps_s, sync_s, sent))
+        everyone = gathered((reason, steps_s, sync_s, sent))
         reasons = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(everyone) if entry[0]]
         if reasons:
             raise RuntimeError(reasons[0])
@@ -370,9 +370,7 @@ class Bench:
                 self.say(f"{self.case} {way.name}: right, relative error {runner.error:.1e}")
                 runners[way.name] = runner
         for index in range(arguments.rounds):
-            names = list(runners)
-            first = index % len(names)
-            for name in names[first:] + names[:first]:
+            for name in in_turn(runners, index):
                 try:
                     self.turn(runners[name], arguments.steps)
                 except RuntimeError as error:
@@ -380,7 +378,7 @@ class Bench:
                     del runners[name]
             self.say(f"{self.case}: round {index + 1} of {arguments.rounds}")
             self.write(runners)
-        weights = self._gather(digest(list(self.model.parameters())))
+        weights = gathered(digest(list(self.model.parameters())))
         if len(set(weights)) > 1:
             self.missing("all", "the ranks ended with different weights")
         for runner in runners.values():
@@ -416,6 +414,12 @@ class Bench:
             percentiles_s=percentiles(seconds),
             figures=figures,
         )
+
+
+def wait_for(tensor: Tensor) -> None:
+    """Waits until the tensor's device has done all it was given."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
 
 
 def digest(tensors: list[Tensor]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _ddp_step_rank import WireCounter
-from lib.common import Row, keep_memory, percentiles
+from lib.common import Row, in_turn, keep_memory, percentiles
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -128,8 +128,7 @@ def measure(runners: list[Runner], arguments: argparse.Namespace, say: Callable[
     errors = {runner.name: error_of(runner.gradients(), exact) if runner.way.reduces else 0.0 for runner in runners}
     counter = WireCounter()
     for index in range(arguments.rounds):
-        first = index % len(runners)
-        for runner in runners[first:] + runners[:first]:
+        for runner in in_turn(runners, index):
             dist.barrier()
             for step in range(arguments.steps + 1):
                 began, sent = time.perf_counter(), counter.read()

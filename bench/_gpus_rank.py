@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hook_overhead import Impl, noop_hook, synchronize
-from lib.common import Report, make_row
-from lib.gpu_timeline import figures_of
+from hook_overhead import Impl, synchronize
+from hook_overhead import noop_hook as noop_in_python
+from lib import noop_hook
+from lib.common import Report, in_turn, make_row
+from lib.gpu_timeline import events_of, figures_of
 from lib.models import make_model, numel_of
+from lib.rank import gathered
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
@@ -28,36 +30,39 @@ import fusedcomm
 from fusedcomm import Config
 from fusedcomm.ranks import groups
 
-ALONE, DDP = "compute alone", "DDP"
+ALONE, DDP, BASE = "compute alone", "DDP", "no-op hook, C++"
 CHECK_LR, LR = 1.0, 1e-3
 """The step whose change of the parameters is checked is large beside their rounding."""
+
+
+def fp16_compress(ddp: DistributedDataParallel) -> None:
+    """Registers torch's hook in C++."""
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 
 
 # ---- sums of one bucket
 
 
-class Collective:
-    """A sum as somebody would write it without a hook, on one tensor. It has what hook_overhead.Impl has."""
+class Collective(Impl):
+    """A sum as somebody would write it without a hook, on one tensor."""
 
     def __init__(self, name: str, numel: int, device: str, average: Callable[[Tensor], None]) -> None:
-        self.name, self.device, self.average = name, device, average
+        self.name, self.device, self.average, self.num_buckets = name, device, average, 1
         self.tensor = torch.empty(numel, device=device)
-        self.call_s: list[float] = []
-        self.result_s: list[float] = []
+        self.buckets = [self]
+        self.call_s, self.result_s = [], []
 
     def check(self, rank: int, world_size: int) -> bool:
         self.tensor.fill_(rank + 1)
         self.average(self.tensor)
         return self.tensor.unique().tolist() == [(world_size + 1) / 2]
 
-    def time_once(self) -> None:
-        synchronize(self.device)
-        started = time.perf_counter()
+    def run(self, bucket: object) -> "Collective":
         self.average(self.tensor)
-        called = time.perf_counter()
-        synchronize(self.device)
-        self.call_s.append(called - started)
-        self.result_s.append(time.perf_counter() - started)
+        return self
+
+    def wait(self) -> None:
+        """Nothing: whoever times it waits for the device."""
 
 
 def in_fp32(tensor: Tensor) -> None:
@@ -110,8 +115,8 @@ class WithCupy(Collective):
             self.unpack(self.sent, self.own)
 
 
-def sums_of(numel: int, device: str) -> dict[str, Callable[[], "Impl | Collective"]]:
-    """By name, what sums a bucket of `numel` elements."""
+def sums_of(numel: int, device: str, has_noop: bool) -> dict[str, Callable[[], Impl]]:
+    """By name, what sums a bucket of `numel` elements. has_noop: whether lib/noop_hook.py can be compiled."""
     world_size = dist.get_world_size()
 
     def hook(name: str, register: Callable[[DistributedDataParallel], object]) -> Callable[[], Impl]:
@@ -121,14 +126,14 @@ def sums_of(numel: int, device: str) -> dict[str, Callable[[], "Impl | Collectiv
         return hook(name, lambda ddp: fusedcomm.attach(ddp, config, quiet=True))
 
     group = dist.group.WORLD
-    ways = {
-        "no-op hook": hook("no-op", lambda ddp: ddp.register_comm_hook(group, noop_hook)),
+    ways: dict[str, Callable[[], Impl]] = {
+        "no-op hook, Python": hook("no-op", lambda ddp: ddp.register_comm_hook(group, noop_in_python)),
         "NCCL fp32": lambda: Collective("NCCL fp32", numel, device, in_fp32),
         "NCCL bf16": lambda: Collective("NCCL bf16", numel, device, in_bf16),
-        "c++ fp16 hook": hook(
-            "c++ fp16 hook", lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        ),
+        "c++ fp16 hook": hook("c++ fp16 hook", fp16_compress),
     }
+    if has_noop:
+        ways[BASE] = hook("no-op", lambda ddp: noop_hook.module().register_on(ddp.reducer))
     if device != "cpu":
         ways["NCCL fp32, registered"] = lambda: Registered("NCCL fp32, registered", numel, device)
         ways["CuPy, fp16"] = lambda: WithCupy("CuPy, fp16", numel, device)
@@ -152,8 +157,8 @@ def sums_of(numel: int, device: str) -> dict[str, Callable[[], "Impl | Collectiv
 def measure_sums(arguments: argparse.Namespace, report: Report, until: float) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for index, numel in enumerate(arguments.numel):
-        made: dict[str, Impl | Collective] = {}
-        for name, make in sums_of(numel, arguments.device).items():
+        made: dict[str, Impl] = {}
+        for name, make in sums_of(numel, arguments.device, arguments.noop).items():
             try:
                 way = make()
                 right = way.check(rank, world_size)
@@ -161,7 +166,7 @@ def measure_sums(arguments: argparse.Namespace, report: Report, until: float) ->
                 failed = name.startswith("fusedcomm")
                 report.missing(f"bucket/{numel}", name, f"{type(error).__name__}: {error}", failed=failed)
                 continue
-            if everybody(right):
+            if all(gathered(right)):
                 made[name] = way
             else:
                 report.missing(f"bucket/{numel}", name, "wrong result")
@@ -194,31 +199,21 @@ def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def wrapped(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
 def alone(model: nn.Module, lr: float) -> tuple:
     return model, sgd(model, lr)
 
 
-def ddp(model: nn.Module, lr: float) -> tuple:
-    return wrapped(model), sgd(model, lr)
-
-
-def torchs_hook(model: nn.Module, lr: float) -> tuple:
-    forward = wrapped(model)
-    forward._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return forward, sgd(model, lr)
-
-
-def attached(wire: str) -> Callable[..., tuple]:
+def ddp(register: Callable[[DistributedDataParallel], object] = lambda ddp: None) -> Callable[..., tuple]:
     def make(model: nn.Module, lr: float) -> tuple:
-        forward = wrapped(model)
-        fusedcomm.attach(forward, wire, quiet=True)
+        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        register(forward)
         return forward, sgd(model, lr)
 
     return make
+
+
+def attached(wire: str) -> Callable[..., tuple]:
+    return ddp(lambda forward: fusedcomm.attach(forward, wire, quiet=True))
 
 
 def reducer(model: nn.Module, lr: float) -> tuple:
@@ -247,8 +242,8 @@ def sharded(config: Config | None) -> Callable[..., tuple]:
 
 WAYS = {
     ALONE: Way(alone, float("inf")),
-    DDP: Way(ddp, 0),
-    "DDP, c++ fp16 hook": Way(torchs_hook, 3e-2),
+    DDP: Way(ddp(), 0),
+    "DDP, c++ fp16 hook": Way(ddp(fp16_compress), 3e-2),
     "DDP, bf16": Way(attached("bf16"), 3e-2),
     "DDP, int8": Way(attached("int8"), 6e-2),
     "GradReducer, int8": Way(reducer, 6e-2),
@@ -295,14 +290,12 @@ class Runner:
 
     def timeline(self) -> dict[str, float]:
         """See lib/gpu_timeline.py, of one step."""
-        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+
+        def once() -> None:
             self.step()
             synchronize(self.device)
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
-            profiler.export_chrome_trace(path)
-            with open(path) as file:
-                return figures_of(json.load(file)["traceEvents"])
+
+        return figures_of(events_of(once))
 
 
 def error_of(change: list[Tensor], right: list[Tensor]) -> float:
@@ -323,7 +316,7 @@ def measure_steps(arguments: argparse.Namespace, report: Report, until: float) -
         right = right or runner.change
         errors[name] = error_of(runner.change, right)
         runner.change = []
-        if everybody(errors[name] <= WAYS[name].tolerance):
+        if all(gathered(errors[name] <= WAYS[name].tolerance)):
             made[name] = runner
         else:
             report.missing("step", name, f"its change of the parameters is off by {errors[name]:.2g}")
@@ -341,18 +334,10 @@ def measure_steps(arguments: argparse.Namespace, report: Report, until: float) -
 # ---- both
 
 
-def everybody(holds: bool) -> bool:
-    """Whether it holds on every rank. A collective call."""
-    found: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(found, holds)
-    return all(found)
-
-
 def take_turns(ways: dict, once: Callable[..., None], rounds: int, until: float) -> None:
     """Every way in every round, in another order each time, until rank 0's clock says `until`; at least twice."""
-    names = list(ways)
     for index in range(rounds):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        for name in in_turn(ways, index):
             dist.barrier()
             once(ways[name])
         is_late = [time.monotonic() > until]

@@ -1,7 +1,6 @@
 """One rank of bench/horovod.py, which starts the ranks and reads the results that rank 0 writes."""
 
 import argparse
-import copy
 import dataclasses
 import faulthandler
 import json
@@ -15,9 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _ddp_step_rank import NUM_CHECKS, OPTIMIZERS, Known, Task, WireCounter, digest
-from lib.common import Report, Row, keep_memory, make_row, percentiles
+from _ddp_step_rank import NUM_CHECKS, OPTIMIZERS, Known, Task, WireCounter, digest, wait_for
+from _ddp_step_rank import Runner as OfDdp
+from lib.common import Report, Row, in_turn, keep_memory, make_row, percentiles
 from lib.models import make_model, numel_of
+from lib.rank import gathered
 from lib.ways import COMPUTE, TOLERANCES
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -77,37 +78,11 @@ WAYS = [
 ]
 
 
-def wait_for(tensor: Tensor) -> None:
-    """Waits until the tensor's device has done all it was given."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-
-
-class Runner:
+class Runner(OfDdp):
     """One way's module and optimizer on this rank. Without a way, it only computes."""
 
-    def __init__(self, way: Way | None, model: nn.Module, optimizer: str) -> None:
-        task = Task(copy.deepcopy(model))
-        if way is not None:
-            for own, shared in zip(task.parameters(), model.parameters(), strict=True):
-                own.data = shared.data  # all ways train one set of weights
-        self.way, self.task, self.held = way, task, None
-        self.module, self.optimizer = task, OPTIMIZERS[optimizer](task.parameters())
-        if way is not None:
-            self.module, self.optimizer, self.held = way.make(task, optimizer)
-        self.step_s: list[float] = []
-        self.sync_s: list[float] = []
-        self.sent_nbytes: list[float] = []
-        self.error = 0.0
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> float:
-        """Seconds of a step: forward, backward, synchronization, optimizer."""
-        begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.module(batch).backward()
-        self.optimizer.step()
-        wait_for(batch[0])
-        return time.perf_counter() - begin
+    def make(self, way: Way | None, task: Task, optimizer: str, group: dist.ProcessGroup | None) -> tuple:
+        return super().make(None, task, optimizer, group) if way is None else way.make(task, optimizer)
 
     def synchronize_alone(self, gradients: list[Tensor]) -> tuple[float, list[Tensor]]:
         """(seconds of a backward pass that only synchronizes `gradients`, the means)."""
@@ -160,10 +135,9 @@ class Bench:
 
     def turns(self, functions: dict[str, Callable[[], None]], warm: int, calls: int) -> dict[str, list[float]]:
         """Seconds of one call, the mean of `calls` of the slowest rank, in each round."""
-        names, seconds = list(functions), {name: [] for name in functions}
+        seconds = {name: [] for name in functions}
         for index in range(self.arguments.rounds):
-            first = index % len(names)
-            for name in names[first:] + names[:first]:
+            for name in in_turn(functions, index):
                 for _ in range(1 if name == DIST else warm):
                     functions[name]()
                 dist.barrier()
@@ -257,20 +231,18 @@ class Bench:
         model.to(self.device)
         batch = tuple(each.to(self.device) for each in batch)
         known.own = [each.to(self.device) for each in known.own]
-        runners = {COMPUTE: Runner(None, model, arguments.optimizer)}
+        runners = {COMPUTE: Runner(None, model, arguments.optimizer, None)}
         for way in WAYS:
             self.begin(f"{case}, {way.name}: checking")
-            runners[way.name] = Runner(way, model, arguments.optimizer)
+            runners[way.name] = Runner(way, model, arguments.optimizer, None)
             self.check(runners[way.name], known)
         counter = WireCounter()
         for index in range(arguments.rounds):
             self.begin(f"{case}, round {index + 1} of {arguments.rounds}")
-            names = list(runners)
-            first = index % len(names)
-            for name in names[first:] + names[:first]:
+            for name in in_turn(runners, index):
                 self.turn(runners[name], batch, known, counter)
         self.report.rows += [self.row(case, name, each, numel_of(model)) for name, each in runners.items()]
-        same = len(set(self.gather(digest([each.cpu() for each in model.parameters()])))) == 1
+        same = len(set(gathered(digest([each.cpu() for each in model.parameters()])))) == 1
         if not same and self.is_first:
             self.report.missing(case, "all", "the ranks ended with different weights")
         self.report.write()
@@ -281,7 +253,7 @@ class Bench:
             runner.error = max(runner.error, known.error_of(means))
             if not runner.error <= TOLERANCES[runner.way.wire]:
                 raise RuntimeError(f"{runner.way.name}: relative error {runner.error:.2e} on rank {self.rank}")
-            if len(set(self.gather(digest(means)))) > 1:
+            if len(set(gathered(digest(means)))) > 1:
                 raise RuntimeError(f"{runner.way.name}: the ranks have different gradients")
 
     def turn(self, runner: Runner, batch: tuple[Tensor, Tensor], known: Known, counter: WireCounter) -> None:
@@ -296,7 +268,7 @@ class Bench:
         runner.step_s += self.slowest(seconds)
         if runner.way is not None:
             runner.sync_s += self.slowest([runner.synchronize_alone(known.own)[0]])
-            counted = [each for each in self.gather(sent) if not math.isnan(each)]
+            counted = [each for each in gathered(sent) if not math.isnan(each)]
             runner.sent_nbytes += [statistics.mean(counted)] if counted else []
 
     def row(self, case: str, name: str, runner: Runner, numel: int) -> Row:
@@ -308,11 +280,6 @@ class Bench:
             figures["wire_nbytes"] = statistics.median(runner.sent_nbytes)
         row = make_row(case, name, numel, 4 * numel, runner.step_s, checked=True)
         return dataclasses.replace(row, percentiles_s=percentiles(runner.step_s), figures=figures)
-
-    def gather(self, value: object) -> list:
-        values: list = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
 
 
 def wakeups() -> dict[str, int]:

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 from lib.characters import Characters, Transformer, character_loss
-from lib.rank import started
+from lib.rank import gathered, started
 
 import fusedcomm
 
@@ -126,12 +126,6 @@ class Unequal(Trained):
             return float(torch.stack([character_loss(self.model, next(batches)) for _ in range(8)]).mean())
 
 
-def of_ranks(value: float) -> list[float]:
-    values = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def measure_windows(settings: dict, characters: Characters) -> dict:
     """Speeds of the ranks in windows of time, by turns with none, and the loss beside that of equal windows."""
     alone, timed, equal = (Unequal(settings, characters) for _ in range(3))
@@ -144,7 +138,7 @@ def measure_windows(settings: dict, characters: Characters) -> dict:
         speeds.append(speed)
     merges, waited_s, sent = comm.progress.num_messages, comm.stats().waited_ms * 1e-3, comm.stats().sent_nbytes
     comm.finish()
-    loss, steps = timed.held_out(characters), of_ranks(timed.num_steps)
+    loss, steps = timed.held_out(characters), gathered(timed.num_steps)
     every = round(min(steps) / merges)
     comm = fusedcomm.LocalSteps(equal.model, equal.optimizer, every, **options)
     equal.train(int(min(steps)))  # what the slowest makes in the same time
@@ -156,9 +150,9 @@ def measure_windows(settings: dict, characters: Characters) -> dict:
         "window": settings["window"],
         "every": every,
         "merges": merges,
-        "speed": of_ranks(statistics.median(ratios)),
-        "steps_a_second": of_ranks(statistics.median(speeds)),
-        "waited_s": of_ranks(waited_s),
+        "speed": gathered(statistics.median(ratios)),
+        "steps_a_second": gathered(statistics.median(speeds)),
+        "waited_s": gathered(waited_s),
         "sent_nbytes": sent,
         "steps": steps,
         "loss": loss,

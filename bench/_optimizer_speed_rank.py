@@ -22,7 +22,7 @@ from _optimizer_ways import (
     refuse_other_bits,
     two_shot,
 )
-from lib.common import drop_memory, keep_memory
+from lib.common import drop_memory, in_turn, keep_memory
 from lib.rank import started
 from torch import Tensor, nn
 
@@ -172,8 +172,7 @@ def measure(kind: str, settings: dict, rows: list[dict]) -> None:
     seconds = torch.empty(2, len(found), settings["rounds"], dtype=torch.float64)
     gc.disable()
     for turn in range(settings["rounds"]):
-        first = turn % len(found)
-        for place in [*range(first, len(found)), *range(first)]:
+        for place in in_turn(range(len(found)), turn):
             seconds[:, place, turn] = torch.tensor(step(found[place][0]))
     gc.enable()
     dist.all_reduce(seconds[0], op=dist.ReduceOp.MAX)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from lib.rank import gathered
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -170,9 +171,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def refuse_different(model: nn.Module, what: str) -> None:
     """Raises RuntimeError if the ranks' parameters differ in a bit."""
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(flat(model).numpy().tobytes()).hexdigest())
-    if len(set(digests)) > 1:
+    if len(set(gathered(hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()))) > 1:
         raise RuntimeError(f"{what}: the ranks have different parameters")
 
 

@@ -4,8 +4,9 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... bench/gpus.py      # several machines; rank 0 writes
 
 sums     one bucket of each size: time, bandwidth in bytes of gradients (2 (p - 1) / p of them, as NCCL's tests count),
-         and the host's time of the call. NCCL in fp32, in bf16, on registered memory; torch's hooks; CuPy's binding of
-         NCCL with casts in one kernel, if CuPy is there; fusedcomm in each wire and sum.
+         and the host's time of the call, of which a no-op hook in C++ is the base. NCCL in fp32, in bf16, on registered
+         memory; torch's hooks; CuPy's binding of NCCL with casts in one kernel, if CuPy is there; fusedcomm in each
+         wire and sum.
 steps    of a transformer of 124 million parameters, in bf16 autocast: alone, DDP, torch's hook, fusedcomm on DDP, with
          GradReducer, ShardedOptimizer and FSDP2, whose parameters are gathered exactly or in codes. One more step is
          profiled: calls that wait for a stream, calls that get memory, and how much of communication other kernels
@@ -27,6 +28,7 @@ import time
 from pathlib import Path
 
 import torch
+from lib import noop_hook
 from lib.common import Report, Row, run_command
 
 BENCH = Path(__file__).resolve().parent
@@ -34,6 +36,13 @@ SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": 
 NETWORKS = {"as it is": {}, "sockets": SOCKETS}
 NUMELS = [1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 27]
 """64 KiB to 512 MiB of fp32."""
+VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_", "PYTORCH_CUDA_")
+"""How the names of variables begin that change times."""
+LINKS = (
+    "topo -m",
+    "nvlink --status",
+    "--query-gpu=index,pci.bus_id,pcie.link.gen.current,pcie.link.width.current --format=csv",
+)
 TIMELINE = ("host_waits", "allocations", "hidden")
 """Figures of lib/gpu_timeline.py."""
 WORTHWHILE = 1.05
@@ -62,12 +71,13 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def links() -> str | None:
-    """How nvidia-smi says the GPUs are connected."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
-    return done.stdout or None
+def links() -> dict[str, list[str]]:
+    """How nvidia-smi says the GPUs are connected, by its arguments; empty where there is none."""
+    found = {}
+    for arguments in LINKS if shutil.which("nvidia-smi") else ():
+        done = subprocess.run(["nvidia-smi", *arguments.split()], capture_output=True, text=True, timeout=30)
+        found[arguments] = done.stdout.splitlines()
+    return found
 
 
 def free_port() -> int:
@@ -159,7 +169,9 @@ def verdict(rows: list[Row], network: str) -> str:
 def main() -> None:
     arguments = parse()
     writes = os.environ.get("RANK", "0") == "0"
-    report = Report(arguments.json if writes else None, dry_run=arguments.dry_run, links=links() or "unknown")
+    report = Report(arguments.json if writes else None, dry_run=arguments.dry_run, links=links())
+    arguments.noop = noop_hook.module() is not None
+    report.extra["variables"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
     report.env.update(threads=1, ranks=int(os.environ.get("WORLD_SIZE", arguments.ranks)))
     runs = [(network, part) for network in arguments.networks for part in arguments.parts]
     for index, (network, part) in enumerate(runs):

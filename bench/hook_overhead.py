@@ -18,7 +18,6 @@ Needs 1 GiB of memory for each rank, and a GPU with --device cuda; a minute.
 
 import argparse
 import datetime
-import json
 import multiprocessing as mp
 import os
 import statistics
@@ -28,7 +27,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from lib.common import Report, Row, print_table, run_command
+from lib.common import Report, Row, in_turn, print_table, run_command
+from lib.gpu_timeline import events_of
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,15 +116,13 @@ class Impl:
     def launches(self) -> dict[str, float] | None:
         """Kernels ("kernels", of which "nccl" are NCCL's) and copies (memcpy, memset) for each bucket. None if the
         profiler sees no kernel."""
-        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+
+        def once() -> None:
             if self.device == "cuda":
                 torch.cuda._sleep(1000)  # one kernel that must be seen: some hooks launch none
             self.time_once()
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
-            profiler.export_chrome_trace(path)
-            with open(path) as file:
-                events = json.load(file)["traceEvents"]
+
+        events = events_of(once)
         kernels = [event["name"] for event in events if event.get("cat") == "kernel"]
         copies = [event["name"] for event in events if event.get("cat") in ("gpu_memcpy", "gpu_memset")]
         if not kernels:
@@ -134,8 +132,8 @@ class Impl:
 
 
 def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
 
 
 def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[], Impl]]:
@@ -216,8 +214,7 @@ def make_and_check(rank: int, world_size: int, numel: int, device: str, send: Ca
 
 def time_in_turn(impls: list[Impl], rounds: int, world_size: int) -> None:
     for index in range(rounds):
-        # Another order in each round, the same on every rank.
-        for impl in impls[index % len(impls) :] + impls[: index % len(impls)]:
+        for impl in in_turn(impls, index):
             if world_size > 1:
                 dist.barrier()
             impl.time_once()

@@ -5,7 +5,6 @@
     sum        two ranks' wire bytes → fp32 gradients
     reduce     4 ranks' encodings of a quarter of the bucket → the encoded mean
     scale      fp32 gradients in place, as for a bucket that is summed exactly
-    programs   pack and unpack of a flat bf16 bucket by the number of programs for each SM, and with one for each tile
 
 Each is compared with a device-to-device copy that moves as many bytes in total (the gradient is read and the wire
 written once each), with the expressions of torch's own hooks, with those under torch.compile, and for ragged buckets
@@ -32,6 +31,7 @@ from itertools import compress
 
 import torch
 from codec import BLOCK, NUM_RANKS, WHOLE, Case, close, decoded, sections, torch_copy, torch_encode, torch_reduce
+from lib.buckets import Shape, flat_shape, ragged_shape
 from lib.common import Report, make_row, print_table, run_command, with_ratios
 from lib.device import Device, have_gpu
 
@@ -40,7 +40,7 @@ from fusedcomm.native import _C
 MIB = 1 << 20
 # Tensors in a ragged bucket.
 LIST_LENGTHS = (10, 100, 1000, 10_000)
-PARTS = ("flat", "reduce", "scale", "programs", "ragged")
+PARTS = ("flat", "reduce", "scale", "ragged")
 # A timed sample is 2 to 20 calls, enough to take a device that moves COPY_RATE bytes/s about SAMPLE_S.
 SAMPLE_S, COPY_RATE = 150e-6, 4e12
 COPY = "device copy"
@@ -72,61 +72,6 @@ class Context:
     def compile(self, function: Callable) -> Callable:
         backend = "eager" if self.device.dry_run else "inductor"
         return torch.compile(function, dynamic=False, backend=backend)
-
-
-# ---- buckets
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The elements of a bucket that are sent lossily and those that are sent exactly: (offset, numel) in elements. The
-    offset of a hole is _C.HOLE."""
-
-    lossy: list[tuple[int, int]]
-    exact: list[tuple[int, int]]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the gradients, which lie one after another in memory."""
-        return sum(numel for at, numel in (*self.lossy, *self.exact) if at != _C.HOLE)
-
-    @property
-    def lossy_numel(self) -> int:
-        return sum(numel for _, numel in self.lossy)
-
-    @property
-    def exact_numel(self) -> int:
-        return sum(numel for _, numel in self.exact)
-
-    def layout(self, wire: str) -> "_C.BucketLayout":
-        return _C.bucket_layout(wire, BLOCK, 1, self.exact_numel, self.lossy_numel, WHOLE)
-
-    def views(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The slices of both lists, zeros for their holes."""
-
-        def of(slices: list[tuple[int, int]]) -> list[torch.Tensor]:
-            return [grads.new_zeros(n) if at == _C.HOLE else grads[at : at + n] for at, n in slices]
-
-        return of(self.lossy), of(self.exact)
-
-
-def flat_shape(numel: int) -> Shape:
-    return Shape([(0, numel)], [])
-
-
-def ragged_shape(numel: int, num_tensors: int, seed: int = 0) -> Shape:
-    """A DDP bucket: weights of uneven sizes, each followed by a small exempt tensor, end to end and thus unaligned."""
-    generator = torch.Generator().manual_seed(seed)
-    num_small = num_tensors // 2
-    small = torch.randint(1, min(4096, numel // (8 * num_tensors)) + 2, (num_small,), generator=generator)
-    num_large = num_tensors - num_small
-    share = torch.randn(num_large, generator=generator).double().exp()
-    spare = numel - int(small.sum()) - num_large
-    large = 1 + (share / share.sum() * spare).floor().long()
-    large[-1] += numel - int(small.sum()) - int(large.sum())
-    numels = [n.item() for pair in itertools.zip_longest(large, small) for n in pair if n is not None]
-    places = list(zip(itertools.accumulate(numels, initial=0), numels, strict=False))
-    return Shape(_C.with_holes(places[0::2], 4), _C.with_holes(places[1::2], 4))
 
 
 # ---- cases
@@ -358,31 +303,6 @@ def scale_case(context: Context, numel: int) -> Case:
     return case
 
 
-def programs_case(context: Context, op: str, numel: int) -> Case:
-    import launchers
-
-    shape, num_sms = flat_shape(numel), context.device.num_sms
-    layout = shape.layout("bf16")
-    traffic_bytes = numel * 4 + layout.chunk_nbytes
-    num_sets = context.device.num_sets(traffic_bytes)
-    grads = [context.gradients(numel, seed) for seed in range(num_sets)]
-    packed = [pack_on_cpu(context, shape, "bf16", grads[0], 1.0).to(context.device.name) for _ in grads]
-    on_cpu = packed[0].clone().cpu()
-    expected = on_cpu, decoded("bf16", sections(layout, on_cpu)[:1])
-    buckets = [launchers.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
-    case = Case(f"{op}/bf16/programs", numel, traffic_bytes, num_sets, {}, {})
-    numbers = {f"{n} per SM": n * num_sms for n in (2, 4, 8, 16)} | {"one for each tile": num_tiles(layout)}
-    for impl, num_programs in numbers.items():
-        if op == "pack":
-            case.impls[impl] = lambda i, n=num_programs: launchers.pack(buckets[i], 0, 1.0, packed[i], n)
-            case.checks[impl] = anew(case, impl, packed[0], lambda: same_bits(packed[0], expected[0]))
-        else:
-            case.impls[impl] = lambda i, n=num_programs: launchers.unpack(buckets[i], 0, packed[i], 1.0, n)
-            case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected[1]))
-    add_copy(context, case)
-    return case
-
-
 # ---- measuring
 
 
@@ -412,7 +332,6 @@ def measure(context: Context, case: Case, rounds: int, report: Report) -> None:
 def plan(arguments: argparse.Namespace, context: Context, unit: int) -> list[tuple[str, Callable[[], Case]]]:
     """The names and constructors of the cases, the most telling first. `unit`: fp32 elements in a MiB (fewer in a dry
     run)."""
-    big = arguments.big_mib * unit
     codecs = {"pack": pack_case, "unpack": unpack_case}
     flat = [
         (f"{op}/{wire}/flat {mib} MiB", partial(codecs[op], context, "flat", wire, flat_shape(mib * unit)))
@@ -425,7 +344,6 @@ def plan(arguments: argparse.Namespace, context: Context, unit: int) -> list[tup
         )
     ]
     scale = [(f"scale {mib} MiB", partial(scale_case, context, mib * unit)) for mib in arguments.mib]
-    programs = [(f"{op}/bf16/programs", partial(programs_case, context, op, big)) for op in codecs]
     ragged = [
         (
             f"{op}/{wire}/{length} tensors {mib} MiB",
@@ -435,7 +353,7 @@ def plan(arguments: argparse.Namespace, context: Context, unit: int) -> list[tup
         )
         for mib, wire, length, op in itertools.product(arguments.ragged_mib, arguments.wires, arguments.tensors, codecs)
     ]
-    parts = {"flat": flat, "reduce": reduce, "scale": scale, "programs": programs, "ragged": ragged}
+    parts = {"flat": flat, "reduce": reduce, "scale": scale, "ragged": ragged}
     return [item for part in arguments.parts for item in parts[part]]
 
 
@@ -445,7 +363,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024, 256, 16, 1], help="MiB of fp32 gradients")
     parser.add_argument("--ragged-mib", type=int, nargs="+", default=[64, 16, 256], help="MiB if ragged (64 16 256)")
-    parser.add_argument("--big-mib", type=int, default=256, help="MiB of the part programs (256)")
     parser.add_argument("--compile-mib", type=int, nargs="*", default=[64], help="MiB with torch.compile (64)")
     parser.add_argument("--tensors", type=int, nargs="+", default=list(LIST_LENGTHS), help="tensors in a ragged bucket")
     parser.add_argument("--wires", nargs="+", choices=("fp32", "bf16", "fp16", "int8"), default=["bf16", "int8"])
@@ -463,7 +380,7 @@ def parse() -> argparse.Namespace:
         arguments.mib, arguments.ragged_mib, arguments.compile_mib, arguments.rounds = [64], [64], [], 5
     if arguments.dry_run:
         arguments.mib, arguments.ragged_mib, arguments.compile_mib = [1], [1], [1]
-        arguments.big_mib, arguments.tensors, arguments.rounds = 1, [10], 1
+        arguments.tensors, arguments.rounds = [10], 1
     return arguments
 
 

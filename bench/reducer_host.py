@@ -15,7 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from lib.common import Report, make_row, print_table, run_command, with_ratios
+from lib.common import Report, in_turn, make_row, print_table, run_command, with_ratios
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,10 +94,8 @@ def measure(arguments: argparse.Namespace) -> int:
         if not all(torch.all(weight.grad == expected) for weight in module.parameters()):
             raise RuntimeError(f"{name}: wrong mean on rank {rank}")
     seconds = {name: [] for name in ways}
-    names = list(ways)
     for turn in range(-WARMUP, arguments.rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(ways, turn):
             dist.barrier()
             spent = backward_s(name, ways[name], gradients)
             if turn >= 0:

@@ -12,12 +12,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
@@ -98,14 +100,12 @@ def interleave(functions: dict[str, Callable[[int], object]], rounds: int, warmu
     Every function runs once in every round, in another order each time, so that other load on the machine affects all
     of them alike. `warmup` rounds come first and are not timed.
     """
-    names = list(functions)
-    seconds = {name: [] for name in names}
+    seconds = {name: [] for name in functions}
     enabled = gc.isenabled()
     gc.disable()
     try:
         for index in range(-warmup, rounds):
-            first = index % len(names)
-            for name in names[first:] + names[:first]:
+            for name in in_turn(functions, index):
                 started = time.perf_counter()
                 functions[name](max(index, 0))
                 elapsed = time.perf_counter() - started
@@ -135,6 +135,13 @@ def worst(errors: Sequence[float]) -> float:
 
 def make_row(case: str, impl: str, numel: int, traffic_bytes: int, seconds: Sequence[float], checked: bool) -> Row:
     return Row(case, impl, numel, traffic_bytes, statistics.median(seconds), min(seconds), checked)
+
+
+def in_turn(items: Iterable[T], index: int) -> list[T]:
+    """The items in the order of round `index`: each round begins with another one, the same on every rank."""
+    items = list(items)
+    first = index % len(items)
+    return items[first:] + items[:first]
 
 
 def print_table(rows: Sequence[Row]) -> None:

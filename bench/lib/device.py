@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from lib.common import REPOSITORY
+from lib.common import REPOSITORY, in_turn
 
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel's module is imported
@@ -109,9 +109,8 @@ class Device:
         Every function runs in every round, in another order each time. A function's argument counts its calls.
         Afterward `host_bound` has the names of the functions whose times include the host's time.
         """
-        names = list(functions)
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        turns = dict.fromkeys(names, 0)
+        seconds: dict[str, list[float]] = {name: [] for name in functions}
+        turns = dict.fromkeys(functions, 0)
         self._sleep_s.clear()
         self.host_bound.clear()
 
@@ -126,8 +125,7 @@ class Device:
             # A GPU that has waited for the host runs at a low clock, which takes a while to rise.
             index, started = -1, time.perf_counter()
             while index < rounds:
-                first = index % len(names)
-                for name in names[first:] + names[:first]:
+                for name in in_turn(functions, index):
                     elapsed = self.time(name, lambda name=name: run(name)) / calls
                     if index >= 0:
                         seconds[name].append(elapsed)

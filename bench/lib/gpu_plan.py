@@ -157,7 +157,7 @@ def commands(name: str, arguments: argparse.Namespace, folder: Path) -> list[lis
             of_resnet_50 = ["--model", "resnet", "--params", "25.6e6", "--size", "64", "--batch", "32"]
             return bench("horovod.py", *cuda, "--parts", "steps", *of_resnet_50, "--rounds", "4")
         case "kernels":
-            return kernels("flat", "reduce", "programs", "scale")
+            return kernels("flat", "reduce", "scale")
         case "kernels-ragged":
             return kernels("ragged")
     raise ValueError(f"{name} is in the plan, but commands() has no case for it: add one")

@@ -1,6 +1,11 @@
 """What a profiled step on a GPU did that a steady step should not do, and how much of communication it hid."""
 
-from collections.abc import Iterable
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+
+import torch
 
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
 ALLOCATIONS = ("cudaMalloc", "cudaFree", "cudaMallocAsync", "cudaHostAlloc", "cuMemAlloc", "cuMemCreate")
@@ -11,8 +16,19 @@ Span = tuple[float, float]
 """Begin and end, in µs."""
 
 
+def events_of(function: Callable[[], object]) -> list[dict]:
+    """The events of a call, of a Chrome trace by torch.profiler."""
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(path)
+        with open(path) as file:
+            return json.load(file)["traceEvents"]
+
+
 def figures_of(events: Iterable[dict]) -> dict[str, float]:
-    """The figures of one step, of a Chrome trace that torch.profiler has exported; empty if no kernel is in it.
+    """The figures of one step; empty if no kernel is in it.
 
     Returns:
         host_waits: calls that wait for a stream or an event. The one that ends the measured step is a wait for the

@@ -6,11 +6,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm.ranks.groups import end_together
+
+
+def gathered(value: Any) -> list:
+    """Every rank's value, in rank order. A collective call."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "devices/cpu_device.h"
 #include "devices/cuda_device.h"
+#include "engine/sums.h"
 #include "gradients/grad_dtype.h"
 #include "transport/c10d_transport.h"
 #include "transport/link_timer.h"
@@ -151,7 +152,14 @@ void bind_devices(py::module_& m) {
   py::class_<TensorTransport, std::shared_ptr<TensorTransport>>(m, "TensorTransport")
       .def_property_readonly("why_through_torch", py::cpp_function(&TensorTransport::why_through_torch, NoGil()));
   py::class_<C10dTransport, TensorTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport")
-      .def("warm_up", &C10dTransport::warm_up, NoGil());
+      .def(
+          "warm_up",
+          [](C10dTransport& transport, const CudaDevice& device) {
+            transport.warm_up([&](Channel channel) { return device.stream_of(role_of(channel)); });
+          },
+          py::arg("device"), NoGil())
+      .def("give_up", &C10dTransport::give_up, NoGil())
+      .def("own_backend", &C10dTransport::own_backend, NoGil());
   py::class_<HostTransport, C10dTransport, std::shared_ptr<HostTransport>>(m, "HostTransport")
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));

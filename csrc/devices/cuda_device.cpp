@@ -1,10 +1,12 @@
 #include "devices/cuda_device.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 namespace fusedcomm {
@@ -181,6 +183,8 @@ std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layo
 }
 
 std::vector<int64_t> CudaDevice::read_counts(const int64_t* counts, int64_t num) const {
+  // Not on the caller's stream, whose work may take long: callers hold a lock.
+  const c10::OptionalStreamGuard guard(on_streams() ? std::optional(stream_of(LaneRole::kPack)) : std::nullopt);
   const at::Tensor here = at::for_blob(const_cast<int64_t*>(counts), {num})
                               .options(at::TensorOptions().dtype(at::kLong).device(device_))
                               .target_device(device_)

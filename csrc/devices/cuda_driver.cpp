@@ -17,12 +17,27 @@ constexpr int kMaxDynamicSharedNbytes = 8;
 // CUDA_ERROR_ILLEGAL_ADDRESS, _LAUNCH_TIMEOUT, _ASSERT and similar ones: a kernel has failed, and every later call
 // reports it.
 constexpr int kFaults[] = {700, 702, 710, 714, 715, 716, 717, 718, 719};
+// CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _INVALID_PTX, _UNSUPPORTED_PTX_VERSION.
+constexpr int kUnknownImages[] = {200, 209, 218, 222};
 // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream was used while another stream is captured.
 constexpr int kCaptureImplicit = 906;
 // CU_STREAM_CAPTURE_MODE_RELAXED.
 constexpr int kCaptureModeRelaxed = 2;
 // Bytes of shared memory that a kernel may use without setting an attribute.
 constexpr uint32_t kDefaultMaxSharedNbytes = 48 << 10;
+
+// What to do about an error, after its text; may be empty.
+const char* advice(int result) {
+  const auto is_one_of = [result](const auto& results) {
+    return std::find(std::begin(results), std::end(results), result) != std::end(results);
+  };
+  if (is_one_of(kUnknownImages))
+    return ". The NVIDIA driver may be older than the CUDA of Triton's compiler: update it";
+  if (!is_one_of(kFaults)) return "";
+  return "\nThe cause may be a kernel launched earlier, fusedcomm's or the model's: FUSEDCOMM_SYNC=1 finds the stage "
+         "of "
+         "fusedcomm's, CUDA_LAUNCH_BLOCKING=1 finds the model's kernel";
+}
 
 template <typename Function>
 void find(void* library, const std::string& name, const char* symbol, Function* function) {
@@ -69,13 +84,8 @@ void CudaDriver::check(Result result, const char* call) const {
   const char *name = nullptr, *text = nullptr;
   get_error_name_(result, &name);
   get_error_string_(result, &text);
-  const bool fault = std::find(std::begin(kFaults), std::end(kFaults), result) != std::end(kFaults);
-  throw std::runtime_error(
-      std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" + std::to_string(result) +
-      "): " + (text ? text : "no description") +
-      (fault ? "\nThe cause may be a kernel launched earlier, fusedcomm's or the model's: "
-               "FUSEDCOMM_SYNC=1 finds the stage of fusedcomm's, CUDA_LAUNCH_BLOCKING=1 finds the model's kernel"
-             : ""));
+  throw std::runtime_error(std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" +
+                           std::to_string(result) + "): " + (text ? text : "no description") + advice(result));
 }
 
 void* CudaDriver::load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const {

@@ -52,7 +52,7 @@ class Device {
 
   // Whether pack() and scale_in_place() count elements that are not finite in the device's memory, and return 0.
   virtual bool counts_in_memory() const { return false; }
-  // Copies int64 [num] of such counts, memory of allocate(), to the host.
+  // Copies int64 [num] of such counts, memory of allocate(), to the host. Call it after wait_for_lanes().
   virtual std::vector<int64_t> read_counts(const int64_t* /*counts*/, int64_t /*num*/) const { return {}; }
   // Waits until the lanes have ended what they have been given.
   virtual void wait_for_lanes() const {}

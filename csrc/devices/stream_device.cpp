@@ -2,41 +2,80 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <exception>
+#include <mutex>
+
 #include "devices/cpu_device.h"
 #include "lanes/inline_lane.h"
 
 namespace fusedcomm {
+namespace {
+
+constexpr int kHighPriority = -1;
+
+std::mutex spare_mutex;
+std::vector<c10::Stream>& spare() {
+  static auto* const streams = new std::vector<c10::Stream>();  // never destroyed: devices may end later
+  return *streams;
+}
+
+c10::Stream take_stream(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(spare_mutex);
+  const auto is_ours = [&](const c10::Stream& stream) { return stream.device() == device; };
+  const auto found = std::find_if(spare().begin(), spare().end(), is_ours);
+  if (found == spare().end()) return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, kHighPriority);
+  const c10::Stream stream = *found;
+  spare().erase(found);
+  return stream;
+}
+
+}  // namespace
 
 StreamDevice::StreamDevice(c10::Device device, bool two_levels, bool forced_sync)
     : device_(device), forced_sync_(forced_sync) {
   if (device.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  constexpr int kHighPriority = -1;
   const int num_streams = two_levels ? 5 : 3;
   for (int i = 0; i < num_streams; ++i) {
-    streams_.push_back(guard.getNewStream(device, kHighPriority));
+    streams_.push_back(take_stream(device));
     lane_streams_.push_back(std::make_shared<LaneStream>(streams_.back(), events_));
+  }
+}
+
+StreamDevice::~StreamDevice() {
+  for (const c10::Stream& stream : streams_) {
+    try {
+      // One whose work waits for a lost rank would stop its next user.
+      if (!stream.query()) continue;
+      const std::lock_guard<std::mutex> lock(spare_mutex);
+      spare().push_back(stream);
+    } catch (const std::exception&) {  // an error of earlier work
+    }
   }
 }
 
 std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
   if (!on_streams()) return std::make_unique<InlineLane>();
+  return std::make_unique<StreamLane>(lane_streams_.at(index_of(role)));
+}
+
+size_t StreamDevice::index_of(LaneRole role) {
   switch (role) {
     case LaneRole::kPack:
-      return std::make_unique<StreamLane>(lane_streams_[0]);
+      return 0;
     // The collectives of a communicator share one stream, so every rank runs them in the same order.
     case LaneRole::kScatter:
     case LaneRole::kGather:
     case LaneRole::kLocalReduce:
-      return std::make_unique<StreamLane>(lane_streams_[1]);
+      return 1;
     case LaneRole::kCrossScatter:
     case LaneRole::kCrossGather:
-      return std::make_unique<StreamLane>(lane_streams_.at(3));
+      return 3;
     case LaneRole::kLocalGather:
-      return std::make_unique<StreamLane>(lane_streams_.at(4));
+      return 4;
     // Sums and unpack share a stream, because both wait for the wire, in the wire's order.
     default:
-      return std::make_unique<StreamLane>(lane_streams_[2]);
+      return 2;
   }
 }
 

@@ -33,6 +33,9 @@ class StreamDevice : public Device {
   // at the stage that caused it. `device` may be the CPU: then there are no streams, and each stage ends before the
   // next begins.
   StreamDevice(c10::Device device, bool two_levels, bool forced_sync);
+  // Leaves its idle streams to the next device of this process. torch's pool has 32 of a priority and then gives the
+  // same ones again: those of a tenth session would be FSDP2's, too.
+  ~StreamDevice() override;
 
   std::unique_ptr<Lane> make_lane(LaneRole role) override;
   bool wire_runs_stages() const override { return on_streams(); }
@@ -48,16 +51,20 @@ class StreamDevice : public Device {
 
   // pack, wire, unpack, and for sums on two levels cross and spread; none on CPU.
   const std::vector<c10::Stream>& streams() const { return streams_; }
+  // Of these the one for a role's lane. Not on CPU.
+  const c10::Stream& stream_of(LaneRole role) const { return streams_.at(index_of(role)); }
 
  protected:
   c10::Stream current_stream() const;
   bool on_streams() const { return !streams_.empty(); }
   // Only with on_streams().
-  const c10::Stream& wire_stream() const { return streams_[1]; }
+  const c10::Stream& wire_stream() const { return stream_of(LaneRole::kScatter); }
 
   const c10::Device device_;
 
  private:
+  static size_t index_of(LaneRole role);
+
   const bool forced_sync_;
   std::vector<c10::Stream> streams_;
   std::vector<std::shared_ptr<LaneStream>> lane_streams_;  // the same streams, in the same order

@@ -168,23 +168,19 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
 void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages) {
   std::lock_guard<std::timed_mutex> lock(submit_mutex_);
   if (!begin(job)) return;
-  Lane::Task packed = [] {};
-  if (stages.pack) packed = stage(job, Stage::kPack, 0, std::move(stages.pack));
-  EventPtr end = lane(LaneRole::kPack).run(nullptr, std::move(packed));
-  Lane::Transfer summed = wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter));
-  end = lane(LaneRole::kScatter).start(std::move(end), std::move(summed));
-  if (stages.reduce) {
-    Lane::Task reduced = stage(job, Stage::kReduce, 0, std::move(stages.reduce));
-    end = lane(LaneRole::kReduce).run(std::move(end), std::move(reduced));
-  }
-  if (stages.gather) {
-    Lane::Transfer gathered = wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather));
-    end = lane(LaneRole::kGather).start(std::move(end), std::move(gathered));
-  }
-  if (stages.unpack) {
-    Lane::Task unpacked = stage(job, Stage::kUnpack, 0, std::move(stages.unpack));
-    end = lane(LaneRole::kUnpack).run(std::move(end), std::move(unpacked));
-  }
+  // Without pack the sum waits for what the pack lane waits for: the gradients.
+  EventPtr end = stages.pack ? nullptr : lane(LaneRole::kPack).run(nullptr, [] {});
+  const auto run = [&](LaneRole role, Stage of, Lane::Task body) {
+    if (body) end = lane(role).run(std::move(end), stage(job, of, 0, std::move(body)));
+  };
+  const auto start = [&](LaneRole role, Stage of, Lane::Transfer body) {
+    if (body) end = lane(role).start(std::move(end), wire_stage(job, of, 0, std::move(body)));
+  };
+  run(LaneRole::kPack, Stage::kPack, std::move(stages.pack));
+  start(LaneRole::kScatter, Stage::kAllReduce, std::move(stages.scatter));
+  run(LaneRole::kReduce, Stage::kReduce, std::move(stages.reduce));
+  start(LaneRole::kGather, Stage::kAllGather, std::move(stages.gather));
+  run(LaneRole::kUnpack, Stage::kUnpack, std::move(stages.unpack));
   submit_end(job, end);
 }
 

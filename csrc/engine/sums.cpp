@@ -43,22 +43,6 @@ Step unpack_sum(int64_t nbytes, int64_t num_messages) {
                    num_messages);
 }
 
-// The lane that starts the channel's collectives. The local scatter shares its lane with the channel among all ranks.
-LaneRole role_of(Channel channel) {
-  switch (channel) {
-    case Channel::kGather:
-      return LaneRole::kGather;
-    case Channel::kLocalGather:
-      return LaneRole::kLocalGather;
-    case Channel::kCrossScatter:
-      return LaneRole::kCrossScatter;
-    case Channel::kCrossGather:
-      return LaneRole::kCrossGather;
-    default:
-      return LaneRole::kScatter;
-  }
-}
-
 Step collective(Operation operation, Stage stage, Channel channel, Buffer from, Buffer to, int64_t nbytes,
                 int64_t num_ranks) {
   Step step = make_step(stage, role_of(channel), operation, from, to, nbytes, num_ranks);
@@ -176,6 +160,21 @@ const auto& row_of(Sum sum) {
 }
 
 }  // namespace
+
+LaneRole role_of(Channel channel) {
+  switch (channel) {
+    case Channel::kGather:
+      return LaneRole::kGather;
+    case Channel::kLocalGather:
+      return LaneRole::kLocalGather;
+    case Channel::kCrossScatter:
+      return LaneRole::kCrossScatter;
+    case Channel::kCrossGather:
+      return LaneRole::kCrossGather;
+    default:
+      return LaneRole::kScatter;
+  }
+}
 
 std::vector<std::string> sum_names() {
   std::vector<std::string> names = {"auto"};

@@ -62,6 +62,9 @@ inline constexpr bool is_cross(Channel channel) {
   return channel == Channel::kCrossScatter || channel == Channel::kCrossGather;
 }
 
+// The lane that starts the channel's collectives. The local scatter shares its lane with the channel among all ranks.
+LaneRole role_of(Channel channel);
+
 enum class Buffer : uint8_t {
   kGradients,
   kOutgoing,    // the workspace's first buffer

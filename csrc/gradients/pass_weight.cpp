@@ -180,7 +180,8 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
     return weight;
   }
   weight->pack = own != 0 && of_sums_ ? 1 / unit : own / unit;
-  const at::Tensor head = at::zeros({kHeadNumel}, at::kFloat);
+  const auto on_host = at::TensorOptions().dtype(at::kFloat).pinned_memory(!device_.is_cpu());
+  const at::Tensor head = at::zeros({kHeadNumel}, on_host);
   auto* const data = head.mutable_data_ptr<float>();
   data[0] = is_valid ? static_cast<float>(weight->share) : NAN;
   data[1] = is_valid ? 0 : mark_of(rank_);

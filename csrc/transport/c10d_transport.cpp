@@ -2,8 +2,8 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -126,12 +126,12 @@ std::shared_ptr<C10dTransport> C10dTransport::with_hosts(const Place& place,
   return connected;
 }
 
-std::vector<BackendPtr> C10dTransport::own_backends() const {
-  std::vector<BackendPtr> own;
-  for (auto i = static_cast<size_t>(Channel::kLocalScatter); i < backends_.size(); ++i) {
-    if (backends_[i] && std::find(own.begin(), own.end(), backends_[i]) == own.end()) own.push_back(backends_[i]);
+std::vector<BackendPtr> C10dTransport::distinct_backends() const {
+  std::vector<BackendPtr> found;
+  for (const BackendPtr& backend : backends_) {
+    if (backend && std::find(found.begin(), found.end(), backend) == found.end()) found.push_back(backend);
   }
-  return own;
+  return found;
 }
 
 HostTransport::HostTransport(BackendPtr scatter, BackendPtr gather, int max_sending)
@@ -205,30 +205,49 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
   exchange(channel).start(span_of(input), span_of(output), std::move(done));
 }
 
-// Waits for the device. Otherwise NCCL's destructor would abort collectives that the device has not run yet: the unpack
-// kernels behind them would read garbage, or a peer would miss its bytes. The wait is bounded, because a communicator's
-// end may wait for ranks on the same host.
+// A communicator of fusedcomm's own. Its end waits for the device. Otherwise NCCL's destructor would abort collectives
+// that the device has not run yet: the unpack kernels behind them would read garbage, or a peer would miss its bytes.
+class StreamTransport::Own {
+ public:
+  Own(BackendPtr backend, c10::Device device, Flag given_up)
+      : backend_(std::move(backend)), device_(device), given_up_(std::move(given_up)) {}
+  ~Own() {
+    if (*given_up_) return;
+    try {
+      const c10::OptionalDeviceGuard guard = on(device_);
+      if (!device_.is_cpu()) c10::impl::getDeviceGuardImpl(device_.type())->synchronizeDevice(device_.index());
+      backend_->shutdown();
+    } catch (...) {  // the backend's destructor then aborts the collectives
+    }
+  }
+
+ private:
+  const BackendPtr backend_;
+  const c10::Device device_;
+  const Flag given_up_;
+};
+
+// The wait is bounded, because a communicator's end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
   const WithoutGil no_gil;
-  const std::vector<BackendPtr> own = own_backends();
+  auto own = std::move(own_);
   const auto all = take_backends();  // they may end here, before the GIL is taken again
-  if (own.empty() || given_up()) return;
-  end_soon([own, device = device_] {
-    try {
-      const c10::OptionalDeviceGuard guard = on(device);
-      if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
-      for (const BackendPtr& backend : own) backend->shutdown();
-    } catch (...) {  // the backends' destructors then abort the collectives
-    }
-  });
+  if (own.empty() || *given_up()) return;
+  end_soon([own = std::move(own)]() mutable { own.clear(); });
+}
+
+void StreamTransport::own_backend() { own_.push_back(std::make_shared<Own>(backends().front(), device_, given_up())); }
+
+void StreamTransport::connect() {
+  for (const BackendPtr& each : distinct_backends()) {
+    if (each != backends().front()) own_.push_back(std::make_shared<Own>(each, device_, given_up()));
+  }
 }
 
 void StreamTransport::abort() {
   give_up();
-  std::vector<BackendPtr> backends = own_backends();
-  backends.push_back(this->backends()[static_cast<size_t>(Channel::kScatter)]);
   // NCCL's may wait for the device while it frees memory.
-  std::thread([backends = std::move(backends), device = device_] {
+  std::thread([backends = distinct_backends(), device = device_] {
     const c10::OptionalDeviceGuard guard = on(device);
     for (const BackendPtr& backend : backends) {
       try {
@@ -241,22 +260,27 @@ void StreamTransport::abort() {
   }).detach();
 }
 
-void StreamTransport::warm_up() {
+void StreamTransport::warm_up(const StreamOf& stream_of) {
   // NCCL sends few bytes by another protocol, with buffers of its own.
   constexpr std::array<int64_t, 2> kNbytes = {4 << 10, 1 << 20};
   for (size_t i = 0; i < backends().size(); ++i) {
     if (!backends()[i]) continue;
-    for (const int64_t nbytes : kNbytes) warm_up(static_cast<Channel>(i), nbytes);
+    const auto channel = static_cast<Channel>(i);
+    for (const int64_t nbytes : kNbytes) {
+      TORCH_CHECK(!*given_up(), "fusedcomm: attaching was given up");
+      warm_up(channel, nbytes, stream_of(channel));
+    }
   }
 }
 
-void StreamTransport::warm_up(Channel channel, int64_t nbytes) {
+void StreamTransport::warm_up(Channel channel, int64_t nbytes, const c10::Stream& stream) {
   const at::NoGradGuard no_grad;
+  const c10::StreamGuard on_stream(stream);
   const bool gathers =
       channel == Channel::kGather || channel == Channel::kLocalGather || channel == Channel::kCrossGather;
   const char* what = gathers ? "all-gather" : "all-to-all";
   const int64_t size = backend(channel).getSize(), part_nbytes = round_up(ceil_div(nbytes, size), kAlignNbytes);
-  const auto done = [](std::exception_ptr) {};  // these are enqueued on the current stream
+  const auto done = [](std::exception_ptr) {};  // these are enqueued
   try {
     const at::Tensor sent = at::zeros({size * part_nbytes}, at::TensorOptions().dtype(at::kByte).device(device_));
     const at::Tensor received = at::empty_like(sent);
@@ -269,11 +293,12 @@ void StreamTransport::warm_up(Channel channel, int64_t nbytes) {
       what = "all-reduce";
       all_reduce(channel, span_of(received), Wire::kFp32, done);
     }
-    c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+    stream.synchronize();
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "fusedcomm: rank ", rank(), " of ", world_size(), " cannot communicate with ", ranks_on(channel),
                 ": the first ", what, ", of ", size * part_nbytes, " bytes, failed: ", error.what(),
-                ". With NCCL_DEBUG=INFO in the environment NCCL says how it connects");
+                ". With NCCL_DEBUG=INFO in the environment NCCL says how it connects. The process group may wait for "
+                "ever for what was begun: call destroy_process_group() and make it again, or end this process");
   }
 }
 
@@ -289,7 +314,7 @@ std::optional<std::string> StreamTransport::why_through_torch() const {
 
 std::optional<NcclCommunicator> StreamTransport::communicator(Channel channel) const {
   if (!nccl_ || *is_supervised_) return std::nullopt;
-  if (given_up()) throw std::runtime_error("the collectives of this process group have been given up");
+  if (*given_up()) throw std::runtime_error("the collectives of this process group have been given up");
   return nccl_->communicator(backend(channel), device_);
 }
 

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,10 +35,15 @@ class C10dTransport : public TensorTransport {
   Place place() const override { return place_; }
   std::string name() const override { return backend(Channel::kScatter).getBackendName(); }
   void give_up() override { *given_up_ = true; }
-  // Runs what each channel carries once with few bytes and once with many, and waits until it has ended. Where the
-  // current stream carries collectives, the first ones connect peers, allocate buffers and load kernels, which would
-  // otherwise happen in the first backward pass. A collective call. Throws c10::Error that names the channel's ranks.
-  virtual void warm_up() {}
+  // The stream that carries a channel's collectives.
+  using StreamOf = std::function<c10::Stream(Channel)>;
+  // Runs what each channel carries once with few bytes and once with many, and waits until it has ended. Where streams
+  // carry collectives, the first ones connect peers, allocate buffers and load kernels, which would otherwise happen in
+  // the first backward pass. A collective call. Throws c10::Error that names the channel's ranks; after give_up(), at
+  // the next collective, so that a thread that is left behind enqueues no more.
+  virtual void warm_up(const StreamOf&) {}
+  // Call it if nobody else uses the backend of kScatter and kGather: it ends with this transport and its copies.
+  virtual void own_backend() {}
 
  protected:
   virtual std::shared_ptr<C10dTransport> copy() const = 0;
@@ -45,9 +51,10 @@ class C10dTransport : public TensorTransport {
   const std::array<BackendPtr, kNumChannels>& backends() const { return backends_; }
   // Called when backends have been added.
   virtual void connect() {}
-  bool given_up() const { return *given_up_; }
-  // The backends of sums on two levels, each once. Only this transport and its copies use them.
-  std::vector<BackendPtr> own_backends() const;
+  using Flag = std::shared_ptr<std::atomic<bool>>;
+  const Flag& given_up() const { return given_up_; }
+  // Each backend once.
+  std::vector<BackendPtr> distinct_backends() const;
   // Moves the backends out of this transport, in the order of the channels.
   std::array<BackendPtr, kNumChannels> take_backends() { return std::move(backends_); }
 
@@ -56,7 +63,7 @@ class C10dTransport : public TensorTransport {
   // collectives under way, and those wait for a peer.
   std::array<BackendPtr, kNumChannels> backends_;
   Place place_;
-  std::shared_ptr<std::atomic<bool>> given_up_ = std::make_shared<std::atomic<bool>>(false);
+  Flag given_up_ = std::make_shared<std::atomic<bool>>(false);  // shared by copies
 };
 
 // For backends whose sends, receives and all-reduces complete by themselves (gloo). It uses backends of our own, one
@@ -103,7 +110,8 @@ class StreamTransport : public C10dTransport {
   ~StreamTransport() override;
 
   void abort() override;
-  void warm_up() override;
+  void warm_up(const StreamOf& stream_of) override;
+  void own_backend() override;
   std::optional<std::string> why_through_torch() const override;
   void supervise(bool supervised) override { *is_supervised_ = supervised; }
 
@@ -116,13 +124,17 @@ class StreamTransport : public C10dTransport {
                          Lane::Completion done) override;
 
  private:
+  class Own;
+
   std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<StreamTransport>(*this); }
+  void connect() override;
   // nbytes: of what a rank sends, approximately.
-  void warm_up(Channel channel, int64_t nbytes);
+  void warm_up(Channel channel, int64_t nbytes, const c10::Stream& stream);
   // What enqueues the channel's next collective without torch; none if it goes through torch.
   std::optional<NcclCommunicator> communicator(Channel channel) const;
 
   const c10::Device device_;
+  std::vector<std::shared_ptr<Own>> own_;  // shared by copies: each backend ends with the last of them
   const std::shared_ptr<const Nccl> nccl_;
   const std::shared_ptr<std::atomic<bool>> is_supervised_ = std::make_shared<std::atomic<bool>>(false);
 };

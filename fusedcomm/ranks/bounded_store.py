@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.native import _C
+from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.groups import Group
 from fusedcomm.ranks.own_group import OwnGroup
 
@@ -22,39 +22,6 @@ class StoreError(RuntimeError):
 
     is_silence = False
     """Whether the store has not answered yet, but still may."""
-
-
-class Errand:
-    """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
-    threads has to tell the others so."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._value = function()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="fc-errand", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None
-            run()
-
-    def has_ended_within(self, seconds: float) -> bool:
-        if self._thread is None:
-            return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 class BoundedStore:

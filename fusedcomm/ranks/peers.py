@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from fusedcomm.native import _C
 from fusedcomm.ranks import bounded_store, groups
-from fusedcomm.ranks.bounded_store import BoundedStore, Errand, StoreError
+from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
+from fusedcomm.ranks.errand import Errand
 
 T = TypeVar("T")
 

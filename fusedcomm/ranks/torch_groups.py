@@ -23,12 +23,14 @@ old one.
 import datetime
 import re
 import threading
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm import env
+from fusedcomm.ranks.errand import Errand
 
 RELIED_ON = (
     ("Types.hpp", r"struct AllToAllOptions \{[^}]*bool asyncOp\b", "all-to-alls on the current stream"),
@@ -94,6 +96,8 @@ _UNSUPERVISED = {
 """What the constructor of ProcessGroupNCCL reads: its watchdog neither aborts nor ends the process, nothing watches the
 watchdog, and a failure does not hold the lock that the next collective needs for four times 15 s."""
 _environment_lock = threading.Lock()
+_FIRST_POLL_S, _POLL_S = 1e-3, 0.25
+"""Seconds between two looks for ranks that are to connect, at first and later."""
 
 
 def own_nccl(
@@ -108,6 +112,10 @@ def own_nccl(
 ) -> dist.Backend:
     """A new, connected NCCL backend over the ranks that call this with the same name. A collective call of these ranks.
 
+    store: in which the name is used once.
+    timeout: of collectives, and of this call. NCCL waits for ever for a rank that never comes, and cannot be told to
+        stop; a communicator that can would start a thread for each collective. Ranks therefore meet in the store before
+        anything is allocated.
     is_supervised: whether torch's watchdog ends the process, or aborts collectives, when one fails or is late. If not,
         only ``abort()`` ends those that wait for a lost rank.
     max_ctas: the most thread blocks of one collective. None: as NCCL chooses. A torch whose options have no
@@ -118,19 +126,58 @@ def own_nccl(
             f"fusedcomm: torch {torch.__version__} has no torch.distributed.ProcessGroupNCCL, of which fusedcomm makes "
             "groups of its own: use Config(hosts=None)"
         )
+    until = time.monotonic() + timeout.total_seconds()
+    of_name = dist.PrefixStore(name, store)
+    missing = _missing(of_name, rank, size, until)
+    if missing:
+        raise RuntimeError(
+            f"fusedcomm: rank {rank} of {size} does not make NCCL's communicator {name!r}, because within "
+            f"{timeout.total_seconds():g} s rank(s) {missing} of these {size} did not come to make it: their own logs "
+            "say why"
+        )
     # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     if max_ctas is not None and hasattr(options, "config"):
         options.config.max_ctas = max_ctas
     with _environment_lock, env.changed(**({} if is_supervised else _UNSUPERVISED)):
-        backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+        backend = dist.ProcessGroupNCCL(of_name, rank, size, options)
+    given_up = threading.Event()
+
     # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
     # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,
     # because DDP's constructor has broadcast the parameters over it.
-    try:
-        backend.eager_connect_single_device(device)
-    except Exception:
-        backend.abort()  # now: whoever keeps the error keeps the backend, and what NCCL has allocated for it
-        raise
+    def connect() -> None:
+        try:
+            backend.eager_connect_single_device(device)
+        except Exception:
+            backend.abort()  # now: whoever keeps the error keeps the backend, and what NCCL has allocated for it
+            raise
+        if given_up.is_set():
+            backend.abort()
+
+    connecting = Errand(connect)
+    if not connecting.has_ended_within(max(0.0, until - time.monotonic())):
+        given_up.set()
+        raise RuntimeError(
+            f"fusedcomm: rank {rank} of {size}: NCCL has not connected the communicator {name!r} within "
+            f"{timeout.total_seconds():g} s, although all its ranks had come: one has died or stopped since, or they "
+            "cannot reach each other (NCCL_DEBUG=INFO says where). NCCL goes on waiting: end this process"
+        )
+    connecting.result()
     return backend
+
+
+def _missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
+    """The ranks that have not called this when the clock is `until`; empty as soon as all have."""
+    if size == 1:
+        return []
+    keys = {other: f"here/{other}" for other in range(size)}
+    store.set(keys[rank], "")
+    pause_s = _FIRST_POLL_S
+    while not store.check(list(keys.values())):
+        if time.monotonic() >= until:
+            return [other for other, key in keys.items() if not store.check([key])]
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S)
+    return []

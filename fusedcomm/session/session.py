@@ -225,13 +225,20 @@ class Session:
                 return beside.synchronizer.transport
         transport = self._connect_hosts() if on_two_levels else self._transport
         if self.warms_up and self.device.type != "cpu":
-            self._while_connecting(transport.warm_up)
+            try:
+                self._while_connecting(lambda: transport.warm_up(self.native_device))
+            except Exception:
+                transport.give_up()  # a thread that is left behind enqueues no more
+                raise
         return transport
 
     def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
         group, device, store = self.process_group, self.device, bounded_store.own_client(self._store)
-        has_own = device.type != "cpu" and not self._shares_communicator
-        return path.connect(beside_group(group, device, store) if has_own else group, device, store)
+        if device.type == "cpu" or self._shares_communicator:
+            return path.connect(group, device, store)
+        native_device, transport = path.connect(beside_group(group, device, store), device, store)
+        transport.own_backend()
+        return native_device, transport
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""

@@ -67,6 +67,7 @@ def test_the_dry_run_for_several_gpus_measures_every_way_and_ends_with_a_verdict
     assert all(row["checked"] for row in found["rows"])
     sums = {row["impl"] for row in found["rows"] if row["case"] == "as it is/bucket/5000"}
     assert {"NCCL fp32", "c++ fp16 hook", "fusedcomm int4 two-shot", "fusedcomm int8 two levels"} <= sums
+    assert "no-op hook, C++" in sums or "no no-op hook in C++: " in done.stdout
     steps = {row["impl"]: row["figures"]["error"] for row in found["rows"] if row["case"] == "as it is/step"}
     assert {"DDP", "GradReducer, int8", "ShardedOptimizer, int8", "FSDP2, int8, params int8"} <= set(steps)
     assert steps["FSDP2"] < 1e-6 and 1e-3 < steps["DDP, int8"] == pytest.approx(steps["GradReducer, int8"], rel=0.2)

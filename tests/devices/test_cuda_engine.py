@@ -11,7 +11,8 @@ import time
 import fake_cuda
 import pytest
 import torch
-from models import Gradients, Mlp, Sparse, synchronize
+from front_ends import FRONT_ENDS
+from models import Gradients, Mlp, Sparse, refusal, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -229,6 +230,23 @@ def test_a_captured_step_is_refused_before_anything_is_done(ranks, library, is_w
     assert gradient == [3.0] and num_seen == int(is_watched)
 
 
+def captured_pass(rank, world_size, library, name):
+    """The error of a backward pass under capture, and the launches by then."""
+    fake = fake_cuda.gpu(library)
+    with fake.takes_over(Config("bf16")):
+        forward, comm = FRONT_ENDS[name].make(Gradients((3000,)), Config("bf16"))
+        loss = forward([torch.ones(3000)])
+        with fake.capturing():
+            said = refusal(loss.backward)
+        return said, len(fake.launches)
+
+
+@pytest.mark.parametrize("name", ["reducer", "DataParallel", "FSDP2"])
+def test_a_captured_pass_is_refused_before_anything_is_launched(ranks, library, name):
+    for said, launches in ranks.run(captured_pass, library, name, world_size=2):
+        assert "captured into a CUDA graph" in said and launches == 0
+
+
 def test_a_missing_driver_is_named():
     with pytest.raises(RuntimeError, match=r"no CUDA driver: libno-such-cuda.so: cannot open .* need an NVIDIA driver"):
         _C.CudaDriver("libno-such-cuda.so")
@@ -239,7 +257,7 @@ def test_a_missing_driver_is_named():
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction"])
 def test_a_cubin_that_does_not_load_is_an_error(fake, call):
     fake.fail(call, 209)
-    with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
+    with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\).* driver may be older"):
         fake.loader(Config(), 3, (torch.float32,))
 
 

@@ -7,6 +7,7 @@ other operators run on the CPU, on the streams' threads.
 
 import ctypes
 import datetime
+import functools
 import gc
 import types
 from pathlib import Path
@@ -56,7 +57,8 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
         devices=[DEVICE],
     )
     torch_groups.BACKENDS[DEVICE] = (DEVICE,)
-    torch_groups.own_nccl = _own_backend
+    dist.ProcessGroupNCCL = _Nccl
+    torch_groups.own_nccl = functools.partial(_noted, torch_groups.own_nccl)
     channels.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
     session.Session._path = lambda of, two_levels=None: _Path()
     make = channels.make_host_channels
@@ -71,11 +73,19 @@ own_backends: list[str] = []
 """The names of the communicators of fusedcomm's own that this process has made."""
 
 
-def _own_backend(store, name, rank, size, timeout, device, is_supervised=True, max_ctas=None):
-    """As torch_groups.own_nccl()."""
+def _noted(own_nccl, store, name, *arguments, **options):
     own_backends.append(name)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
-    return _libraries[0].sim_backend(gloo)
+    return own_nccl(store, name, *arguments, **options)
+
+
+class _Nccl:
+    """Makes what torch_groups.own_nccl() takes for a ProcessGroupNCCL."""
+
+    class Options:
+        pass
+
+    def __new__(cls, store, rank, size, options):
+        return _libraries[0].sim_backend(dist.ProcessGroupGloo(store, rank, size, options._timeout))
 
 
 class _Path:
@@ -109,11 +119,6 @@ def allocators_events() -> int:
 def waits() -> int:
     """How often this rank has waited for the device, on any thread."""
     return _libraries[0].sim_waits()
-
-
-def simulated(gloo: dist.Backend) -> dist.Backend:
-    """A backend for tensors on the device, which sends over `gloo`."""
-    return _libraries[0].sim_backend(gloo)
 
 
 class RanksOnStreams(Ranks):

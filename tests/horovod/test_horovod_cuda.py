@@ -1,16 +1,12 @@
 """Horovod's calls with tensors on a GPU, or on the simulated accelerator: results are there, and equal those of tensors
 on a CPU. On the simulated one whatever misses a wait ends its process."""
 
-import contextlib
-
 import on_streams
 import pytest
 import torch
-import torch.distributed as dist
 from jobs import all_values, job, values
 
 import fusedcomm.horovod as hvd
-from fusedcomm.ranks import torch_groups
 
 GPU = [
     pytest.mark.gpu,
@@ -32,20 +28,6 @@ def run(request):
     return run
 
 
-@contextlib.contextmanager
-def job_on(device):
-    """A job whose own groups are the device's."""
-    with pytest.MonkeyPatch.context() as patch:
-        if device == on_streams.DEVICE:
-
-            def made(store, name, rank, size, timeout, device):
-                return on_streams.simulated(dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout))
-
-            patch.setattr(torch_groups, "own_nccl", made)
-        with job(HOROVOD_FUSION_THRESHOLD="2000"):
-            yield
-
-
 def late(tensor, device):
     """The tensor on the device, written only after a delay on the current stream; the simulated one's are random."""
     result = torch.zeros_like(tensor, device=device)
@@ -56,7 +38,7 @@ def late(tensor, device):
 
 
 def collectives(rank, size, device):
-    with job_on(device):
+    with job(HOROVOD_FUSION_THRESHOLD="2000"):
         for dtype in DTYPES:
             mine, every = values(rank, (5, 3), dtype), all_values(size, (5, 3), dtype)
             total = every.sum(0).to(dtype)
@@ -91,7 +73,7 @@ def test_collectives(run):
 
 def derivatives(rank, size, device):
     mine, factors = late(values(rank, (4, 3)), device).requires_grad_(), values(rank, (4, 3), salt=1)
-    with job_on(device):
+    with job(HOROVOD_FUSION_THRESHOLD="2000"):
         for result in (hvd.allreduce(mine, op=hvd.Sum), hvd.reducescatter(mine, op=hvd.Sum)):
             given = factors[: result.shape[0]].to(device)
             result.backward(given)
@@ -105,7 +87,7 @@ def test_derivatives(run):
 
 
 def joins(rank, size, device):
-    with job_on(device):
+    with job(HOROVOD_FUSION_THRESHOLD="2000"):
         if rank == 1:
             result = hvd.allreduce(late(values(rank, (3000,)), device), op=hvd.Sum)
             assert torch.equal(result.cpu(), values(rank, (3000,)))
@@ -119,7 +101,7 @@ def test_a_rank_that_has_joined_adds_nothing(run):
 def on_other_streams(rank, size, device):
     """Every call from a stream of its own, which is still writing the input, and reads the result."""
     wrong = 0
-    with job_on(device):
+    with job(HOROVOD_FUSION_THRESHOLD="2000"):
         for step in range(8):
             for dtype in DTYPES:
                 with torch.Stream(torch.device(device, torch.accelerator.current_device_index())):
@@ -137,7 +119,7 @@ def trained(rank, size, device, compression):
     """(the parameters, how often the host has waited for the simulated accelerator in the last steps)"""
     torch.manual_seed(0)
     waits = 0
-    with job_on(device):
+    with job(HOROVOD_FUSION_THRESHOLD="2000"):
         model = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.ReLU(), torch.nn.Linear(40, 20)).to(device)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5),

@@ -68,15 +68,25 @@ void first_collectives() {
       const auto body = [&](Rank& rank, int index) {
         sim::fail(index, {.launch = failing, .on_device = on_device});
         const sim::CountCalls counted(true);
-        std::string error;
-        try {
-          std::static_pointer_cast<StreamTransport>(rank.hook().transport())->warm_up();
-        } catch (const std::exception& e) {
-          error = e.what();
+        const auto error_of_warm_up = [&]() -> std::string {
+          try {
+            rank.connect();
+          } catch (const std::exception& e) {
+            return e.what();
+          }
+          return "";
+        };
+        const std::string error = error_of_warm_up();
+        if (!error.empty()) {
           rank.hook().abort("this scene is over");  // nobody waits for what is under way
+          const int64_t launched = sim::calls(index).launched;
+          REQUIRE(
+              error_of_warm_up().find("was given up") != std::string::npos && sim::calls(index).launched == launched,
+              "a thread that is left behind goes on to enqueue collectives");
         }
         REQUIRE(!error.empty() || sim::calls(index).launched < failing, "nobody notices that launch %ld fails",
                 static_cast<long>(failing));
+        REQUIRE(sim::calls(index).on_default == 0, "the caller's stream would wait for a rank that is lost");
         if (index != 0) return;
         failed = !error.empty();
         if (failed) errors.insert(error.substr(0, error.find(" failed: ")));

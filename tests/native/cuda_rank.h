@@ -39,7 +39,8 @@ struct Setup {
   int64_t measure_every = 0;
   sim::BackendOptions backend;
   std::shared_ptr<const Nccl> nccl = sim::nccl();
-  int64_t pause_ms = 0;  // of each collective within a host; one between hosts has half
+  bool owns_backend = false;  // whether the one among all ranks is the transport's own
+  int64_t pause_ms = 0;       // of each collective within a host; one between hosts has half
 };
 
 // Gradients are small signed integers times a power of two, so every wire of these scenes has the exact mean.
@@ -66,6 +67,12 @@ class Rank {
     for (int stream = 0; stream < num_streams; ++stream) {
       sim::set_pause(rank, stream, stream == rank % num_streams ? 400 : 40);
     }
+  }
+
+  // Connects all ranks, as attaching does.
+  void connect() {
+    const auto stream_of = [this](Channel channel) { return cuda_->stream_of(role_of(channel)); };
+    std::static_pointer_cast<StreamTransport>(hook_->transport())->warm_up(stream_of);
   }
 
   // Makes new gradients of a bucket.
@@ -202,6 +209,7 @@ class Rank {
     };
     const auto transport =
         std::make_shared<StreamTransport>(backend("all", rank_, setup_.world_size, 0), device_, setup_.nccl);
+    if (setup_.owns_backend) transport->own_backend();
     if (on_host == 1) return transport;
     const Place place{rank_ % on_host, on_host, rank_ / on_host, setup_.world_size / on_host};
     const std::string host = std::to_string(place.host);

@@ -82,6 +82,38 @@ void dropped() {
   }
 }
 
+// A process that has never called torch.cuda.set_device: device 0 is current on the main thread.
+void other_device() {
+  for (const Setup& setup : setups()) {
+    with_ranks(setup, [&](Rank& rank, int) {
+      const c10::DeviceGuard first(sim::device(0));
+      for (int step = 0; step < 3; ++step) rank.train(step);
+      rank.hook().stats();
+      max_over_ranks(rank.hook(), 1, "a call of this scene");
+    });
+  }
+}
+
+// Backends of fusedcomm's own end with the last transport that has them, after what is under way; others do not.
+void own_backends() {
+  for (const int ranks_per_host : {1, 2}) {
+    for (const bool owns : {false, true}) {
+      std::atomic<int> ended{0};
+      Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot, ranks_per_host));
+      setup.owns_backend = owns;
+      setup.backend.on_shutdown = [&] { ++ended; };
+      with_ranks(setup, [&](Rank& rank, int) {
+        rank.train(0);
+        rank.backward(1);
+        rank.abandon();
+        rank.detach();
+      });
+      const int expected = setup.world_size * ((ranks_per_host == 1 ? 0 : 3) + (owns ? 1 : 0));
+      REQUIRE(ended == expected, "%d backends ended, not %d", ended.load(), expected);
+    }
+  }
+}
+
 // What a training script may call after a backward pass, without having waited for its buckets.
 void calls() {
   Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot));
@@ -222,6 +254,10 @@ void host_never_waits() {
       gate.set_value();
       rank.synchronize();
       check_times(rank.engine().stats(), 4);
+      std::promise<void> later;
+      open(&later, rank.compute());
+      rank.hook().stats();  // does not return if it waits for the caller's stream
+      later.set_value();
     });
   }
 }
@@ -358,6 +394,8 @@ void driver_calls() {
 
 const Scenes kCudaScenes = {{"training_steps", training_steps},
                             {"dropped", dropped},
+                            {"own_backends", own_backends},
+                            {"other_device", other_device},
                             {"calls", calls},
                             {"staged_passthrough", staged_passthrough},
                             {"rows", rows},

@@ -1,11 +1,13 @@
 // Lanes on simulated streams, without an engine.
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <future>
 #include <memory>
 #include <stdexcept>
 #include <thread>
+#include <vector>
 
 #include "devices/stream_device.h"
 #include "require.h"
@@ -107,7 +109,29 @@ void lane_tasks() {
   sim::reset();
 }
 
+// A device has streams of its own, which another one gets when it has ended and they are idle.
+void kept_streams() {
+  using Streams = std::vector<c10::Stream>;
+  const auto shared = [](const Streams& a, const Streams& b) {
+    return std::count_if(a.begin(), a.end(), [&](const auto& of_a) { return std::count(b.begin(), b.end(), of_a); });
+  };
+  auto first = sim::cuda_device(sim::device(0)), second = sim::cuda_device(sim::device(0));
+  const Streams of_first = first->streams(), of_second = second->streams();
+  REQUIRE(shared(of_first, of_second) == 0, "two devices share streams");
+  std::promise<void> gate;
+  sim::launch(of_first.back(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
+  sim::count_queries(true);
+  first = nullptr;
+  const auto third = sim::cuda_device(sim::device(0)), elsewhere = sim::cuda_device(sim::device(1));
+  REQUIRE(shared(third->streams(), of_first) == 2, "the idle streams are not used again, or one that works is");
+  REQUIRE(shared(third->streams(), of_second) == 0 && elsewhere->streams()[0].device() == sim::device(1),
+          "a device has streams of one that lives");
+  gate.set_value();
+}
+
 }  // namespace
 
-const Scenes kLaneScenes = {
-    {"lane_streams", lane_streams}, {"lane_tasks", lane_tasks}, {"watching_thread", watching_thread}};
+const Scenes kLaneScenes = {{"lane_streams", lane_streams},
+                            {"lane_tasks", lane_tasks},
+                            {"watching_thread", watching_thread},
+                            {"kept_streams", kept_streams}};

@@ -53,7 +53,7 @@ void nccl_or_torch() {
     with_ranks(setup, [&](Rank& rank, int index) {
       const std::string early = why_of(rank);
       REQUIRE(!c.why.empty() || early == "the group has no communicator on this device", "early: %s", early.c_str());
-      std::static_pointer_cast<StreamTransport>(rank.hook().transport())->warm_up();
+      rank.connect();
       sim::fail_nccl(c.in_progress, 7);
       sim::take_nccl_calls(index);
       rank.train(0);

@@ -12,13 +12,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <random>
-#include <set>
 #include <stdexcept>
 #include <utility>
 
 #include "require.h"
+#include "sim_memory.h"
 #include "sim_stream.h"
 
 namespace sim {
@@ -26,35 +25,11 @@ namespace {
 
 constexpr int64_t kMaxStreams = 100'000;  // of a device
 
-// An access to bytes [begin, end) of a block.
-struct PastAccess {
-  int64_t begin, end;
-  bool writes;
-  c10::StreamId stream;
-  int64_t index;
-  std::string what;
-};
-
-constexpr std::align_val_t kCacheLine{64};
-struct Delete {
-  void operator()(std::byte* data) const { ::operator delete(data, kCacheLine); }
-};
-
-// Memory of allocate(). It is freed by reset(), so that an access after it was given back is found.
-struct Block {
-  std::unique_ptr<std::byte, Delete> memory;
-  int64_t nbytes;
-  c10::StreamId home;
-  std::set<c10::StreamId> users;  // streams of record_use()
-  bool is_given_back = false;
-  std::vector<PastAccess> past;
-};
-
 struct DeviceState {
   std::mutex mutex;  // protects threads, clocks and blocks
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads;
   std::map<c10::StreamId, Clock> clocks;
-  std::map<const std::byte*, Block> blocks;  // by address
+  Blocks blocks;
   std::atomic<bool> faulted{false};
   std::mutex fault_mutex;
   std::string fault;       // the exception's text
@@ -134,13 +109,6 @@ bool count_launch(DeviceState& device, const c10::Stream& stream, const std::str
   return true;
 }
 
-void merge(Clock* clock, const Clock& other) {
-  for (const auto& [stream, index] : other) {
-    int64_t& known = (*clock)[stream];
-    known = std::max(known, index);
-  }
-}
-
 struct SimEvent {
   SimEvent(DeviceState& recorded_on, bool with_time) : device(recorded_on), keeps_time(with_time) {}
 
@@ -168,48 +136,6 @@ struct SimEvent {
   std::mutex mutex;
   std::shared_ptr<Recording> last;
 };
-
-// The block that `data` points into; null if there is none. The caller has locked `device`.
-Block* block_of(DeviceState& device, const void* data) {
-  const auto* const at = static_cast<const std::byte*>(data);
-  auto after = device.blocks.upper_bound(at);
-  if (after == device.blocks.begin()) return nullptr;
-  auto& [begin, block] = *--after;
-  return at < begin + block.nbytes ? &block : nullptr;
-}
-
-// Ends the test if work on stream `id` is not ordered after conflicting earlier work. The caller has locked `device`.
-//
-// An earlier access is dropped if everything that conflicts with it also conflicts with the new one: work that is
-// ordered after the new access is then ordered after both.
-void check_order(DeviceState& device, c10::StreamId id, const std::string& what, const std::vector<Access>& accesses) {
-  Clock& clock = device.clocks[id];
-  merge(&clock, host_clock(device));
-  const int64_t index = ++clock[id];
-  for (const Access& access : accesses) {
-    if (access.nbytes == 0) continue;
-    Block* const block = block_of(device, access.memory);
-    REQUIRE(block, "\"%s\" accesses what is not memory of its device", what.c_str());
-    REQUIRE(!block->is_given_back, "memory was given back before \"%s\" on stream %d was enqueued", what.c_str(),
-            static_cast<int>(id));
-    const int64_t begin = static_cast<const std::byte*>(access.memory) - block->memory.get();
-    const PastAccess now{begin, begin + access.nbytes, access.writes, id, index, what};
-    REQUIRE(now.end <= block->nbytes, "\"%s\" accesses byte %ld of %ld", what.c_str(), static_cast<long>(now.end - 1),
-            static_cast<long>(block->nbytes));
-    for (const PastAccess& earlier : block->past) {
-      const bool overlap = earlier.begin < now.end && now.begin < earlier.end;
-      if (!overlap || (!earlier.writes && !now.writes)) continue;
-      REQUIRE(earlier.index <= clock[earlier.stream],
-              "a race: \"%s\" on stream %d is not ordered after \"%s\" on stream %d", what.c_str(),
-              static_cast<int>(id), earlier.what.c_str(), static_cast<int>(earlier.stream));
-    }
-    std::erase_if(block->past, [&](const PastAccess& earlier) {
-      const bool covered = now.begin <= earlier.begin && earlier.end <= now.end;
-      return covered && (now.writes || (earlier.stream == id && !earlier.writes));
-    });
-    block->past.push_back(now);
-  }
-}
 
 // The caller has locked `device`.
 std::shared_ptr<Recording> enqueue_recording(DeviceState& device, c10::StreamId id) {
@@ -255,6 +181,12 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto& current = t_streams[static_cast<size_t>(stream.device_index())];
     return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current, stream.id()));
+  }
+  // Only a thread of count_queries() learns it: streams that are used again would have other pauses.
+  bool queryStream(const c10::Stream& stream) const override {
+    DeviceState& sim = state(stream.device_index());
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    return t_count_queries && thread_of(sim, stream.id()).is_idle();
   }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream, /*counts=*/true); }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
@@ -349,7 +281,8 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
   DeviceState& sim = state(stream.device_index());
   if (count_launch(sim, stream, what)) work = [] { throw std::runtime_error("illegal address"); };
   std::lock_guard<std::mutex> lock(sim.mutex);
-  check_order(sim, stream.id(), what, accesses);
+  merge(&sim.clocks[stream.id()], host_clock(sim));
+  check_order(&sim.blocks, &sim.clocks[stream.id()], stream.id(), what, accesses);
   thread_of(sim, stream.id()).push([&sim, work = std::move(work)] {
     if (sim.faulted) return;
     try {
@@ -377,7 +310,7 @@ std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
 void record_use(const void* data, const c10::Stream& stream) {
   DeviceState& sim = state(stream.device_index());
   std::lock_guard<std::mutex> lock(sim.mutex);
-  Block* const block = block_of(sim, data);
+  Block* const block = block_of(&sim.blocks, data);
   if (block && block->home != stream.id()) block->users.insert(stream.id());
 }
 
@@ -385,7 +318,7 @@ void give_back(const void* data) {
   for (int index = 0; index < kNumDevices; ++index) {
     DeviceState& sim = state(index);
     std::lock_guard<std::mutex> lock(sim.mutex);
-    Block* const block = block_of(sim, data);
+    Block* const block = block_of(&sim.blocks, data);
     if (!block) continue;
     block->is_given_back = true;
     {

@@ -279,6 +279,7 @@ class Backend : public c10d::Backend {
   // NCCL's aborts what is under way. Over gloo it is torch's destroy_process_group() that calls this.
   void shutdown() override {
     check_device("ends its backend");
+    if (options_.on_shutdown) options_.on_shutdown();
     REQUIRE(*num_under_way_ == 0 || options_.takes_async, "the backend was shut down with %d collectives under way",
             num_under_way_->load());
   }
@@ -316,7 +317,7 @@ class Backend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> enqueue_now(const char* what, const at::Tensor& send, const at::Tensor& receive,
                                              bool is_async, const Move& move) {
-    is_enqueuing_ = true;
+    REQUIRE(!is_enqueuing_.exchange(true), "two threads of rank %d enqueue collectives at once", getRank());
     const std::shared_ptr<void> leaves(nullptr, [this](void*) { is_enqueuing_ = false; });
     const int index = send.device().index();
     index_ = index;

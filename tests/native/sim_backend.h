@@ -51,6 +51,8 @@ struct BackendOptions {
   bool takes_async = false;
   // Called by every collective while it is enqueued, with its rank; may be empty.
   std::function<void(int)> on_enqueue;
+  // Called by shutdown(); may be empty.
+  std::function<void()> on_shutdown;
   // What each collective takes on its stream, beside its meeting.
   int64_t pause_ms = 0;
   bool is_nccl = true;  // whether its class is torch's for NCCL; not with has_own_stream

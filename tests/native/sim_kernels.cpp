@@ -1,5 +1,6 @@
 #include "sim_kernels.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
 #include <cstring>
@@ -251,7 +252,11 @@ int on_launch(int64_t function, unsigned, unsigned, unsigned, void* handle, void
   if (key.kernel == kReduceKernel) work = reduce(key, launched<ReduceLaunch>(params));
   if (key.kernel == kUnpackKernel) work = unpack(key, launched<UnpackLaunch>(params));
   if (key.kernel == kScaleKernel) work = scale(launched<ScaleLaunch>(params));
-  launch(stream_of(handle), key.kernel, work.accesses, std::move(work.run));
+  const c10::Stream stream = stream_of(handle);
+  const c10::Device current = c10::impl::VirtualGuardImpl(stream.device_type()).getDevice();
+  REQUIRE(current == stream.device(), "a kernel for device %d is launched while device %d is current",
+          stream.device_index(), current.index());
+  launch(stream, key.kernel, work.accesses, std::move(work.run));
   return 0;
 }
 

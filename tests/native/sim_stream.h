@@ -3,6 +3,7 @@
 
 #include <c10/core/Stream.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -21,6 +22,13 @@ using SteadyTime = std::chrono::steady_clock::time_point;
 
 // By stream: the index of its last piece of work that is ordered before.
 using Clock = std::map<c10::StreamId, int64_t>;
+
+inline void merge(Clock* clock, const Clock& other) {
+  for (const auto& [stream, index] : other) {
+    int64_t& known = (*clock)[stream];
+    known = std::max(known, index);
+  }
+}
 
 // The mark that one call of record() enqueues.
 struct Recording {
@@ -61,6 +69,10 @@ class StreamThread {
     items_.push_back(std::move(item));
     changed_.notify_one();
   }
+  bool is_idle() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return items_.empty() && !works_;
+  }
 
   std::atomic<int> pause_us{0};
 
@@ -70,7 +82,9 @@ class StreamThread {
       std::function<void()> item;
       {
         std::unique_lock<std::mutex> lock(mutex_);
+        works_ = false;
         changed_.wait(lock, [this] { return !items_.empty(); });
+        works_ = true;
         item = std::move(items_.front());
         items_.pop_front();
       }
@@ -87,6 +101,7 @@ class StreamThread {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> items_;
+  bool works_ = false;
   std::mt19937 random_;
   std::thread thread_;
 };

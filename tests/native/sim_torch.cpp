@@ -113,7 +113,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 // Like CUDA's copies: on the current stream, and the host waits unless both tensors are on the device, or the CPU's is
-// pinned and the copy need not block. Other memory of the CPU is read before the call returns.
+// pinned and the copy need not block.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Device device = from.is_cpu() ? to.device() : from.device();
   const c10::Stream stream = sim::current_stream(device.index());
@@ -127,8 +127,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const at::NoGradGuard no_grad;
     destination.copy_(source);
   });
-  const bool waits = to.is_cpu() ? !non_blocking || !PinnedAllocator::has(to) : from.is_cpu() && !non_blocking;
-  if (waits) sim::synchronize(stream, /*counts=*/!t_in_fallback);
+  const at::Tensor& on_host = to.is_cpu() ? to : from;
+  if (on_host.is_cpu() && !(non_blocking && PinnedAllocator::has(on_host)))
+    sim::synchronize(stream, /*counts=*/!t_in_fallback);
   return to;
 }
 

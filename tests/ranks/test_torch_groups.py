@@ -5,12 +5,14 @@ import datetime
 import mmap
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from patience import HANG_S
 from scripts import python
 
 from fusedcomm.native import _C
@@ -155,17 +157,39 @@ def test_torchs_watchdog_leaves_a_communicator_alone_whose_ranks_come_and_go(ncc
 
 
 def test_a_communicator_that_does_not_connect_leaves_nothing_behind(nccl):
+    may_end, has_aborted = threading.Event(), threading.Event()
+
     class Refusing(OldStandIn):
         def eager_connect_single_device(self, device):
             raise RuntimeError("a rank is lost")
 
         def abort(self):
-            self.calls.append("aborted")
+            has_aborted.set()
+
+    class Waiting(Refusing):
+        def eager_connect_single_device(self, device):
+            may_end.wait(HANG_S)
 
     nccl.setattr(dist, "ProcessGroupNCCL", Refusing)
     with pytest.raises(RuntimeError, match="a rank is lost"):
         torch_groups.own_nccl(dist.HashStore(), "members", 0, 1, SECONDS, CUDA)
-    assert OldStandIn.calls[-1] == "aborted"
+    assert has_aborted.is_set()
+    has_aborted.clear()
+    nccl.setattr(dist, "ProcessGroupNCCL", Waiting)
+    at_once = datetime.timedelta(milliseconds=20)
+    with pytest.raises(RuntimeError, match=r"'members' within 0\.02 s, although all its ranks had come"):
+        torch_groups.own_nccl(dist.HashStore(), "members", 0, 1, at_once, CUDA)
+    may_end.set()
+    assert has_aborted.wait(HANG_S)
+
+
+def test_a_rank_that_never_comes_is_named_before_anything_is_made(nccl):
+    store = dist.HashStore()
+    store.set("members/here/1", "")
+    at_once = datetime.timedelta(milliseconds=20)
+    with pytest.raises(RuntimeError, match=r"rank 0 of 4 .* 0\.02 s rank\(s\) \[2, 3\] of these 4 did not"):
+        torch_groups.own_nccl(store, "members", 0, 4, at_once, CUDA)
+    assert OldStandIn.calls == []
 
 
 class GroupOfSix:
@@ -184,6 +208,7 @@ class GroupOfSix:
 def test_communicators_of_two_levels_are_connected_at_attach(nccl):
     """A communicator connects when all its ranks do, so every rank connects them in the same order: inside the host,
     between hosts, inside it again. Each wire stream has one, and all together fit onto a small GPU."""
+    nccl.setattr(torch_groups, "_missing", lambda *arguments: [])  # the others come at once
     two_of_three = hosts.checked([[0, 1, 2], [3, 4, 5]], 6)
     channels = make_host_channels(GroupOfSix(), CUDA, dist.HashStore(), two_of_three)
     made = [("made", 1, 3), ("made", 1, 2)]

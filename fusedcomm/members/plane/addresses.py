@@ -25,7 +25,7 @@ from typing import NamedTuple
 from fusedcomm import env
 from fusedcomm.members.errors import FrameError, JoinRefusedError
 from fusedcomm.members.plane.network import say_hello
-from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.ranks.errand import Errand
 
 ANSWER_S = 2.0
 """Seconds within which a member says that it is one. All addresses are asked at once."""

@@ -19,7 +19,7 @@ from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training import transfer
 from fusedcomm.members.training.recovery import why_refused
 from fusedcomm.ranks import agreement, objects
-from fusedcomm.ranks.bounded_store import Errand
+from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session import compare
