@@ -22,8 +22,8 @@ SYNC = "FUSEDCOMM_SYNC"
 Slow, for debugging; the gradients must have the same bits."""
 
 NCCL = "FUSEDCOMM_NCCL"
-"""torch: all of NCCL's collectives go through torch. Default: those of a pass's buckets but the last call NCCL directly,
-where that is possible."""
+"""torch: NCCL's collectives go through torch. Default: NCCL is called directly, where that is possible."""
+
 
 MEMBERS = "FUSEDCOMM_MEMBERS"
 """The addresses of members of running training: "host:port", or several with commas between; or the path, with a / in

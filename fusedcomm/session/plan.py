@@ -159,8 +159,9 @@ class BucketsPlan(Plan):
             hosts = self.config.groups or self.config.hosts
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
         if self.through_torch is not None and not self.off:
-            how = "directly, but through torch for the last bucket of a pass, in which its watchdog sees the others"
-            lines.append(f"  NCCL is called {self.through_torch and f'through torch: {self.through_torch}' or how}")
+            direct = "directly, but through torch for the last bucket of a pass, so that its watchdog sees a hang"
+            way = f"through torch: {self.through_torch}" if self.through_torch else direct
+            lines.append(f"  NCCL is called {way}")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.rows or not self.frozen:
