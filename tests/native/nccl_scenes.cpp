@@ -80,6 +80,7 @@ void nccl_fails() {
     std::barrier trained(setup.world_size);
     with_ranks(setup, [&, function = function, named = named](Rank& rank, int) {
       rank.train(0);
+      rank.synchronize();
       trained.arrive_and_wait();
       sim::fail_nccl(function, 3);
       REQUIRE(rank.backward(1) == 0, "%s fails unnoticed", function);
