@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fusedcomm.config import (
         SUMS,
         WIRES,
-        Blocks,
         Chunks,
         Config,
         Feedback,
@@ -52,7 +51,6 @@ __all__ = [
     "SUMS",
     "WIRES",
     "Auto",
-    "Blocks",
     "Chunks",
     "CommState",
     "Config",
@@ -106,7 +104,6 @@ _HOME = {
     "simulate": "simulation",
     "SUMS": "config",
     "WIRES": "config",
-    "Blocks": "config",
     "Chunks": "config",
     "Config": "config",
     "Feedback": "config",

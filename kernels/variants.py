@@ -26,12 +26,13 @@ def tile_of(wire: str, block_numel: int) -> int:
     return max(TILE, block_numel) if _C.has_scales(wire) else TILE
 
 
-def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: int) -> int:
+def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: int, capability: int = 90) -> int:
     """Registers of a thread for max_registers(). With 64 these use a stack: with Triton 3.6 sums that change the wire,
-    on sm_120 packs of int4 and of gradients of 16 bits."""
+    on sm_120 whatever counts elements that are not finite, and packs of int4 and of gradients of 16 bits."""
     if kernel == "reduce" and in_wire not in (None, wire):
         return 128
-    return 80 if kernel == "pack" and (wire == "int4" or grad_nbytes == 2) else 64
+    counts_on_120 = kernel in ("pack", "scale") and capability >= 120
+    return 80 if counts_on_120 or (kernel == "pack" and (wire == "int4" or grad_nbytes == 2)) else 64
 
 
 def max_registers(
@@ -78,7 +79,6 @@ def engine_variants(
     wires: Sequence[tuple[str, int]],
     grad_dtypes: Sequence[torch.dtype],
     feedback: str | None = None,
-    measured: bool = False,
     local_wire: str | None = None,
     one_shot: bool = False,
     keeps_residuals: bool = False,
@@ -89,7 +89,6 @@ def engine_variants(
     Args:
         wires: (name, block) of each wire.
         feedback: the format of residuals. Wires without loss have none. None: no residuals are kept.
-        measured: in some steps the error of each first encoder is measured, through an fp32 residual.
         local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
         one_shot: unpack sums several messages, and there is no reduce but within a host.
@@ -100,7 +99,7 @@ def engine_variants(
     for wire, block in wires:
         lossless = wire == "fp32"
         encoder = {"feedback": None if lossless else feedback}
-        first_encoders = [encoder, {"feedback": "fp32"}] if measured and not lossless else [encoder]
+        first_encoders = [encoder]
         if keeps_residuals and encoder["feedback"] is not None:
             first_encoders.append({"feedback": None})
         packs = [{"wire": wire, **how} for how in first_encoders]

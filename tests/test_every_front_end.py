@@ -141,7 +141,6 @@ WAYS = {
     **{name: (with_front_end, name, front_end.config("int8")) for name, front_end in FRONT_ENDS.items()},
     "hook, feedback": (with_front_end, "hook", Config("int8", feedback=Feedback())),
     "hook, int4": (with_front_end, "hook", Config("int4")),
-    "DataParallel, measured": (with_front_end, "DataParallel", Config("int8", measure_every=1)),
     "FSDP2, feedback": (with_front_end, "FSDP2", Config("int8", feedback=Feedback(unsharded=True))),
     "Horovod": (with_horovod, "", None),
     "simulation": (with_simulation, "", None),
@@ -159,7 +158,7 @@ def with_default(rank, world_size, way, dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("way", few(WAYS, "hook, int4", "DataParallel, measured", "FSDP2, feedback"))
+@pytest.mark.parametrize("way", few(WAYS, "hook, int4", "DataParallel", "FSDP2, feedback"))
 def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way):
     expected = ranks.run(with_default, way, torch.float32, world_size=2)
     for dtype in (torch.float64, torch.bfloat16):

@@ -30,8 +30,7 @@ def train(ddp):
         ddp(torch.ones(2, 300)).sum().backward()
 
 config = fusedcomm.Config(
-    "int8", sum="two-shot", feedback=fusedcomm.Feedback(),
-    measure_every=1, hosts=2,
+    "int8", sum="two-shot", feedback=fusedcomm.Feedback(), hosts=2,
 )
 ddp = DistributedDataParallel(torch.nn.Linear(300, 300))
 with fusedcomm.attach(ddp, config) as comm:

@@ -25,10 +25,8 @@ inline void read_field(const pybind11::handle& given, Sum* field) { *field = sum
 inline void read_field(const pybind11::handle& given, std::optional<ResidualFormat>* field) {
   if (!given.is_none()) *field = residual_format_from_name(given.cast<std::string>());
 }
-inline void read_field(const pybind11::handle& given, std::vector<WireFormat>* field) {
-  for (const auto& [name, block_numel] : given.cast<std::vector<std::pair<std::string, int64_t>>>()) {
-    field->push_back({wire_from_name(name), block_numel, 0});
-  }
+inline void read_field(const pybind11::handle& given, std::vector<Wire>* field) {
+  for (const auto& name : given.cast<std::vector<std::string>>()) field->push_back(wire_from_name(name));
 }
 
 // Throws Python's KeyError if `given` lacks a field, and its TypeError if it has others.

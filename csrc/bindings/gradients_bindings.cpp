@@ -55,11 +55,6 @@ void bind_results(py::module_& m) {
       .def_readonly("passthrough", &BucketRecord::passthrough)
       .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
       .def_property_readonly("parameters", &BucketRecord::parameter_names);
-
-  py::class_<Measurement>(m, "Measurement")
-      .def_property_readonly("bucket", [](const Measurement& measurement) { return measurement.label->text; })
-      .def_readonly("error_norm", &Measurement::error_norm)
-      .def_readonly("norm", &Measurement::norm);
 }
 
 double seconds_since(Board::Clock::time_point then) {
@@ -147,22 +142,15 @@ void bind_synchronizer(py::module_& m) {
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<TensorTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
-                       at::Device grad_device, int64_t measure_every) {
+                       at::Device grad_device) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<Parameters::Known> table;
              for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
              return std::make_shared<Synchronizer>(std::move(engine), std::move(transport), table, grad_device,
-                                                   Synchronizer::Options{wire_1d, measure_every});
+                                                   wire_1d);
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
-           py::arg("wire_1d"), py::arg("grad_device"), py::arg("measure_every"), NoGil())
-      .def(
-          "measurements",
-          [](const Synchronizer& synchronizer) {
-            synchronizer.settle();
-            return synchronizer.monitor().measurements();
-          },
-          NoGil())
+           py::arg("wire_1d"), py::arg("grad_device"), NoGil())
       .def("residuals", &Synchronizer::residuals, py::arg("names") = py::none(), NoGil())
       .def("residuals_of_encoders", &Synchronizer::residuals_of_encoders, NoGil())
       .def("restore_residuals", &Synchronizer::restore_residuals, py::arg("residuals"), py::arg("names") = py::none(),

@@ -1,6 +1,5 @@
 #include "engine/config.h"
 
-#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -19,20 +18,13 @@ void require(bool holds, const std::string& fields) {
 
 // fusedcomm/config/ has told users already what goes together, and with the values.
 void check_config(const WireConfig& config) {
-  check_block_numel(config.block_numel);
-  for (const WireFormat& format : config.others) check_block_numel(format.block_numel);
   const bool has_one_wire = config.others.empty();
   const bool rounds = config.wire != Wire::kFp32 || !has_one_wire;
   const bool is_auto = config.sum == Sum::kAuto;
   const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;
-  const double predivide = config.predivide;
   require(config.sum != Sum::kDirect || (is_16_bit(config.wire) && has_one_wire), "sum and wires");
   require(config.sum != Sum::kExact || !rounds, "sum and wires");
   require(!config.feedback || (rounds && !transport_adds), "error feedback, wires and sum");
-  require(predivide == 0 ||
-              (config.wire == Wire::kFp16 && predivide > 0 && std::isfinite(static_cast<float>(1 / predivide)) &&
-               std::isfinite(static_cast<float>(predivide))),
-          "predivide and wire");
   require(config.ranks_per_host >= 1 && config.ranks_on_host >= 1, "ranks on a host");
   require(!has_scales(config.local_wire), "local_wire");
   require(config.ranks_per_host == 1 || is_auto || adder_of(config.sum) == Adder::kOwner, "sum on two levels");
@@ -42,9 +34,9 @@ void check_config(const WireConfig& config) {
   require(config.num_slots >= 1 && config.num_slots <= 64, "chunks_in_flight");
 }
 
-WireFormat wire_format(const WireConfig& config, int number) {
-  if (number > 0) return config.others.at(static_cast<size_t>(number) - 1);
-  return {config.wire, config.block_numel, 0};
+WireFormat wire_format(const WireConfig& config, int number, int64_t numel) {
+  const Wire wire = number > 0 ? config.others.at(static_cast<size_t>(number) - 1) : config.wire;
+  return {wire, default_block_numel(wire), numel};
 }
 
 }  // namespace fusedcomm

@@ -13,12 +13,10 @@ namespace fusedcomm {
 struct WireConfig {
   Wire wire = Wire::kBf16;
   Sum sum = Sum::kAuto;
-  int64_t block_numel = kDefaultBlockNumel;
-  double predivide = 0;  // fp16 only: gradients are divided by this before the sum; 0: plan_bucket() chooses
   // Bytes of a chunk's message, approximately: a chunk has at least one grain in each part.
   int64_t max_chunk_nbytes = 512 << 10;
   int64_t num_slots = 4;                   // chunks that may be under way at once; each has a workspace
-  std::vector<WireFormat> others;          // wires that some parameters have instead of `wire`; their numel is not used
+  std::vector<Wire> others;                // wires that some parameters have instead of `wire`
   std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
@@ -33,8 +31,6 @@ struct WireConfig {
   static void visit_fields(Visit visit) {
     visit("wire", &WireConfig::wire);
     visit("sum", &WireConfig::sum);
-    visit("block", &WireConfig::block_numel);
-    visit("predivide", &WireConfig::predivide);
     visit("chunk_nbytes", &WireConfig::max_chunk_nbytes);
     visit("chunks_in_flight", &WireConfig::num_slots);
     visit("others", &WireConfig::others);
@@ -49,8 +45,8 @@ struct WireConfig {
 
 // The number of a parameter's wire: 0 is the configuration's `wire`, k > 0 is others[k - 1], kExactWire is fp32.
 inline constexpr int kExactWire = -1;
-// The format of wire `number`, which is at least 0. Throws std::out_of_range if there is none.
-WireFormat wire_format(const WireConfig& config, int number);
+// The format of `numel` elements in wire `number`, which is at least 0. Throws std::out_of_range if there is none.
+WireFormat wire_format(const WireConfig& config, int number, int64_t numel);
 
 // Throws std::invalid_argument, whose text names the fields that are not possible.
 void check_config(const WireConfig& config);

@@ -306,7 +306,6 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
-  if (job.is_last_chunk(chunk) && !job.plan->on_two_levels()) job.decorate(&JobDecorator::after_first_encoder);
   ++job.num_packed;
 }
 
@@ -336,7 +335,6 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.residual = job.payloads[i].local_reduce;
     device_->reduce(args);
   }
-  if (job.is_last_chunk(chunk)) job.decorate(&JobDecorator::after_first_encoder);
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
@@ -389,8 +387,7 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
     }
   }
   board_->end(job->number, std::move(done));
-  // A profiler may end as soon as the bucket's result is there. After a failure other stages may still be running.
-  if (!error) job->profiler = nullptr;
+  job->profiled = nullptr;  // a profiler may end as soon as the bucket's result is there
   for (const auto& decorator : job->decorators) error = decorator->ended(std::move(error));
   job->on_done(std::move(error));
 }
@@ -432,11 +429,10 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
   return [of = observers_, job, stage, chunk, body = std::move(body)](Lane::Completion done) {
     // After a failure nothing more is sent: peers would take it for the message that was not sent.
     if (auto first = of->failure->get()) std::rethrow_exception(first);
-    StageScope scope(*of->device, *of->tracer, *of->board, *job, stage, chunk);
+    const StageScope scope(*of->device, *of->tracer, *of->board, *job, stage, chunk);
     try {
-      body([of, job, stage, chunk, began = scope.began(), entry = scope.entry(), range = scope.take_range(),
-            done = std::move(done)](std::exception_ptr cause) mutable {
-        range = nullptr;
+      body([of, job, stage, chunk, began = scope.began(), entry = scope.entry(),
+            done = std::move(done)](std::exception_ptr cause) {
         if (began) of->tracer->add(job->label, stage, job->step, chunk, began, of->device->stamp());
         if (!cause) of->board->end_stage(entry);
         done(cause ? of->failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);

@@ -11,7 +11,6 @@
 
 #include "codec/args.h"
 #include "engine/plan.h"
-#include "engine/profiler.h"
 #include "engine/stage.h"
 #include "lanes/lane.h"
 
@@ -70,8 +69,6 @@ class JobDecorator {
   virtual void before_pack() {}
   // Reduce, before the first chunk's sums are encoded.
   virtual void before_reduce() {}
-  // After the last chunk, the lane of the first encoder with error feedback: pack, or the local reduce on two levels.
-  virtual void after_first_encoder() {}
   // Unpack, after the last chunk, if has_after_unpack().
   virtual void after_unpack() {}
   virtual bool has_after_unpack() const { return false; }
@@ -102,8 +99,8 @@ struct BucketJob {
     return head && head->factor ? static_cast<float>(plan->unpack_scale * head->factor()) : plan->unpack_scale;
   }
 
-  // Null if no profiler watches. Released before on_done is called, except after a failure.
-  std::shared_ptr<const JobProfiler> profiler;
+  // What a profiler sees of it; null if none watches. Released before on_done is called.
+  std::shared_ptr<void> profiled;
 
   // Null unless the configuration keeps messages.
   std::shared_ptr<KeptMessages> kept;
@@ -124,7 +121,6 @@ struct BucketJob {
 
   // At least 1, also for a bucket that is empty or not planned.
   int64_t num_chunks() const { return std::max<int64_t>(1, plan->num_chunks()); }
-  bool is_last_chunk(int64_t chunk) const { return chunk == num_chunks() - 1; }
 
   StampPtr submitted;
   int64_t step = 0;

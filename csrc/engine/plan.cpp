@@ -11,8 +11,9 @@ namespace {
 // Bytes; more than any bucket has, so the bucket is cut into one chunk.
 constexpr int64_t kOneChunk = int64_t{1} << 62;
 
-// Each rank's fp16 values are divided by f, and the sum is multiplied by f/p afterwards. f = p cannot overflow but
-// loses small values; f = 1 is the reverse. A power of two near √p halves the risk on both sides (as FSDP does).
+// Where the transport adds in fp16, each rank's values are divided by f, and the sum is multiplied by f/p afterwards.
+// f = p cannot overflow but loses small values; f = 1 is the reverse. A power of two near √p halves the risk on both
+// sides (as FSDP does).
 double balanced_predivide(int world_size) { return std::exp2(std::ceil(std::log2(world_size) / 2)); }
 
 // The sum of buckets that the codec sums.
@@ -68,12 +69,11 @@ std::vector<WireFormat> formats_of(const WireConfig& config, const std::vector<i
   std::vector<WireFormat> formats;
   for (size_t number = 0; number < lossy_numels.size(); ++number) {
     if (lossy_numels[number] == 0) continue;
-    formats.push_back(wire_format(config, static_cast<int>(number)));
-    formats.back().numel = lossy_numels[number];
+    formats.push_back(wire_format(config, static_cast<int>(number), lossy_numels[number]));
     wires->push_back(static_cast<int>(number));
   }
   if (formats.empty()) {
-    formats.push_back(wire_format(config, 0));
+    formats.push_back(wire_format(config, 0, 0));
     wires->push_back(0);
   }
   return formats;
@@ -96,17 +96,15 @@ SplitFactor split(double factor) {
 // Sets the layouts and scales of a bucket that the codec sums.
 void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_numel,
                        const std::vector<WireFormat>& formats, double factor, BucketPlan* plan) {
-  const double predivide = config.predivide != 0 ? config.predivide : 1;
-  plan->pack_scale = static_cast<float>(1 / predivide);
   if (!plan->encodes_sums()) {
-    plan->unpack_scale = static_cast<float>(predivide * factor / world_size);
+    plan->unpack_scale = static_cast<float>(factor / world_size);
     plan->layouts = bucket_layouts(formats, 1, exact_numel, config.max_chunk_nbytes);
     return;
   }
   // The encoded sum is at most as large as the mean, so it overflows no earlier. Unpack multiplies by a power of two,
   // which rounds nothing.
   const SplitFactor parts = split(factor);
-  plan->reduce_scale = static_cast<float>(predivide * parts.near_one / world_size);
+  plan->reduce_scale = static_cast<float>(parts.near_one / world_size);
   plan->unpack_scale = static_cast<float>(parts.power);
   plan->layouts = bucket_layouts(formats, world_size, exact_numel, max_chunk_nbytes(config, formats, exact_numel));
   if (config.ranks_per_host > 1) {
@@ -122,7 +120,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
   WireFormat whole = formats.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
-    whole = {Wire::kFp32, config.block_numel, numels.whole};
+    whole = {Wire::kFp32, kDefaultBlockNumel, numels.whole};
     if (factor) {
       plan->unpack_scale = static_cast<float>(*factor / world_size);
     } else {
@@ -141,9 +139,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
           "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
           "elements: use sum='two-shot', or exempt no parameter");
     }
-    const double predivide = config.predivide != 0       ? config.predivide
-                             : whole.wire == Wire::kFp16 ? balanced_predivide(world_size)
-                                                         : 1;
+    const double predivide = whole.wire == Wire::kFp16 ? balanced_predivide(world_size) : 1;
     plan->pack_scale = static_cast<float>(1 / predivide);
     plan->unpack_scale = static_cast<float>(predivide * factor.value_or(1) / world_size);
   }
@@ -219,9 +215,7 @@ BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, const L
   if (has_heads) {
     for (auto* layouts : {&plan.layouts, &plan.encoded_rows, &plan.host_layouts}) add_heads(layouts);
   }
-  const double predivide = config.predivide != 0 ? config.predivide : 1;
-  plan.pack_scale = static_cast<float>(1 / predivide);
-  plan.unpack_scale = static_cast<float>(predivide * factor);
+  plan.unpack_scale = static_cast<float>(factor);
   ChunkShape shape{world_size, world_size * plan.chunk_nbytes()};
   shape.ranks_per_host = config.ranks_per_host;
   shape.host_nbytes = plan.host_chunk_nbytes();
@@ -251,7 +245,7 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   // sections to kAlignNbytes.
   int64_t slack = kHeadNbytes;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
-    const WireFormat format = wire_format(config, number);
+    const WireFormat format = wire_format(config, number, 0);
     const int64_t grain = grain_numel(format.wire, format.block_numel);
     const int64_t local = config.ranks_per_host > 1 ? codes_nbytes(config.local_wire, grain) : 0;
     slack += std::max(codes_nbytes(format.wire, grain) + scales_nbytes(format.wire, 1), local) + 4 * kMaxVectorNumel +

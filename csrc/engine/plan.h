@@ -37,7 +37,7 @@ struct BucketPlan {
   // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
   Workspace workspace;     // the buffers that the steps need
-  float pack_scale = 1;    // multiplies gradients before they are encoded
+  float pack_scale = 1;    // multiplies gradients before the transport adds them; 1 where the codec adds
   float reduce_scale = 1;  // multiplies sums before they are encoded again
   float unpack_scale = 1;  // multiplies what unpack decodes
   std::string reason;      // why the sum is not the one that the configuration's wire suggests; empty if it is

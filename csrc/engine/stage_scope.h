@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string>
-#include <utility>
 
 #include "devices/device.h"
 #include "engine/board.h"
@@ -12,8 +10,7 @@
 
 namespace fusedcomm {
 
-// Opens ranges for profilers and an entry on the board, and notes the time while a trace
-// is recorded.
+// Opens a range for Nsight and an entry on the board, and notes the time while a trace is recorded.
 class StageScope {
  public:
   StageScope(Device& device, Tracer& tracer, Board& board, const BucketJob& job, Stage stage, int64_t chunk)
@@ -23,9 +20,7 @@ class StageScope {
         stage_(stage),
         chunk_(chunk),
         entry_(board.begin_stage(job.number, stage, chunk)) {
-    const std::string& name = job.label->ranges[static_cast<size_t>(stage)];
-    device_.range_push(name);
-    if (job.profiler) range_ = is_on_wire(stage) ? job.profiler->open_async(name) : job.profiler->open(name);
+    device_.range_push(job.label->ranges[static_cast<size_t>(stage)]);
     if (tracer_.on()) begin_ = device_.stamp();
   }
   ~StageScope() { device_.range_pop(); }
@@ -34,8 +29,6 @@ class StageScope {
 
   const StampPtr& began() const { return begin_; }
   size_t entry() const { return entry_; }
-  // A collective's range lasts until it has ended; the scope ends when it has started.
-  ProfilerRange take_range() { return std::move(range_); }
   void end() const {
     if (begin_) tracer_.add(job_.label, stage_, job_.step, chunk_, begin_, device_.stamp());
   }
@@ -47,7 +40,6 @@ class StageScope {
   const Stage stage_;
   const int64_t chunk_;
   const size_t entry_;
-  ProfilerRange range_;  // null if no profiler watches
   StampPtr begin_;
 };
 

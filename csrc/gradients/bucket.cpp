@@ -61,16 +61,6 @@ at::Tensor Gradients::flattened() const {
   return at::cat(views);
 }
 
-at::Tensor Gradients::norm() const {
-  const auto norm_of = [](const at::Tensor& values) {
-    return at::linalg_vector_norm(values, 2, {}, false, at::kDouble);
-  };
-  if (in_one_run_) return norm_of(front());
-  at::Tensor squares = norm_of(view(0)).square_();
-  for (size_t i = 1; i < size(); ++i) squares.add_(norm_of(view(i)).square_());
-  return squares.sqrt_();
-}
-
 void Gradients::zero() const {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors_) is_sparse() ? tensor._values().zero_() : tensor.zero_();

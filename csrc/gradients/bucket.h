@@ -51,8 +51,6 @@ class Gradients {
   at::Tensor view(size_t index) const;
   // [numel()]: the run itself, or a copy of the separate tensors one after another.
   at::Tensor flattened() const;
-  // ‖gradients‖₂, a float64 scalar. Copies nothing.
-  at::Tensor norm() const;
   // Makes every gradient zero, whatever it was.
   void zero() const;
   // Writes `flat` [numel()] back to where the gradients lie.

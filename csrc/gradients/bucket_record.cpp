@@ -144,10 +144,10 @@ void make_residuals(const Engine& engine, const Place& place, c10::Device device
     const BucketLayout& layout = plan.encoded_layouts()[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->kept[payload].residual;
-    residual = record->has_rows ? ResidualBuffer::of_rows(layout, *config.feedback, plan.pack_scale, place, device)
-                                : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale,
-                                                                   plan.reduce_scale, place, device,
-                                                                   /*of_first_only=*/!plan.encodes_sums());
+    residual = record->has_rows
+                   ? ResidualBuffer::of_rows(layout, *config.feedback, place, device)
+                   : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.reduce_scale, place, device,
+                                                      /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
 }
@@ -350,7 +350,7 @@ std::vector<std::string> BucketRecord::parameter_names() const {
   return names;
 }
 
-BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters) {
+BucketRecordPtr BucketRecords::of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   others_.resize(records_.size());
@@ -374,7 +374,7 @@ BucketRecords::Found BucketRecords::of(const Bucket& bucket, const PassWeight* w
   }
   // Records past the last bucket are from before a rebuild.
   if (bucket.ends_pass()) records_.resize(index + 1);
-  return {records_[index], is_new};
+  return records_[index];
 }
 
 void BucketRecords::make_stale() {

@@ -89,15 +89,11 @@ class BucketRecords {
   BucketRecords(const Engine& engine, const Place& place, c10::Device device)
       : engine_(engine), place_(place), device_(device) {}
 
-  struct Found {
-    BucketRecordPtr record;
-    bool is_new;  // whether the bucket is new or has changed
-  };
   // The record of a bucket that is handed over. If the bucket is new or has changed: plans it, makes its tables, and
   // makes its residuals from those of its parameters; a residual that can no longer be kept is added to the gradients.
   // If its gradients lie elsewhere than in the last two places, makes new tables. weight: null without weights. Throws
   // if the bucket is on another device, or if these are not the gradients of its parameters.
-  Found of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters);
+  BucketRecordPtr of(const Bucket& bucket, const PassWeight* weight, Parameters* parameters);
 
   // By bucket index; null for an index that no bucket has, and for a bucket that has been dropped.
   std::vector<BucketRecordPtr>& all() { return records_; }

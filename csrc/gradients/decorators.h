@@ -4,28 +4,18 @@
 
 #include <memory>
 
-#include "engine/profiler.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
-#include "gradients/error_monitor.h"
 #include "gradients/pass_weight.h"
 #include "transport/tensor_transport.h"
 
 namespace fusedcomm {
 
-// Shows the bucket and its stages to torch's profilers. These see only what runs on threads that know of them; the
-// lanes' threads learn of the profiler of the thread that hands the bucket over. Returns null if no profiler watches
-// the calling thread. A range "<backend>:all_reduce", as torch calls what DDP does without a hook, lasts as long as the
-// result. On an accelerator a bucket that the backend sums has none: the backend records its own all-reduces, because
-// they are enqueued by the calling thread. A reduce-scatter has only its stages.
-std::shared_ptr<const JobProfiler> profiler_of_this_thread(const TensorTransport& transport, c10::Device device,
-                                                           const BucketPlan& plan, const Gradients& gradients);
-
-// Measures the error of this rank's first encoder, or nothing without memory for it: a measurement is not worth failing
-// a step. place: of this rank among hosts. weight: null without weights; its `pack` is not 0.
-std::unique_ptr<JobDecorator> measured(BucketJob* job, const BucketRecordPtr& record, const GradientsPtr& gradients,
-                                       const Engine& engine, const Place& place, const PassWeightPtr& weight,
-                                       ErrorMonitor* monitor);
+// Shows an all-reduce to the profiler of the calling thread: a range "<backend>:all_reduce", as torch calls what DDP
+// does without a hook, which ends when it is released. Null if no profiler watches. On an accelerator a bucket that the
+// backend sums has none: the backend records its own all-reduces, because they are enqueued by the calling thread.
+std::shared_ptr<void> profiled_range(const TensorTransport& transport, c10::Device device, const BucketPlan& plan,
+                                     const Gradients& gradients);
 
 // Weighs the bucket's gradients, whose messages have heads.
 std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, const BucketRecord& record,

@@ -6,14 +6,9 @@
 
 namespace fusedcomm {
 
-PassOrder::Turn PassOrder::take(const Bucket& bucket, const void* record) {
+void PassOrder::take(const Bucket& bucket, const void* record) {
   if (bucket.of_pass()) check(bucket, record);
-  const Turn turn{num_passes_, bucket.ends_pass()};
-  if (bucket.ends_pass() || bucket.named_sum()) {
-    ++step_;
-    ++num_passes_;
-  }
-  return turn;
+  if (bucket.ends_pass() || bucket.named_sum()) ++step_;
 }
 
 void PassOrder::check(const Bucket& bucket, const void* record) {

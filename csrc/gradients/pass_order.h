@@ -1,4 +1,4 @@
-// The order of buckets within a backward pass, and the numbers of passes and buckets.
+// The order of buckets within a backward pass, and the number of passes.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,9 @@ namespace fusedcomm {
 // Not thread-safe.
 class PassOrder {
  public:
-  struct Turn {
-    int64_t pass = 0;  // numbers the error monitor's passes
-    bool ends_pass = false;
-  };
   // Counts a bucket that is handed over. record: tells whether two passes have the same first bucket. Throws if DDP has
   // skipped buckets.
-  Turn take(const Bucket& bucket, const void* record);
+  void take(const Bucket& bucket, const void* record);
 
   int64_t step() const { return step_; }
   void restore_step(int64_t step) { step_ = step; }
@@ -29,7 +25,6 @@ class PassOrder {
   const void* first_of_pass_ = nullptr;  // bucket 0's record, to compare the next pass's with
   int num_unfinished_ = 0;               // unfinished passes in a row with the same first bucket
   int64_t step_ = 0;                     // backward passes so far; saved in checkpoints
-  int64_t num_passes_ = 0;               // never restored, because all ranks must agree
 };
 
 }  // namespace fusedcomm

@@ -41,11 +41,10 @@ at::Tensor load(const at::Tensor& residual, int64_t begin, int64_t numel) {
 
 }  // namespace
 
-ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
+ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float reduce_scale,
                                const Place& place, c10::Device device, bool of_first_only)
     : layout_(layout),
       format_(format),
-      pack_scale_(pack_scale),
       reduce_scale_(reduce_scale),
       place_(place),
       num_first_parts_(place.on_two_levels() ? place.num_hosts : layout.num_parts),
@@ -54,8 +53,8 @@ ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format
       second_(zeros(format, has_second_ ? second_numel() : 0, device)) {}
 
 std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& all, ResidualFormat format,
-                                                        float pack_scale, const Place& place, c10::Device device) {
-  auto residual = std::make_shared<ResidualBuffer>(all, format, pack_scale, /*reduce_scale=*/1.0F, place, device,
+                                                        const Place& place, c10::Device device) {
+  auto residual = std::make_shared<ResidualBuffer>(all, format, /*reduce_scale=*/1.0F, place, device,
                                                    /*of_first_only=*/true);
   residual->of_rows_ = true;
   return residual;
@@ -118,7 +117,7 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
           .add_(load(second_, at, second.numel()) / divisor(reduce_scale_, values));
     }
   }
-  return values.div_(divisor(pack_scale_, values));
+  return values;
 }
 
 at::Tensor ResidualBuffer::row_values(int64_t begin, int64_t numel) const {
@@ -131,7 +130,7 @@ at::Tensor ResidualBuffer::row_values(int64_t begin, int64_t numel) const {
     const at::Tensor rows = first_.narrow(0, chunk * chunk_numel, chunk_numel).view({num_first_parts_, part_numel});
     own.narrow(1, at - begin, end - at).copy_(rows.narrow(1, from, end - at));
   }
-  return values.div_(divisor(pack_scale_ * first_share_, values));
+  return first_share_ == 1 ? values : values.div_(divisor(first_share_, values));
 }
 
 at::Tensor ResidualBuffer::own_rows(const at::Tensor& rows) const {
@@ -152,7 +151,7 @@ at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   if (of_rows_) {
     const at::Tensor rest = values.clone().view({layout_.num_parts, layout_.num_chunks, layout_.part.lossy_numel});
     const at::Tensor own = own_rows(rest);
-    first_.copy_(own.transpose(0, 1).reshape({-1}).mul(pack_scale_));
+    first_.copy_(own.transpose(0, 1).reshape({-1}));
     own.zero_();
     return place_.on_two_levels() ? rest.view({-1}) : at::Tensor();
   }
@@ -165,7 +164,7 @@ at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
         .copy_(values.narrow(0, range.begin, range.numel()));
     rest.narrow(0, range.begin, range.numel()).zero_();
   }
-  first_.copy_(of_first.mul_(pack_scale_));
+  first_.copy_(of_first);
   second_.zero_();
   return place_.on_two_levels() ? rest : at::Tensor();
 }
@@ -195,13 +194,6 @@ bool ResidualBuffer::take(const EncoderResiduals& of_encoders) {
   first_share_ = share;
   second_factor_ = factor;
   return true;
-}
-
-at::Tensor ResidualBuffer::first_norm() const {
-  const NoAutocast no_autocast;
-  const at::Tensor values = load(first_, 0, first_numel());
-  const at::Tensor norm = at::linalg_vector_norm(values, 2, {}, false, at::kDouble);
-  return norm.div_(divisor(pack_scale_ * first_share_, norm));
 }
 
 }  // namespace fusedcomm

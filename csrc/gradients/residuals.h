@@ -24,15 +24,15 @@ using EncoderResiduals = std::tuple<at::Tensor, at::Tensor, double, double>;
 
 class ResidualBuffer {
  public:
-  // All residuals are zero at first. pack_scale, reduce_scale: of the bucket's plan. place: tells which parts this rank
-  // encodes in a two-shot. of_first_only: there is no second residual, because nothing is encoded twice or because only
-  // the first residual is needed.
-  ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
-                 const Place& place, c10::Device device, bool of_first_only = false);
+  // All residuals are zero at first. reduce_scale: of the bucket's plan. place: tells which parts this rank
+  // encodes in a two-shot. of_first_only: there is no second residual, because nothing is encoded
+  // twice.
+  ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float reduce_scale, const Place& place,
+                 c10::Device device, bool of_first_only = false);
   // A reduce-scatter's residual: a part for each row, of which layout `all` is; there is no second one. `begin` counts
   // elements in a row then, and [numel] elements are [num_rows, numel / num_rows].
-  static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& all, ResidualFormat format, float pack_scale,
-                                                 const Place& place, c10::Device device);
+  static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& all, ResidualFormat format, const Place& place,
+                                                 c10::Device device);
 
   Residual of_first() const { return {format_, static_cast<std::byte*>(first_.data_ptr()), first_numel()}; }
   Residual of_second() const { return {format_, static_cast<std::byte*>(second_.data_ptr()), second_numel()}; }
@@ -70,17 +70,12 @@ class ResidualBuffer {
   bool take(const EncoderResiduals& of_encoders);
   // The view of `values`, as set_values() takes them, of what values(begin, numel) returns.
   at::Tensor range_of(const at::Tensor& values, int64_t begin, int64_t numel) const;
-  // Sets every element of the first residual, which must be fp32: the first encoder adds `value` next time to all that
-  // it encodes.
-  void fill_first(float value) { first_.fill_(value); }
-  // float64 scalar: ‖first residual‖₂, in the unit of gradients.
-  at::Tensor first_norm() const;
 
  private:
   int64_t first_numel() const { return layout_.num_chunks * num_first_parts_ * layout_.part.lossy_numel; }
   int64_t second_numel() const { return layout_.num_chunks * layout_.part.lossy_numel; }
   // Whether values() has the first residual's own bits where nothing is encoded twice.
-  bool is_unscaled() const { return pack_scale_ == 1 && first_share_ == 1; }
+  bool is_unscaled() const { return first_share_ == 1; }
   // The first residual's view of the part that this rank encodes twice.
   at::Tensor own_first() const;
   // values() of rows.
@@ -95,7 +90,7 @@ class ResidualBuffer {
 
   const BucketLayout layout_;
   const ResidualFormat format_;
-  const float pack_scale_, reduce_scale_;
+  const float reduce_scale_;
   const Place place_;
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;

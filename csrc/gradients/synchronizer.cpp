@@ -23,15 +23,13 @@ constexpr std::chrono::seconds kAbortAfter{1};
 }  // namespace
 
 Synchronizer::Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
-                           const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
+                           const std::vector<Parameters::Known>& parameters, c10::Device device, int wire_1d)
     : engine_(std::move(engine)),
       transport_(std::move(transport)),
-      options_(options),
       device_(device),
       process_(getpid()),
-      parameters_(parameters, options.wire_1d, device, &engine_->device()),
+      parameters_(parameters, wire_1d, device, &engine_->device()),
       records_(*engine_, transport_->place(), device),
-      monitor_(options.measure_every),
       weights_(engine_.get(), device),
       kept_(device) {}
 
@@ -152,35 +150,24 @@ FuturePtr Synchronizer::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const PassWeightPtr weight = bucket.gathers() ? nullptr : weights_.of(bucket);
   if (weight && weight->pack == 0) bucket.gradients->zero();  // also what is not finite
-  const auto [record, turn] = take_turn(bucket, weight.get());
+  const BucketRecordPtr record = take_turn(bucket, weight.get());
 
   const FuturePtr future = make_future(device_);
   std::shared_ptr<BucketJob> job = make_job(bucket, record, *engine_, future);
-  job->profiler = profiler_of_this_thread(*transport_, device_, *job->plan, *bucket.gradients);
+  job->profiled = profiled_range(*transport_, device_, *job->plan, *bucket.gradients);
   if (record->passthrough) {
     submit_passthrough(std::move(job), bucket, weight, &weights_, future, engine_.get(), transport_);
     return future;
   }
-  decorate(job.get(), bucket, record, weight, turn);
+  // Residuals are remembered before weights change them.
+  if (record->messages) job->decorators.push_back(remembered(record));
+  if (weight) job->decorators.push_back(weighted(job.get(), bucket, *record, weight, &weights_, engine_.get()));
   if (record->messages) keep(bucket, record, job, future);
   engine_->submit(std::move(job));
   return future;
 } catch (const std::exception& error) {
   // Preparing a bucket sometimes waits for the device, and then receives errors of earlier work.
   rethrow_named(bucket, error);
-}
-
-void Synchronizer::decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record,
-                            const PassWeightPtr& weight, const PassOrder::Turn& turn) {
-  const bool is_measured = monitor_.is_measured(turn.pass) && !bucket.rows() && record->plan.sum != Sum::kExact &&
-                           !(bucket.of_pass() && bucket.of_pass()->packed) && (!weight || weight->pack != 0);
-  // Residuals are remembered before anything changes them, and measured as the encoder adds them.
-  if (record->messages) job->decorators.push_back(remembered(record));
-  if (weight) job->decorators.push_back(weighted(job, bucket, *record, weight, &weights_, engine_.get()));
-  if (is_measured) {
-    job->decorators.push_back(
-        measured(job, record, bucket.gradients, *engine_, transport_->place(), weight, &monitor_));
-  }
 }
 
 void Synchronizer::keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
@@ -209,17 +196,16 @@ void Synchronizer::take_over(Synchronizer& from, bool again) {
   if (!residuals.empty()) parameters_.restore_residuals(residuals, std::nullopt);
 }
 
-std::pair<BucketRecordPtr, PassOrder::Turn> Synchronizer::take_turn(const Bucket& bucket, const PassWeight* weight) {
+BucketRecordPtr Synchronizer::take_turn(const Bucket& bucket, const PassWeight* weight) {
   std::lock_guard<std::mutex> lock(mutex_);
-  BucketRecords::Found found = records_.of(bucket, weight, &parameters_);
-  if (found.is_new) monitor_.forget(found.record->label->name);
-  const PassOrder::Turn turn = order_.take(bucket, found.record.get());
-  if (turn.ends_pass) {
+  BucketRecordPtr record = records_.of(bucket, weight, &parameters_);
+  order_.take(bucket, record.get());
+  if (bucket.ends_pass()) {
     // Every parameter has appeared by the end of a pass. DDP's second pass may only have them in other buckets.
     std::string notice = parameters_.drop_unclaimed_residuals();
     if (!notice.empty()) notices_.push_back(std::move(notice));
   }
-  return {std::move(found.record), turn};
+  return record;
 }
 
 void Synchronizer::choose_wires(WireOf wire_of) {
@@ -246,13 +232,11 @@ void Synchronizer::forget(const at::Tensor& parameter) {
 
 EngineStats Synchronizer::stats() const {
   EngineStats stats = engine_->stats();
-  settle();
+  engine_->device().wait_for_lanes();
   std::lock_guard<std::mutex> lock(mutex_);
   stats.num_nonfinite += parameters_.take_device_counts();
   return stats;
 }
-
-void Synchronizer::settle() const { engine_->device().wait_for_lanes(); }
 
 int64_t Synchronizer::step() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -284,13 +268,13 @@ void Synchronizer::restore_residuals(const std::map<std::string, at::Tensor>& re
 }
 
 std::map<std::string, int64_t> Synchronizer::nonfinite_by_parameter() const {
-  settle();
+  engine_->device().wait_for_lanes();
   std::lock_guard<std::mutex> lock(mutex_);
   return parameters_.nonfinite();
 }
 
 void Synchronizer::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
-  settle();
+  engine_->device().wait_for_lanes();
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_nonfinite(counts);
 }

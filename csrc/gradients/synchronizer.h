@@ -19,7 +19,6 @@
 #include "engine/watched.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
-#include "gradients/error_monitor.h"
 #include "gradients/kept_pass.h"
 #include "gradients/pass_order.h"
 #include "gradients/pass_weight.h"
@@ -29,16 +28,11 @@ namespace fusedcomm {
 
 class Synchronizer {
  public:
-  // All ranks must have the same options.
-  struct Options {
-    int wire_1d = 0;            // wire number of parameters that appear later and have at most one dimension
-    int64_t measure_every = 0;  // steps from one measured step to the next; 0: never
-  };
-
   // parameters: empty if they are added as they appear in buckets, e.g. for a hook that is registered without the
-  // module. device: of the gradients.
+  // module. device: of the gradients. wire_1d: wire number of parameters that appear later and have at most one
+  // dimension, the same on every rank.
   Synchronizer(std::shared_ptr<Engine> engine, std::shared_ptr<TensorTransport> transport,
-               const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options);
+               const std::vector<Parameters::Known>& parameters, c10::Device device, int wire_1d);
   // Ends the engine and the transport without holding the GIL.
   ~Synchronizer();
 
@@ -124,9 +118,6 @@ class Synchronizer {
   void restore_step(int64_t step);
 
   PassWeights& weights() { return weights_; }
-  const ErrorMonitor& monitor() const { return monitor_; }
-  // Waits for the device, so that the monitor's results can be read.
-  void settle() const;
   // The records of the last backward pass, by bucket index.
   std::vector<BucketRecordPtr> buckets() const;
 
@@ -135,18 +126,14 @@ class Synchronizer {
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   std::string text_of(const Bucket& bucket);
-  // Gives the job its decorators, in their order.
-  void decorate(BucketJob* job, const Bucket& bucket, const BucketRecordPtr& record, const PassWeightPtr& weight,
-                const PassOrder::Turn& turn);
   // Keeps the bucket's messages for others, and gives the job codes that it has already.
   void keep(const Bucket& bucket, const BucketRecordPtr& record, const std::shared_ptr<BucketJob>& job,
             const FuturePtr& future);
-  // The bucket's record, and its turn in the backward pass.
-  std::pair<BucketRecordPtr, PassOrder::Turn> take_turn(const Bucket& bucket, const PassWeight* weight);
+  // Counts the bucket in the backward pass, and returns its record.
+  BucketRecordPtr take_turn(const Bucket& bucket, const PassWeight* weight);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<TensorTransport> transport_;
-  const Options options_;
   const c10::Device device_;
   const pid_t process_;
   int64_t call_every_ = 0;  // 0: never
@@ -159,7 +146,6 @@ class Synchronizer {
   std::vector<std::string> notices_;
   WireOf wire_of_;  // empty: the number of dimensions decides
 
-  ErrorMonitor monitor_;
   PassWeights weights_;
   KeptPass kept_;
 

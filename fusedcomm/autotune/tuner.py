@@ -27,8 +27,8 @@ MAX_STEPS, MAX_TURNS = 40, 3
 TIMED, UNTIMED = 2, 1
 """Steps of a turn that count, and steps before them. The first one still waits for what the candidate before sent."""
 UNTIMED_FIRST = 4
-"""Steps before those of a candidate's first turn. DDP rebuilds its buckets after the first or second step, connections
-and memory are used for the first time, and the third step is measured (``measure_every``)."""
+"""Steps before those of a candidate's first turn. DDP rebuilds its buckets after the first or second step, and
+connections and memory are used for the first time."""
 
 
 def num_turns(num_candidates: int) -> int:
@@ -125,8 +125,7 @@ class Tuner:
         self._configs = {name_of(config): config for config in configs}
         self._has_off, self._announce, self._caps = has_off, announce, caps
         self._target: Target | None = None
-        # What stands in for off sends nothing, so it measures nothing.
-        first = Config("fp32", measure_every=0) if has_off else configs[0]
+        first = Config("fp32") if has_off else configs[0]
         also_agree = {AUTO: {"candidates": list(self._configs), "chosen": chosen}, **also_agree}
         on = process_group, numbered(parameters, first), local, device, announce
         self._base = base = Session(first, *on, also_agree=also_agree, watched=False, problem=problem)

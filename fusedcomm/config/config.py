@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 
@@ -16,7 +15,6 @@ from fusedcomm.config.options import (
     WIRES,
     WITH_SCALES,
     WITHOUT_SCALES,
-    Blocks,
     Chunks,
     Feedback,
     Options,
@@ -51,10 +49,10 @@ class Config(Options):
 
     Args:
         wire: the dtype that is sent: "fp32", "bf16", "fp16", or codes with one scale for each block of elements:
-            "int8", "fp8" (e4m3), "int4".
+            "int8" and "fp8" (e4m3), of 128 elements, or "int4", of 32.
         sum: how buckets are summed.
             "exact": all-reduce in fp32.
-            "direct": all-reduce in the 16-bit wire.
+            "direct": all-reduce in the 16-bit wire; of fp16 after a division by a power of two near √world_size.
             "two-shot": each rank sums one part of all ranks' encoded chunks, in fp32 and in rank order, encodes the
             sum and sends it to all ranks.
             "one-shot": each rank receives all ranks' encoded chunks and sums them in fp32. Gradients are rounded once
@@ -65,14 +63,8 @@ class Config(Options):
             its names. The first pattern that matches counts. "fp32" is exact. If `wire` has scales, "1d" comes first
             and means "fp32", unless it is given here: {"1d": wire} sends biases and norms like the rest. It is an error
             if patterns give a tied parameter different wires through different names.
-        predivide: fp16 only. Gradients are divided by it before they are encoded. The sum is multiplied by it and
-            divided by the world size, in fp32. "auto": a power of two near √world_size for "direct", else 1.
-        blocks: a :class:`Blocks`: how many elements share a scale.
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
-        measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
-            rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
-            bytes for each element if there is no fp32 residual. 0: never.
         compare_every: steps between comparisons of the parameters, which should be equal on all ranks. In such a step
             each rank sends a checksum of its parameters, 8 bytes, before the first bucket. None: never. With FSDP2 only
             replicas (HSDP, replicate()) are compared.
@@ -105,11 +97,8 @@ class Config(Options):
     wire: Wire = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
     sum: Sum = "auto"
     wires: Mapping[str, Wire] = dataclasses.field(default_factory=dict)
-    predivide: float | Literal["auto"] = "auto"
-    blocks: Blocks = Blocks()
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
-    measure_every: int = 1000
     compare_every: int | None = 1000
     compare: Compare = "warn"
     hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
@@ -123,19 +112,15 @@ class Config(Options):
         check.choice("sum", self.sum, SUMS)
         check.choice("params", self.params, WIRES)
         check.flag("params_kept", self.params_kept)
-        for name, kind in (("blocks", Blocks), ("chunks", Chunks)):
-            check.kind(name, getattr(self, name), kind)
+        check.kind("chunks", self.chunks, Chunks)
         if self.compare_every is not None:
             possible = "a whole number of steps, 1 or more, or None for never"
             check.whole("compare_every", self.compare_every, 1, MOST, possible)
         check.choice("compare", self.compare, COMPARE)
-        check.whole("measure_every", self.measure_every, 0, MOST, "a whole number of steps, or 0 for never")
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
         if self.weighted is not None:
             check.choice("weighted", self.weighted, ("mean", "sum"))
-        if self.predivide != "auto":
-            check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
         combinations.refuse("Config", self._combined())
         self.native(_ANY_CHUNKS)
@@ -155,8 +140,6 @@ class Config(Options):
             "wire": self.wire,
             "sum": self.sum,
             "wires": {pattern: wire for pattern, wire in self.wires.items() if wire != self.wire} or None,
-            "predivide": None if self.predivide == "auto" else self.predivide,
-            "blocks": None if self.blocks == Blocks() else self.blocks,
             "feedback": self.feedback,
             "wires that are all 'fp32'": {self.wire, *self.wires.values()} == {"fp32"},
             "hosts": self.named_hosts,
@@ -209,11 +192,6 @@ class Config(Options):
         return given or (self.wire if self.wire in WITHOUT_SCALES else "bf16")
 
     @property
-    def block_numel(self) -> int:
-        """The elements of a block of `wire`. Wires without scales have a number, too."""
-        return self.blocks.numel or _C.default_block_numel(self.wire)
-
-    @property
     def residual_format(self) -> str | None:
         """The format of residuals, "fp32" or "bf16". None: no residuals are kept."""
         return None if self.feedback is None else self.feedback.format
@@ -231,10 +209,8 @@ class Config(Options):
 
     @property
     def formats(self) -> list[tuple[str, int]]:
-        """(wire, block) of each of `numbered_wires`, as the engine takes them. Wires without scales have a block,
-        too."""
-        others = [(wire, _C.default_block_numel(wire)) for wire in self.numbered_wires[1:]]
-        return [(self.wire, self.block_numel), *others]
+        """(wire, elements of a block) of each of `numbered_wires`. Wires without scales have a number, too."""
+        return [(wire, _C.default_block_numel(wire)) for wire in self.numbered_wires]
 
     def number_of(self, wire: str) -> int:
         """The number of a wire that parameters may have, as csrc/engine/config.h defines it."""
@@ -310,12 +286,10 @@ class Config(Options):
         Raises:
             ValueError: options that the engine cannot combine.
         """
-        (wire, block), *others = self.formats
+        wire, *others = self.numbered_wires
         return _C.WireConfig(
             wire=wire,
             sum=self.sum,
-            block=block,
-            predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=chunks.nbytes,
             chunks_in_flight=chunks.in_flight,
             others=others,
@@ -344,6 +318,5 @@ class Config(Options):
             # A list, because order matters: the first pattern that matches counts, and the bytes of the wires follow
             # each other in this order.
             "wires": list(self.wires.items()),
-            "blocks": {"numel": self.block_numel},
             "hosts": None if levels is None else {"groups": levels.groups, "local_wire": self.local_wire},
         }

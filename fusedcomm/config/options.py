@@ -42,25 +42,6 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Blocks(Options):
-    """The blocks of a wire with scales.
-
-    Args:
-        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
-            The wires of `Config.wires` always have the default.
-    """
-
-    numel: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.numel is not None:
-            possible = "a power of two from 32 to 4096 elements"
-            check.whole("Blocks(numel)", self.numel, 32, 4096, possible)
-            if self.numel & (self.numel - 1):
-                raise ValueError(f"Blocks(numel)={self.numel} is not possible: use {possible}")
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class Feedback(Options):
     """Error feedback: the encoders' errors of one step are added to the gradients of the next. Rounding then delays
     gradients instead of changing them.
@@ -118,7 +99,7 @@ class TwoLevels(Options):
 
     With one host, or with one rank on each, there is one level, and the plan says so. Two levels need the two-shot sum,
     which "auto" takes for all but small buckets. Exact sums have one level, over all ranks. Two levels add in another
-    order than one. In fp16 the sum of a host's ranks must stay below 65504 (`Config.predivide`).
+    order than one. In fp16 the sum of a host's ranks must stay below 65504.
 
     This object asks for two levels: a configuration or hosts that exclude them are an error. ``Config(hosts="auto")``,
     the default, has two levels only where they are possible.

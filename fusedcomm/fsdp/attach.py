@@ -87,7 +87,7 @@ def attach_fsdp(
 def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]], sharded: list[Sharded]) -> Config:
     """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
     wanted = chosen(config, "FSDP2")
-    combinations.refuse("FSDP2", {"sum": wanted.sum, "measure_every": wanted.measure_every})
+    combinations.refuse("FSDP2", {"sum": wanted.sum})
     wanted.check_patterns(named)
     refuse_gathers(wanted, sharded)
     return wanted

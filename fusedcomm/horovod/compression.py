@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fusedcomm.config import WIRES, Blocks, Chunks, Config, Feedback, TwoLevels, check
+from fusedcomm.config import WIRES, Chunks, Config, Feedback, TwoLevels, check
 from fusedcomm.literals import Weighted
 
-_GROUPS = {"blocks": Blocks, "feedback": Feedback, "chunks": Chunks}
+_GROUPS = {"feedback": Feedback, "chunks": Chunks}
 _SENT_AS_THEY_ARE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -66,33 +66,22 @@ class FP16Compressor(_Cast):
     wire, dtype = "fp16", torch.float16
 
 
-class Int8Compressor(NoneCompressor):
-    """Sent as int8 codes with scales, and summed in fp32. On cpu only."""
-
-    wire = "int8"
-
-
-class FP8Compressor(NoneCompressor):
-    """Sent as 8-bit floats with scales, and summed in fp32. On cpu only."""
-
-    wire = "fp8"
-
-
-class Int4Compressor(NoneCompressor):
-    """Sent as int4 codes with scales, and summed in fp32. On cpu only."""
-
-    wire = "int4"
+def _in_wire(wire: str) -> Compressor:
+    compressor = NoneCompressor()
+    compressor.wire = wire
+    return compressor
 
 
 class Compression:
-    """The values of `compression=`. In "int8", "fp8" and "int4" tensors with at most one dimension are sent exactly."""
+    """The values of `compression=`. In int8, fp8 and int4 tensors are sent as codes with scales, and summed in fp32;
+    those with at most one dimension are sent exactly."""
 
     none = NoneCompressor
     bf16 = BF16Compressor
     fp16 = FP16Compressor
-    int8 = Int8Compressor
-    fp8 = FP8Compressor
-    int4 = Int4Compressor
+    int8 = _in_wire("int8")
+    fp8 = _in_wire("fp8")
+    int4 = _in_wire("int4")
 
     @staticmethod
     def of(config: Config) -> Compressor:
@@ -102,9 +91,7 @@ class Compression:
         Raises:
             ValueError: `config` is no :class:`fusedcomm.Config`, or has checks.
         """
-        compressor = NoneCompressor()
-        compressor.wire = text_of(config)
-        return compressor
+        return _in_wire(text_of(config))
 
 
 def text_of(config: Config) -> str:
@@ -112,10 +99,10 @@ def text_of(config: Config) -> str:
     defaults; else JSON.
 
     Raises:
-        ValueError: `config` is no Config, measures errors of backward passes, or has feedback of reduce-scatters.
+        ValueError: `config` is no Config, compares parameters, or has options of shards.
     """
     check.kind("config", config, Config)
-    for name in ("measure_every", "compare_every", "compare"):
+    for name in ("compare_every", "compare"):
         if getattr(config, name) != getattr(Config(), name):
             raise ValueError(
                 f"{name}={getattr(config, name)!r} is not possible here: operations come one by one, and belong to no "
@@ -130,7 +117,7 @@ def text_of(config: Config) -> str:
 
 
 def config_of(text: str) -> Config:
-    """The configuration that :func:`text_of` has named, without measurements. Raises ValueError for another text."""
+    """The configuration that :func:`text_of` has named. Raises ValueError for another text."""
     if text in WIRES:
         fields: Any = {"wire": text}
     else:
@@ -145,7 +132,7 @@ def config_of(text: str) -> Config:
             fields[name] = group(**fields[name])
     if isinstance(fields.get("hosts"), dict):
         fields["hosts"] = TwoLevels(**fields["hosts"])
-    return Config(**fields, measure_every=0)
+    return Config(**fields)
 
 
 def check_compression(compression: Any) -> Any:
@@ -168,23 +155,16 @@ def check_compression(compression: Any) -> Any:
     raise TypeError(f"fusedcomm.horovod: compression={compression!r}, of type {kind}, is no compressor: {cure}")
 
 
-def config_of_gradients(
-    compression: Any, dtypes: set[torch.dtype], predivide: float, weighted: Weighted | None
-) -> Config | None:
+def config_of_gradients(compression: Any, dtypes: set[torch.dtype], weighted: Weighted | None) -> Config | None:
     """The configuration that sums gradients of these dtypes. None: the compressor is the user's, and no wire of ours.
-
-    predivide: what gradients are divided by before the sum; only wire fp16 needs it, where they could overflow.
-    """
+    Its sums are in fp32, so that gradient_predivide_factor has nothing to do."""
     wire = getattr(compression, "wire", "")
     if compression is Compression.none:
         # Gradients of 16 bits travel as they are; fp32 adds up in either case.
         wire = _SENT_AS_THEY_ARE.get(next(iter(dtypes)), "fp32") if len(dtypes) == 1 else "fp32"
     if not isinstance(wire, str) or not wire:
         return None
-    config = config_of(wire)
-    if predivide != 1.0 and config.wire == "fp16":
-        config = dataclasses.replace(config, predivide=predivide)
-    return dataclasses.replace(config, weighted=weighted)
+    return dataclasses.replace(config_of(wire), weighted=weighted)
 
 
 def wire_of(compression: Any, tensor: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import fusedcomm.horovod.async_ops as async_ops
+import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
@@ -82,7 +82,7 @@ class ReducedOptimizer(Spelled):
             world().members[self.process_set.process_set_id or 0].check(each.device)
         if self.op in (Average, Sum):
             dtypes = {each.dtype for _, each in named if each.requires_grad}
-            config = config_of_gradients(options.compression, dtypes, options.predivide, options.weighted)
+            config = config_of_gradients(options.compression, dtypes, options.weighted)
         if config is None and options.weighted is not None:
             raise ValueError(
                 f"weighted={options.weighted!r} is not possible with a compressor of your own: use a compression with "
@@ -154,7 +154,7 @@ class ReducedOptimizer(Spelled):
             raise ValueError(ADDED_MEANS)
         self.backward_passes_per_step = passes
         if self.reducer is not None:
-            self.reducer.native.set_every(passes)
+            self.reducer.native.set_passes(passes)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
@@ -205,7 +205,7 @@ class ReducedOptimizer(Spelled):
             self._options.compression.compress((each.grad / self._options.predivide).contiguous()) for _, each in named
         ]
         handles = [
-            async_ops.allreduce_async_(
+            ops.allreduce_async_(
                 tensor, name=name, op=self.op, postscale_factor=self._options.predivide, process_set=self.process_set
             )
             for (name, _), (tensor, _) in zip(named, sent, strict=True)

@@ -188,7 +188,6 @@ class Session:
                     parameters=[(p.tensor, p.name, p.wire) for p in self.parameters or []],
                     wire_1d=config.wire_number_1d,
                     grad_device=self.device,
-                    measure_every=config.measure_every,
                 )
         except Exception as error:
             problem = error

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
-MAX_BUCKETS_SHOWN = 16
-"""With more buckets, scalars() has the largest quantization error only, and none for each bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +83,6 @@ class Stats:
     nonfinite: int = 0
     """Elements of local gradients that were NaN or Inf when packed."""
     nonfinite_by_parameter: dict[str, int] = dataclasses.field(default_factory=dict)
-    quantization_error: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By the bucket's label, the relative error ‖g − ĝ‖₂ / ‖g‖₂ that was last measured (``measure_every`` of
-    :class:`fusedcomm.Config`): g is this rank's gradient, ĝ what the other ranks received for it. With error feedback
-    the numerator is the norm of the residual after the step.
-
-    On two levels the numerator is the error of the part of its host's sum that this rank encodes. The ratio is then as
-    large as without for independent gradients, and √(ranks on a host) times as large for equal ones. Buckets that are
-    summed exactly are missing."""
     changes: tuple[Change, ...] = ()
     """With members: the changes of who trains together, oldest first."""
     off: bool = False
@@ -109,7 +99,7 @@ class Stats:
 
         Names have small letters, digits and underscores, and "/" before the last part of some. Prometheus allows no
         "/": ``scalars("_")`` has "_" instead. A name keeps its meaning. A number that is not known yet is left out:
-        those marked * before the first step, + where nothing is sent, # before the first measurement.
+        those marked * before the first step, + where nothing is sent.
 
             steps, nonfinite                    counts since attach
             off                                 1 while gradients go through DDP's own all-reduce, else 0
@@ -121,10 +111,8 @@ class Stats:
             overlap *                           see the attribute
             exposed_ms/last, p50, p95 *         see :class:`StepTimes`
             busy_ms/last, p50, p95 *            see :class:`StepTimes`
-            quantization_error/max #            the largest of the buckets
-            quantization_error/bucket_0 … #     each bucket's, if there are at most 16
 
-        All are finite, except the errors: they are Inf or NaN if gradients are, and then the largest is, too.
+        All are finite.
         """
         per_step = {
             "buckets_per_step": self.buckets,
@@ -137,10 +125,6 @@ class Stats:
         found |= {"wire_ratio": self.wire_ratio, "overlap": self.overlap}
         for name, times in (("exposed_ms", self.exposed_ms), ("busy_ms", self.busy_ms)):
             found |= {f"{name}/{which}": value for which, value in dataclasses.asdict(times).items()}
-        errors = self.quantization_error
-        found["quantization_error/max"] = _largest(errors.values())
-        if len(errors) <= MAX_BUCKETS_SHOWN:
-            found |= {f"quantization_error/{_name_of(label)}": error for label, error in errors.items()}
         return {name.replace("/", separator): float(value) for name, value in found.items() if value is not None}
 
     def __repr__(self) -> str:
@@ -176,9 +160,6 @@ class Stats:
             worst = sorted(self.nonfinite_by_parameter.items(), key=lambda pair: -pair[1])
             named = f", most in {worst[0][0]}" if worst else ""
             rows.append(("NaN or Inf", f"{self.nonfinite} elements of gradients{named}"))
-        if self.quantization_error:
-            worst = max(self.quantization_error, key=lambda label: _nan_last(self.quantization_error[label]))
-            rows.append(("quantization", f"error {self.quantization_error[worst]:.3g} at most, of {worst}"))
         return rows
 
 
@@ -187,7 +168,7 @@ COUNTS = tuple(field.name for field in dataclasses.fields(Stats) if field.type i
 
 
 def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
-    """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
+    """The statistics of this rank's engine. Waits for the device if that keeps the counts."""
     native = synchronizer.stats()
     counts: dict[str, Any] = native.counts
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
@@ -200,10 +181,6 @@ def collect(synchronizer: "_C.Synchronizer", world_size: int) -> Stats:
         busy_ms=step_times(busy, newest),
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
         nonfinite_by_parameter=synchronizer.nonfinite_by_parameter(),
-        quantization_error={
-            measured.bucket: _ratio(measured.error_norm.item(), measured.norm.item())
-            for measured in synchronizer.measurements().values()
-        },
     )
 
 
@@ -218,7 +195,6 @@ def together(found: Sequence[Stats]) -> Stats:
         **{name: sum(getattr(each, name) for each in found) for name in COUNTS if name != "steps"},
         wire_ratio=sum(each.sent_nbytes for each in found) / uncompressed if uncompressed else None,
         nonfinite_by_parameter={k: v for each in found for k, v in each.nonfinite_by_parameter.items()},
-        quantization_error={k: v for each in found for k, v in each.quantization_error.items()},
     )
 
 
@@ -228,26 +204,6 @@ def step_times(recent: Sequence[float], newest: int) -> StepTimes:
         return StepTimes()
     p95 = sorted(recent)[math.ceil(0.95 * len(recent)) - 1]
     return StepTimes(recent[newest], statistics.median(recent), p95)
-
-
-def _nan_last(error: float) -> tuple[bool, float]:
-    """Sorts NaN after every number."""
-    return math.isnan(error), error
-
-
-def _largest(errors: Iterable[float]) -> float | None:
-    """The largest; NaN if one is NaN, and None without any."""
-    values = list(errors)
-    return math.nan if any(map(math.isnan, values)) else max(values, default=None)
-
-
-def _name_of(label: str) -> str:
-    """ "bucket_3" of the label of bucket 3."""
-    return label.partition(" (")[0].replace(" ", "_")
-
-
-def _ratio(error: float, norm: float) -> float:
-    return error / norm if norm != 0 else 0.0 if error == 0 else float("inf")
 
 
 def nonfinite_of_all(session: "Session", own: Iterable[NonFinite]) -> list[NonFinite]:

@@ -9,7 +9,7 @@ from values import DTYPES, WIRES, same_bits
 
 import fusedcomm
 from fusedcomm import simulation
-from fusedcomm.config import Blocks, Config
+from fusedcomm.config import Config
 from fusedcomm.native import _C
 
 
@@ -26,8 +26,8 @@ def gradients(world_size, shape, dtype=torch.float32):
     return result
 
 
-def expected(grads, wire, exempt_mask=None, block=None, sum="two-shot"):
-    block = block or _C.default_block_numel(wire)
+def expected(grads, wire, exempt_mask=None, sum="two-shot"):
+    block = _C.default_block_numel(wire)
     return reference.all_reduce_mean(grads, wire, sum, block=block, exempt_mask=exempt_mask)
 
 
@@ -49,20 +49,6 @@ def test_it_gives_the_bits_of_the_reference(wire, dtype, sum):
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
                 mean = fusedcomm.simulate(grads, config, exempt_mask=exempt)
                 assert same_bits(mean, expected(grads, wire, exempt, sum=sum)), (world_size, numel, exempt)
-
-
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-def test_blocks_of_other_sizes(wire):
-    grads = gradients(3, (5003,))
-    mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(256)))
-    assert torch.equal(mean, expected(grads, wire, block=256))
-
-
-def test_predivide_is_the_codecs():
-    grads = [gradient * 250 for gradient in gradients(3, (5003,))]
-    mean = fusedcomm.simulate(grads, Config("fp16", sum="two-shot", predivide=8.0))
-    assert torch.equal(mean, reference.all_reduce_mean(grads, "fp16", predivide=8.0))
-    assert mean.isfinite().all() and not fusedcomm.simulate(grads, Config("fp16", sum="two-shot")).isfinite().all()
 
 
 def test_the_cut_into_pieces_does_not_show(monkeypatch):
@@ -125,7 +111,7 @@ REAL_OF_TWO = [  # of more ranks the transport chooses the order of addition
     *((shapes, Config(wire)) for wire in ("fp32", "bf16", "fp16", "int8") for shapes in (SMALL, MATRIX)),
     (MATRIX, Config("fp32", "exact")),
     (MATRIX, Config("bf16", "direct")),
-    (MATRIX, Config("fp16", "direct", predivide=4.0)),
+    (MATRIX, Config("fp16", "direct")),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import Blocks, Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
 from fusedcomm.integrations.attachment import Attachment
 from fusedcomm.native import _C
 
@@ -16,10 +16,8 @@ EVERYTHING = Config(
     "int4",
     "two-shot",
     wires={"*.0": "fp32", "1d": "int8"},
-    blocks=Blocks(64),
     feedback=Feedback("bf16"),
     chunks=Chunks(8192, in_flight=3),
-    measure_every=5,
     compare_every=None,
     compare="raise",
     hosts=TwoLevels([[0, 1]], "fp16"),
@@ -56,9 +54,9 @@ def test_anything_else_is_refused_with_what_is_possible(wrong):
 
 def test_a_changed_wire_has_its_own_defaults():
     as_int8 = Config("int8", hosts="auto")
-    assert (as_int8.block_numel, as_int8.local_wire, as_int8.wire_number_1d) == (128, "bf16", _C.EXACT_WIRE)
+    assert (as_int8.formats, as_int8.local_wire, as_int8.wire_number_1d) == ([("int8", 128)], "bf16", _C.EXACT_WIRE)
     as_int4 = dataclasses.replace(as_int8, wire="int4")
-    assert (as_int4.block_numel, as_int4.local_wire, as_int4.wire_number_1d) == (32, "bf16", _C.EXACT_WIRE)
+    assert (as_int4.formats, as_int4.local_wire, as_int4.wire_number_1d) == ([("int4", 32)], "bf16", _C.EXACT_WIRE)
     as_fp32 = dataclasses.replace(as_int8, wire="fp32")
     assert (as_fp32.local_wire, as_fp32.wire_number_1d) == ("fp32", 0)
     assert dataclasses.replace(as_fp32, wire="int8") == as_int8
@@ -69,10 +67,8 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "wire": "int8",
         "sum": "auto",
         "wires": {},
-        "blocks": Blocks(),
         "feedback": None,
         "chunks": Chunks(),
-        "measure_every": 1000,
         "compare_every": 1000,
         "compare": "warn",
         "hosts": "auto",
@@ -81,7 +77,6 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         assert getattr(changed, field) == value
         assert dataclasses.replace(changed, **{field: getattr(EVERYTHING, field)}) == EVERYTHING
     assert [f.name for f in dataclasses.fields(Config) if getattr(EVERYTHING, f.name) == f.default] == [
-        "predivide",
         "weighted",
         "params",
         "params_kept",
@@ -106,7 +101,7 @@ def test_a_configuration_cannot_be_changed_from_outside():
 
 
 def test_two_ways_to_say_the_same_are_agreed_on():
-    said = Config("int8", blocks=Blocks(128), hosts=TwoLevels([[3, 2], [0, 1]], "bf16"))
+    said = Config("int8", hosts=TwoLevels([[3, 2], [0, 1]], "bf16"))
     assert said.record() == Config("int8", hosts=((0, 1), (2, 3))).record()
     assert Config(wires={"a": "int8", "b": "fp8"}).record() != Config(wires={"b": "fp8", "a": "int8"}).record()
 

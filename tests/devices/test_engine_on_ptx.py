@@ -16,7 +16,7 @@ from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config, Feedback
 
 pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
 pytestmark = pytest.mark.skipif(
@@ -52,8 +52,8 @@ CONFIGS = {
         **KEPT_IN_BF16,
     ),
     "two levels": Config("int4", "two-shot", chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16),
-    "two levels measured": Config(
-        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, measure_every=1, hosts=[[0, 3], [1, 2]]
+    "two levels apart": Config(
+        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, hosts=[[0, 3], [1, 2]]
     ),
     "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
     "int4 one-shot": Config("int4", "one-shot", **LOSSY_INT4, **KEPT_IN_BF16),
@@ -62,13 +62,11 @@ CONFIGS = {
         "one-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "fp16", "1d": "fp8"},
         feedback=Feedback("bf16"),
-        measure_every=1,
     ),
     "fp32 one-shot": Config("fp32", "one-shot"),
     "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
-    "measured": Config("int8", "two-shot", measure_every=1),
-    "int8 chunked": Config("int8", "two-shot", blocks=Blocks(32), chunks=Chunks(4096, in_flight=1)),
+    "int8 chunked": Config("int8", "two-shot", chunks=Chunks(4096, in_flight=1)),
     "bf16 direct": Config("bf16", "direct"),
     "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback("bf16")),
     "fp16 one-shot": Config("fp16", "one-shot", chunks=CHUNKED),
@@ -111,11 +109,7 @@ def both_paths(rank, world_size, library, config, dtype, triton_folder, capabili
         values = torch.cat([gradient.flatten() for gradient in seen])
         if config.wire == "fp32":  # a product that is NaN has other bits on a GPU, and sums in place keep them
             values = torch.where(values.isnan(), torch.nan, values)
-        # As text, because some errors are NaN, which equals nothing.
-        told = str(stats.quantization_error)
-        results.append(
-            (values.view(torch.uint8), stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told)
-        )
+        results.append((values.view(torch.uint8), stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes))
     assert fake.launches
     return results
 

@@ -99,7 +99,6 @@ def drawn(wires: Sequence[str], world_size: int, hosts: list[list[int]] | None, 
             wire,
             wires={"1d": wire},
             chunks=chance.choice(CHUNKS),
-            predivide=chance.choice(["auto", 0.5, 4.0]) if wire == "fp16" else "auto",
             **options,
         )
         yield Case(
@@ -143,7 +142,6 @@ def expected(world_size: int, case: Case, index: int) -> torch.Tensor:
         wire,
         config.sum,
         block=_C.default_block_numel(wire),
-        predivide=1.0 if config.predivide == "auto" else config.predivide,
         ranks_per_host=len(groups[0]),
         local_wire="fp32" if wire == "fp32" else config.local_wire,
     ).view(case.shapes[index])
@@ -205,7 +203,7 @@ def test_hosts_are_of_the_ranks_of_ddps_own_group(six_ranks):
 EXACT = {
     "fp32": [{}, {"sum": "two-shot"}, {"hosts": TwoLevels(TWO_BY_TWO, "fp32")}],
     "bf16": [{}, {"sum": "direct"}, {"hosts": TWO_BY_TWO}, {"hosts": INTERLEAVED, "wires": {"1d": "fp32"}}],
-    "fp16": [{}, {"sum": "direct", "predivide": 4.0}, {"hosts": TwoLevels(TWO_BY_TWO, "fp16"), "predivide": 2.0}],
+    "fp16": [{}, {"sum": "direct"}, {"hosts": TwoLevels(TWO_BY_TWO, "fp16")}],
 }
 SHAPES = ((1,), (0,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (0, 5), (20011,))
 
@@ -338,22 +336,21 @@ class Mixed(torch.nn.Module):
 def mixed_buckets(rank, world_size):
     model = Mixed()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-    comm = fusedcomm.attach(ddp, Config("int8", chunks=Chunks(4096), measure_every=2, hosts=INTERLEAVED))
+    comm = fusedcomm.attach(ddp, Config("int8", chunks=Chunks(4096), hosts=INTERLEAVED))
     for step in range(6):
         ddp.zero_grad(set_to_none=True)
         time.sleep(0.003 * ((rank * 5 + step) % 3))
         ddp(torch.tensor([rank, 7]), float(rank)).backward()
     embedded = model.embedding.weight.grad.to_dense()[:, 0]
     dense = [p.grad.unique().tolist() for p in (model.large, model.small, model.in_double)]
-    return dense, embedded[[0, 1, 2, 3, 7]].tolist(), [row.sum for row in comm.plan().buckets], comm.stats()
+    return dense, embedded[[0, 1, 2, 3, 7]].tolist(), [row.sum for row in comm.plan().buckets]
 
 
 def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks):
-    for dense, embedded, sums, stats in ranks.run(mixed_buckets):
+    for dense, embedded, sums in ranks.run(mixed_buckets):
         assert dense == [[1.5], [1.5], [1.5]]
         assert embedded == [0.0, 0.25, 0.5, 0.75, 1.5]
         assert {"two-shot", "exact"} <= set(sums)
-        assert all(error < 0.01 for error in stats.quantization_error.values()) and stats.quantization_error
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"hosts": TWO_BY_TWO}], ids=str)

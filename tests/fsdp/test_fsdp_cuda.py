@@ -49,7 +49,7 @@ CONFIGS_OF_REDUCER = {
     "bf16": Config("bf16"),
     "int8 feedback": Config("int8", feedback=Feedback()),
     "int4": Config("int4"),
-    "fp8 counted": Config("fp8", measure_every=2),
+    "fp8": Config("fp8"),
 }
 CASES = [("GradReducer", name, 2) for name in CONFIGS_OF_REDUCER] + [("sharded", name, 2) for name in CONFIGS]
 CASES += [(kind, name, 2) for kind in ("gradients in bfloat16", "replicate") for name in ("fp32", "bf16", "int8")]

@@ -35,8 +35,7 @@ def backward(call, comm, no_sync, counts, rank, step, weighted):
 
 
 def weighted_steps(rank, world_size, front, steps, config):
-    """(the gradients after each step, the errors of the last one's buckets, whether detach() leaves nothing behind);
-    steps[step][pass][rank] rows."""
+    """(the gradients after each step, whether detach() leaves nothing behind); steps[step][pass][rank] rows."""
     module = model()
     call, comm, no_sync = wrapped(front, module, config)
     found = []
@@ -44,19 +43,18 @@ def weighted_steps(rank, world_size, front, steps, config):
         module.zero_grad()
         backward(call, comm, no_sync, counts, rank, step, config.weighted)
         found.append(gradients_of(module).clone())
-    errors = list(comm.stats().quantization_error.values())
     comm.detach()
     alone = model()
     module.zero_grad()
     for each in (call, alone):
         sum_of_losses(each, *rows(0, 99, 0, 4)).backward()
-    return found, errors, torch.allclose(gradients_of(module), gradients_of(alone), rtol=1e-5, atol=1e-5)
+    return found, torch.allclose(gradients_of(module), gradients_of(alone), rtol=1e-5, atol=1e-5)
 
 
 ONE_PASS = [[[1000, 1, 7, 30]], [[0, 12, 1000, 3]], [[5, 1, 0, 0]]]
 STEPS = {False: ONE_PASS, True: TWO_PASSES}
 
-ADD_UP = ("hook", "hook, other groups", "reducer", "reducer, every", "DataParallel")
+ADD_UP = ("hook", "hook, other groups", "reducer", "DataParallel")
 ONLY_ONCE = ("hook", "hook, static graph", "reducer", "reducer, unused", "DataParallel", "FSDP2", "HSDP")
 CASES = [
     (front, adds_up, size, weighted)
@@ -72,7 +70,7 @@ CASES = [
 def test_gradients_are_those_of_one_process_with_all_tokens(ranks, front, weighted, adds_up, world_size):
     steps = STEPS[adds_up]
     config = Config("fp32", weighted=weighted)
-    for found, _, is_as_before in ranks.run(weighted_steps, front, steps, config, world_size=world_size):
+    for found, is_as_before in ranks.run(weighted_steps, front, steps, config, world_size=world_size):
         assert is_as_before
         for gradients, exact in zip(found, one_process(steps, world_size), strict=True):
             check_close(gradients, exact)
@@ -82,10 +80,9 @@ WIRES = [("bf16", 0.005), ("fp16", 0.002), ("int8", 0.02), ("fp8", 0.07), ("int4
 
 
 @pytest.mark.parametrize(("wire", "error"), WIRES)
-def test_other_wires_are_within_their_error_and_measure_it(ranks, wire, error):
-    config = Config(wire, sum="two-shot", wires={"1d": wire}, weighted="mean", measure_every=1)
-    (found, errors, _), (others, *_) = ranks.run(weighted_steps, "hook", ONE_PASS, config, world_size=2)
-    assert 0 < max(errors) < error
+def test_other_wires_are_within_their_error(ranks, wire, error):
+    config = Config(wire, sum="two-shot", wires={"1d": wire}, weighted="mean")
+    (found, _), (others, _) = ranks.run(weighted_steps, "hook", ONE_PASS, config, world_size=2)
     for gradients, same, exact in zip(found, others, one_process(ONE_PASS, 2), strict=True):
         assert torch.equal(gradients, same)
         check_close(gradients, exact, error)

@@ -88,6 +88,9 @@ def test_accesses_are_wide_and_nothing_is_spilled(compiled, kernel, wire, dtype,
     assert used["REG"] <= (128 if fields else 80)
     # A tile passes through no shared memory: at its end, pack finds the greatest magnitude of all threads.
     ptx = code["ptx"]
+    # Conversions of bytes have a quarter of other instructions' rate, or less.
+    assert not re.search(r"cvt\.rn\.f32\.[su]", ptx)
+    assert ("e4m3x2" in ptx) == (wire == "fp8" and capability >= 89)
     with_tiles = ptx[: ptx.rindex("st.global")] if kernel == "pack" else "" if kernel == "scale" else ptx
     assert not re.search(r"bar\.|(?:ld|st)\.shared", with_tiles)
     if capability == 75:
@@ -127,9 +130,6 @@ def refused(expected, call):
 variant = variants.Variant("scale", None, 128, torch.float32)
 engine = variants.engine_variants([("int8", 128)], (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 8, engine  # two for exact sums that are not in place
-measured = variants.engine_variants([("int8", 128)], (torch.float32,), measured=True)
-packs = [v.feedback for v in measured if v.kernel == "pack" and v.wire != "fp32"]
-assert packs == [None, "fp32"], packs
 several = variants.engine_variants([("int4", 32), ("fp32", 128)], (torch.float32,), "bf16")
 assert {(v.wire, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
     ("int4", "bf16"), ("fp32", None)
@@ -140,11 +140,6 @@ assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in hosts if v.wire} == {
     ("reduce", "int4", None, "bf16"), ("unpack", "int4", None, None),
     ("pack", "fp32", None, None), ("unpack", "fp32", None, None),
 }, hosts
-measured = variants.engine_variants([("fp8", 128)], (torch.float32,), measured=True, local_wire="fp32")
-assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
-    ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
-    ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
-}, measured
 one_shot = variants.engine_variants([("int4", 32)], (torch.float32,), one_shot=True)
 assert {(v.kernel, v.sums) for v in one_shot if v.wire == "int4"} == {
     ("pack", False), ("unpack", True)

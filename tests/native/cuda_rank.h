@@ -36,7 +36,6 @@ struct Setup {
   bool passes_float64 = false;  // whether one more bucket comes first, of float64
   bool are_apart = false;       // whether each gradient is a tensor of its own; otherwise they are DDP's buckets
   int num_synced = 0;           // the ranks, from 0 on, with forced synchronization
-  int64_t measure_every = 0;
   sim::BackendOptions backend;
   std::shared_ptr<const Nccl> nccl = sim::nccl();
   bool owns_backend = false;  // whether the one among all ranks is the transport's own
@@ -60,7 +59,7 @@ class Rank {
     cuda_->warm_up();
     const auto transport = make_transport(groups);
     hook_ = std::make_shared<Synchronizer>(std::make_shared<Engine>(setup.config, cuda_, transport), transport,
-                                           model_.known, device_, Synchronizer::Options{0, setup.measure_every});
+                                           model_.known, device_, /*wire_1d=*/0);
     switch_.set(hook_, nullptr);
     // The default one, the one of attaching, and the device's.
     const int num_streams = 2 + static_cast<int>(cuda_->streams().size());

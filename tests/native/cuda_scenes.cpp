@@ -32,20 +32,16 @@ std::vector<Setup> setups() {
   Setup& exact = add(wire_config(Wire::kFp32, Sum::kExact));
   exact.passes_float64 = true;
   exact.backend.has_own_stream = true;
-  Setup& checked = add(wire_config(Wire::kBf16, Sum::kTwoShot));
-  checked.config.feedback = ResidualFormat::kFp32;
-  checked.measure_every = 1;
-  Setup& measured = add(wire_config(Wire::kBf16, Sum::kTwoShot, 1, 3));
-  measured.measure_every = 1;
-  measured.backend.has_own_stream = true;
-  add(wire_config(Wire::kBf16, Sum::kTwoShot, 2)).measure_every = 2;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot)).config.feedback = ResidualFormat::kFp32;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot, 1, 3)).backend.has_own_stream = true;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot, 2));
   add(wire_config(Wire::kBf16, Sum::kTwoShot, 2, 1)).num_synced = 4;
   add(wire_config(Wire::kFp32, Sum::kTwoShot, 1, 1)).world_size = 3;
   add(wire_config(Wire::kBf16, Sum::kTwoShot)).world_size = 1;
   return all;
 }
 
-// Training that waits for its buckets, and then looks at all that is counted and measured.
+// Training that waits for its buckets, and then looks at all that is counted.
 void training_steps() {
   for (const Setup& setup : setups()) {
     with_ranks(setup, [&](Rank& rank, int) {
@@ -53,11 +49,6 @@ void training_steps() {
       rank.observe();
       for (int step = 0; step < kNumSteps; ++step) rank.train(step);
       REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
-      rank.hook().settle();
-      for (const auto& [name, measurement] : rank.hook().monitor().measurements()) {
-        REQUIRE(measurement.error_norm.item<double>() == 0 && measurement.norm.item<double>() > 0,
-                "%s has the error %g", name.c_str(), measurement.error_norm.item<double>());
-      }
       rank.synchronize();
       const size_t num_ends = rank.hook_switch().take_pass_ends().size();
       REQUIRE(setup.are_apart || num_ends == kNumSteps, "%zu passes were observed", num_ends);
@@ -116,19 +107,10 @@ void own_backends() {
 
 // What a training script may call after a backward pass, without having waited for its buckets.
 void calls() {
-  Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot));
-  setup.measure_every = 1;
-  with_ranks(setup, [&](Rank& rank, int index) {
+  with_ranks(setup_of(wire_config(Wire::kBf16, Sum::kTwoShot)), [&](Rank& rank, int index) {
     for (int step = 0; step < 6; ++step) {
       rank.backward(step);
-      if (step % 2 == 0) {
-        REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
-      } else {
-        rank.hook().settle();
-        for (const auto& [name, measurement] : rank.hook().monitor().measurements()) {
-          REQUIRE(measurement.error_norm.item<double>() == 0, "%s has an error", name.c_str());
-        }
-      }
+      if (step % 2 == 0) REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
       rank.take_results(step);
       const double largest = max_over_ranks(rank.hook(), index + step, "a call of this scene");
       REQUIRE(largest == step + 1, "the largest value is %g", largest);

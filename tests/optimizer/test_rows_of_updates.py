@@ -119,7 +119,7 @@ def test_every_rank_has_the_oracles_sum_of_its_rows(ranks, wire, name, chunks, d
                 [row.float() for row in rows],
                 config.wire,
                 "reduce-scatter",
-                block=config.block_numel,
+                block=config.formats[0][1],
                 exempt_mask=exempt,
                 **levels,
             )

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import version
-from fusedcomm.config import Blocks, Config, Feedback, LocalOptions
+from fusedcomm.config import Config, Feedback, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks import bounded_store, peers
 from fusedcomm.ranks.agreement import _first_difference, agree
@@ -40,7 +40,6 @@ def attached_with(rank, world_size, of_ranks):
         ((Config("fp32", hosts=2), Config("bf16", hosts=2)), "wire is 'fp32' on rank 0 and 'bf16' on rank 1"),
         ((fusedcomm.Auto(), Config("int8")), "wire is 'auto' on rank 0 and 'int8' on rank 1"),
         ((Config("bf16"), fusedcomm.Auto()), "wire is 'bf16' on rank 0 and 'auto' on rank 1"),
-        ((Config("int8"), Config("int8", blocks=Blocks(64))), "config.blocks.numel is 128 on rank 0 and 64 on rank 1"),
         (
             (Config("int8"), Config("int8", wires={"weights.1": "fp32"})),
             "config.wires is [] on rank 0 and [['weights.1', 'fp32']] on rank 1",
@@ -158,7 +157,7 @@ LOCAL = {
     searched: "Feedback(unsharded=True)",
     hook_with_a_state: "of another program",
     lambda is_bad: fusedcomm.GradReducer([] if is_bad else Gradients((50, 2))): "no parameters that could have",
-    lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), every=0 if is_bad else 1): "every=0",
+    lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), bucket_mib=0 if is_bad else 1): "bucket_mib=0",
     lambda is_bad: fusedcomm.DataParallel(Gradients((50, 2)).requires_grad_(not is_bad)): "requires a gradient",
     lambda is_bad: fusedcomm.DataParallel(Gradients((50, 2)), device_ids=[0] if is_bad else None): "device_ids=[0]",
     sharded_optimizer: "not in this mood",

@@ -201,8 +201,7 @@ def peak_of_memory(rank, world_size, kind):
     def synchronized(model):
         if kind == "ddp":
             return DistributedDataParallel(model), None
-        # A step in which errors are measured needs memory for that.
-        return model, reducer_of(model, Config(kind, measure_every=0))
+        return model, reducer_of(model, Config(kind))
 
     small, *kept = synchronized(Gradients((64, 64)))  # loads the code, and starts threads
     small([torch.ones(64, 64)]).backward()

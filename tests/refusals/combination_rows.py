@@ -20,7 +20,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Blocks, Config, Feedback, LocalOptions, TwoLevels
+from fusedcomm.config import Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.config.combinations import ADDED_PASSES, TABLE, Besides, Combination
 from fusedcomm.ddp.module import refuse_join, refuse_sparse
 from fusedcomm.devices.cuda import CudaPath
@@ -32,8 +32,8 @@ from fusedcomm.session import levels
 Given = dict[str, object]
 # Of these arguments, values where a row leaves them open; of others any text will do.
 SAMPLES: Given = {
-    **{"wire": "int8", "wires": {"a*": "int8"}, "sum": "one-shot", "weighted": "sum", "predivide": 2.0, "hosts": 1},
-    **{"blocks": Blocks(64), "feedback": Feedback(), "local_wire": "bf16", "measure_every": 2, "compare_every": 5},
+    **{"wire": "int8", "wires": {"a*": "int8"}, "sum": "one-shot", "weighted": "sum", "hosts": 1},
+    **{"feedback": Feedback(), "local_wire": "bf16", "compare_every": 5},
     **{"compare": "raise", "microbatches": 4, "isa": "portable", "codec_threads": 2, "dim": 1, "delay": 2},
     **{"params": "int8", "every as a time": "20s"},
 }
@@ -45,7 +45,6 @@ OPTIONS = {
     "weighted",
     "feedback",
     "hosts",
-    "measure_every",
     "compare_every",
     "compare",
 }
@@ -114,8 +113,10 @@ def by_reducer(given: Given) -> None:
     model = Mlp()
     if IN_BACKWARD in given:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    options = chosen(given, "process_group", "find_unused_parameters") | {"every": 1 + (ADDED_PASSES in given)}
-    reducer_of(model, config_of(given), members=given.get("members"), **options)
+    options = chosen(given, "process_group", "find_unused_parameters")
+    reducer = reducer_of(model, config_of(given), members=given.get("members"), **options)
+    with reducer.no_sync():
+        pass
 
 
 def by_reducer_of_members(given: Given) -> None:

@@ -231,7 +231,6 @@ NAMES_NOTHING = [
     (lambda _, text=text: config_of(text), "names no wire: use one of 'fp32'") for text in ("", "7", "[1]")
 ]
 OF_CONFIGS = [
-    (lambda _: hvd.Compression.of(Config("int8", measure_every=0)), "measure_every=0 ... belong to no backward pass"),
     (
         lambda _: hvd.Compression.of(Config("int8", feedback=Feedback(unsharded=True))),
         "Feedback(unsharded=True)",

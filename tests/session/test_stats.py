@@ -5,18 +5,15 @@ import json
 import math
 import re
 
-import pytest
 import torch
 from models import Gradients, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Config
-from fusedcomm.session.stats import MAX_BUCKETS_SHOWN, Stats, StepTimes, step_times
+from fusedcomm.session.stats import Stats, StepTimes, step_times
 
 MIB = 1 << 20
-LABEL = "bucket 0 (head.weight … head.bias; 2 parameters, 1.5 MiB)"
-OTHER = "bucket 1 (body.weight; 1 parameters, 4 MiB)"
 
 CRAFTED = dataclasses.replace(
     Stats(off=True),
@@ -31,7 +28,6 @@ CRAFTED = dataclasses.replace(
     overlap=0.9,
     nonfinite=7,
     nonfinite_by_parameter={"body.weight": 1, "head.bias": 6},
-    quantization_error={LABEL: 0.125, OTHER: 0.25},
     off=False,
 )
 
@@ -53,43 +49,16 @@ def test_scalars_are_the_numbers_by_their_documented_names_which_prometheus_allo
         "busy_ms/last": 10.0,
         "busy_ms/p50": 20.0,
         "busy_ms/p95": 30.0,
-        "quantization_error/max": 0.25,
-        "quantization_error/bucket_0": 0.125,
-        "quantization_error/bucket_1": 0.25,
     }
     documented = fusedcomm.Stats.scalars.__doc__
     for name in CRAFTED.scalars():
         first, _, last = name.partition("/")
-        assert first in documented and (not last or last in documented or last == "bucket_1"), name
+        assert first in documented and (not last or last in documented), name
         assert re.fullmatch(r"[a-z][a-z0-9_]*(/[a-z0-9_]+)?", name)
     of_prometheus = CRAFTED.scalars("_")
     assert of_prometheus == {name.replace("/", "_"): value for name, value in CRAFTED.scalars().items()}
     # What is not known yet is left out.
     assert Stats(off=True).scalars() == {"steps": 0.0, "nonfinite": 0.0, "off": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("errors", "largest"), [((0.5, math.inf), math.inf), ((math.nan, 0.5), math.nan), ((0.5, math.nan), math.nan)]
-)
-def test_only_errors_can_be_other_than_finite_and_then_the_largest_is(errors, largest):
-    stats = dataclasses.replace(
-        CRAFTED,
-        quantization_error=dict(zip((LABEL, OTHER), errors, strict=True)),
-    )
-    scalars = stats.scalars()
-    others = {name for name, value in scalars.items() if not math.isfinite(value)}
-    assert others and all(name.startswith("quantization_error/") for name in others)
-    assert scalars["quantization_error/max"] == pytest.approx(largest, nan_ok=True)
-    assert f"quantization   error {largest:.3g} at most" in str(stats)
-
-
-@pytest.mark.parametrize("num_buckets", [MAX_BUCKETS_SHOWN, MAX_BUCKETS_SHOWN + 1])
-def test_buckets_have_values_of_their_own_only_where_they_are_few(num_buckets):
-    errors = {f"bucket {index} (a; 1 parameters, 1 MiB)": index / 4 for index in range(num_buckets)}
-    scalars = dataclasses.replace(CRAFTED, quantization_error=errors).scalars()
-    of_buckets = [name for name in scalars if name.startswith("quantization_error/bucket_")]
-    assert len(of_buckets) == (num_buckets if num_buckets == MAX_BUCKETS_SHOWN else 0)
-    assert scalars["quantization_error/max"] == (num_buckets - 1) / 4
 
 
 def test_the_times_of_recent_steps_are_the_last_the_median_and_the_least_that_nineteen_of_twenty_keep_to():
@@ -110,7 +79,6 @@ def test_statistics_print_as_an_aligned_table_and_show_as_one_line():
         "  busy           20.00 ms a step, p95 30.00 ms, last 10.00 ms",
         "  overlap        90% of the busy time",
         "  NaN or Inf     7 elements of gradients, most in head.bias",
-        f"  quantization   error 0.25 at most, of {OTHER}",
     ]
     assert repr(Stats(off=True)) == "Stats(steps=0, off=True)"
     assert str(Stats(off=True)) == "fusedcomm: off, DDP's own all-reduce, which is not counted"
@@ -124,7 +92,7 @@ def watched(rank, world_size, folder):
     """Everything that names the buckets of a module, the numbers of its statistics, and what the handle shows before
     and after detach()."""
     ddp = DistributedDataParallel(Gradients((90, 60), (80, 70)), bucket_cap_mb=0.02)
-    comm = fusedcomm.attach(ddp, Config("int8", "two-shot", measure_every=1), quiet=True)
+    comm = fusedcomm.attach(ddp, Config("int8", "two-shot"), quiet=True)
     labels, shown = {"before": [row.label for row in comm.plan().buckets]}, [repr(comm), str(comm)]
     synchronize(ddp, [torch.ones(90, 60), torch.ones(80, 70)], steps=3)
     with comm.trace(f"{folder}/trace-{{rank}}.json"):
@@ -132,7 +100,6 @@ def watched(rank, world_size, folder):
     stats = comm.stats()
     events = json.load(open(f"{folder}/trace-{rank}.json"))["traceEvents"]
     labels["plan"] = [row.label for row in comm.plan().buckets]
-    labels["stats"] = sorted(stats.quantization_error)
     labels["trace"] = sorted({e["args"]["bucket"] for e in events if e.get("args", {}).get("stage") == "pack"})
     labels["report"] = sorted({row.bucket for row in comm.nonfinite_report()})
     shown.append(str(comm))
@@ -153,7 +120,6 @@ def test_a_bucket_has_the_same_label_in_plan_statistics_trace_and_report(ranks, 
         assert scalars["between_hosts_nbytes_per_step"] == 0 < scalars["wire_nbytes_per_step"]
         assert scalars["grad_nbytes_per_step"] == (90 * 60 + 80 * 70) * 4
         assert 0 < scalars["exposed_ms/p50"] <= scalars["exposed_ms/p95"] and scalars["exposed_ms/last"] > 0
-        assert scalars["quantization_error/bucket_0"] < 0.01
         line, before, after, *detached = shown
         assert line == "<fusedcomm.Handle: wire int8, sum two-shot, 2 ranks>"
         assert detached == ["<fusedcomm.Handle: detached>"] * 2

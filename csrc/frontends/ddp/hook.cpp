@@ -105,7 +105,8 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   const std::shared_ptr<PassObserver> watch = watch_;
   if (watch) {
     lock.unlock();
-    watch->hand_over(bucket);  // may change hook_
+    if (!watch->in_pass()) watch->begin();  // may change hook_
+    if (bucket.isLast()) watch->end();
     lock.lock();
   }
   const std::shared_ptr<Synchronizer> hook = hook_;
@@ -149,25 +150,6 @@ std::vector<double> HookSwitch::take_pass_ends() {
   const std::shared_ptr<PassObserver> watch = watch_;
   lock.unlock();
   return watch ? watch->take_pass_ends() : std::vector<double>{};
-}
-
-void PassObserver::hand_over(const c10d::GradBucket& bucket) {
-  // Checked first: a graph capture would record the work of begin_pass and the stamp, or fail because of them.
-  device_->check_caller();
-  if (between_passes_) begin_pass_();
-  between_passes_ = bucket.isLast();
-  if (!between_passes_) return;
-  StampPtr end = device_->stamp();
-  std::lock_guard<std::mutex> lock(mutex_);
-  ends_.push_back(std::move(end));
-}
-
-std::vector<double> PassObserver::take_pass_ends() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<double> ends_ms;
-  for (const StampPtr& end : ends_) ends_ms.push_back(end->ms_since(*ends_.front()));
-  ends_.clear();
-  return ends_ms;
 }
 
 ReducerNodes::ReducerNodes(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {

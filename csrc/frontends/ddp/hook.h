@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradients/pass_observer.h"
 #include "gradients/synchronizer.h"
 
 namespace fusedcomm {
@@ -25,30 +26,6 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket, bool is_shadow = false);
 // Runs a bucket, as for a hook that is registered in Python. The future holds DDP's own buffer. is_shadow: see OfPass.
 FuturePtr run_ddp_bucket(Synchronizer& hook, c10d::GradBucket& bucket, bool is_shadow = false);
 
-// Tells when backward passes begin and when the last bucket of each is handed over. It uses no forward pre-hook,
-// because under Join and under no_sync only the communication hook is called alike on every rank.
-class PassObserver {
- public:
-  // `device`: takes the stamps; before anything else it checks whether it can take over the bucket. `begin_pass`:
-  // called before the first bucket of each pass; an exception fails the pass. With static_graph the first two passes
-  // count as one, because the first does not mark its last bucket.
-  PassObserver(std::shared_ptr<Device> device, std::function<void()> begin_pass)
-      : device_(std::move(device)), begin_pass_(std::move(begin_pass)) {}
-
-  // Call when DDP hands over `bucket`. Throws if the device cannot take it over.
-  void hand_over(const c10d::GradBucket& bucket);
-  // Returns when the last bucket of each pass since the last call was handed over: milliseconds since the first of
-  // them, on the timeline of the gradients' device. Waits for the device. Call between passes.
-  std::vector<double> take_pass_ends();
-
- private:
-  const std::shared_ptr<Device> device_;
-  const std::function<void()> begin_pass_;
-  bool between_passes_ = true;
-  std::mutex mutex_;  // guards ends_
-  std::vector<StampPtr> ends_;
-};
-
 // The target of a reducer's hook. A reducer keeps its hook for life, so attaching, detaching and attaching again change
 // the synchronizer behind it. Without a synchronizer it does what DDP does by default: an exact mean on DDP's own
 // group.
@@ -59,7 +36,10 @@ class HookSwitch {
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
   // `hook`: null for DDP's default, which uses `process_group`.
   void set(std::shared_ptr<Synchronizer> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
-  // Sets the observer; null: none. The observer's begin_pass may call this function and set().
+  // Sets the observer; null: none. Its begin_pass may call this function and set(). A pass ends for it when the last
+  // bucket is handed over. With static_graph the first two passes count as one, because the first does not mark its
+  // last bucket. No forward pre-hook tells of passes, because under Join and under no_sync only the communication hook
+  // is called alike on every rank.
   void watch(std::shared_ptr<PassObserver> watch);
   // How the module is used when a rank hands over buckets outside of a backward pass.
   enum class Join { kNone, kAllRanks, kActiveRanks };  // the last two: what gradients are divided by

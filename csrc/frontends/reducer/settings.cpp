@@ -71,9 +71,9 @@ void GradReducer::refuse(const std::string& why) {
 }
 
 void GradReducer::detach() {
-  end_observation();
+  watch(nullptr);
   std::lock_guard<std::mutex> lock(mutex_);
-  is_on_ = in_pass_ = is_adding_ = false;
+  is_on_ = in_pass_ = false;
   accumulators_.reset();
 }
 
@@ -83,25 +83,14 @@ void GradReducer::set_synchronizer(std::shared_ptr<Synchronizer> synchronizer) {
   synchronizer_.swap(synchronizer);
 }
 
-void GradReducer::observe(std::shared_ptr<Device> device, std::function<void()> before_pass) {
-  auto observation = std::make_shared<Observation>(Observation{std::move(device), std::move(before_pass), {}});
+void GradReducer::watch(std::shared_ptr<PassObserver> watch) {
   std::lock_guard<std::mutex> lock(mutex_);
-  observation_.swap(observation);
-}
-
-void GradReducer::end_observation() {
-  std::shared_ptr<Observation> ended;  // freed after the lock, because Python's part waits for the GIL
-  std::lock_guard<std::mutex> lock(mutex_);
-  observation_.swap(ended);
+  watch_.swap(watch);  // the old one is freed after the lock, because Python's part waits for the GIL
 }
 
 std::vector<double> GradReducer::take_pass_ends() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<double> ends_ms;
-  if (!observation_) return ends_ms;
-  const std::vector<StampPtr> ends = std::exchange(observation_->ends, {});
-  for (const StampPtr& end : ends) ends_ms.push_back(end->ms_since(*ends.front()));
-  return ends_ms;
+  return watch_ ? watch_->take_pass_ends() : std::vector<double>{};
 }
 
 int64_t GradReducer::num_copied() const {

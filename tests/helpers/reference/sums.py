@@ -12,18 +12,17 @@ def all_reduce_mean(
     wire: str,
     sum: str = "two-shot",
     block: int = 128,
-    predivide: float = 1.0,
     exempt_mask: torch.Tensor | None = None,
     ranks_per_host: int = 1,
     local_wire: str = "bf16",
 ) -> torch.Tensor:
     """The mean on every rank after a two-shot or one-shot sum, bit for bit: [numel] in the gradients' dtype.
 
-    `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Every rank divides its
-    gradients by `predivide` before the sum. Elements where `exempt_mask` (bool [numel]) is True are sent in fp32. The
-    result depends neither on chunks nor on parts, so they do not appear here. If `ranks_per_host` exceeds 1, the
-    consecutive ranks of each host are summed first, in `local_wire`, and then the sums of the hosts, in `wire`. With
-    sum="reduce-scatter" it is what one rank ends with, of all ranks' rows for it in `grads`.
+    `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Elements where `exempt_mask`
+    (bool [numel]) is True are sent in fp32. The result depends neither on chunks nor on parts, so they do not appear
+    here. If `ranks_per_host` exceeds 1, the consecutive ranks of each host are summed first, in `local_wire`, and then
+    the sums of the hosts, in `wire`. With sum="reduce-scatter" it is what one rank ends with, of all ranks' rows for it
+    in `grads`.
 
     Raises ValueError for an unknown `wire`, for other sums, where the transport chooses the order of addition, and for
     a one-shot sum on two levels.
@@ -42,9 +41,7 @@ def all_reduce_mean(
         # Rows have the same holes whatever their dtype is.
         places = slice_list(mask, 2 if sum == "reduce-scatter" else grads[0].element_size())
         numel = len(places)
-        values = [
-            torch.nn.functional.pad(scaled(taken(grad, places), 1 / predivide), (0, -numel % block)) for grad in grads
-        ]
+        values = [torch.nn.functional.pad(scaled(taken(grad, places), 1.0), (0, -numel % block)) for grad in grads]
         if ranks_per_host > 1:
             local = local_wire if elements_wire == wire else "fp32"
             values = [_through_wire(y, local, block) for y in values]
@@ -54,9 +51,9 @@ def all_reduce_mean(
             ]
         decoded = [_through_wire(y, elements_wire, block) for y in values]
         if sum != "two-shot":
-            mean = scaled(in_order(decoded), predivide / len(grads))
+            mean = scaled(in_order(decoded), 1 / len(grads))
         else:
-            mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), elements_wire, block)
+            mean = _through_wire(scaled(in_order(decoded), 1 / len(grads)), elements_wire, block)
         result[places[places >= 0]] = round_to(scaled(mean[:numel][places >= 0], 1.0), result.dtype)
     return result
 
