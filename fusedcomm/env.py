@@ -21,6 +21,9 @@ SYNC = "FUSEDCOMM_SYNC"
 """1: every stage ends before the next begins. No race can happen, and a fault is reported at the stage that caused it.
 Slow, for debugging; the gradients must have the same bits."""
 
+NCCL = "FUSEDCOMM_NCCL"
+"""torch: NCCL's collectives go through torch. Default: NCCL is called directly, where that is possible."""
+
 
 MEMBERS = "FUSEDCOMM_MEMBERS"
 """The addresses of members of running training: "host:port", or several with commas between; or the path, with a / in
@@ -54,6 +57,14 @@ def quiet() -> bool:
 def sync() -> bool:
     """Whether SYNC is set to anything but 0."""
     return os.environ.get(SYNC, "0") not in ("", "0")
+
+
+def nccl_through_torch() -> bool:
+    """Whether NCCL is "torch". Raises ValueError if it is anything else."""
+    text = os.environ.get(NCCL, "")
+    if text not in ("", "torch"):
+        raise ValueError(f"{NCCL}={text!r} is not possible: use torch, or leave it unset")
+    return text == "torch"
 
 
 def members() -> str | None:

@@ -118,6 +118,7 @@ std::vector<std::string> kernel_params(const std::string& kernel) {
 }  // namespace
 
 void bind_devices(py::module_& m) {
+  m.attr("TORCHS_CUDA") = Nccl::kLibrary;
   m.attr("MAX_SCRATCH_POINTERS") = kMaxScratchPointers;
   m.def("kernel_params", &kernel_params, py::arg("kernel"));
   bind_kernel_key(m);
@@ -148,7 +149,8 @@ void bind_devices(py::module_& m) {
       .def_property_readonly("streams", &CudaDevice::streams);
 
   m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
-  py::class_<TensorTransport, std::shared_ptr<TensorTransport>>(m, "TensorTransport");
+  py::class_<TensorTransport, std::shared_ptr<TensorTransport>>(m, "TensorTransport")
+      .def_property_readonly("why_through_torch", py::cpp_function(&TensorTransport::why_through_torch, NoGil()));
   py::class_<C10dTransport, TensorTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport")
       .def(
           "warm_up",
@@ -162,7 +164,10 @@ void bind_devices(py::module_& m) {
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));
   py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
-      .def(py::init<BackendPtr, at::Device>(), py::arg("backend"), py::arg("device"));
+      .def(py::init([](const BackendPtr& backend, at::Device device, const std::optional<std::string>& nccl) {
+             return std::make_shared<StreamTransport>(backend, device, nccl ? std::make_shared<Nccl>(*nccl) : nullptr);
+           }),
+           py::arg("backend"), py::arg("device"), py::kw_only(), py::arg("nccl"));
 }
 
 }  // namespace fusedcomm

@@ -86,6 +86,8 @@ void Engine::check_fits_workspaces(const BucketPlan& plan) const {
 bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
+  // The last bucket waits for all before it. Gathers of parameters have no last one in the forward pass.
+  transport_->supervise(job->is_last || job->plan->gathers);
   job->number = board_->hand_over(job->label, job->step, job->is_last, job->num_chunks());
   std::exception_ptr error = failure_->get();
   if (!error) {

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -301,7 +302,27 @@ void StreamTransport::warm_up(Channel channel, int64_t nbytes, const c10::Stream
   }
 }
 
+std::optional<std::string> StreamTransport::why_through_torch() const {
+  if (!nccl_) return "FUSEDCOMM_NCCL=torch";
+  const c10::OptionalDeviceGuard guard = on(device_);
+  std::string why;
+  for (const BackendPtr& backend : backends()) {
+    if (backend && why.empty()) why = nccl_->why_not(*backend);
+  }
+  return why;
+}
+
+std::optional<NcclCommunicator> StreamTransport::communicator(Channel channel) const {
+  if (!nccl_ || *is_supervised_) return std::nullopt;
+  if (*given_up()) throw std::runtime_error("the collectives of this process group have been given up");
+  return nccl_->communicator(backend(channel), device_);
+}
+
 void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
+  if (const auto nccl = communicator(channel)) {
+    nccl->all_to_all(send.data, receive.data, send.nbytes / backend(channel).getSize());
+    return done(nullptr);
+  }
   at::Tensor input = as_tensor(send, at::kByte, device_);
   at::Tensor output = as_tensor(receive, at::kByte, device_);
   std::vector<int64_t> equal_splits;
@@ -311,6 +332,10 @@ void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receiv
 }
 
 void StreamTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
+  if (const auto nccl = communicator(channel)) {
+    nccl->all_gather(send.data, receive.data, send.nbytes);
+    return done(nullptr);
+  }
   all_gather_tensor(channel, as_tensor(receive, at::kByte, device_), as_tensor(send, at::kByte, device_),
                     std::move(done));
 }
@@ -322,6 +347,10 @@ void StreamTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::C
 }
 
 void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
+  if (const auto nccl = communicator(channel)) {
+    nccl->all_reduce(data.data, data.nbytes, scalar_type(dtype));
+    return done(nullptr);
+  }
   all_reduce_tensor(channel, as_tensor(data, scalar_type(dtype), device_), std::move(done));
 }
 

@@ -8,11 +8,14 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "transport/exchange.h"
+#include "transport/nccl.h"
 #include "transport/tensor_transport.h"
 
 namespace fusedcomm {
@@ -99,15 +102,22 @@ class HostTransport : public C10dTransport {
 // The threads that call it never do at once: a backward pass's, while the main thread waits for it; the main thread;
 // and at attach the one that connects, for which the main thread waits, too. Watches and control threads enqueue
 // nothing. Merges and Horovod's operations, which come beside the model's collectives, have communicators of their own.
+//
+// The engine's collectives that need not be supervised are NCCL's own functions, where these can be called: the
+// watchdog sees a hang in them at the next supervised one, which waits for them on the stream.
 class StreamTransport : public C10dTransport {
  public:
-  StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
+  // nccl: null if all collectives shall go through torch.
+  StreamTransport(const BackendPtr& backend, c10::Device device, std::shared_ptr<const Nccl> nccl)
+      : C10dTransport(backend, backend), device_(device), nccl_(std::move(nccl)) {}
   StreamTransport(const StreamTransport&) = default;
   ~StreamTransport() override;
 
   void abort() override;
   void warm_up(const StreamOf& stream_of) override;
   void own_backend() override;
+  std::optional<std::string> why_through_torch() const override;
+  void supervise(bool supervised) override { *is_supervised_ = supervised; }
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
@@ -124,9 +134,13 @@ class StreamTransport : public C10dTransport {
   void connect() override;
   // nbytes: of what a rank sends, approximately.
   void warm_up(Channel channel, int64_t nbytes, const c10::Stream& stream);
+  // What enqueues the channel's next collective without torch; none if it goes through torch.
+  std::optional<NcclCommunicator> communicator(Channel channel) const;
 
   const c10::Device device_;
   std::vector<std::shared_ptr<Own>> own_;  // shared by copies: each backend ends with the last of them
+  const std::shared_ptr<const Nccl> nccl_;
+  const std::shared_ptr<std::atomic<bool>> is_supervised_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace fusedcomm

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <string>
 
 #include "transport/transport.h"
@@ -13,6 +14,8 @@ class TensorTransport : public Transport {
  public:
   // The backend's name, "gloo" for example.
   virtual std::string name() const = 0;
+  // Where collectives can do without torch: why they go through it; empty if they do not. None where they cannot.
+  virtual std::optional<std::string> why_through_torch() const { return std::nullopt; }
 
   // Sums a dense tensor over the ranks of the channel, in place. Any dtype that the backend can reduce.
   virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;

@@ -50,6 +50,10 @@ class Transport {
   // Only a transport on two levels has local and cross channels.
   virtual Place place() const { return {0, 1, rank(), world_size()}; }
 
+  // Says whether a hang in the collectives that follow must be seen by what supervises the process group. Where all are
+  // supervised, this does nothing.
+  virtual void supervise(bool /*supervised*/) {}
+
   // The collectives call `done` when they have ended. Ranks are numbered on the channel.
 
   // Part r of rank s's `send` arrives as part s of rank r's `receive`. All parts have the same length.

@@ -78,7 +78,8 @@ class CudaPath:
     def connect(
         self, process_group: groups.Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        return self._device, _C.StreamTransport(process_group._get_backend(device), device)
+        library = None if env.nccl_through_torch() else _C.TORCHS_CUDA
+        return self._device, _C.StreamTransport(process_group._get_backend(device), device, nccl=library)
 
 
 def check_capability(device: torch.device) -> int:

@@ -14,6 +14,8 @@ old one.
 - Groups of fusedcomm's own, for sums on two levels, are always the old class: made by its constructor,
   connected by ``eager_connect_single_device``, ended by ``shutdown()``. Each has its own communicator, so
   the user's group may be of the other class.
+- Communicators: ``getCommPtr()`` of both, called by its C++ symbol (csrc/transport/nccl.cpp), returns that of the
+  thread's current device, or 0 before its first collective and once it has ended; the old one throws if it was aborted.
 - Ends: torch's watchdog aborts NCCL's collectives, at the group's timeout. Where ranks come and go fusedcomm does, with
   ``Backend.abort()``, and the watchdog is told not to. It aborts receives of gloo's with ``Work.abort()``.
 """

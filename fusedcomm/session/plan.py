@@ -131,6 +131,8 @@ class BucketsPlan(Plan):
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
     kept_nbytes: int = 0
     """With members: bytes of the codes and means that this rank keeps of all buckets."""
+    through_torch: str | None = None
+    """Why NCCL's collectives go through torch; empty if NCCL is called directly; None without NCCL."""
 
     @property
     def buckets(self) -> tuple[Row, ...]:
@@ -153,6 +155,10 @@ class BucketsPlan(Plan):
         if self.one_level_reason and not self.off:
             hosts = self.config.groups or self.config.hosts
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
+        if self.through_torch is not None and not self.off:
+            direct = "directly, but through torch for the last bucket of a pass, so that its watchdog sees a hang"
+            way = f"through torch: {self.through_torch}" if self.through_torch else direct
+            lines.append(f"  NCCL is called {way}")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.rows or not self.frozen:
@@ -266,6 +272,7 @@ def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool)
         one_level_reason=session.levels.one_level_reason,
         off=off,
         frozen=session.parameters is not None and not now,
+        through_torch=session.synchronizer.transport.why_through_torch if session.has_engine else None,
     )
 
 

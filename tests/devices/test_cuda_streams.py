@@ -7,10 +7,11 @@ import pytest
 SCENES = ["training_steps", "dropped", "calls", "staged_passthrough", "rows", "three_wires", "host_never_waits"]
 SCENES += ["end_in_order", "traced", "driver_calls", "failing_calls", "warm_up", "ordering_fails", "failing", "faulted"]
 SCENES += ["first_collectives", "aborted", "own_backends", "other_device"]
+OF_NCCL = ["nccl_or_torch", "nccl_fails", "nccl_refused"]
 OF_LANES = ["lane_streams", "lane_tasks", "watching_thread", "kept_streams"]
 OF_LOST_RANKS = ["lost", "lost_with_feedback", "reaching_one"]
 CASES = [(scene, seed) for scene in SCENES for seed in (1, 2)]
-CASES += [(scene, 1) for scene in (*OF_LANES, *OF_LOST_RANKS)]
+CASES += [(scene, 1) for scene in (*OF_LANES, *OF_LOST_RANKS, *OF_NCCL)]
 
 
 @pytest.mark.sampled(by=lambda scene, seed: {"scene": scene})

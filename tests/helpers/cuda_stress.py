@@ -1,5 +1,5 @@
 """Builds the library of tests/native that has the CUDA path on a simulated accelerator, and runs its scenes:
-cuda_scenes.cpp, cuda_failures.cpp, lane_scenes.cpp and members_scenes.cpp."""
+cuda_scenes.cpp, cuda_failures.cpp, lane_scenes.cpp, members_scenes.cpp and nccl_scenes.cpp."""
 
 import subprocess
 import sys

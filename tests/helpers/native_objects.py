@@ -16,9 +16,9 @@ FLAGS = ["-std=c++20", "-O0", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.com
 INCLUDE = [f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include", "-isystem", TORCH / "include/torch/csrc/api/include"]
 INCLUDE += ["-isystem", sysconfig.get_path("include")]
 
-OF_CUDA = [f"tests/native/sim_{name}.cpp" for name in ("accelerator", "backend", "kernels", "python", "torch")]
+OF_CUDA = [f"tests/native/sim_{name}.cpp" for name in ("accelerator", "backend", "kernels", "nccl", "python", "torch")]
 OF_CUDA += [f"tests/native/{name}.cpp" for name in ("scenes", "cuda_scenes", "cuda_failures", "fake_cuda")]
-OF_CUDA += [f"tests/native/{name}.cpp" for name in ("lane_scenes", "members_scenes")]
+OF_CUDA += [f"tests/native/{name}.cpp" for name in ("lane_scenes", "members_scenes", "nccl_scenes")]
 """Linked into the library of cuda_stress.py."""
 
 OF_BINDINGS = ["tests/native/bindings.cpp"]

@@ -94,7 +94,9 @@ class _Path:
     has_two_levels = True
 
     def connect(self, process_group, device, store):
-        return _libraries[0].sim_device(), _C.StreamTransport(process_group._get_backend(device), device)
+        library = _libraries[0]
+        backend = process_group._get_backend(device)
+        return library.sim_device(), _C.StreamTransport(backend, device, nccl=library._name)
 
 
 def _free_memory(rank: int, world_size: int) -> None:

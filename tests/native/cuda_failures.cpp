@@ -70,9 +70,7 @@ void first_collectives() {
         const sim::CountCalls counted(true);
         const auto error_of_warm_up = [&]() -> std::string {
           try {
-            std::static_pointer_cast<StreamTransport>(rank.hook().transport())->warm_up([&](Channel channel) {
-              return rank.cuda().stream_of(role_of(channel));
-            });
+            rank.connect();
           } catch (const std::exception& e) {
             return e.what();
           }

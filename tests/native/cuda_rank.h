@@ -1,8 +1,8 @@
 // A rank of the scenes that run the CUDA path without a GPU, from DDP's hook to the launches of kernels. The hook, the
 // synchronizer, the engine, CudaDevice and StreamTransport are the product's. The accelerator is simulated
-// (sim_accelerator.h), and so are torch's tensors on it (sim_torch.cpp), the driver and its kernels (sim_kernels.h) and
-// the process group (sim_backend.h). Ranks are threads. The backward pass writes gradients on a compute stream, and the
-// optimizer reads them there after the wait for the bucket's future.
+// (sim_accelerator.h), and so are torch's tensors on it (sim_torch.cpp), the driver and its kernels (sim_kernels.h),
+// the process group (sim_backend.h) and NCCL (sim_nccl.h). Ranks are threads. The backward pass writes gradients on a
+// compute stream, and the optimizer reads them there after the wait for the bucket's future.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -37,6 +37,7 @@ struct Setup {
   bool are_apart = false;       // whether each gradient is a tensor of its own; otherwise they are DDP's buckets
   int num_synced = 0;           // the ranks, from 0 on, with forced synchronization
   sim::BackendOptions backend;
+  std::shared_ptr<const Nccl> nccl = sim::nccl();
   bool owns_backend = false;  // whether the one among all ranks is the transport's own
   int64_t pause_ms = 0;       // of each collective within a host; one between hosts has half
 };
@@ -65,6 +66,12 @@ class Rank {
     for (int stream = 0; stream < num_streams; ++stream) {
       sim::set_pause(rank, stream, stream == rank % num_streams ? 400 : 40);
     }
+  }
+
+  // Connects all ranks, as attaching does.
+  void connect() {
+    const auto stream_of = [this](Channel channel) { return cuda_->stream_of(role_of(channel)); };
+    std::static_pointer_cast<StreamTransport>(hook_->transport())->warm_up(stream_of);
   }
 
   // Makes new gradients of a bucket.
@@ -199,7 +206,8 @@ class Rank {
       options.pause_ms = pause_ms;
       return sim::make_backend(groups.get(name, size), static_cast<int>(rank), static_cast<int>(size), options);
     };
-    const auto transport = std::make_shared<StreamTransport>(backend("all", rank_, setup_.world_size, 0), device_);
+    const auto transport =
+        std::make_shared<StreamTransport>(backend("all", rank_, setup_.world_size, 0), device_, setup_.nccl);
     if (setup_.owns_backend) transport->own_backend();
     if (on_host == 1) return transport;
     const Place place{rank_ % on_host, on_host, rank_ / on_host, setup_.world_size / on_host};

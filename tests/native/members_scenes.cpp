@@ -189,7 +189,7 @@ class Member {
     const auto cuda = sim::cuda_device(device());
     const auto transport = std::make_shared<StreamTransport>(
         sim::make_backend(groups_.get("view " + std::to_string(view_), size), rank, size, sim::BackendOptions()),
-        device());
+        device(), sim::nccl());
     WireConfig config;
     config.wire = Wire::kBf16;
     config.sum = Sum::kTwoShot;

@@ -35,7 +35,7 @@ extern "C" __attribute__((visibility("default"))) void run(const char* wanted, u
   sim::become_torchs_accelerator();
   sim::set_seed(seed);
   const auto begin = std::chrono::steady_clock::now();
-  for (const Scenes* const scenes : {&kCudaScenes, &kCudaFailures, &kLaneScenes, &kMembersScenes}) {
+  for (const Scenes* const scenes : {&kCudaScenes, &kCudaFailures, &kLaneScenes, &kMembersScenes, &kNcclScenes}) {
     const auto found = scenes->find(wanted);
     if (found == scenes->end()) continue;
     found->second();

@@ -6,4 +6,4 @@
 
 using Scenes = std::map<std::string, void (*)()>;
 
-extern const Scenes kCudaScenes, kCudaFailures, kLaneScenes, kMembersScenes;
+extern const Scenes kCudaScenes, kCudaFailures, kLaneScenes, kMembersScenes, kNcclScenes;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
@@ -223,6 +224,8 @@ class Work : public c10d::Work {
   c10::Event ended_;
 };
 
+}  // namespace
+
 class Backend : public c10d::Backend {
  public:
   Backend(std::shared_ptr<Meeting> meeting, int rank, int size, BackendOptions options)
@@ -281,6 +284,19 @@ class Backend : public c10d::Backend {
             num_under_way_->load());
   }
 
+  // As torch's: only that of the current device, once its ranks are connected.
+  Backend* communicator() {
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice().index() == index_ ? this : nullptr;
+  }
+  void enqueue_directly(Collective what, const at::Tensor& send, const at::Tensor& receive) {
+    if (what == Collective::kAllToAll) enqueue_now("all-to-all", send, receive, false, &all_to_all);
+    if (what == Collective::kAllGather) enqueue_now("all-gather", send, receive, false, &all_gather);
+    if (what == Collective::kAllReduce) {
+      enqueue_now("all-reduce", send, receive, false, all_reduce(c10d::ReduceOp::SUM));
+    }
+  }
+  c10::Device device() const { return sim::device(index_); }
+
  private:
   // NCCL's calls on a thread with another current device make a context there.
   void check_device(const char* what) const {
@@ -290,16 +306,22 @@ class Backend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> enqueue(const char* what, const at::Tensor& send, const at::Tensor& receive,
                                          bool is_async, const Move& move) {
-    REQUIRE(!is_enqueuing_.exchange(true), "two threads of rank %d enqueue collectives at once", getRank());
-    const std::shared_ptr<void> leaves(nullptr, [this](void*) { is_enqueuing_ = false; });
-    index_ = send.device().index();
-    if (options_.on_enqueue) options_.on_enqueue(getRank());
-    return enqueue_now(what, send, receive, is_async, move);
+    const auto work = enqueue_now(what, send, receive, is_async, move);
+    // torch makes such an event for its watchdog.
+    if (options_.is_nccl && !work) {
+      if (!of_watchdog_) of_watchdog_.emplace(send.device().type());
+      of_watchdog_->record(current_stream(send.device().index()));
+    }
+    return work;
   }
 
   c10::intrusive_ptr<c10d::Work> enqueue_now(const char* what, const at::Tensor& send, const at::Tensor& receive,
                                              bool is_async, const Move& move) {
+    REQUIRE(!is_enqueuing_.exchange(true), "two threads of rank %d enqueue collectives at once", getRank());
+    const std::shared_ptr<void> leaves(nullptr, [this](void*) { is_enqueuing_ = false; });
     const int index = send.device().index();
+    index_ = index;
+    if (options_.on_enqueue) options_.on_enqueue(getRank());
     REQUIRE(!is_async || options_.takes_async,
             "\"%s\" is to run on the backend's own stream, whose memory nothing keeps", what);
     const c10::Stream caller = current_stream(index);
@@ -338,20 +360,53 @@ class Backend : public c10d::Backend {
   const BackendOptions options_;
   const std::shared_ptr<std::atomic<int>> num_under_way_ = std::make_shared<std::atomic<int>>(0);
   std::optional<c10::Stream> own_stream_;
+  std::optional<c10::Event> of_watchdog_;
   int64_t num_begun_ = 0;
   std::atomic<bool> is_enqueuing_{false};
   std::atomic<int> index_{-1};  // of the device; none before the first collective
 };
 
+void enqueue(Backend& communicator, Collective what, const at::Tensor& send, const at::Tensor& receive,
+             const c10::Stream& stream) {
+  const c10::StreamGuard on_stream(stream);
+  communicator.enqueue_directly(what, send, receive);
+}
+int size_of(const Backend& communicator) { return communicator.getSize(); }
+c10::Device device_of(const Backend& communicator) { return communicator.device(); }
+
+}  // namespace sim
+
+namespace c10d {
+
+// By its name and by the symbol of its function the product knows torch's class.
+class ProcessGroupNCCL : public sim::Backend {
+ public:
+  using sim::Backend::Backend;
+  int64_t getCommPtr();
+};
+
+int64_t ProcessGroupNCCL::getCommPtr() { return reinterpret_cast<int64_t>(communicator()); }
+
+}  // namespace c10d
+
+namespace sim {
+namespace {
+
+c10::intrusive_ptr<c10d::Backend> make(std::shared_ptr<Meeting> meeting, int rank, int size, BackendOptions options) {
+  options.is_nccl = options.is_nccl && !options.has_own_stream;
+  if (!options.is_nccl) return c10::make_intrusive<Backend>(std::move(meeting), rank, size, std::move(options));
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(std::move(meeting), rank, size, std::move(options));
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options) {
-  return c10::make_intrusive<Backend>(std::move(group), rank, size, options);
+  return make(std::move(group), rank, size, std::move(options));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& gloo, BackendOptions options) {
-  return c10::make_intrusive<Backend>(std::make_shared<OverGloo>(gloo), gloo->getRank(), gloo->getSize(), options);
+  return make(std::make_shared<OverGloo>(gloo), gloo->getRank(), gloo->getSize(), std::move(options));
 }
 
 }  // namespace sim

@@ -1,7 +1,11 @@
 // A c10d backend on the simulated accelerator. Ranks are threads, or processes over gloo. Like NCCL's, a collective
 // runs on the current stream and waits there for the other ranks, unless the caller asks for one that is asynchronous.
-// After abort() those of its rank end at once, as if they had succeeded, with bytes of ones.
+// After abort() those of its rank end at once, as if they had succeeded, with bytes of ones. A backend that returns no
+// Work is of torch's class for NCCL, and has a communicator.
 #pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
@@ -10,6 +14,8 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "transport/nccl.h"
 
 namespace sim {
 
@@ -49,10 +55,27 @@ struct BackendOptions {
   std::function<void()> on_shutdown;
   // What each collective takes on its stream, beside its meeting.
   int64_t pause_ms = 0;
+  bool is_nccl = true;  // whether its class is torch's for NCCL; not with has_own_stream
 };
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<Group> group, int rank, int size,
                                                BackendOptions options);
 // For ranks in processes of their own, whose bytes go over this gloo backend.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& gloo, BackendOptions options);
+
+// A stand-in for NCCL has functions with its symbols. A communicator is the backend, from its first collective on.
+class Backend;
+enum class Collective { kAllToAll, kAllGather, kAllReduce };
+int size_of(const Backend& communicator);
+c10::Device device_of(const Backend& communicator);
+void enqueue(Backend& communicator, Collective what, const at::Tensor& send, const at::Tensor& receive,
+             const c10::Stream& stream);
+
+// The product's object over these functions, without the one of the symbol `hidden`.
+std::shared_ptr<const fusedcomm::Nccl> nccl(const std::string& hidden = "");
+// The calls for communicators of this device since this was asked last: "ncclAllGather 2 ncclAlltoAll 1 ".
+std::string take_nccl_calls(int index);
+// From now on `function` returns `result`, and enqueues nothing. If that is ncclInProgress it does, and the
+// communicator is still in progress when it is asked for the first time. An empty name ends this.
+void fail_nccl(const std::string& function, int result = 0);
 
 }  // namespace sim

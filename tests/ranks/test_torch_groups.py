@@ -15,6 +15,7 @@ import torch.distributed as dist
 from patience import HANG_S
 from scripts import python
 
+from fusedcomm.native import _C
 from fusedcomm.ranks import hosts, torch_groups
 from fusedcomm.ranks.channels import make_host_channels
 
@@ -44,7 +45,7 @@ def test_a_torch_that_lacks_something_is_named(tmp_path, header, name):
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch was built without NCCL")
 def test_the_library_has_the_collectives():
-    wanted = [b"\0ncclAlltoAll\0", b"\0ncclAllGather\0"]
+    wanted = [b"\0ncclAlltoAll\0", b"\0ncclAllGather\0", b"\0_ZN4c10d16ProcessGroupNCCL10getCommPtrEv\0"]
     if MINOR >= (2, 14):
         wanted.append(b"\0_ZN4c10d5nccl216ProcessGroupNCCL18getOperationStreamEb\0")
     with (
@@ -55,8 +56,19 @@ def test_the_library_has_the_collectives():
     assert callable(dist.ProcessGroupNCCL.eager_connect_single_device)
 
 
+def test_nccls_functions_are_found_in_torchs_library():
+    """Also those of torch's that know its communicators; OWN_BACKEND calls one of them."""
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, SECONDS)
+    why = _C.StreamTransport(gloo, torch.device("cpu"), nccl=_C.TORCHS_CUDA).why_through_torch
+    found = "the group's backend is a c10d::ProcessGroupGloo"
+    assert why == (f"{_C.TORCHS_CUDA} is not loaded" if torch.version.cuda is None else found)
+
+
+UNCONNECTED = "the group has no communicator on this device"
+
 OWN_BACKEND = """
 import datetime, os, sys, torch, torch.distributed as dist
+from fusedcomm.native import _C
 from fusedcomm.ranks import groups, torch_groups
 cuda, name = torch.device("cuda", 0), sys.argv[1]
 torch_groups.BACKENDS["cuda"] += ("nccl-lazy",)
@@ -64,7 +76,10 @@ timeout = datetime.timedelta(seconds=7)
 dist.init_process_group(f"cuda:{name}", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 try:
     groups.check_backend(dist.group.WORLD, cuda)
-    print("taken", type(dist.group.WORLD._get_backend(cuda)).__name__, groups.group_timeout(dist.group.WORLD, cuda))
+    backend = dist.group.WORLD._get_backend(cuda)
+    transport = _C.StreamTransport(backend, torch.device("cpu"), nccl=_C.TORCHS_CUDA)
+    timeout = groups.group_timeout(dist.group.WORLD, cuda)
+    print("taken", type(backend).__name__, timeout, transport.why_through_torch)
 except RuntimeError as error:
     print(error)
 sys.stdout.flush()
@@ -76,8 +91,8 @@ os._exit(0)  # without a GPU nccl2's destructor ends the process with an error
 @pytest.mark.parametrize(
     ("name", "variables", "words"),
     [
-        ("nccl2", {}, "taken ProcessGroupNCCL2 0:00:07"),
-        ("nccl", {"TORCH_DIST_USE_NCCL2": "1"}, "taken ProcessGroupNCCL2 0:00:07"),
+        ("nccl2", {}, f"taken ProcessGroupNCCL2 0:00:07 {UNCONNECTED}"),
+        ("nccl", {"TORCH_DIST_USE_NCCL2": "1"}, f"taken ProcessGroupNCCL2 0:00:07 {UNCONNECTED}"),
         ("nccl-lazy", {}, "ProcessGroupNCCLLazy, whose streams are not known"),
     ],
 )

@@ -1,0 +1,157 @@
+#include "transport/nccl.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+#include <dlfcn.h>
+
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <typeinfo>
+
+#include "transport/error_text.h"
+
+namespace fusedcomm {
+namespace {
+
+// ncclResult_t.
+constexpr int kNcclSuccess = 0, kNcclInProgress = 7;
+// ncclDataType_t.
+constexpr int kNcclUint8 = 1, kNcclFloat16 = 6, kNcclFloat32 = 7, kNcclBfloat16 = 9;
+// ncclRedOp_t.
+constexpr int kNcclSum = 0;
+
+bool is_failure(int result) { return result != kNcclSuccess && result != kNcclInProgress; }
+
+// torch's backends for NCCL: the class as typeid names it, and its function that returns the current device's
+// communicator.
+struct NcclClass {
+  const char* name;
+  const char* get_communicator;
+};
+constexpr std::array<NcclClass, 2> kNcclClasses = {{
+    {"N4c10d16ProcessGroupNCCLE", "_ZN4c10d16ProcessGroupNCCL10getCommPtrEv"},
+    {"N4c10d5nccl216ProcessGroupNCCLE", "_ZNK4c10d5nccl216ProcessGroupNCCL10getCommPtrEv"},
+}};
+
+// The index of the backend's class in kNcclClasses; its size for another class.
+size_t nccl_class_of(const c10d::Backend& backend) {
+  const char* const name = typeid(backend).name();
+  size_t i = 0;
+  while (i < kNcclClasses.size() && std::strcmp(name, kNcclClasses[i].name) != 0) ++i;
+  return i;
+}
+
+}  // namespace
+
+FindSymbol symbols_of(const std::string& library) {
+  void* const handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // never closed, as torch never closes it
+  if (!handle) return nullptr;
+  return [handle](const char* symbol) { return dlsym(handle, symbol); };
+}
+
+Nccl::Nccl(const std::string& library, const FindSymbol& symbols) : library_(library) {
+  if (!symbols) {
+    missing_ = library + " is not loaded";
+    return;
+  }
+  for (size_t i = 0; i < getters_.size(); ++i) {
+    getters_[i] = reinterpret_cast<GetCommunicator>(symbols(kNcclClasses[i].get_communicator));
+  }
+  find(symbols, "ncclGetErrorString", &get_error_string_);
+  find(symbols, "ncclGetLastError", &get_last_error_);
+  find(symbols, "ncclCommGetAsyncError", &get_async_error_);
+  find(symbols, "ncclGroupStart", &group_start_);
+  find(symbols, "ncclGroupEnd", &group_end_);
+  find(symbols, "ncclSend", &send_);
+  find(symbols, "ncclRecv", &recv_);
+  find(symbols, "ncclAllGather", &all_gather_);
+  find(symbols, "ncclAllReduce", &all_reduce_);
+  all_to_all_ = reinterpret_cast<decltype(all_to_all_)>(symbols("ncclAlltoAll"));
+}
+
+template <typename Function>
+void Nccl::find(const FindSymbol& symbols, const char* symbol, Function* function) {
+  *function = reinterpret_cast<Function>(symbols(symbol));
+  if (!*function && missing_.empty()) missing_ = library_ + " has no " + symbol;
+}
+
+Nccl::GetCommunicator Nccl::getter_of(const c10d::Backend& backend) const {
+  const size_t of_class = nccl_class_of(backend);
+  return of_class < getters_.size() ? getters_[of_class] : nullptr;
+}
+
+void* Nccl::handle_of(c10d::Backend& backend) const {
+  const GetCommunicator get = getter_of(backend);
+  return get ? reinterpret_cast<void*>(get(dynamic_cast<void*>(&backend))) : nullptr;
+}
+
+std::string Nccl::why_not(c10d::Backend& backend) const {
+  if (!missing_.empty()) return missing_;
+  const size_t of_class = nccl_class_of(backend);
+  if (of_class == kNcclClasses.size()) return "the group's backend is a " + c10::demangle(typeid(backend).name());
+  if (!getters_[of_class]) return library_ + " has no " + kNcclClasses[of_class].get_communicator;
+  try {
+    return handle_of(backend) ? "" : "the group has no communicator on this device";
+  } catch (const std::exception& error) {
+    return error_text(error);
+  }
+}
+
+std::optional<NcclCommunicator> Nccl::communicator(c10d::Backend& backend, c10::Device device) const {
+  void* const handle = missing_.empty() ? handle_of(backend) : nullptr;
+  if (!handle) return std::nullopt;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return NcclCommunicator(*this, backend, handle, stream.native_handle());
+}
+
+void NcclCommunicator::all_to_all(const std::byte* send, std::byte* receive, int64_t part_nbytes) const {
+  const auto count = static_cast<size_t>(part_nbytes);
+  if (!nccl_.all_to_all_) return check(send_and_receive(send, receive, count), "a group of ncclSend and ncclRecv");
+  check(nccl_.all_to_all_(send, receive, count, kNcclUint8, handle_, stream_), "ncclAlltoAll");
+}
+
+// The group must end, whatever fails in it.
+int NcclCommunicator::send_and_receive(const std::byte* send, std::byte* receive, size_t count) const {
+  int result = nccl_.group_start_();
+  if (is_failure(result)) return result;
+  for (int peer = 0; peer < backend_.getSize() && !is_failure(result); ++peer) {
+    const size_t part = static_cast<size_t>(peer) * count;
+    result = nccl_.send_(send + part, count, kNcclUint8, peer, handle_, stream_);
+    if (!is_failure(result)) result = nccl_.recv_(receive + part, count, kNcclUint8, peer, handle_, stream_);
+  }
+  const int of_end = nccl_.group_end_();
+  return is_failure(result) ? result : of_end;
+}
+
+void NcclCommunicator::all_gather(const std::byte* send, std::byte* receive, int64_t nbytes) const {
+  const auto count = static_cast<size_t>(nbytes);
+  check(nccl_.all_gather_(send, receive, count, kNcclUint8, handle_, stream_), "ncclAllGather");
+}
+
+void NcclCommunicator::all_reduce(std::byte* data, int64_t nbytes, at::ScalarType dtype) const {
+  const int of_nccl = dtype == at::kFloat ? kNcclFloat32 : dtype == at::kBFloat16 ? kNcclBfloat16 : kNcclFloat16;
+  const size_t count = static_cast<size_t>(nbytes) / c10::elementSize(dtype);
+  check(nccl_.all_reduce_(data, data, count, of_nccl, kNcclSum, handle_, stream_), "ncclAllReduce");
+}
+
+void NcclCommunicator::check(int result, const char* function) const {
+  if (result == kNcclInProgress) {
+    const auto deadline = std::chrono::steady_clock::now() + backend_.getBackendOptions()->timeout;
+    // A communicator that torch has ended must not be asked.
+    while (result == kNcclInProgress && std::chrono::steady_clock::now() < deadline &&
+           nccl_.handle_of(backend_) == handle_) {
+      std::this_thread::yield();
+      const int of_question = nccl_.get_async_error_(handle_, &result);
+      if (of_question != kNcclSuccess) result = of_question;
+    }
+  }
+  if (result == kNcclSuccess) return;
+  throw std::runtime_error(std::string(function) + " failed with code " + std::to_string(result) + " (" +
+                           nccl_.get_error_string_(result) + "): " + nccl_.get_last_error_(nullptr));
+}
+
+}  // namespace fusedcomm
