@@ -59,7 +59,7 @@ BUCKETS = {
     "int8 quotients": replace(FLAT, numels=(), wires=("int8",), values=quotients, scale=1.0),
     "counts": replace(RAGGED, values=infinities),
     "views": replace(RAGGED, shift=1),
-    "int4 steps": replace(FLAT, wires=("int4",), feedback="bf16"),
+    "int4 steps": replace(FLAT, wires=("int4",), feedback=True),
 }
 CHECKS = {name: partial(check, REAL, case) for name, case in BUCKETS.items()}
 CHECKS["scale"] = partial(check_scale, REAL, 2 * TILE + 3)
