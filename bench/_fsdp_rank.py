@@ -25,12 +25,12 @@ BATCH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """`wire`: None: torch's own reduce-scatter. `params`: the wire of all-gathers. `kept`: whether a host's ranks keep
-    all parameters between the passes, with reshard_after_forward=. `tolerance`: of the error of gradients."""
+    """`wire`: None: torch's own reduce-scatter. `params`: the wire of all-gathers. `kept`: what a host keeps between
+    the passes, "shards", by reshard_after_forward=, or "codes". `tolerance`: of the error of gradients."""
 
     wire: str | None = None
     params: str = "fp32"
-    kept: bool = False
+    kept: str = ""
     reduce_dtype: torch.dtype | None = None
     tolerance: float = 1e-6
     reduces: bool = True
@@ -46,7 +46,8 @@ WAYS = {
     "fusedcomm int4": Way("int4", tolerance=0.2),
     "fusedcomm int8, params bf16": Way("int8", "bf16", tolerance=0.03),
     "fusedcomm int8, params int8": Way("int8", "int8", tolerance=0.05),
-    "fusedcomm int8, params int8, kept": Way("int8", "int8", kept=True, tolerance=0.05),
+    "fusedcomm int8, params int8, kept": Way("int8", "int8", kept="shards", tolerance=0.05),
+    "fusedcomm int8, params int8, codes kept": Way("int8", "int8", kept="codes", tolerance=0.05),
     "fusedcomm int4, params int4": Way("int4", "int4", tolerance=0.4),
 }
 
@@ -67,14 +68,14 @@ class Runner:
         self.model = nn.Sequential(*[Block(arguments.width) for _ in range(arguments.layers)])
         dtype = torch.bfloat16 if arguments.param_dtype == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.way.reduce_dtype)
-        reshard = arguments.ranks_per_host if self.way.kept else None
+        reshard = arguments.ranks_per_host if self.way.kept == "shards" else None
         for block in self.model:
             fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(self.model, mp_policy=policy)
         self.model.set_requires_gradient_sync(self.way.reduces)
         self.handle = None
         if self.way.wire is not None:
-            config = fusedcomm.Config(self.way.wire, params=self.way.params)
+            config = fusedcomm.Config(self.way.wire, params=self.way.params, params_kept=self.way.kept == "codes")
             self.handle = fusedcomm.attach(self.model, config, quiet=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(BATCH, arguments.width, generator=generator)

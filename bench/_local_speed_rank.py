@@ -130,7 +130,7 @@ def measure_windows(settings: dict, characters: Characters) -> dict:
     """Speeds of the ranks in windows of time, by turns with none, and the loss beside that of equal windows."""
     alone, timed, equal = (Unequal(settings, characters) for _ in range(3))
     options = {"config": settings["wires"][0], "quiet": True}
-    comm = fusedcomm.LocalSteps(timed.model, timed.optimizer, settings["window"], weights="steps", **options)
+    comm = fusedcomm.LocalSteps(timed.model, timed.optimizer, settings["window"], **options)
     seconds, ratios, speeds = settings["turn_s"], [], []
     for _ in range(settings["rounds"]):
         alone_speed, speed = alone.steps_a_second(seconds), timed.steps_a_second(seconds)

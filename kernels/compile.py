@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from fusedcomm.native import _C
 
 from .arguments import CountedSlices, Counts, PartShape, Sections, Slices
-from .constants import CODE_NBYTES, SCALE_NBYTES, WIRE_IDS, options
+from .constants import CODE_NBYTES, CONVERTS_FP8, SCALE_NBYTES, WIRE_IDS, options
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
@@ -75,12 +75,12 @@ def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     """
     version = check_triton()
     kernel = KERNELS[variant.kernel]
-    signature, constants = _signature(variant)
+    signature, constants = _signature(variant, capability)
     aligned = [place for name, place, _ in flattened(kernel, signature) if name in _ALIGNED]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     grad_nbytes = variant.grad_dtype.itemsize if variant.grad_dtype is not None else 4
-    plain = plain_registers(variant.kernel, variant.wire or "fp32", variant.in_wire, grad_nbytes)
+    plain = plain_registers(variant.kernel, variant.wire or "fp32", variant.in_wire, grad_nbytes, capability)
     how = options(constants["TILE"], plain, variant.feedback, variant.sums)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
@@ -134,7 +134,7 @@ def flattened(kernel: object, signature: dict[str, object]) -> list[tuple[str, t
     return parameters
 
 
-def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, object]]:
+def _signature(variant: "_C.KernelKey", capability: int) -> tuple[dict[str, object], dict[str, object]]:
     """(types, values): the type of every parameter in the kernel's order, and the value of every constexpr.
 
     The type of a tuple is a tuple of types.
@@ -145,8 +145,8 @@ def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, ob
         **_TYPES,
         **(dict.fromkeys(("lossy", "exact"), _COUNTED) if variant.kernel == "pack" else {}),
         "grads": GRAD_TYPES.get(variant.grad_dtype, ""),
-        "message": _section_types(in_wire),
-        "out": _section_types(wire),
+        "message": _section_types(in_wire, capability),
+        "out": _section_types(wire, capability),
         "residual": "*fp32" if variant.feedback else "*i8",
     }
     values = {
@@ -162,8 +162,10 @@ def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, ob
     return signature, {name: values[name] for name in names if name in values}
 
 
-def _section_types(wire: str) -> Sections:
-    return Sections("*i32", SCALE_TYPES[SCALE_NBYTES[wire]], CODE_TYPES[CODE_NBYTES[wire]])
+def _section_types(wire: str, capability: int) -> Sections:
+    converted = wire == "fp8" and divmod(capability, 10) >= CONVERTS_FP8
+    codes = "*fp8e4nv" if converted else CODE_TYPES[CODE_NBYTES[wire]]
+    return Sections("*i32", SCALE_TYPES[SCALE_NBYTES[wire]], codes)
 
 
 def _ptx_type(triton_type: str) -> str:

@@ -3,6 +3,7 @@
 The wires' names and numbers come from csrc/wire/wires.h.
 """
 
+import triton
 import triton.language as tl
 
 from fusedcomm.native import _C
@@ -18,6 +19,9 @@ PER_BYTE = {WIRE_IDS[wire]: 8 // _C.code_nbits(wire) for wire in _C.WIRES if _C.
 
 CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
 """Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4 of two."""
+
+CONVERTS_FP8 = (8, 9)
+"""The least compute capability with instructions that convert fp8. There the codes have Triton's type for it."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
 """Bytes of one scale, by wire: 4 for fp32, 2 for bf16. 4 if there are none: the kernels take a pointer all the same."""
@@ -42,3 +46,4 @@ def options(
 
 # The same values for device functions, which can read only globals that are constexpr.
 NUM_THREADS = tl.constexpr(32 * NUM_WARPS)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))

@@ -7,7 +7,7 @@ of a block share is computed or loaded once for each VEC elements, as [TILE // V
 import triton
 import triton.language as tl
 
-from .constants import BF16_SCALES, PER_BYTE, WIRE_IDS, WITH_SCALES
+from .constants import BF16_SCALES, INTERPRETED, PER_BYTE, WIRE_IDS, WITH_SCALES
 
 # The wires, for comparison with a WIRE.
 FP32 = tl.constexpr(WIRE_IDS["fp32"])
@@ -148,7 +148,7 @@ def decode(codes, WIRE: tl.constexpr):
         return from_bf16_bits(codes)
     elif WIRE == FP16:
         return from_fp16_bits(codes)
-    elif WIRE == INT8:
+    elif codes.dtype == tl.float8e4nv:
         return codes.to(tl.float32)
     elif WIRE == FP8:
         # e4m3 differs from fp32 in mantissa width and exponent bias only, for subnormals too: place the bits as
@@ -156,6 +156,8 @@ def decode(codes, WIRE: tl.constexpr):
         bits = (codes.to(tl.int32) << 20) & (SIGN_BIT | (0x7F << 20))
         values = bits.to(tl.float32, bitcast=True) * 2.0**120
         return tl.where(tl.abs(values) > 448.0, float("nan"), values)
+    elif WIRE == INT8:
+        return int8_values(codes)
     else:
         tl.static_assert(WIRE == INT4)
         # The two's complement nibble of n, xor 8, is n + 8. In the lowest bits of 2^23 it makes 2^23 + n + 8.
@@ -165,6 +167,24 @@ def decode(codes, WIRE: tl.constexpr):
         return tl.reshape(level(values), (2 * codes.shape[0],))
 
 
+# The two's complement byte of n, xor 128, is n + 128. In 2^23's lowest bits it makes 2^23 + n + 128. One xor serves
+# four bytes, and prmt puts each in its place, with four times the rate of a conversion, or more.
+WITH_128_ADDED = tl.constexpr(
+    "{ .reg .b32 x; xor.b32 x, $4, 0x80808080; "
+    + " ".join(f"prmt.b32 ${i}, x, 0x4B000000, 0x744{i};" for i in range(4))
+    + " }"
+)
+
+
+@triton.jit
+def int8_values(codes):
+    if INTERPRETED:
+        return codes.to(tl.float32)
+    else:
+        values = tl.inline_asm_elementwise(WITH_128_ADDED, "=r,=r,=r,=r,r", [codes], tl.float32, True, 4)
+        return values - (TWO_TO_23 + 128)
+
+
 @triton.jit
 def level(code):
     """The value of an int4 code (fp32, whole). Exact."""
@@ -172,21 +192,25 @@ def level(code):
 
 
 @triton.jit
-def code_lane(TILE: tl.constexpr, VEC: tl.constexpr, WIRE: tl.constexpr):
-    """[TILE // per_code(WIRE)]: where the codes of TILE elements lie, in integers of the codes section."""
+def code_places(codes, numel, VEC: tl.constexpr, WIRE: tl.constexpr, TILE: tl.constexpr):
+    """(pointers [TILE // per_code(WIRE)], mask) of the codes of `numel` elements, a multiple of VEC, in integers of the
+    codes section. codes: pointer to the first."""
     PER_CODE: tl.constexpr = per_code(WIRE)
-    return tl.max_contiguous(tl.arange(0, TILE // PER_CODE), max(VEC // PER_CODE, 1))
+    lane = tl.max_contiguous(tl.arange(0, TILE // PER_CODE), max(VEC // PER_CODE, 1))
+    return codes + lane, lane < numel // VEC * (VEC // PER_CODE)
 
 
 @triton.jit
-def load_scales(scales, begin, numel, other, VEC: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """fp32 [TILE // VEC]: the scale of each VEC elements, for `numel` elements from `begin` on.
-
-    Past these elements the scale is `other`, which has the type that scales are stored in: fp32, or for int4
-    bf16 as int16.
-    """
+def scale_places(scales, numel, VEC: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """(pointers [TILE // VEC], mask) of the scale of each VEC elements, for `numel` elements, a multiple of BLOCK.
+    scales: pointer to the first."""
     element = tl.arange(0, TILE // VEC) * VEC
-    loaded = tl.load(scales + (begin + element) // BLOCK, mask=element < numel, other=other)
+    return scales + element // BLOCK, element < numel
+
+
+@triton.jit
+def to_scales(loaded):
+    """fp32: scales as they are stored, in fp32 or, as int16, in bf16."""
     if loaded.dtype == tl.int16:
         return from_bf16_bits(loaded)
     else:

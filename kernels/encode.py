@@ -12,7 +12,7 @@ from .elements import (
     FP32,
     bf16_bits,
     canonical_bits,
-    code_lane,
+    code_places,
     decode,
     fp16_bits,
     has_scales,
@@ -38,13 +38,13 @@ def encode(y, WIRE: tl.constexpr):
 def encode_and_store(y, sections, tile, numel, part_numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
     """Rounds `y` (fp32 [TILE]), tile number `tile` of a part, and writes its first `numel` elements.
 
-    sections: the part's (scales, codes). Elements of `y` past the end of the part must be zeros. The padding after the
-    part's last scale is zeroed. Returns the written codes decoded, fp32 [TILE].
+    sections: the part's (scales, codes). The padding after the part's last scale is zeroed. Returns the written codes
+    decoded, fp32 [TILE].
     """
     TILE: tl.constexpr = y.shape[0]
     scales_out, codes_out = sections
     if has_scales(WIRE):
-        codes, scales, decoded = quantise(y, VEC, WIRE, BLOCK)
+        codes, scales, decoded = quantise(y, codes_out.dtype.element_ty, VEC, WIRE, BLOCK)
         store_scales(scales_out + tile * (TILE // BLOCK), scales, numel, VEC, BLOCK)
         if tl.cast(tile, tl.int64) * TILE + numel == part_numel:
             IN_16_BYTES: tl.constexpr = 128 // scales.dtype.primitive_bitwidth
@@ -55,13 +55,12 @@ def encode_and_store(y, sections, tile, numel, part_numel, VEC: tl.constexpr, WI
     else:
         codes = encode(y, WIRE)
         decoded = decode(codes, WIRE)
-    PER_CODE: tl.constexpr = per_code(WIRE)
-    lane = code_lane(TILE, VEC, WIRE)
-    places = codes_out + tl.cast(tile, tl.int64) * (TILE // PER_CODE) + lane
+    first = codes_out + tl.cast(tile, tl.int64) * (TILE // per_code(WIRE))
+    places, mask = code_places(first, numel, VEC, WIRE, TILE)
     if numel == TILE:
         tl.store(places, codes)
     else:
-        tl.store(places, codes, mask=lane < numel // VEC * (VEC // PER_CODE))
+        tl.store(places, codes, mask=mask)
     return decoded
 
 

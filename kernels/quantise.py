@@ -70,10 +70,11 @@ def with_fp8_sign(v, bits, code, subnormal):
 
 
 @triton.jit
-def quantise(y, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
+def quantise(y, dtype: tl.constexpr, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
     """(codes, scales, decoded) of `y` (fp32 [TILE]).
 
-    codes: int8 [TILE // per_code(WIRE)]. scales: fp32 [TILE // BLOCK]; in int4 bf16 as int16.
+    codes: [TILE // per_code(WIRE)] in `dtype`: int8, or float8e4nv where the GPU converts fp8.
+    scales: fp32 [TILE // BLOCK]; in int4 bf16 as int16.
     decoded: fp32 [TILE]. Where `y` is not finite it may be wrong, as long as y - decoded is not finite there either.
     """
     TILE: tl.constexpr = y.shape[0]
@@ -106,7 +107,10 @@ def quantise(y, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
         # In a block that is not normal adding 2^-20, which also rounds to zero, makes every zero +0. In others adding
         # -0 changes nothing. The -0 is made from bits, because Triton turns a literal -0.0 into +0.
         v += spread(tl.where(normal, SIGN_BIT, (127 - 20) << 23).to(tl.float32, bitcast=True), PER_BLOCK)
-        codes = fp8_code(v)
+        if dtype == tl.float8e4nv:
+            codes = tl.where(rows == rows, v, 0.0).to(dtype)  # saturates
+        else:
+            codes = fp8_code(v)
     else:
         v = tl.minimum(tl.maximum(v, least_value(WIRE)), GREATEST)
         if WIRE == INT4:
@@ -114,10 +118,11 @@ def quantise(y, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
         else:
             whole = v + ROUND_TO_INTEGER
         codes = whole.to(tl.int32, bitcast=True)
-    # Tests the values, not magnitude_bits, which then need not stay in registers during the divisions.
-    codes = tl.where(rows == rows, codes, 0)
+    if dtype == tl.int8:
+        # Tests the values, not magnitude_bits, which then need not stay in registers during the divisions.
+        codes = tl.where(rows == rows, codes, 0)
     if WIRE == FP8:
-        values = decode(codes.to(tl.int8), WIRE)
+        values = decode(codes.to(dtype), WIRE)
     elif WIRE == INT4:
         values = level(whole - ROUND_TO_INTEGER)
     else:
@@ -127,7 +132,7 @@ def quantise(y, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
         low, high = tl.split(tl.reshape(codes, (TILE // 2, 2)))
         return ((low & 0xF) | (high << 4)).to(tl.int8), scales, decoded
     else:
-        return tl.reshape(codes.to(tl.int8), (TILE,)), scales, decoded
+        return tl.reshape(codes.to(dtype), (TILE,)), scales, decoded
 
 
 @triton.jit

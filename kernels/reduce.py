@@ -9,66 +9,77 @@ A rank's few bytes cost latency, not arithmetic, so several ranks are loaded bef
 import triton
 import triton.language as tl
 
-from .elements import FP32, code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
+from .elements import (
+    FP32,
+    code_places,
+    decode,
+    has_scales,
+    per_code,
+    scale_places,
+    times_scales,
+    to_scales,
+    vector_numel,
+)
 from .encode import encode_tile
 from .residual import load_residual
 from .tiles import exact_ratio, first_unit, part_of, section_of, tiles_of
 
 
 @triton.jit
-def minus_zero_unless(present, dtype: tl.constexpr):
-    """-0, or +0 if `present`: a scalar of dtype fp32, or the bits of a float in an integer `dtype` of its width.
+def load_rank(rank, message, WIRE: tl.constexpr):
+    """(codes, scales [TILE // VEC]) of a rank's tile; without scales (codes, 0.0). Undefined if there is no such rank.
 
-    Adding -0 changes nothing, not even the sign of a zero. It is made from bits, because Triton turns a literal -0.0
-    into +0. It is chosen at run time, because Triton 3.6 to 3.8 load a 16-bit constant wrongly: where a register should
-    hold it twice, they sign-extend it.
+    message: (pointers and mask of the first rank's codes, those of its scales, bytes from one rank to the next, number
+    of ranks).
     """
-    bits = tl.where(present, 0, -(2 ** (dtype.primitive_bitwidth - 1)))
-    if dtype == tl.float32:
-        return bits.to(tl.float32, bitcast=True)
+    codes_at, in_codes, scales_at, in_scales, stride, world_size = message
+    here = rank < world_size
+    # Compared with 0, because the interpreter takes no other combinations with a scalar as masks.
+    codes = tl.load(section_of(codes_at, stride, rank), mask=(in_codes & here) != 0)
+    if has_scales(WIRE):
+        return codes, tl.load(section_of(scales_at, stride, rank), mask=(in_scales & here) != 0)
     else:
-        return bits.to(dtype)
+        return codes, 0.0
 
 
 @triton.jit
-def load_rank(
-    ranks, rank, begin, numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
-):
-    """(codes, scales [TILE // VEC]) of `numel` elements of a rank's part from `begin` on; without scales (codes, 0.0).
-
-    ranks: (scales of the first rank, its codes, bytes from one rank to the next, number of ranks). begin: a multiple of
-    VEC and, in a wire with scales, of BLOCK. If there is no such rank, the result decodes to -0.
-    """
-    scales_in, codes_in, in_stride, world_size = ranks
-    PER_CODE: tl.constexpr = per_code(WIRE)
-    present = rank < world_size
-    numel = tl.where(present, numel, 0)
-    lane = code_lane(TILE, VEC, WIRE)
-    mask = lane < numel // VEC * (VEC // PER_CODE)
-    codes = section_of(codes_in, in_stride, rank) + begin // VEC * (VEC // PER_CODE)
+def values_of(codes, scales, VEC: tl.constexpr, WIRE: tl.constexpr):
     if has_scales(WIRE):
-        # Code 0 is +0 in every wire.
-        scales = section_of(scales_in, in_stride, rank) + begin // BLOCK
-        none = minus_zero_unless(present, scales_in.dtype.element_ty)
-        return tl.load(codes + lane, mask=mask, other=0), load_scales(scales, 0, numel, none, VEC, BLOCK, TILE)
+        return times_scales(decode(codes, WIRE), to_scales(scales), VEC)
     else:
-        none = minus_zero_unless(present, codes_in.dtype.element_ty)
-        return tl.load(codes + lane, mask=mask, other=none), 0.0
+        return decode(codes, WIRE)
 
 
 @triton.jit
-def add(total, codes, scales, VEC: tl.constexpr, WIRE: tl.constexpr):
-    values = decode(codes, WIRE)
-    if has_scales(WIRE):
-        values = times_scales(values, scales, VEC)
-    return total + values
+def add_ranks(total, first, message, VEC: tl.constexpr, WIRE: tl.constexpr, NUMEL: tl.constexpr):
+    """`total`, and the values of ranks `first` … first + NUMEL - 1, as far as there are such; if `first` is 0, these
+    alone. NUMEL: 2 or 4. message: as for load_rank."""
+    world_size = message[5]
+    c0, s0 = load_rank(first, message, WIRE)
+    c1, s1 = load_rank(first + 1, message, WIRE)
+    if NUMEL == 4:
+        c2, s2 = load_rank(first + 2, message, WIRE)
+        c3, s3 = load_rank(first + 3, message, WIRE)
+    if total is None:
+        total = values_of(c0, s0, VEC, WIRE)
+    else:
+        total += values_of(c0, s0, VEC, WIRE)
+    if first + 1 < world_size:
+        total += values_of(c1, s1, VEC, WIRE)
+    if NUMEL == 4:
+        if first + 2 < world_size:
+            total += values_of(c2, s2, VEC, WIRE)
+        if first + 3 < world_size:
+            total += values_of(c3, s3, VEC, WIRE)
+    return total
 
 
 @triton.jit
 def reduce_tile(ranks, sections, part_numel, part, tile, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr):
     """Sums a tile and encodes it into the output part with these sections (scales, codes).
 
-    ranks: as for load_rank. encoder: as for encode_tile.
+    ranks: (scales of the first rank, its codes, bytes from one rank to the next, number of ranks). encoder: as for
+    encode_tile.
     """
     residual = encoder[0]
     BLOCK: tl.constexpr = encoder[2]
@@ -77,21 +88,19 @@ def reduce_tile(ranks, sections, part_numel, part, tile, scale, encoder, IN_WIRE
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
     kept = load_residual(residual, begin, numel, VEC, TILE, FEEDBACK)
-    total = tl.full([TILE], minus_zero_unless(False, tl.float32), tl.float32)
-    # With scales and residuals the registers do not hold four ranks at a time.
-    AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
-    for rank in range(0, ranks[3], AT_A_TIME):
-        c0, s0 = load_rank(ranks, rank, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
-        c1, s1 = load_rank(ranks, rank + 1, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
-        if AT_A_TIME == 4:
-            c2, s2 = load_rank(ranks, rank + 2, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
-            c3, s3 = load_rank(ranks, rank + 3, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
-        total = add(total, c0, s0, VEC, IN_WIRE)
-        total = add(total, c1, s1, VEC, IN_WIRE)
-        if AT_A_TIME == 4:
-            total = add(total, c2, s2, VEC, IN_WIRE)
-            total = add(total, c3, s3, VEC, IN_WIRE)
-    # Past the part's end the total is zero, and nothing is written.
+    first = ranks[1] + begin // VEC * (VEC // per_code(IN_WIRE))
+    codes_at, in_codes = code_places(first, numel, VEC, IN_WIRE, TILE)
+    if has_scales(IN_WIRE):
+        scales_at, in_scales = scale_places(ranks[0] + begin // BLOCK, numel, VEC, BLOCK, TILE)
+    else:
+        scales_at, in_scales = None, None
+    message = (codes_at, in_codes, scales_at, in_scales, ranks[2], ranks[3])
+    # The registers do not hold four ranks at a time of fp32, or with scales and residuals.
+    AT_A_TIME: tl.constexpr = 2 if IN_WIRE == FP32 or (FEEDBACK and has_scales(IN_WIRE)) else 4
+    total = add_ranks(None, 0, message, VEC, IN_WIRE, AT_A_TIME)
+    for rank in range(AT_A_TIME, ranks[3], AT_A_TIME):
+        total = add_ranks(total, rank, message, VEC, IN_WIRE, AT_A_TIME)
+    # Past the part's end the total is undefined. Blocks end there, and nothing is written.
     encode_tile(total * scale, sections, tile, numel, part_numel, kept, begin, VEC, encoder)
 
 
@@ -105,7 +114,9 @@ def reduce_section(ranks, sections, parts, taken, scale, encoder, IN_WIRE: tl.co
     stride, part_numel, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(first_unit(taken), taken + num_parts * num_tiles, tl.num_programs(0)):
-        part, tile = part_of(unit - taken, num_tiles)
+        part, tile = tl.cast(0, tl.int64), unit - taken
+        if tile >= num_tiles:  # seldom, and it is a division
+            part, tile = part_of(tile, num_tiles)
         own = (section_of(sections[0], stride, part), section_of(sections[1], stride, part))
         reduce_tile(ranks, own, part_numel, part, tile, scale, encoder, IN_WIRE, TILE)
 

@@ -171,7 +171,8 @@ def count_by_slice(slices, begin, bad):
 def section_of(section, part_nbytes, part):
     """A section of part number `part`, given the same section of part 0.
 
-    part_nbytes: bytes from one part to the next; it is i64, so that the product is i64, too.
+    part_nbytes: bytes from one part to the next, less than 2^31: a chunk has at most 2^30. The product is i64.
     """
     NBYTES: tl.constexpr = section.dtype.element_ty.primitive_bitwidth // 8
-    return section + tl.multiple_of(part * (part_nbytes // NBYTES), 16 // NBYTES)
+    stride = (tl.cast(part_nbytes, tl.int32) >> (NBYTES // 2)).to(tl.int64)
+    return section + tl.multiple_of(tl.cast(part, tl.int64) * stride, 16 // NBYTES)

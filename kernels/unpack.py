@@ -9,13 +9,14 @@ import triton.language as tl
 
 from .elements import (
     FP32,
-    code_lane,
+    code_places,
     decode,
     has_scales,
-    load_scales,
     per_code,
+    scale_places,
     times_scales,
     to_gradient,
+    to_scales,
     vector_numel,
 )
 from .tiles import (
@@ -35,24 +36,21 @@ from .tiles import (
 
 @triton.jit
 def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, decoder):
-    """fp32 [TILE]: the decoded elements of a part from `begin` on. `numel` of them exist.
+    """fp32 [TILE]: the decoded elements of a part from `begin` on. `numel` of them exist; the others are undefined.
 
     decoder: constants (WIRE, BLOCK, …).
     """
     WIRE: tl.constexpr = decoder[0]
     BLOCK: tl.constexpr = decoder[1]
-    PER_CODE: tl.constexpr = per_code(WIRE)
-    lane = code_lane(TILE, VEC, WIRE)
-    places = codes_in + begin // PER_CODE + lane
+    places, mask = code_places(codes_in + begin // per_code(WIRE), numel, VEC, WIRE, TILE)
     if numel == TILE:
         codes = tl.load(places)
     else:
-        codes = tl.load(places, mask=lane < numel // VEC * (VEC // PER_CODE), other=0)
+        codes = tl.load(places, mask=mask)
+    values = decode(codes, WIRE)
     if has_scales(WIRE):
-        scales = load_scales(scales_in, begin, numel, 0, VEC, BLOCK, TILE)
-        values = times_scales(decode(codes, WIRE), scales, VEC)
-    else:
-        values = decode(codes, WIRE)
+        scales_at, in_part = scale_places(scales_in + begin // BLOCK, numel, VEC, BLOCK, TILE)
+        values = times_scales(values, to_scales(tl.load(scales_at, mask=in_part)), VEC)
     return values
 
 

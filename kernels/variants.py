@@ -26,12 +26,13 @@ def tile_of(wire: str, block_numel: int) -> int:
     return max(TILE, block_numel) if _C.has_scales(wire) else TILE
 
 
-def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: int) -> int:
+def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: int, capability: int = 90) -> int:
     """Registers of a thread for max_registers(). With 64 these use a stack: with Triton 3.6 sums that change the wire,
-    on sm_120 packs of int4 and of gradients of 16 bits."""
+    on sm_120 whatever counts elements that are not finite, and packs of int4 and of gradients of 16 bits."""
     if kernel == "reduce" and in_wire not in (None, wire):
         return 128
-    return 80 if kernel == "pack" and (wire == "int4" or grad_nbytes == 2) else 64
+    counts_on_120 = kernel in ("pack", "scale") and capability >= 120
+    return 80 if counts_on_120 or (kernel == "pack" and (wire == "int4" or grad_nbytes == 2)) else 64
 
 
 def max_registers(

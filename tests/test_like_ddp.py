@@ -44,9 +44,8 @@ def trained(rank: int, name: str, front_end: FrontEnd, wire: str, num_steps: int
     """The gradients of all parameters after each step, None where there is none, and the state at the end. After each
     step the model is evaluated."""
     case = CASES[name]
-    every = {"every": case.accumulate} if front_end.counts_passes else {}
     model = case.build(reference=front_end is PLAIN, rank=rank)
-    forward, comm = front_end.make(model, front_end.config(wire), **case.ddp, **every)
+    forward, comm = front_end.make(model, front_end.config(wire), **case.ddp)
     inner = getattr(forward, "module", model)
     optimizer = torch.optim.SGD(forward.parameters(), lr=0.05)
     dtype = next(forward.parameters()).dtype
@@ -56,8 +55,7 @@ def trained(rank: int, name: str, front_end: FrontEnd, wire: str, num_steps: int
         for step in range(max(1, num_steps - 2 * rank * case.uneven)):
             case.before_step(inner, step)
             for part in range(case.accumulate):
-                adds_up = part < case.accumulate - 1 and not every
-                with adding_up(forward, comm) if adds_up else contextlib.nullcontext():
+                with adding_up(forward, comm) if part < case.accumulate - 1 else contextlib.nullcontext():
                     x, y = case.batch(rank, case.accumulate * step + part)
                     nn.functional.mse_loss(forward(x.to(dtype)).to(y.dtype), y).backward()
             gradients.append([None if p.grad is None else whole(p.grad) for p in forward.parameters()])

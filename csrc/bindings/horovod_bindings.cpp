@@ -27,20 +27,20 @@ void end_without_gil(Order* order) {
   if (order->shutdown()) delete order;
 }
 
-// Python's start: gets the set, the tickets, the operations' signatures, and the rows of each member of the first
+// Python's start: gets the set, the requests, the operations' signatures, and the rows of each member of the first
 // operation, and returns futures.
 Order::Start start_of(py::object function) {
   const std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* object) {
     const py::gil_scoped_acquire gil;
     delete object;
   });
-  return [held](const horovod::Issue& issue) {
+  return [held](const Order::Issue& issue) {
     const py::gil_scoped_acquire gil;
     py::list signatures;
     for (const horovod::Response& response : issue.responses) signatures.append(response.operation->signature);
     horovod::Futures futures;
     try {
-      for (const py::handle each : (*held)(issue.set, issue.tickets, signatures, issue.responses.front().rows)) {
+      for (const py::handle each : (*held)(issue.set, issue.requests, signatures, issue.responses.front().rows)) {
         futures.push_back(each.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
       }
       return futures;
@@ -64,48 +64,38 @@ std::shared_ptr<Order> make_order(int rank, int size, std::vector<std::vector<in
           end_without_gil};
 }
 
-void bind_operation(py::module_& m) {
-  py::class_<horovod::Operation, std::shared_ptr<horovod::Operation>>(m, "AgreedOperation")
-      .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool has_number,
-                       bool may_lack_joined, bool is_call, bool is_join, bool may_be_small, int op, double prescale,
-                       double postscale) {
-             const horovod::Reduction reduction = {static_cast<horovod::Op>(op), prescale, postscale};
-             return std::make_shared<horovod::Operation>(
-                 horovod::Operation{std::move(key), std::move(signature), std::move(fuses), nbytes, has_number,
-                                    may_lack_joined, is_call, is_join, may_be_small, reduction});
-           }),
-           py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"),
-           py::arg("has_number"), py::arg("may_lack_joined"), py::arg("is_call"), py::arg("is_join"),
-           py::arg("may_be_small"), py::arg("op"), py::arg("prescale"), py::arg("postscale"));
-}
-
 }  // namespace
 
 void bind_horovod(pybind11::module_& m) {
-  bind_operation(m);
+  using horovod::Operation;
+  py::class_<Operation, std::shared_ptr<Operation>>(m, "AgreedOperation")
+      .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool repeats,
+                       bool may_lack_joined, bool is_join, int op) {
+             return std::make_shared<Operation>(Operation{std::move(key), std::move(signature), std::move(fuses),
+                                                          nbytes, repeats, may_lack_joined, is_join,
+                                                          static_cast<horovod::Op>(op)});
+           }),
+           py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"), py::arg("repeats"),
+           py::arg("may_lack_joined"), py::arg("is_join"), py::arg("op"));
+  // part: contiguous, on the CPU; gets the sum if every member sends one.
+  py::class_<Order::Request, Order::RequestPtr>(m, "OrderedRequest")
+      .def(py::init([](int set, std::shared_ptr<Operation> operation, std::vector<int64_t> rows, std::string problem,
+                       std::optional<at::Tensor> part) {
+             const auto request = std::make_shared<Order::Request>();
+             request->set = set;
+             request->entry = {std::move(operation), std::move(rows), std::move(problem), part.value_or(at::Tensor())};
+             return request;
+           }),
+           py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"), py::arg("part"))
+      .def_readonly("number", &Order::Request::number);
   py::class_<Order, std::shared_ptr<Order>>(m, "Order")
       .def(py::init(&make_order), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sets"), py::arg("control"),
            py::arg("fusion_nbytes"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"), py::arg("start"),
            py::arg("mismatch"), py::arg("say"))
-      .def(
-          "submit",
-          [](Order& order, int64_t ticket, int set, std::shared_ptr<horovod::Operation> operation,
-             std::vector<int64_t> rows, std::string problem, const std::vector<at::Tensor>& inputs,
-             std::vector<at::Tensor> outputs, bool at_once) {
-            order.submit(ticket, set, {horovod::kNoId, std::move(operation), std::move(rows), std::move(problem)},
-                         inputs, std::move(outputs), at_once);
-          },
-          py::arg("ticket"), py::arg("set_id"), py::arg("operation"), py::arg("rows"), py::arg("problem"),
-          py::arg("inputs"), py::arg("outputs"), py::arg("at_once"), NoGil())
-      .def("poll", &Order::poll, py::arg("ticket"), NoGil())
-      // Returns the error's text, empty if there is none, and of a join the rank that joined last.
-      .def(
-          "wait",
-          [](Order& order, int64_t ticket) {
-            const Order::Result result = order.wait(ticket);
-            return std::make_pair(result.error, result.number);
-          },
-          py::arg("ticket"), NoGil())
+      .def("submit", &Order::submit, py::arg("request"), py::arg("at_once"), NoGil())
+      .def("poll", &Order::poll, py::arg("request"), NoGil())
+      // Returns the error's text, empty if there is none.
+      .def("wait", &Order::wait, py::arg("request"), NoGil())
       .def("shutdown", &Order::shutdown, NoGil())
       .def_property_readonly("failure", py::cpp_function(&Order::failure, NoGil()));
 }

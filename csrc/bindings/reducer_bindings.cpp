@@ -20,26 +20,25 @@ void bind_reducer(pybind11::module_& m) {
 
   // refuse(failure) and failure_of_job() → str; see Steps.
   py::class_<Steps>(m, "ReducerSteps")
-      .def(py::init([](bool sums, bool sends_dense, bool checks_changes, std::function<void(const std::string&)> refuse,
-                       std::function<std::string()> failure_of_job) {
-             return Steps{sums, sends_dense, checks_changes, std::move(refuse), std::move(failure_of_job)};
+      .def(py::init([](int64_t passes, bool sums, bool sends_dense, bool checks_changes,
+                       std::function<void(const std::string&)> refuse, std::function<std::string()> failure_of_job) {
+             return Steps{passes, sums, sends_dense, checks_changes, std::move(refuse), std::move(failure_of_job)};
            }),
-           py::kw_only(), py::arg("sums"), py::arg("sends_dense"), py::arg("checks_changes"), py::arg("refuse"),
-           py::arg("failure_of_job"));
+           py::kw_only(), py::arg("passes"), py::arg("sums"), py::arg("sends_dense"), py::arg("checks_changes"),
+           py::arg("refuse"), py::arg("failure_of_job"));
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(m, "GradReducer")
       .def(py::init([](const std::optional<std::shared_ptr<Synchronizer>>& synchronizer,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters,
-                       int64_t first_bucket_nbytes, int64_t bucket_nbytes, bool find_unused, int64_t every,
+                       int64_t first_bucket_nbytes, int64_t bucket_nbytes, bool find_unused,
                        const std::optional<StorePtr>& store, GradReducer::Say say, std::optional<Steps> steps) {
              std::vector<GradReducer::Parameter> table;
              for (const auto& [tensor, name, is_sparse] : parameters) table.push_back({tensor, name, is_sparse});
-             const GradReducer::Options options{
-                 {first_bucket_nbytes, bucket_nbytes}, find_unused, every, std::move(steps)};
+             const GradReducer::Options options{{first_bucket_nbytes, bucket_nbytes}, find_unused, std::move(steps)};
              return GradReducer::make(synchronizer.value_or(nullptr), std::move(table), options,
                                       store.value_or(StorePtr()), std::move(say));
            }),
            py::kw_only(), py::arg("synchronizer"), py::arg("parameters"), py::arg("first_bucket_nbytes"),
-           py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("every") = 1, py::arg("store"), py::arg("say"),
+           py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("store"), py::arg("say"),
            py::arg("steps") = py::none())
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
@@ -94,7 +93,7 @@ void bind_reducer(pybind11::module_& m) {
       .def("end_step_without_gradients", &GradReducer::end_step_without_gradients, NoGil())
       .def("agree_on_number", &GradReducer::agree_on_number, py::arg("num_parameters"), NoGil())
       .def_property_readonly("has_begun_step", py::cpp_function(&GradReducer::has_begun_step, NoGil()))
-      .def("set_every", &GradReducer::set_every, py::arg("every"), NoGil())
+      .def("set_passes", &GradReducer::set_passes, py::arg("passes"), NoGil())
       .def("set_layout", &GradReducer::set_layout, py::kw_only(), py::arg("group_of"), py::arg("order"), NoGil())
       .def("leave_ranks", &GradReducer::leave_ranks, NoGil())
       .def_property_readonly("num_copied", py::cpp_function(&GradReducer::num_copied, NoGil()));

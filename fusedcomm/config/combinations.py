@@ -80,7 +80,7 @@ def _shown(name: str, value: object) -> str:
     return name if value is True else f"{name} ({text})"
 
 
-ADDED_PASSES = "passes that add up gradients (no_sync(), every=, backward_passes_per_step=)"
+ADDED_PASSES = "passes that add up gradients (no_sync(), backward_passes_per_step=)"
 _HOOKLESS = "fusedcomm.attach(ddp, …) instead of register_comm_hook"
 _PARALLEL = "fusedcomm.DataParallel(module, config=…, members=members)"
 _INSIDE_HOSTS = "DDP or FSDP2 inside a host"
@@ -123,7 +123,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("every front end", {"codec_threads": GIVEN, _ON_CUDA: True},
      "they are for the CPU's codec", "leave it out"),
     ("every front end", {"weighted": "mean", ADDED_PASSES: True},
-     "each pass would have to be multiplied by its weight", "let losses be sums, and use weighted='sum'"),
+     "each pass would have to be multiplied by its weight", "let losses be sums, and use weighted='sum'", RuntimeError),
     ("trace", {"all_ranks": True, "path of each rank": GIVEN},
      "rank 0 writes one file", "name that one"),
     ("Auto", {"weighted": GIVEN},
@@ -239,7 +239,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("LocalSteps", {"config": "off"},
      "it would merge nothing", "name the wire"),
     ("LocalSteps", {"weighted": GIVEN},
-     "it is for backward passes", "use LocalSteps(weights='steps')"),
+     "it is for backward passes", "leave it out: where every= is a time, ranks weigh as their steps"),
     ("LocalSteps", {"compare_every": Besides((None, 1000))},
      "ranks differ between merges, and merged states are always compared", "leave it out"),
     ("LocalSteps", {"compare": Besides(("warn",))},

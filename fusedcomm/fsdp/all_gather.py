@@ -16,27 +16,6 @@ VALUE = " (value)"
 """Follows a parameter's name where its values are meant, and not its gradients."""
 
 
-class WatchedAllGather(AllGather):
-    """Calls `inner`, and tells the watch of `session` meanwhile. On cpu only, where the call waits.
-
-    An all-gather with async_op returns at once and is waited for inside of torch, so it is not watched.
-    """
-
-    def __init__(self, session: Session, inner: AllGather, what: str) -> None:
-        self.inner = inner
-        self._session, self._what = session, what
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for an input or output, as torch's own all-gather allocates it."""
-        return self.inner.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with contextlib.nullcontext() if async_op else waiting(self._session, self._what):
-            return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-
-
 class Gathering(dist.Work):
     """An all-gather under way. Its wait() is called before the output is read."""
 
@@ -52,15 +31,16 @@ class Gathering(dist.Work):
         return True
 
 
-class CodedAllGather(AllGather):
-    """Sends this rank's shard in codes, and decodes those of all ranks, its own included.
+class FusedAllGather(AllGather):
+    """Sends this rank's shard in codes, and decodes those of all ranks, its own included; or leaves that to `inner`.
 
-    Left to `inner`: gathers over other ranks, which pass on decoded values (reshard_after_forward=n). With one warning:
-    dtypes that no wire carries, and extension tensors, which encode themselves.
+    Always left to `inner`: gathers over other ranks, which pass on decoded values (reshard_after_forward=n). With one
+    warning: dtypes that no wire carries, and extension tensors, which encode themselves. On a CPU, where `inner` waits,
+    the session's watch is told meanwhile. With async_op it is waited for inside of torch, and so not watched.
 
     Args:
         index: of its rows in the session.
-        wire_of: the number of a parameter's wire.
+        wire_of: the number of a parameter's wire; None: there are no codes.
         may_keep: whether codes that this rank receives of other hosts are kept, on two levels, for the backward pass.
 
     Attributes:
@@ -72,17 +52,24 @@ class CodedAllGather(AllGather):
         session: Session,
         sharded: Sharded,
         index: int,
-        wire_of: Callable[[str, torch.Tensor], int],
+        wire_of: Callable[[str, torch.Tensor], int] | None,
         inner: AllGather,
         may_keep: bool,
     ) -> None:
-        self.inner, self.is_exact = inner, False
-        self._sharded, self._has_warned = sharded, False
-        pieces = [(p.name + VALUE, p.row_numel, wire_of(p.name, p.tensor)) for p in sharded.parameters]
-        self._native = _C.Rows(synchronizer=session.synchronizer, index=index, pieces=pieces)
-        self._native.set_row(list(range(len(pieces))))
-        self._most_kept_nbytes = self._native.plan_of_again.kept_nbytes if may_keep else 0
+        self.inner, self.is_exact = inner, wire_of is None
+        self._session, self._sharded, self._has_warned = session, sharded, False
+        pieces = [(p.name + VALUE, p.row_numel, wire_of(p.name, p.tensor)) for p in sharded.parameters if wire_of]
+        self._native = _C.Rows(synchronizer=session.synchronizer, index=index, pieces=pieces) if pieces else None
+        self._most_kept_nbytes = 0
+        if self._native is not None:
+            self._native.set_row(list(range(len(pieces))))
+            self._most_kept_nbytes = self._native.plan_of_again.kept_nbytes if may_keep else 0
         self._has_kept = False  # the latest all-gather
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether it sends parameters in codes."""
+        return self._native is not None
 
     @property
     def plans(self) -> list["_C.BucketPlan"]:
@@ -104,14 +91,19 @@ class CodedAllGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        is_on_cpu = self._sharded.device.type == "cpu"
         if self.is_exact or group is not self._sharded.process_group or not self._carries(input_tensor):
             self._has_kept = False
-            return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+            what = f"the all-gather of the parameters of {self._sharded.title}"
+            with waiting(self._session, what) if is_on_cpu and not async_op else contextlib.nullcontext():
+                return self.inner(
+                    output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
+                )
         keeps = self.kept_nbytes != 0
         again = keeps and self._has_kept and torch._C._current_graph_task_id() >= 0  # in a backward pass
         future = self._native.all_gather(rows=output_tensor, own=input_tensor, is_last=False, keeps=keeps, again=again)
         self._has_kept = keeps
-        if async_op or self._sharded.device.type == "cpu":  # there torch waits before it reads, too
+        if async_op or is_on_cpu:  # there torch waits before it reads, too
             return Gathering(future)
         future.wait()
         return None

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.fsdp.all_gather import CodedAllGather, WatchedAllGather
+from fusedcomm.fsdp.all_gather import FusedAllGather
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
 from fusedcomm.fsdp.grid import Grid, Traffic
 from fusedcomm.fsdp.levels import Sums, check_hosts
@@ -100,22 +100,20 @@ class MeshSums:
         found, config = sharded.all_gather, self.config
         if self.rows is None:
             return found
-        if sharded.device.type == "cpu":
-            what = f"the all-gather of the parameters of {sharded.title}"
-            found = WatchedAllGather(self.rows, found, what)
-        if config.params == "fp32":
-            return found
+        if config.params == "fp32":  # watched, on a CPU
+            is_watched = sharded.device.type == "cpu"
+            return FusedAllGather(self.rows, sharded, index, None, found, False) if is_watched else found
         number = self.rows.config.number_of(config.params)
 
         def wire_of(name: str, parameter: torch.Tensor) -> int:
             return _C.EXACT_WIRE if config.gathers_exactly(name, parameter) else number
 
-        return CodedAllGather(self.rows, sharded, index, wire_of, found, config.params_kept)
+        return FusedAllGather(self.rows, sharded, index, wire_of, found, config.params_kept)
 
     @property
-    def coded_all_gathers(self) -> list[CodedAllGather]:
+    def coded_all_gathers(self) -> list[FusedAllGather]:
         """Those that send parameters in codes."""
-        return [each for each in self._all_gathers if isinstance(each, CodedAllGather)]
+        return [each for each in self._all_gathers if isinstance(each, FusedAllGather) and each.has_codes]
 
     def _share_weights(self) -> None:
         """With both sums, the reduce-scatter gives its ranks' sum of weights to the all-reduce, which divides."""
@@ -165,9 +163,8 @@ class MeshSums:
         """Restores torch's own collectives."""
         for comm in [] if self.is_off else self.comms:
             all_gather = comm.sharded.all_gather
-            while isinstance(all_gather, (CodedAllGather, WatchedAllGather)):
-                all_gather = all_gather.inner
-            comm.sharded.use(DefaultReduceScatter(), all_gather)
+            inner = all_gather.inner if isinstance(all_gather, FusedAllGather) else all_gather
+            comm.sharded.use(DefaultReduceScatter(), inner)
 
     def stop(self, reason: str) -> None:
         """Stops the engines and restores torch's own collectives."""
@@ -225,14 +222,9 @@ class MeshSums:
 
     def _gathered(self) -> tuple[list["_C.BucketPlan"], int]:
         """The plans of a step's all-gathers in codes, and the bytes that a rank sends in those of torch."""
-        plans: list[_C.BucketPlan] = []
-        rings = []
-        for comm, all_gather in zip(self.comms, self._all_gathers, strict=True):
-            if isinstance(all_gather, CodedAllGather):
-                plans += all_gather.plans
-            else:
-                rings.append(comm.sharded)
-        return plans, self._ring_nbytes(rings)
+        coded = self.coded_all_gathers
+        rings = [comm.sharded for comm, each in zip(self.comms, self._all_gathers, strict=True) if each not in coded]
+        return [plan for each in coded for plan in each.plans], self._ring_nbytes(rings)
 
     def _ring_nbytes(self, sharded: Sequence[Sharded]) -> int:
         """Bytes that a rank sends in a step's all-gathers of these modules if torch gathers all of them."""

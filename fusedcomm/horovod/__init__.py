@@ -11,19 +11,6 @@ and what they raise, stands in ops.py.
 """
 
 import fusedcomm.horovod.elastic as elastic
-from fusedcomm.horovod.async_ops import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    reducescatter_async,
-)
 from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
 from fusedcomm.horovod.compression import Compression
 from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -36,18 +23,29 @@ from fusedcomm.horovod.objects import (
 )
 from fusedcomm.horovod.ops import (
     allgather,
+    allgather_async,
     allreduce,
     allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
+    broadcast_async,
+    broadcast_async_,
     grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
     reducescatter,
+    reducescatter_async,
 )
 from fusedcomm.horovod.optimizer import DistributedOptimizer
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set

@@ -8,25 +8,22 @@ the bucket first, writes the results.
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._nn import flatten_dense_tensors, unflatten_dense_tensors
 
 from fusedcomm.horovod.checks import Average, Max, Min, Product
+from fusedcomm.horovod.order import Request, SmallSum
 from fusedcomm.horovod.signature import DTYPES, Signature
 from fusedcomm.native import _C
 from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
-
-if TYPE_CHECKING:
-    from fusedcomm.horovod.order import Request
 
 Tensors = Sequence[torch.Tensor]
 Rows = Sequence[Sequence[int]]
@@ -94,11 +91,10 @@ class Members:
 
 
 class Bucket:
-    """Operations that are issued together."""
+    """Operations that are issued together. A call gives each request its outputs; they are written by whoever waits for
+    the bucket first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.outputs: list[list[torch.Tensor]] = []
-        """Of each request, once the bucket is finished."""
         self.futures: list[torch.futures.Future] = []
         """Of what is under way; on an accelerator none, once it is enqueued."""
         self._works: list[dist.Work] = []
@@ -118,10 +114,9 @@ class Bucket:
         """Calls the function when all that is under way has ended."""
         self._writes.append(function)
 
-    @torch.no_grad()
     def write_all(self) -> None:
         """Writes the results, once. On an accelerator the current stream does, after what is under way."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             for work in self._works:
                 work.wait()
             for function in self._writes:
@@ -131,15 +126,15 @@ class Bucket:
             self._written = torch.Event(self._device)
             self._written.record()
 
-    def finish(self) -> None:
-        """Call it when the futures have ended. On an accelerator the current stream waits for the results."""
+    def finish(self, outputs: Tensors) -> None:
+        """Call it when the futures have ended. On an accelerator the current stream waits for these results."""
         if self._writes:
             self.write_all()
         if self._written is None:
             return
         self._written.wait()
         stream = torch.accelerator.current_stream(self._device)
-        for output in itertools.chain.from_iterable(self.outputs):
+        for output in outputs:
             if output.device == self._device:
                 output.record_stream(stream)  # its memory may be of the stream on which calls are made
 
@@ -204,54 +199,55 @@ def sum_dtype(tensor: torch.Tensor) -> torch.dtype:
 # ---- the operations
 
 
-def allreduce(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+def allreduce(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
     """One sum for each dtype; in a wire, the engine's."""
     inputs = [each for request in requests for each in request.inputs]
     outputs = [each for request in requests for each in request.outputs]
     if members.size > 1 and signature.is_carried:
         return sum_in_wire(members, signature, requests, inputs, outputs)
     bucket = Bucket(inputs[0].device)
-    if len(inputs) == 1:
-        reduce_alike(members, signature, inputs, outputs, bucket)
-    else:
-        for dtype in dict.fromkeys(each.dtype for each in inputs):
-            places = [i for i, each in enumerate(inputs) if each.dtype == dtype]
-            reduce_alike(members, signature, [inputs[i] for i in places], [outputs[i] for i in places], bucket)
-    bucket.outputs = [list(request.outputs) for request in requests]
+    for dtype in dict.fromkeys(each.dtype for each in inputs):
+        places = [i for i, each in enumerate(inputs) if each.dtype == dtype]
+        alike = [inputs[i] for i in places]
+        to = [outputs[i] for i in places]
+        buffer = flat(to[0]) if len(alike) == 1 and dtype == sum_dtype(alike[0]) else None
+        if buffer is None:
+            buffer = flatten_dense_tensors(alike).to(sum_dtype(alike[0]))
+        elif to[0].data_ptr() != alike[0].data_ptr():
+            buffer.copy_(flat(alike[0]))
+        if not buffer.numel():
+            continue
+        bucket.write(scaled(signature, buffer, to, members.size))
+        if members.size > 1:
+            op = _REDUCE_OPS.get(signature.op, dist.ReduceOp.SUM)
+            bucket.add(members.backend(alike[0].device).allreduce([buffer], op))
     return bucket
 
 
-def reduce_alike(members: Members, signature: Signature, inputs: Tensors, outputs: Tensors, bucket: Bucket) -> None:
-    """Reduces tensors of one dtype in one buffer, which for a single tensor is its output."""
-    first, dtype = inputs[0], sum_dtype(inputs[0])
-    is_in_place = len(inputs) == 1 and dtype == first.dtype
-    if is_in_place:
-        buffer = flat(outputs[0])
-        if outputs[0].data_ptr() != first.data_ptr():
-            buffer.copy_(flat(first))
-    else:
-        buffer = flatten_dense_tensors(inputs).to(dtype)
-    if not buffer.numel():
-        return
+def scaled(signature: Signature, buffer: torch.Tensor, outputs: Tensors, size: int) -> Callable[[], None]:
+    """Scales what is to be reduced in `buffer`. Returns what makes the outputs of the reduction, whose memory may be
+    the buffer's."""
     multiply(buffer, signature.prescale)
-    if members.size > 1:
-        op = _REDUCE_OPS.get(signature.op, dist.ReduceOp.SUM)
-        bucket.add(members.backend(first.device).allreduce([buffer], op))
 
     def write() -> None:
-        scale_sum(buffer, signature, members.size)
-        if not is_in_place:
-            torch._foreach_copy_(list(outputs), list(unflatten_dense_tensors(buffer, inputs)))
+        scale_sum(buffer, signature, size)
+        if buffer.data_ptr() != outputs[0].data_ptr():
+            torch._foreach_copy_(list(outputs), list(unflatten_dense_tensors(buffer, outputs)))
 
-    bucket.write(write)
+    return write
+
+
+def small_sum(signature: Signature, inputs: Tensors, outputs: Tensors, size: int) -> SmallSum:
+    """The reduction as one that travels with the messages about it. The inputs stay as they are."""
+    part = flatten_dense_tensors([each.detach() for each in inputs]).to(sum_dtype(inputs[0]), copy=True)
+    return SmallSum(part, scaled(signature, part, outputs, size))
 
 
 def sum_in_wire(
-    members: Members, signature: Signature, requests: list["Request"], inputs: Tensors, outputs: Tensors
+    members: Members, signature: Signature, requests: list[Request], inputs: Tensors, outputs: Tensors
 ) -> Bucket:
     """Sums in the engine."""
     bucket = Bucket(inputs[0].device)
-    bucket.outputs = [list(request.outputs) for request in requests]
     names = [name for request in requests for name in request.signature.names_of_tensors()]
     sent = [(name, given, taken) for name, given, taken in zip(names, inputs, outputs, strict=True) if given.numel()]
     for _, given, taken in sent:
@@ -270,39 +266,39 @@ def sum_in_wire(
     return bucket
 
 
-def allgather(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+def allgather(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
     """A backend gathers equal parts: shorter ones are filled up, and cut off again."""
     inputs = requests[0].inputs
     bucket = Bucket(inputs[0].device)
-    bucket.outputs = [[]]
+    outputs = requests[0].outputs = []
     for i, given in enumerate(inputs):
         counts = [of_member[i] for of_member in rows]
         most, is_even = max(counts), len(set(counts)) == 1
-        gathered = given.new_empty((most * members.size, *given.shape[1:]))
-        part = given
-        if not is_even:
-            part = given.new_empty((most, *given.shape[1:]))
-            part[: given.shape[0]].copy_(given)
+        taken = given.new_empty((sum(counts), *given.shape[1:]))
+        outputs.append(taken)
         if members.size == 1:
-            gathered.copy_(part)
-        elif gathered.numel():
-            backend = members.backend(given.device)
-            bucket.add(backend._allgather_base(as_bytes(gathered), as_bytes(part)))
+            taken.copy_(given)
+            continue
+        if not taken.numel():
+            continue
+        gathered, part = taken, given
+        if not is_even:
+            gathered, part = (given.new_empty((num_rows, *given.shape[1:])) for num_rows in (most * members.size, most))
+            part[: given.shape[0]].copy_(given)
+        bucket.add(members.backend(given.device)._allgather_base(as_bytes(gathered), as_bytes(part)))
 
-        def write(gathered: torch.Tensor = gathered, counts: list[int] = counts, most: int = most) -> None:
-            whole = gathered
-            if any(count != most for count in counts):
-                whole = torch.cat([gathered[j * most : j * most + count] for j, count in enumerate(counts)])
-            bucket.outputs[0].append(whole)
+        def write(taken: torch.Tensor = taken, gathered: torch.Tensor = gathered, counts: list[int] = counts) -> None:
+            parts = gathered.view(len(counts), -1, *gathered.shape[1:])
+            torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)], out=taken)
 
-        bucket.write(write)
+        if not is_even:
+            bucket.write(write)
     return bucket
 
 
-def broadcast(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+def broadcast(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
     """From the root to the outputs."""
     bucket = Bucket(requests[0].inputs[0].device)
-    bucket.outputs = [list(requests[0].outputs)]
     for given, taken in zip(requests[0].inputs, requests[0].outputs, strict=True):
         if members.rank == signature.root and taken.data_ptr() != given.data_ptr():
             taken.copy_(given)
@@ -313,7 +309,7 @@ def broadcast(members: Members, signature: Signature, rows: Rows, requests: list
     return bucket
 
 
-def alltoall(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+def alltoall(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
     """Rows to each member, and from each."""
     (given,) = requests[0].inputs
     bucket = Bucket(given.device)
@@ -325,38 +321,43 @@ def alltoall(members: Members, signature: Signature, rows: Rows, requests: list[
     elif row_nbytes * sum(map(sum, rows)):
         splits = ([count * row_nbytes for count in counts] for counts in (received, sent))
         bucket.add(members.backend(given.device).alltoall_base(as_bytes(taken), as_bytes(given), *splits))
-    bucket.outputs = [[taken, torch.tensor(received, dtype=torch.int32)]]
+    requests[0].outputs = [taken, torch.tensor(received, dtype=torch.int32)]
     return bucket
 
 
-def reducescatter(members: Members, signature: Signature, rows: Rows, requests: list["Request"]) -> Bucket:
+def reducescatter(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
     """Every member sums the rows that it gets. The first ones get one more if they cannot be divided equally."""
     inputs = requests[0].inputs
     bucket = Bucket(inputs[0].device)
-    bucket.outputs = [[]]
+    outputs = requests[0].outputs = []
     for given in inputs:
         each, more = divmod(given.shape[0], members.size)
-        numel = math.prod(given.shape[1:])
+        counts = [(each + (j < more)) * math.prod(given.shape[1:]) for j in range(members.size)]
+        taken = given.new_empty((each + (members.rank < more), *given.shape[1:]))
+        outputs.append(taken)
         source = flat(given)
         if signature.prescale != 1:
             multiply(source := source.clone(), signature.prescale)
-        counts = [(each + (j < more)) * numel for j in range(members.size)]
-        own = counts[members.rank]
-        parts = given.new_empty((members.size, own))
+        parts = source.new_empty((members.size, taken.numel()))
         if members.size == 1:
             parts.copy_(source.view(1, -1))
         elif given.numel():
             nbytes = given.element_size()
-            received, sent = [own * nbytes] * members.size, [count * nbytes for count in counts]
+            received, sent = [taken.numel() * nbytes] * members.size, [count * nbytes for count in counts]
             backend = members.backend(given.device)
             bucket.add(backend.alltoall_base(as_bytes(parts), as_bytes(source), received, sent))
 
-        def write(parts: torch.Tensor = parts, shape: tuple = (each + (members.rank < more), *given.shape[1:])) -> None:
+        def write(parts: torch.Tensor = parts, taken: torch.Tensor = taken) -> None:
             total = parts[0].to(sum_dtype(parts), copy=True)
             for part in parts[1:]:
                 total.add_(part)
             scale_sum(total, signature, members.size)
-            bucket.outputs[0].append(total.to(parts.dtype).view(shape))
+            taken.copy_(total.view(taken.shape))
 
         bucket.write(write)
     return bucket
+
+
+def barrier(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
+    """Every member has submitted it: there is nothing to do."""
+    return Bucket(torch.device("cpu"))

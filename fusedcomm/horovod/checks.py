@@ -1,5 +1,6 @@
 """Checks of operations' arguments. Every check is local: what depends on other ranks is checked by rank 0."""
 
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -57,7 +58,10 @@ def parse_op(op: int | None, average: bool | None) -> int:
     if average is not None:
         if op is not None:
             raise ValueError(f"both average={average} and op={op} are given: use op=hvd.Average or op=hvd.Sum alone")
-        warnings.warn("average= is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith("fusedcomm."):
+            level, frame = level + 1, frame.f_back
+        warnings.warn("average= is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=level)
         return Average if average else Sum
     if op is None:
         return Average

@@ -66,33 +66,22 @@ class FP16Compressor(_Cast):
     wire, dtype = "fp16", torch.float16
 
 
-class Int8Compressor(NoneCompressor):
-    """Sent as int8 codes with scales, and summed in fp32. On cpu only."""
-
-    wire = "int8"
-
-
-class FP8Compressor(NoneCompressor):
-    """Sent as 8-bit floats with scales, and summed in fp32. On cpu only."""
-
-    wire = "fp8"
-
-
-class Int4Compressor(NoneCompressor):
-    """Sent as int4 codes with scales, and summed in fp32. On cpu only."""
-
-    wire = "int4"
+def _in_wire(wire: str) -> Compressor:
+    compressor = NoneCompressor()
+    compressor.wire = wire
+    return compressor
 
 
 class Compression:
-    """The values of `compression=`. In "int8", "fp8" and "int4" tensors with at most one dimension are sent exactly."""
+    """The values of `compression=`. In int8, fp8 and int4 tensors are sent as codes with scales, and summed in fp32;
+    those with at most one dimension are sent exactly."""
 
     none = NoneCompressor
     bf16 = BF16Compressor
     fp16 = FP16Compressor
-    int8 = Int8Compressor
-    fp8 = FP8Compressor
-    int4 = Int4Compressor
+    int8 = _in_wire("int8")
+    fp8 = _in_wire("fp8")
+    int4 = _in_wire("int4")
 
     @staticmethod
     def of(config: Config) -> Compressor:
@@ -102,9 +91,7 @@ class Compression:
         Raises:
             ValueError: `config` is no :class:`fusedcomm.Config`, or has checks.
         """
-        compressor = NoneCompressor()
-        compressor.wire = text_of(config)
-        return compressor
+        return _in_wire(text_of(config))
 
 
 def text_of(config: Config) -> str:

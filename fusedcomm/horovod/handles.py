@@ -10,8 +10,8 @@ from fusedcomm.horovod.world import World
 
 _pending: dict[int, tuple[World, Request]] = {}
 _num_handles = 0
-# The handle of the last operation of each name, by process set and key.
-_last_of_name: dict[tuple[int, str], int] = {}
+# Handles by process set and key, until the caller knows that the operation has ended.
+_handles: dict[tuple[int, str], int] = {}
 # Unnamed operations are counted for each process set and kind; see next_name().
 _counts: dict[tuple[int, str], int] = {}
 _num_joins = 0
@@ -41,41 +41,23 @@ def submit(found: World, request: Request, at_once: bool = False) -> int:
     Raises ValueError if one of its name is pending, and HorovodInternalError if the job has failed or was shut down."""
     global _num_handles
     place = (request.set_id, request.signature.key)
-    world, last = _pending.get(_last_of_name.get(place, -1), (None, None))
-    # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
-    if last is not None and world is found and not last.is_seen_done:
+    if place in _handles:  # it may be done, but nobody could rely on that: on another rank, or another time, it is not
         raise ValueError(
             f"{place[1]} is pending: its handle has not been synchronized since it was submitted. Use another "
             "name, or call synchronize() first"
         )
-    if found.settings.check:
-        _check_versions(found.rank, request)
     found.order.submit(request, at_once)
     with _lock:
         handle, _num_handles = _num_handles, _num_handles + 1
     _pending[handle] = found, request
-    _last_of_name[place] = handle
+    _handles[place] = handle
     return handle
 
 
-def _check_versions(rank: int, request: Request) -> None:
-    """Its finish() raises RuntimeError if an input has been changed in place by then."""
-    inputs, finish = request.inputs, request.finish
-    versions = [each._version for each in inputs]
-    # Writes of the results must not count: these share the memory, but not the version.
-    request.inputs, request.outputs = [each.data for each in inputs], [each.data for each in request.outputs]
-
-    def checked(request: Request) -> Any:
-        for i, (tensor, before) in enumerate(zip(inputs, versions, strict=True)):
-            if tensor._version != before:
-                raise RuntimeError(
-                    f"rank {rank}: {request.signature.key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in "
-                    "place after it was submitted and before it was synchronized, so the result may hold old or new "
-                    "values. Submit a clone, or change it after synchronize()"
-                )
-        return finish(request)
-
-    request.finish = checked
+def _free_name(handle: int, request: Request) -> None:
+    place = (request.set_id, request.signature.key)
+    if _handles.get(place) == handle:
+        del _handles[place]
 
 
 def poll(handle: int) -> bool:
@@ -84,8 +66,10 @@ def poll(handle: int) -> bool:
     if pending is None:
         raise ValueError(f"poll: handle {handle} was synchronized before, so it is no longer under way")
     world, request = pending
-    request.is_seen_done = world.order.poll(request)
-    return request.is_seen_done
+    is_done = world.order.poll(request)
+    if is_done:
+        _free_name(handle, request)
+    return is_done
 
 
 def refuse(found: World, kind: str, name: str, problem: str, set_id: int) -> None:
@@ -115,6 +99,7 @@ def synchronize(handle: int) -> Any:
     if pending is None:
         return None
     world, request = pending
+    _free_name(handle, request)
     return world.order.wait(request)
 
 
@@ -129,5 +114,5 @@ def forget_all() -> None:
     global _num_joins
     with _lock:
         _counts.clear()
-        _last_of_name.clear()
+        _handles.clear()
         _num_joins = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import fusedcomm.horovod.async_ops as async_ops
+import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.ranks.objects import Maker, pack, unpack
@@ -42,9 +42,9 @@ def _start_parameter(tensor: torch.Tensor, root_rank: int, name: str | None) -> 
     """Starts a broadcast in place and returns what ends it."""
     data = tensor.detach()
     if data.is_contiguous():
-        handle = async_ops.broadcast_async_(data, root_rank, name)
+        handle = ops.broadcast_async_(data, root_rank, name)
         return lambda: synchronize(handle)
-    handle = async_ops.broadcast_async(data.contiguous(), root_rank, name)
+    handle = ops.broadcast_async(data.contiguous(), root_rank, name)
     return lambda: data.copy_(synchronize(handle))
 
 
@@ -132,10 +132,10 @@ def _from_root(content: bytes, root_rank: int, name: str, process_set: ProcessSe
     """The root's bytes on every rank; `content` is read on the root only."""
     data = _as_tensor(content if member_of(process_set)[0].rank == root_rank else b"")
     nbytes = torch.tensor([data.numel()], dtype=torch.int64)
-    synchronize(async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set))
+    synchronize(ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set))
     if not data.numel():
         data = torch.empty(int(nbytes.item()), dtype=torch.uint8)
-    synchronize(async_ops.broadcast_async_(data, root_rank, f"{name}.t", process_set))
+    synchronize(ops.broadcast_async_(data, root_rank, f"{name}.t", process_set))
     return bytes(data.untyped_storage())
 
 
@@ -154,8 +154,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Every rank's object, in rank order. They are pickled, with cloudpickle if that is installed."""
     name = "allgather_object" if name is None else name
     data = _as_tensor(pickler.dumps(obj))
-    sizes = async_ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
-    gathered = async_ops.allgather_async(data, f"{name}.t", process_set)
+    sizes = ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
+    gathered = ops.allgather_async(data, f"{name}.t", process_set)
     nbytes = synchronize(sizes).tolist()
     parts = synchronize(gathered).split(nbytes)
     return [pickle.loads(bytes(part.clone().untyped_storage())) for part in parts]

@@ -6,8 +6,10 @@ tensor. Gradients of allgather and broadcast are averaged over the ranks, as the
 gradient is gathered, times what the sum was scaled by.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -32,15 +34,24 @@ from fusedcomm.horovod.signature import Signature, described
 Tensors = Sequence[torch.Tensor]
 
 
-class Call(NamedTuple):
-    """An operation's arguments beside its tensors. `is_group`: whether it has several, as one operation. `how`: op,
-    prescale, postscale, wire, root_rank and splits, as far as the kind has them."""
+Result = TypeVar("Result")
+SMALL_NBYTES = 1 << 10
+"""Plain sums on the CPU up to this size may be small; see order.SmallSum."""
+
+
+@dataclasses.dataclass
+class Call(Generic[Result]):
+    """A collective with its arguments. `given`: a tensor, or a list of them if it is a group, which is one operation.
+    `how`: op, prescale, postscale, wire, root_rank and splits, as far as the kind has them. `compression`: what
+    ops.py compresses it with; None: nothing."""
 
     kind: str
+    given: Any
     name: str | None
     process_set: ProcessSet
-    how: dict[str, Any]
+    how: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_group: bool = False
+    compression: Any = None
 
 
 class Kind(NamedTuple):
@@ -71,14 +82,11 @@ def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
     return bucket
 
 
-def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = False) -> int:
-    """Submits an operation; autograd does not see it. Returns its handle.
-
-    given: a tensor, or a list of them if it is a group, whose names are kept apart from those of single tensors.
-    at_once: the caller is about to wait for it.
-    """
+def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> int:
+    """Submits an operation; autograd does not see it. Returns its handle. at_once: the caller is about to wait for
+    it."""
     found, _ = member_of(call.process_set)
-    about, how, set_id = KINDS[call.kind], call.how, call.process_set.process_set_id or 0
+    given, about, how, set_id = call.given, KINDS[call.kind], call.how, call.process_set.process_set_id or 0
     if call.is_group:
         tensors = check_group(call.kind, given, about.dtypes)
     else:
@@ -90,15 +98,16 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
     name = call.name
     if name is None:
         name = next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
+    # Names of groups are kept apart from those of single tensors.
     name, rows = f"grouped.{name}" if call.is_group else name, ()
     root = root_in_set(call.process_set, how["root_rank"]) if "root_rank" in how else 0
     if call.kind == "reducescatter":
         check_scattered_op(how["op"])
+    members = found.members[set_id]
     try:
-        if not tensors[0].is_cpu:
-            found.members[set_id].check(tensors[0].device)
+        members.check(tensors[0].device)
         if call.kind == "alltoall":
-            rows = tuple(parse_splits(how["splits"], given.shape[0], len(call.process_set.ranks)))
+            rows = tuple(parse_splits(how["splits"], given.shape[0], members.size))
         elif call.kind == "allgather":
             rows = tuple([tensor.shape[0] for tensor in tensors])
     except ValueError as error:
@@ -119,16 +128,45 @@ def begin(call: Call, given: Any, *, in_place: bool = False, at_once: bool = Fal
                 torch.autograd.graph.increment_version(output)
         results = outputs or [
             out.view(torch.bool) if tensor.dtype is torch.bool else out
-            for out, tensor in zip(request.results, tensors, strict=False)
+            for out, tensor in zip(request.outputs, tensors, strict=False)
         ]
         if call.kind == "alltoall":
-            splits = how["splits"]
-            received = request.results[1]
+            splits, received = how["splits"], request.outputs[1]
             return results[0], received.to(splits.device) if isinstance(splits, torch.Tensor) else received
         return results if call.is_group else results[0]
 
     moved = inputs if in_place else _as_moved(outputs)
-    return submit(found, Request(set_id, signature, inputs, moved, rows, finish=finish), at_once)
+    if found.settings.check:
+        finish = _checked(found.rank, signature.key, inputs, finish)
+        # Writes of the results must not count as changes: these share the memory, but not the version.
+        inputs, moved = [each.data for each in inputs], [each.data for each in moved]
+    small = None
+    if at_once and _may_be_small(signature):
+        small = calls.small_sum(signature, inputs, moved, members.size)
+    return submit(found, Request(set_id, signature, inputs, moved, rows, finish=finish, small=small), at_once)
+
+
+@functools.lru_cache(1 << 10)
+def _may_be_small(signature: Signature) -> bool:
+    is_plain = signature.fuses() is not None and signature.device == "cpu" and not signature.is_carried
+    return is_plain and 0 < signature.nbytes() <= SMALL_NBYTES
+
+
+def _checked(rank: int, key: str, inputs: Tensors, finish: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """finish() that raises RuntimeError if an input has been changed in place by then."""
+    versions = [each._version for each in inputs]
+
+    def checked(request: Request) -> Any:
+        for i, (tensor, before) in enumerate(zip(inputs, versions, strict=True)):
+            if tensor._version != before:
+                raise RuntimeError(
+                    f"rank {rank}: {key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in place after it "
+                    "was submitted and before it was synchronized, so the result may hold old or new values. Submit a "
+                    "clone, or change it after synchronize()"
+                )
+        return finish(request)
+
+    return checked
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,27 +178,27 @@ def _as_moved(tensors: Tensors) -> list[torch.Tensor]:
     return [each.detach().view(torch.uint8) if each.dtype is torch.bool else each for each in tensors]
 
 
-def finished(call: Call, given: Any, *, in_place: bool = False) -> Any:
+def finished(call: Call[Result], *, in_place: bool = False) -> Result:
     """Waits for the result; without a derivative."""
-    return synchronize(begin(call, given, in_place=in_place, at_once=True))
+    return synchronize(begin(call, in_place=in_place, at_once=True))
 
 
-def run(call: Call, given: Any) -> Any:
+def run(call: Call[Result]) -> Result:
     """Waits for the result, which autograd can differentiate."""
-    tensors = given if isinstance(given, (list, tuple)) else [given]
+    tensors = call.given if isinstance(call.given, (list, tuple)) else [call.given]
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
-        results = _Differentiable.apply(call, *tensors)
+        results: Any = _Differentiable.apply(dataclasses.replace(call, given=None), *tensors)
         return results if call.is_group or call.kind == "alltoall" else results[0]
-    return finished(call, given)
+    return finished(call)
 
 
 class _Differentiable(torch.autograd.Function):
     """An operation. Errors of both passes: those of the operations."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results, new ones."""
-        results = finished(call, list(tensors) if call.is_group else tensors[0])
+        results = finished(dataclasses.replace(call, given=list(tensors) if call.is_group else tensors[0]))
         ctx.call, ctx.num_rows = call, [each.shape[0] if each.dim() else 0 for each in tensors]
         if call.kind == "alltoall":
             ctx.received = results[1].tolist()
@@ -174,18 +212,22 @@ class _Differentiable(torch.autograd.Function):
         return None, *KINDS[ctx.call.kind].backward(ctx, contiguous)
 
 
-def _together(call: Call, tensors: Tensors) -> list[Any]:
-    """The results of one operation for each tensor."""
-    handles = [begin(call, tensor) for tensor in tensors]
+def _unnamed(ctx: Any, kind: str, given: Any, **how: Any) -> Call[Any]:
+    """An operation over the ranks of the forward pass's."""
+    return Call(kind, given, None, ctx.call.process_set, how)
+
+
+def _together(calls: Sequence[Call[Any]]) -> list[Any]:
+    handles = [begin(call) for call in calls]
     return [synchronize(handle) for handle in handles]
 
 
 def _averages(ctx: Any, grads: Tensors) -> list[torch.Tensor]:
-    return _together(Call("allreduce", None, ctx.call.process_set, dict(op=Average)), grads)
+    return _together([_unnamed(ctx, "allreduce", grad, op=Average) for grad in grads])
 
 
 def _of_allreduce(ctx: Any, grads: Tensors) -> Tensors:
-    found = finished(ctx.call._replace(name=None), grads if ctx.call.is_group else grads[0])
+    found = finished(dataclasses.replace(ctx.call, name=None, given=grads if ctx.call.is_group else grads[0]))
     return found if ctx.call.is_group else [found]
 
 
@@ -193,7 +235,7 @@ def _of_allgather(ctx: Any, grads: Tensors) -> Tensors:
     """The averages, narrowed to the rows that this rank gave."""
     _, rank = member_of(ctx.call.process_set)
     own = torch.tensor([ctx.num_rows], dtype=torch.int64)
-    begins = finished(Call("allgather", None, ctx.call.process_set, {}), own)[:rank].sum(0).tolist()
+    begins = finished(_unnamed(ctx, "allgather", own))[:rank].sum(0).tolist()
     narrowed = zip(_averages(ctx, grads), begins, ctx.num_rows, strict=True)
     return [average.narrow(0, begin, rows) for average, begin, rows in narrowed]
 
@@ -206,7 +248,7 @@ def _of_broadcast(ctx: Any, grads: Tensors) -> Tensors:
 
 def _of_alltoall(ctx: Any, grads: Tensors) -> Tensors:
     """The gradient of the rows that this rank sent, and zeros for rows that were not sent."""
-    own, _ = finished(ctx.call._replace(name=None, how=dict(splits=ctx.received)), grads[0])
+    own, _ = finished(_unnamed(ctx, "alltoall", grads[0], splits=ctx.received))
     if own.shape[0] < ctx.num_rows[0]:
         own = torch.cat([own, own.new_zeros(ctx.num_rows[0] - own.shape[0], *own.shape[1:])])
     return [own]
@@ -214,10 +256,10 @@ def _of_alltoall(ctx: Any, grads: Tensors) -> Tensors:
 
 def _of_reducescatter(ctx: Any, grads: Tensors) -> Tensors:
     """The gathered gradients, of the given tensors' shapes."""
-    how, process_set = ctx.call.how, ctx.call.process_set
-    factor = how["prescale"] * how["postscale"] * (len(process_set.ranks) if how["op"] == Sum else 1)
+    how = ctx.call.how
+    factor = how["prescale"] * how["postscale"] * (len(ctx.call.process_set.ranks) if how["op"] == Sum else 1)
     scaled = [grad * factor if factor != 1 else grad for grad in grads]
-    return _together(Call("allgather", None, process_set, {}), scaled)
+    return _together([_unnamed(ctx, "allgather", grad) for grad in scaled])
 
 
 KINDS = {
@@ -226,4 +268,5 @@ KINDS = {
     "broadcast": Kind(calls.broadcast, MOVED, False, True, _of_broadcast),
     "alltoall": Kind(calls.alltoall, MOVED, True, False, _of_alltoall),
     "reducescatter": Kind(calls.reducescatter, REDUCED, True, False, _of_reducescatter),
+    "barrier": Kind(calls.barrier, frozenset(), False, False, lambda ctx, grads: []),
 }

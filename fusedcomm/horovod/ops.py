@@ -1,20 +1,25 @@
-"""The collectives that wait for their result. Those that return a new tensor can be differentiated; see operations.py.
+"""The collectives. Each is described once, and its description makes its forms: with _async in their names those that
+return a handle at once, for hvd.poll() and hvd.synchronize(), with _ at the end those in place. Forms that wait and
+return a new tensor can be differentiated; see operations.py. Tensors given with a handle must not change, and those of
+a form in place must not be read, until it is synchronized.
 
-Common arguments, of these functions and of those in async_ops.py:
+Arguments that they have in common:
 
     tensor, tensors: dense and contiguous, on cpu or cuda, of the same shape, dtype and device type on every rank unless
         said otherwise. Sums, averages and so on are of int32, int64, float16, bfloat16, float32 or float64; other
         collectives also take uint8, int8, int16 and bool. A grouped function takes a list of at least one tensor, of
-        any such shapes and dtypes, on one device.
+        any such shapes and dtypes, on one device, as one operation: none begins before every rank has submitted all.
+        Its result is a list.
     name: the operation's name, the same on every rank, and not that of one under way. None: operations of a kind are
         counted for each process set, and all its ranks call those without a name in the same order.
     op: Average, which is the default, Sum, Min, Max or Product. Averages of whole numbers are truncated.
     average: Horovod's older spelling: True is op=Average, False is op=Sum. Not together with op.
     prescale_factor, postscale_factor: multiply each tensor before, and the result after (1.0).
     compression: how the tensors travel; see compression.py (Compression.none: as they are).
+    wire: in which the engine sums: the text of a compression ("": none).
     process_set: the ranks that take part, of which this process is one (global_process_set: all).
 
-Common errors:
+Errors that all have:
 
     ValueError: hvd.init() has not been called; an argument is not possible; this rank is not in `process_set`; an
         operation of this name is under way.
@@ -23,51 +28,122 @@ Common errors:
         next operation works. Or a rank was lost or has called hvd.shutdown(): every later operation fails, too.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_args
 
 import torch
 
 from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
 from fusedcomm.horovod.compression import Compression, check_compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
-from fusedcomm.horovod.operations import Call, finished, run
+from fusedcomm.horovod.operations import Call, Result, begin, finished, run
 from fusedcomm.horovod.order import Request
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.step_reducer import join_all
 from fusedcomm.horovod.world import world
 
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned", covariant=True)
 Tensors = Sequence[torch.Tensor]
 
 
-def _call(
-    kind: str,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    is_group: bool = False,
-) -> Call:
-    """A reduction."""
-    how = dict(op=op, prescale=prescale_factor, postscale=postscale_factor)
-    return Call(kind, name, process_set, how, is_group)
+# ---- the forms of a collective
 
 
-def _carried(call: Call, tensors: Tensors, compression: Any) -> list[torch.Tensor]:
-    """The results of a reduction, compressed on its way."""
-    check_compression(compression)
+class Grouped(Protocol[Arguments, Returned]):
+    """A function of several tensors instead of one."""
+
+    def __call__(self, tensors: Tensors, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned: ...
+
+
+def _grouped(
+    described: Callable[Concatenate[torch.Tensor, Arguments], Call[torch.Tensor]],
+) -> Grouped[Arguments, Call[list[torch.Tensor]]]:
+    """The description of the same collective with a list of tensors."""
+
+    def call(tensors: Tensors, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Call[list[torch.Tensor]]:
+        asked: Any = cast(Any, described)(tensors, *args, **kwargs)
+        asked.is_group = True
+        return asked
+
+    _told(call, "", described, Call[list[torch.Tensor]], "Of several tensors, as one operation.")
+    first, *others = inspect.signature(described).parameters.values()
+    parameters = [first.replace(name="tensors", annotation=Tensors), *others]
+    call.__signature__ = call.__signature__.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _waits(
+    name: str, described: Callable[Arguments, Call[Result]], in_place: bool = False
+) -> Callable[Arguments, Result]:
+    """The form that waits for its result."""
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        asked = described(*args, **kwargs)
+        return finished(asked, in_place=True) if in_place else _carried(asked)
+
+    (result,) = get_args(inspect.signature(described).return_annotation)
+    return _told(call, name, described, result, "In place, without a derivative: returns what was given." * in_place)
+
+
+def _begins(name: str, described: Callable[Arguments, Call[Any]], in_place: bool = False) -> Callable[Arguments, int]:
+    """The form that returns a handle."""
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        return begin(described(*args, **kwargs), in_place=in_place)
+
+    result = "what was given, in place" if in_place else "new"
+    return _told(call, name, described, int, f"Returns a handle. The result is {result}, and autograd does not see it.")
+
+
+def _told(call: Any, name: str, described: Callable[..., Any], result: Any, more: str) -> Any:
+    """The function, with what help() shows."""
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = "\n\n    ".join(
+        filter(None, [described.__doc__, more, name and "Arguments and errors: see ops.py."])
+    )
+    call.__signature__ = inspect.signature(described).replace(return_annotation=result)
+    return call
+
+
+def _carried(call: Call[Any]) -> Any:
+    """The result, compressed on its way."""
+    compression = call.compression
+    if compression is None:
+        return run(call)
+    tensors = check_group(call.kind, call.given, REDUCED) if call.is_group else [call.given]
     if call.kind == "allreduce" and (wire := wire_of(compression, tensors[0])):
-        compression, call = Compression.none, call._replace(how={**call.how, "wire": wire})  # the engine encodes
+        compression, call.how["wire"] = Compression.none, wire  # the engine encodes
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [each for each, _ in pairs]
-    reduced = run(call, sent if call.is_group else sent[0])
-    reduced = reduced if call.is_group else [reduced]
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    call.given = sent if call.is_group else sent[0]
+    reduced = run(call) if call.is_group else [run(call)]
+    results = [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    return results if call.is_group else results[0]
 
 
-def allreduce(
+# ---- reductions
+
+
+def _allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    wire: str = "",
+) -> Call[torch.Tensor]:
+    """Reduces the ranks' tensors, with the same result on every rank: with op=None the average."""
+    how = dict(op=parse_op(op, average), prescale=prescale_factor, postscale=postscale_factor, wire=wire)
+    return Call("allreduce", tensor, name, process_set, how)
+
+
+def _compressed_allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -76,89 +152,103 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Reduces the ranks' tensors into a new one, the same on every rank: with op=None the average.
+) -> Call[torch.Tensor]:
+    """Reduces the ranks' tensors into a new one, the same on every rank: with op=None the average."""
+    call = _allreduce(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    call.compression = check_compression(compression)
+    return call
 
-    Arguments and errors: see this module."""
-    call = _call("allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set)
-    return _carried(call, [tensor], compression)[0]
+
+allreduce = _waits("allreduce", _compressed_allreduce)
+allreduce_ = _waits("allreduce_", _allreduce, in_place=True)
+allreduce_async = _begins("allreduce_async", _allreduce)
+allreduce_async_ = _begins("allreduce_async_", _allreduce, in_place=True)
+grouped_allreduce = _waits("grouped_allreduce", _grouped(_compressed_allreduce))
+grouped_allreduce_ = _waits("grouped_allreduce_", _grouped(_allreduce), in_place=True)
+grouped_allreduce_async = _begins("grouped_allreduce_async", _grouped(_allreduce))
+grouped_allreduce_async_ = _begins("grouped_allreduce_async_", _grouped(_allreduce), in_place=True)
 
 
-def allreduce_(
+def _reducescatter(
     tensor: torch.Tensor,
-    average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As allreduce(), in place, without compression and derivative. Returns `tensor`."""
-    call = _call("allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set)
-    return finished(call, tensor, in_place=True)
+) -> Call[torch.Tensor]:
+    """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows. The first `rows % ranks`
+    ranks get one more. Raises HorovodInternalError for an op that is neither Average nor Sum."""
+    how = dict(op=op, prescale=prescale_factor, postscale=postscale_factor)
+    return Call("reducescatter", tensor, name, process_set, how)
 
 
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
+def _compressed_reducescatter(
+    tensor: torch.Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """As allreduce(), of several tensors as one operation: none is reduced before every rank has submitted all."""
-    call = _call(
-        "allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set, is_group=True
-    )
-    return _carried(call, check_group("allreduce", tensors, REDUCED), compression)
+) -> Call[torch.Tensor]:
+    """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows, as of reducescatter_async().
+    `compression` only casts."""
+    call = _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor)
+    call.compression = check_compression(compression)
+    return call
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """As grouped_allreduce(), in place, without compression and derivative. Returns the list of `tensors`."""
-    call = _call(
-        "allreduce", name, parse_op(op, average), prescale_factor, postscale_factor, process_set, is_group=True
-    )
-    return finished(call, tensors, in_place=True)
+reducescatter = _waits("reducescatter", _compressed_reducescatter)
+reducescatter_async = _begins("reducescatter_async", _reducescatter)
+grouped_reducescatter = _waits("grouped_reducescatter", _grouped(_compressed_reducescatter))
+grouped_reducescatter_async = _begins("grouped_reducescatter_async", _grouped(_reducescatter))
 
 
-def allgather(
+# ---- moves
+
+
+def _allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+) -> Call[torch.Tensor]:
     """Concatenates the ranks' tensors of shape (rows, …) along the first dimension, in rank order. `rows` may differ
-    from rank to rank, and be 0. Arguments and errors: see this module."""
-    return run(Call("allgather", name, process_set, {}), tensor)
+    from rank to rank, and be 0."""
+    return Call("allgather", tensor, name, process_set)
 
 
-def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
-    """As allgather(), of several tensors as one operation."""
-    return list(run(Call("allgather", name, process_set, {}, is_group=True), tensors))
+allgather, allgather_async = _waits("allgather", _allgather), _begins("allgather_async", _allgather)
+grouped_allgather = _waits("grouped_allgather", _grouped(_allgather))
+grouped_allgather_async = _begins("grouped_allgather_async", _grouped(_allgather))
 
 
-def broadcast(
+def _broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Copies the root's tensor into a new one on every rank. `root_rank`: a rank of the job, also in a process set.
-    Other arguments and errors: see this module."""
-    return run(Call("broadcast", name, process_set, dict(root_rank=root_rank)), tensor)
+) -> Call[torch.Tensor]:
+    """Copies the root's tensor to every rank. `root_rank`: a rank of the job, also in a process set."""
+    return Call("broadcast", tensor, name, process_set, dict(root_rank=root_rank))
 
 
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """As broadcast(), in place, without derivative. Returns `tensor`."""
-    return finished(Call("broadcast", name, process_set, dict(root_rank=root_rank)), tensor, in_place=True)
+broadcast, broadcast_ = _waits("broadcast", _broadcast), _waits("broadcast_", _broadcast, in_place=True)
+broadcast_async = _begins("broadcast_async", _broadcast)
+broadcast_async_ = _begins("broadcast_async_", _broadcast, in_place=True)
+
+
+def _alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Call[tuple[torch.Tensor, torch.Tensor]]:
+    """Sends the next splits[r] rows of `tensor`, of shape (rows, …), to rank r of the set. Rows beyond their sum are
+    not sent. splits: a list, or int32 or int64 of shape (ranks of the set,); None: as many rows to each.
+
+    The result is a pair, also without `splits`: the received rows in rank order, and how many came from each rank,
+    int32 of shape (ranks of the set,), on the device of `splits`. Where `splits` are wrong, this rank gets a
+    ValueError, and the others a HorovodInternalError."""
+    return Call("alltoall", tensor, name, process_set, dict(splits=splits))
+
+
+alltoall_async = _begins("alltoall_async", _alltoall)
 
 
 def alltoall(
@@ -167,43 +257,12 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends the next splits[r] rows of `tensor`, of shape (rows, …), to rank r of the set. Rows beyond their sum are
-    not sent. splits: a list, or int32 or int64 of shape (ranks of the set,); None: as many rows to each.
-
-    Returns the received rows in rank order; if `splits` are given, as a pair with how many came from each rank, int32
-    of shape (ranks of the set,). Other arguments and errors: see this module."""
-    output, received = run(Call("alltoall", name, process_set, dict(splits=splits)), tensor)
+    """As alltoall_async(), but waits for the result, which without `splits` is the received rows alone."""
+    output, received = run(_alltoall(tensor, splits, name, process_set))
     return output if splits is None else (output, received)
 
 
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Averages or sums tensors of shape (rows, …); each rank keeps its share of the rows. The first `rows % ranks`
-    ranks get one more. Arguments: see this module; `op` is Average or Sum, and compression only casts. Errors: see this
-    module; HorovodInternalError also for another op."""
-    call = _call("reducescatter", name, op, prescale_factor, postscale_factor, process_set)
-    return _carried(call, [tensor], compression)[0]
-
-
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """As reducescatter(), of several tensors as one operation."""
-    call = _call("reducescatter", name, op, prescale_factor, postscale_factor, process_set, is_group=True)
-    return _carried(call, tensors, compression)
+# ---- waits
 
 
 def join(device: int = -1) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import fusedcomm.horovod.async_ops as async_ops
+import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
@@ -154,7 +154,7 @@ class ReducedOptimizer(Spelled):
             raise ValueError(ADDED_MEANS)
         self.backward_passes_per_step = passes
         if self.reducer is not None:
-            self.reducer.native.set_every(passes)
+            self.reducer.native.set_passes(passes)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
@@ -205,7 +205,7 @@ class ReducedOptimizer(Spelled):
             self._options.compression.compress((each.grad / self._options.predivide).contiguous()) for _, each in named
         ]
         handles = [
-            async_ops.allreduce_async_(
+            ops.allreduce_async_(
                 tensor, name=name, op=self.op, postscale_factor=self._options.predivide, process_set=self.process_set
             )
             for (name, _), (tensor, _) in zip(named, sent, strict=True)

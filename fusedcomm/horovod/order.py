@@ -5,12 +5,11 @@ operation's turn.
 """
 
 import functools
-import itertools
 import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,24 +20,26 @@ from fusedcomm.horovod.signature import NO_NAME, Signature, mismatch
 from fusedcomm.log import LOGGER
 from fusedcomm.native import _C
 
-MAX_KNOWN = 1 << 16
-SMALL_NBYTES = 1 << 10
-"""Plain sums on the CPU up to this size that every rank waits for travel with the messages about them: a call of a
-backend takes longer."""
+if TYPE_CHECKING:
+    from fusedcomm.horovod.timeline import Writer
 
 
-class Request:
+class SmallSum(NamedTuple):
+    """A sum that travels with the messages about it if every rank waits for it, because a call of a backend takes
+    longer. `part`: of this rank, and then the sum. `write`: makes the outputs of that."""
+
+    part: torch.Tensor
+    write: Callable[[], None]
+
+
+class Request(_C.OrderedRequest):
     """An operation that this rank has submitted, or takes part in without (after a join).
 
     `rows`: what may differ between ranks: the rows of each tensor (allgather), or to each rank of the set (alltoall).
     `problem`: why this rank cannot take part; empty: it can. `finish`: makes what the caller gets from the request.
     `event`: behind what the caller has enqueued for its tensors; None on the CPU. `bucket`: once it is issued; None for
-    a barrier and a small sum. `number`: of a join, the rank that joined last. `is_seen_done`: the caller knows that it
-    has ended.
+    a join and a small sum. `number`: of a join, the rank that joined last.
     """
-
-    __slots__ = ("bucket", "event", "finish", "index", "inputs", "is_seen_done", "issued_s", "number", "outputs",
-                 "problem", "rows", "set_id", "signature", "submitted_s", "ticket")  # fmt: skip
 
     def __init__(
         self,
@@ -49,33 +50,16 @@ class Request:
         rows: Sequence[int] = (),
         problem: str = "",
         finish: "Callable[[Request], Any]" = lambda _: None,
+        small: SmallSum | None = None,
     ) -> None:
+        super().__init__(set_id, _operation(signature), rows, problem, None if small is None else small.part)
         self.set_id, self.signature, self.inputs, self.outputs = set_id, signature, inputs, outputs
-        self.rows, self.problem, self.finish, self.is_seen_done = rows, problem, finish, False
+        self.finish, self.small = finish, small
         self.event: torch.Event | None = None
         self.bucket: Any = None
-        self.index = self.number = 0
-        self.ticket = -1
         self.submitted_s = self.issued_s = time.perf_counter()
 
-    @property
-    def results(self) -> list[torch.Tensor]:
-        """What the operation has made, once it has ended."""
-        return self.bucket.outputs[self.index]
 
-
-class Watcher(Protocol):
-    """Is told of operations; see timeline.py."""
-
-    def issued(self, requests: list[Request]) -> None:
-        """These are issued together, at this moment."""
-
-    def ended(self, requests: list[Request]) -> None:
-        """The results of these are there."""
-
-
-Said = tuple[str, int, Sequence[int]]
-"""What a rank has submitted: its signature as JSON, the rank, and its rows."""
 Start = Callable[[int, Sequence[Sequence[int]], list[Request]], Any]
 """Begins a bucket of a set on this rank: (set, rows of each member, requests) -> a calls.Bucket."""
 
@@ -99,10 +83,7 @@ class Order:
         start: Start,
     ) -> None:
         self._start = start
-        self._tickets = itertools.count()
-        self._requests: dict[int, Request] = {}
-        self._known: dict[Signature, _C.AgreedOperation] = {}
-        self._watcher: Watcher | None = None
+        self._watcher: "Writer | None" = None
         self._native = _C.Order(
             rank=rank,
             size=size,
@@ -124,64 +105,24 @@ class Order:
     def submit(self, request: Request, at_once: bool) -> None:
         """at_once: the caller is about to wait for it. Raises ValueError if an operation of its name is under way,
         HorovodInternalError after a failure."""
-        signature = request.signature
-        if signature.device != "cpu":
+        if request.signature.device != "cpu":
             request.event = torch.Event(request.inputs[0].device)
             request.event.record()
-        operation = self._known.get(signature) or self._operation(signature)
-        ticket = request.ticket = next(self._tickets)
-        self._requests[ticket] = request
         try:
-            self._native.submit(
-                ticket,
-                request.set_id,
-                operation,
-                request.rows,
-                request.problem,
-                request.inputs,
-                request.outputs,
-                at_once,
-            )
-        except (ValueError, RuntimeError) as error:
-            del self._requests[ticket]
-            if isinstance(error, ValueError):
-                raise
+            self._native.submit(request, at_once)
+        except RuntimeError as error:
             raise HorovodInternalError(str(error)) from error
 
-    def _operation(self, signature: Signature) -> "_C.AgreedOperation":
-        if len(self._known) == MAX_KNOWN:
-            self._known.clear()
-        kind, fuses, nbytes = signature.kind, signature.fuses(), signature.nbytes()
-        operation = self._known[signature] = _C.AgreedOperation(
-            key=signature.key,
-            signature=json.dumps(signature),
-            fuses="" if fuses is None else json.dumps(fuses),
-            nbytes=nbytes,
-            has_number=not (signature.has_rows or signature.name.startswith(NO_NAME)),
-            may_lack_joined=kind == "allreduce",
-            is_call=kind not in ("barrier", "join"),
-            is_join=kind == "join",
-            may_be_small=fuses is not None
-            and signature.device == "cpu"
-            and not signature.is_carried
-            and 0 < nbytes <= SMALL_NBYTES,
-            op=signature.op,
-            prescale=signature.prescale,
-            postscale=signature.postscale,
-        )
-        return operation
-
     def _begin(
-        self, set_id: int, tickets: Sequence[int], signatures: Sequence[str], rows: Sequence[Sequence[int]]
+        self, set_id: int, own: Sequence[Request | None], signatures: Sequence[str], rows: Sequence[Sequence[int]]
     ) -> list[torch.futures.Future]:
         """At the turn of a bucket. Returns what is under way."""
         requests = [
-            self._requests[ticket] if ticket >= 0 else Request(set_id, _read(signature))
-            for ticket, signature in zip(tickets, signatures, strict=True)
+            request or Request(set_id, _read(signature)) for request, signature in zip(own, signatures, strict=True)
         ]
         bucket = self._start(set_id, rows, requests)
-        for index, request in enumerate(requests):
-            request.bucket, request.index = bucket, index
+        for request in requests:
+            request.bucket = bucket
         if (watcher := self._watcher) is not None:
             watcher.issued(requests)
             ended = functools.partial(watcher.ended, requests)
@@ -190,26 +131,27 @@ class Order:
 
     def poll(self, request: Request) -> bool:
         """Whether wait() would return at once."""
-        return self._native.poll(request.ticket)
+        return self._native.poll(request)
 
     def wait(self, request: Request) -> Any:
         """Returns what the request's `finish` makes of it, when its outputs are written. Raises
         HorovodInternalError."""
-        failure, request.number = self._native.wait(request.ticket)
-        del self._requests[request.ticket]
-        if failure:
+        if failure := self._native.wait(request):
             raise HorovodInternalError(failure)
         if request.bucket is not None:
             try:
-                request.bucket.finish()
+                request.bucket.finish(request.outputs)
             except RuntimeError as error:
                 raise HorovodInternalError(f"fusedcomm: {request.signature.key} failed: {error}") from error
-        elif (watcher := self._watcher) is not None and request.signature.tensors:  # a small sum
-            watcher.issued([request])
-            watcher.ended([request])
+        elif request.small is not None:
+            with torch.no_grad():
+                request.small.write()
+            if (watcher := self._watcher) is not None:
+                watcher.issued([request])
+                watcher.ended([request])
         return request.finish(request)
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def watch(self, watcher: "Writer | None") -> None:
         """Tells the watcher of all operations from now on. None: tells nobody."""
         self._watcher = watcher
 
@@ -218,15 +160,29 @@ class Order:
         return self._native.shutdown()
 
 
+@functools.lru_cache(1 << 16)
+def _operation(signature: Signature) -> "_C.AgreedOperation":
+    fuses = signature.fuses()
+    return _C.AgreedOperation(
+        key=signature.key,
+        signature=json.dumps(signature),
+        fuses="" if fuses is None else json.dumps(fuses),
+        nbytes=signature.nbytes(),
+        repeats=not signature.name.startswith(NO_NAME),
+        may_lack_joined=signature.kind == "allreduce",
+        is_join=signature.kind == "join",
+        op=signature.op,
+    )
+
+
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, for the native object that its own object keeps: neither must keep the other alive."""
     found = weakref.WeakMethod(method)
     return lambda *args: found()(*args)  # type: ignore[misc]
 
 
-def _mismatch(a: Said, b: Said) -> str:
-    (one, rank, rows), (other, other_rank, other_rows) = a, b
-    return mismatch(_read(one).with_rows(rows), rank, _read(other).with_rows(other_rows), other_rank)
+def _mismatch(one: tuple[str, int, Sequence[int]], other: tuple[str, int, Sequence[int]]) -> str:
+    return mismatch((_read(one[0]), *one[1:]), (_read(other[0]), *other[1:]))
 
 
 def _read(signature: str) -> Signature:

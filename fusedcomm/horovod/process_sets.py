@@ -108,7 +108,7 @@ def parse_sets(process_sets: Any) -> list[ProcessSet]:
     return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
 
 
-def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, int, str], Any]) -> None:
+def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, ProcessSet, str], Any]) -> None:
     """Makes the global set and those that hvd.init() was given, and connects their ranks. A collective call.
 
     open_sums: opens the engine of a set for a wire."""
@@ -123,7 +123,7 @@ def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, in
         rank, store = each.ranks.index(new.rank), dist.PrefixStore(f"sets/{set_id}", new.store)
         backend = connect_gloo(store, "cpu", rank, len(each.ranks), TIMEOUT)
         group = OwnGroup(store, rank, len(each.ranks), TIMEOUT, {"cpu": backend}, new.rank)
-        new.members[set_id] = Members(group, functools.partial(open_sums, new, set_id))
+        new.members[set_id] = Members(group, functools.partial(open_sums, new, each))
 
 
 def check_ranks(sets: list[list[int]], everyone: list[int]) -> None:

@@ -94,41 +94,20 @@ class Signature(NamedTuple):
         shapes = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
         return Signature(kind, name, op, prescale, postscale, root, wire, device, shapes)
 
-    def with_rows(self, rows: Sequence[int]) -> "Signature":
-        """This signature with the tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
-        if not self.has_rows:
-            return self
-        whole = [sum(rows)] if self.kind == "alltoall" else rows
-        named = zip(self.tensors, whole, strict=False)
-        return self._replace(tensors=tuple((dtype, (count, *shape)) for (dtype, shape), count in named))
+    def shapes(self, rows: Sequence[int]) -> list[list[int]]:
+        """The tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
+        first = [sum(rows)] if self.kind == "alltoall" else rows
+        return [[*first[i : i + 1], *shape] for i, (_, shape) in enumerate(self.tensors)]
 
 
-class Shape:
-    """For people; equal to others that agree from the dimension `first` on."""
-
-    def __init__(self, sizes: Sequence[int], first: int) -> None:
-        self.sizes, self.first = list(sizes), first
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shape) and self.sizes[self.first :] == other.sizes[self.first :]
-
-    def __repr__(self) -> str:
-        return str(self.sizes)
+Said = tuple[Signature, int, Sequence[int]]
+"""What a rank of the job has submitted: its signature, the rank, and its rows."""
 
 
-def mismatch(a: Signature, rank_a: int, b: Signature, rank_b: int) -> str:
-    """Why two ranks' requests of one name cannot be one operation; empty if they can. Ranks are of the job."""
-    for what, one, other in _compared(a, b):
-        if one != other:
-            return (
-                f"fusedcomm: the ranks do not agree on {a.key}: its {what} is {one} on rank {rank_a} and {other} on "
-                f"rank {rank_b}. Submit the same on every rank, or use another name"
-            )
-    return ""
-
-
-def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
-    found: list[tuple[str, Any, Any]] = [
+def mismatch(one: Said, other: Said) -> str:
+    """Why two ranks' requests of one name cannot be one operation; empty if they can."""
+    (a, rank_a, rows_a), (b, rank_b, rows_b) = one, other
+    compared: list[tuple[str, Any, Any]] = [
         ("number of tensors", len(a.tensors), len(b.tensors)),
         ("op", OP_NAMES[a.op], OP_NAMES[b.op]),
         ("root rank", a.root, b.root),
@@ -137,8 +116,17 @@ def _compared(a: Signature, b: Signature) -> list[tuple[str, Any, Any]]:
         ("compression", a.wire or "none", b.wire or "none"),
         ("device", a.device, b.device),
     ]
-    first, shape = (1, "shape past the first dimension") if a.has_rows else (0, "shape")
-    for i, (one, other) in enumerate(zip(a.tensors, b.tensors, strict=False)):
+    shape = "shape past the first dimension" if a.has_rows else "shape"
+    shapes = zip(a.shapes(rows_a), b.shapes(rows_b), strict=False)
+    for i, (in_a, in_b, whole) in enumerate(zip(a.tensors, b.tensors, shapes, strict=False)):
         of = f" of tensor {i}" if len(a.tensors) > 1 else ""
-        found += [("dtype" + of, one[0], other[0]), (shape + of, Shape(one[1], first), Shape(other[1], first))]
-    return found
+        compared.append(("dtype" + of, in_a[0], in_b[0]))
+        if in_a[1] != in_b[1]:
+            compared.append((shape + of, *whole))
+    for what, in_one, in_other in compared:
+        if in_one != in_other:
+            return (
+                f"fusedcomm: the ranks do not agree on {a.key}: its {what} is {in_one} on rank {rank_a} and {in_other} "
+                f"on rank {rank_b}. Submit the same on every rank, or use another name"
+            )
+    return ""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-import fusedcomm.horovod.async_ops as async_ops
+import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.handles import next_name, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
@@ -32,8 +32,8 @@ def sparse_allreduce_async(
     if name is None:
         name = "sparse." + next_name(process_set.process_set_id, "sparse")
     # Indices of shape (entries, sparse dimensions), so that ranks may differ in the first dimension.
-    indices = async_ops.allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = async_ops.allgather_async(own.values().contiguous(), f"{name}.values", process_set)
+    indices = ops.allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = ops.allgather_async(own.values().contiguous(), f"{name}.values", process_set)
     num_ranks = len(process_set.ranks)
 
     def wait() -> torch.Tensor:

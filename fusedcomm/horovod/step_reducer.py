@@ -67,7 +67,7 @@ class StepReducer:
         named: Sequence[tuple[str, torch.Tensor]],
         config: Config,
         options: Options,
-        every: int,
+        passes: int,
         refuse: Any,
     ) -> None:
         self._config, self._options = config, options
@@ -83,10 +83,10 @@ class StepReducer:
             first_bucket_nbytes=first,
             bucket_nbytes=usual,
             find_unused=False,
-            every=every,
             store=None,
             say=_say,
             steps=_C.ReducerSteps(
+                passes=passes,
                 sums=options.op == Sum,
                 sends_dense=options.sparse_as_dense,
                 checks_changes=settings.check,

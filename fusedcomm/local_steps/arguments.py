@@ -1,7 +1,6 @@
 """The arguments of LocalSteps, checked."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import chosen
 from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check, combinations
-from fusedcomm.literals import MergeWeights
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.windows import seconds_of
 from fusedcomm.native import _C
@@ -28,7 +26,6 @@ class Schedule:
     """Steps from one merge of a parameter to the next, or the time, as "20s"."""
     delay: int
     """Steps from a snapshot to its merge."""
-    weights: MergeWeights | None
 
     def record(self) -> dict[str, object]:
         """What ranks compare, and what a saved state must agree with."""
@@ -44,31 +41,24 @@ class Schedule:
         """The time from one merge of a parameter to the next; None where steps are counted."""
         return seconds_of(self.every) if isinstance(self.every, str) else None
 
-    @property
-    def unit(self) -> float:
-        """The steps of a rank that have the weight 1, the same on every rank."""
-        return float(self.every) if self.seconds is None else self.seconds
-
     def step_of(self, turn: int) -> int:
         """The steps after which the snapshot of a turn, counted from 0, is taken, where steps are counted."""
         assert not isinstance(self.every, str)
         return (turn + 1) * self.every
 
 
-def schedule(every: int | str, delay: int | None, weights: MergeWeights | None) -> Schedule:
+def schedule(every: int | str, delay: int | None) -> Schedule:
     """Raises ValueError for an argument that is out of range, and for a delay that is not below `every`."""
     if isinstance(every, str):
         seconds_of(every)
     else:
         check.whole("every", every, 1, _MOST, 'a whole number of steps, 1 or more, or a time like "20s"')
-    if weights is not None:
-        check.choice("weights", weights, ("steps",))
     if delay is None:
         delay = DELAY if isinstance(every, str) else min(DELAY, every - 1)
     check.whole("delay", delay, 0, _MOST, "a whole number of steps, 0 or more")
     if not isinstance(every, str) and delay >= every:
         raise ValueError(f"delay={delay} is not below every={every}: use delay={every - 1} or less, or a greater every")
-    return Schedule(every, delay, weights)
+    return Schedule(every, delay)
 
 
 def configuration(config: "Config | Wire") -> Config:
@@ -85,11 +75,8 @@ def configuration(config: "Config | Wire") -> Config:
     return found
 
 
-def targets(
-    model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor] | None
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, parameter, what the optimizer changes) of every parameter that requires gradients; the last one is the
-    parameter itself, or its master copy.
+def merged_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that require gradients, with their names.
 
     Raises ValueError if the optimizer does not hold them, or if they cannot be merged.
     """
@@ -100,36 +87,22 @@ def targets(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError("fusedcomm: no parameter of the model requires gradients, so there is nothing to merge")
-    masters = dict(masters or {})
-    unknown = sorted(masters.keys() - {name for name, _ in named})
-    if unknown:
-        raise ValueError(f"masters[{unknown[0]!r}] is of no parameter that requires gradients: use the model's names")
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = []
     for name, parameter in named:
-        target = masters.get(name, parameter)
-        _check_target(name, parameter, target)
-        if id(target) not in held:
+        if parameter.dtype not in _C.GRAD_DTYPES or parameter.layout != torch.strided:
+            raise ValueError(
+                f"fusedcomm: {name} is {parameter.dtype} and {parameter.layout}, which no merge carries: use dense "
+                "float32, bfloat16 or float16"
+            )
+        if id(parameter) not in held:
             raise ValueError(
                 f"fusedcomm: the optimizer does not hold {name}, so its steps do not train it: give it the model's "
-                "parameters, freeze this one, or name the optimizer's own copies with masters={name: tensor}"
+                "parameters, or freeze this one"
             )
-        found.append((name, parameter, target))
-    devices = sorted({str(shards.local(target).device) for _, _, target in found})
+    devices = sorted({str(shards.local(parameter).device) for _, parameter in named})
     if len(devices) > 1:
         raise ValueError(f"fusedcomm: the parameters are on several devices, {devices}; one is supported")
-    return found
-
-
-def _check_target(name: str, parameter: torch.Tensor, target: torch.Tensor) -> None:
-    shards.refuse_other_layout(name, parameter, target)
-    if target.shape != parameter.shape:
-        raise ValueError(f"masters[{name!r}] has shape {tuple(target.shape)}, the parameter {tuple(parameter.shape)}")
-    if target.dtype not in _C.GRAD_DTYPES or target.layout != torch.strided:
-        raise ValueError(
-            f"fusedcomm: {name} is {target.dtype} and {target.layout}, which no merge carries: use dense float32, "
-            "bfloat16 or float16"
-        )
+    return named
 
 
 def refuse_mates(every: int | str, model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 
 from fusedcomm import log
 from fusedcomm.config import Config, LocalOptions, Wire
-from fusedcomm.literals import MergeWeights
 from fusedcomm.local_steps import arguments, checkpoint, shards
 from fusedcomm.local_steps.merged_state import MergedState, begin_equal, record, refuse_changed
 from fusedcomm.local_steps.merges import Merges
@@ -47,14 +46,12 @@ class LocalSteps(Surface):
             FSDP2's over them. What requires gradients now is merged; of a DTensor the rank's own shard.
         optimizer: any torch optimizer that holds these parameters. It is not wrapped; its steps are followed by a hook.
         every: steps from one merge to the next; or a time, "20s": a merge begins at each rank's first
-            step after 20 seconds since the last message arrived, so each rank makes the steps that it can.
+            step after 20 seconds since the last message arrived, so each rank makes the steps that it can, and weighs
+            as many in the mean.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
             or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
         config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
             Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
-        weights: how ranks count in the mean. None: alike. "steps": by their steps since the last snapshot.
-        masters: the optimizer's own fp32 copies by the model's parameter names. They are merged, and the model's
-            parameters are refreshed.
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
             A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
@@ -79,13 +76,11 @@ class LocalSteps(Surface):
         *,
         delay: int | None = None,
         config: Config | Wire = "int4",
-        weights: MergeWeights | None = None,
-        masters: Mapping[str, torch.Tensor] | None = None,
         process_group: dist.ProcessGroup | None = None,
         members: Members | None = None,
         quiet: bool = False,
     ) -> None:
-        schedule = arguments.schedule(every, delay, weights)
+        schedule = arguments.schedule(every, delay)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
         if members is not None:
@@ -95,12 +90,12 @@ class LocalSteps(Surface):
         problem: Exception | None = None
         self._model, self._optimizer = model, optimizer
         try:
-            found = arguments.targets(model, optimizer, masters)
+            found = arguments.merged_parameters(model, optimizer)
             if members is None:
                 arguments.refuse_same_ranks(model, group)
-                shards.refuse_group([(name, target) for name, _, target in found], group)
-            refuse_served([pair[:2] for pair in found], self.serves_as, self.place, hooks=self.place == "alone")
-            cfg.check_patterns([(name, parameter) for name, parameter, _ in found])
+                shards.refuse_group(found, group)
+            refuse_served(found, self.serves_as, self.place, hooks=self.place == "alone")
+            cfg.check_patterns(found)
         except (ValueError, TypeError) as error:
             problem, found = error, []  # the other ranks are told
         state = MergedState(found, cfg)
@@ -136,7 +131,7 @@ class LocalSteps(Surface):
         self._hooks = self._hook()
         serve(self)
         self._seal()
-        if self.session.rank == 0 and shards.is_first(target for _, _, target in found):
+        if self.session.rank == 0 and shards.is_first(parameter for _, parameter in found):
             log.report(self.plan, quiet)
 
     def served(self) -> list[torch.Tensor]:
@@ -191,30 +186,29 @@ class LocalSteps(Surface):
 
     @torch.no_grad()
     def state_dict(self) -> dict:
-        """The state of this rank for a checkpoint, beside the model's, the optimizer's and the sampler's.
+        """The state for a checkpoint, beside the model's, the optimizer's and the sampler's, after :meth:`finish`.
 
-        Waits for the message under way, which is part of the state; so training goes on as if it had not been
-        interrupted. Every rank saves its own, after the same step; where `every` is a time, after :meth:`finish`. To go
-        on with another number of ranks, call :meth:`finish` first, too: each rank may then load any rank's.
+        A run that loads it on as many ranks, each its own, has the bits of the one that saved it and went on. On
+        another number of ranks each may load any rank's. Raises RuntimeError if steps were made since :meth:`finish`.
         """
-        self._refuse_ended()
-        progress = self.progress
-        if progress.window is not None and progress.num_messages != progress.finished_at:
-            raise RuntimeError(f"fusedcomm: every={progress.schedule.every!r}: call finish() before saving")
-        self.merges.read()
-        return checkpoint.save(progress, self.session)
+        self._refuse_unfinished("saving")
+        return checkpoint.save(self.progress, self.session)
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
-        """Restores what :meth:`state_dict` returned. Load the model and the optimizer before it, and after LocalSteps
-        was made, which gives every rank the first rank's parameters.
+        """Restores what :meth:`state_dict` returned. Load the model and the optimizer before it.
 
-        Raises ValueError if the state is of another schedule, wire or model, or the model is not the one saved with it.
-        Nothing has changed then.
+        Raises ValueError if the state is of another schedule or wire, or the model is not the one saved with it, and
+        RuntimeError if steps were made since :meth:`finish`. Nothing has changed then.
         """
-        self._refuse_ended()
-        self.merges.read()
+        self._refuse_unfinished("loading a state")
         checkpoint.load(self.progress, self.session, saved)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        self._refuse_ended()
+        if self.progress.steps != self.progress.finished_at:
+            steps = self.progress.steps - self.progress.finished_at
+            raise RuntimeError(f"fusedcomm: LocalSteps has made {steps} steps: call finish() before {what}")
 
     def plan(self) -> LocalPlan:
         """What merges send, and the memory that they need. Printable."""

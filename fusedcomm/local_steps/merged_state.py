@@ -24,26 +24,24 @@ class Merged:
 
     name: str
     parameter: torch.Tensor
-    """The model's."""
-    target: torch.Tensor
-    """What the optimizer changes: the parameter, or its master copy. Perhaps a DTensor."""
+    """Perhaps a DTensor."""
     wire: int
     """Number of its wire; see csrc/engine/config.h."""
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of the target, and merges. Shares its memory. A shard of a DTensor may be empty."""
-        return local(self.target)
+        """What this rank holds of it, and merges. Shares its memory. A shard of a DTensor may be empty."""
+        return local(self.parameter)
 
 
 class MergedState:
     """All merged parameters, in one flat order: first those that the wire may round, then the exact ones.
 
-    found: as arguments.targets() returns it.
+    named: as arguments.merged_parameters() returns it.
     """
 
-    def __init__(self, found: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: Config) -> None:
-        merged = [Merged(name, own, target, config.wire_number(name, own)) for name, own, target in found]
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], config: Config) -> None:
+        merged = [Merged(name, parameter, config.wire_number(name, parameter)) for name, parameter in named]
         lossy = [each for each in merged if each.wire != _C.EXACT_WIRE]
         exact = [each for each in merged if each.wire == _C.EXACT_WIRE]
         self.merged = (*lossy, *exact)
@@ -59,7 +57,7 @@ class MergedState:
             self.anchor.copy_(self.read())
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' elements of `flat` [numel], each in its target's local shape, in the order of `merged`."""
+        """The parameters' elements of `flat` [numel], each in its parameter's local shape, in the order of `merged`."""
         return [flat[begin:end].view(shape) for begin, end, shape in self._places]
 
     def read(self) -> torch.Tensor:
@@ -69,11 +67,8 @@ class MergedState:
         return flat
 
     def write(self, flat: torch.Tensor) -> None:
-        """Gives the parameters, and the model where the optimizer has copies, the values of `flat` [numel]."""
+        """Gives the parameters the values of `flat` [numel]."""
         torch._foreach_copy_([each.local for each in self.merged], self.views(flat))
-        copied = [each for each in self.merged if each.target is not each.parameter]
-        if copied:
-            torch._foreach_copy_([local(each.parameter) for each in copied], [each.local for each in copied])
 
     def tensors(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parameters' elements of `flat` [numel] by the names that the engine knows them by, as views. None is
@@ -103,8 +98,10 @@ def squares(flat: torch.Tensor) -> torch.Tensor:
 def record(state: MergedState) -> dict[str, object]:
     """What ranks compare."""
     return {
-        "shards": {each.name: shard_of(each.target) for each in state.merged},
-        "parameters": [[each.name, list(each.local.shape), str(each.target.dtype), each.wire] for each in state.merged],
+        "shards": {each.name: shard_of(each.parameter) for each in state.merged},
+        "parameters": [
+            [each.name, list(each.local.shape), str(each.parameter.dtype), each.wire] for each in state.merged
+        ],
     }
 
 
@@ -136,10 +133,10 @@ def refuse_changed(state: MergedState, model: nn.Module, optimizer: torch.optim.
             if found is not each.parameter
             else "has been frozen"
             if not found.requires_grad
-            else f"has become {each.target.dtype}"
-            if each.target.dtype not in _C.GRAD_DTYPES
+            else f"has become {found.dtype}"
+            if found.dtype not in _C.GRAD_DTYPES
             else "is no longer in the optimizer"
-            if id(each.target) not in held
+            if id(found) not in held
             else ""
         )
         if what:

@@ -50,12 +50,9 @@ class Merges:
         all_finish = False
         while not all_finish:  # a message tells every rank alike, so all leave after the same one
             all_finish = self._end(self._begin(is_finishing=True))
-        self.progress.finished_at = self.progress.num_messages
-
-    def read(self) -> None:
-        """Waits for the message under way, if there is one, and merges nothing."""
-        if self.progress.under_way is not None:
-            self._arrive(self.progress.under_way)
+        state = self.progress.state
+        state.anchor.copy_(state.read())  # parameters in 16 bits have rounded it
+        self.progress.finished_at = self.progress.steps
 
     def _take_turn(self, weight: float | None = None) -> None:
         self.drain()  # a window was shorter than the delay; the message has arrived
@@ -68,7 +65,7 @@ class Merges:
             self._end(under_way)
 
     def _begin(self, *, weight: float | None = None, is_finishing: bool = False) -> Message:
-        """Takes a snapshot, and hands its message to the engine. weight: None: as `weights` has it."""
+        """Takes a snapshot, and hands its message to the engine. weight: None: as Progress has it."""
         progress = self.progress
         self._check()
         self._before(progress.num_messages)
@@ -96,7 +93,8 @@ class Merges:
         """
         progress, state = self.progress, self.progress.state
         self._check()
-        self._arrive(message)
+        self._await(message)
+        progress.spread = self.messages.read(message)
         progress.under_way = None
         state.anchor.add_(message.mean)
         if message.began == progress.steps:
@@ -106,8 +104,3 @@ class Merges:
             moved = torch.sub(message.mean, message.own, out=message.own)
             state.write(state.read().add_(moved))
         return message.all_finish
-
-    def _arrive(self, message: Message) -> None:
-        if not message.is_read:
-            self._await(message)
-            self.progress.spread = self.messages.read(message)

@@ -232,7 +232,7 @@ class Merging(Views):
         if message is None or message.future is None or message.number > newest:
             return True
         found = self._ask(self._ahead(decision, message.number), _MEAN, {"number": message.number})
-        if found is None or not self.members.plane.barrier.has_finished(message.number, decision.view.number):
+        if found is None or not self.members.plane.barrier.finish_step(message.number, decision.view.number):
             return False
         self._merges.messages.fill(message, found[1])
         self._end_step(message)

@@ -33,8 +33,8 @@ class Message:
     """fp32: this rank's difference from the merged state."""
     mean: torch.Tensor
     """fp32: the ranks' mean difference, once the message has arrived."""
-    checksum: torch.Tensor | None = None
-    """The merged state's before the merge, as MergedState.checksum() has it; None once the message is read."""
+    checksum: torch.Tensor
+    """The merged state's before the merge, as MergedState.checksum() has it."""
     number: int = 0
     """Counts messages."""
     weight: float = 1.0
@@ -50,7 +50,6 @@ class Message:
     """This rank's residuals before the message, where it may have to be sent again."""
     numbers: HostCopy | None = None
     """On an accelerator, what read() needs on the host, on its way since the message was sent."""
-    is_read: bool = False
     all_finish: bool = False
     """Whether all ranks had ended their training, once the message is read."""
 
@@ -94,7 +93,6 @@ class Messages:
 
     def send(self, message: Message) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
-        assert message.checksum is not None
         message.world_size = self._session.world_size
         if self._keeps:
             message.residuals = self._synchronizer.residuals(self._names)
@@ -143,8 +141,7 @@ class Messages:
             self.waited_s += time.perf_counter() - begin
 
     def read(self, message: Message) -> Spread:
-        """Reads a message that has arrived. Raises RuntimeError if the ranks' merged states differ."""
-        assert message.checksum is not None
+        """Reads a message that has arrived, once. Raises RuntimeError if the ranks' merged states differ."""
         message.future, message.residuals = None, {}
         numbers = HostCopy(self._numbers(message)) if message.numbers is None else message.numbers
         weight, of_own, finishing, *bits = numbers.tolist()
@@ -156,14 +153,12 @@ class Messages:
         if weight != 1:  # the mean as it has arrived may be kept for other ranks
             message.mean = message.mean / weight if weight else torch.zeros_like(message.mean)
             of_mean = of_mean / weight**2 if weight else 0.0
-        message.is_read, message.checksum, message.numbers = True, None, None
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
 
     def _numbers(self, message: Message) -> torch.Tensor:
         """float64: the control's numbers as they have arrived, ‖mean difference‖², ‖merged state‖², the checksum's
         bits."""
-        assert message.checksum is not None
         squared = [squares(message.mean), squares(self._state.anchor)]
         return torch.cat([message.control.double(), torch.stack(squared), _bits(message.checksum).double()])
 

@@ -24,7 +24,7 @@ class Progress:
     num_messages: int = 0
     """The next message's number."""
     finished_at: int = 0
-    """Messages when finish() ended last."""
+    """Steps when finish() ended last: all ranks had equal parameters then, and those are the merged state."""
     snapshot: int = 0
     """The steps at the last snapshot; before the first in a rank that has joined, those at which it did."""
     under_way: Message | None = None
@@ -39,9 +39,10 @@ class Progress:
         return self.schedule.step_of(self.merges) <= self.steps
 
     def take_weight(self) -> float:
-        """This rank's weight in a merge whose snapshot is taken."""
+        """This rank's weight in a merge whose snapshot is taken: in windows of time its steps since the last one, in a
+        unit that all ranks share."""
         own, self.snapshot = self.steps - self.snapshot, self.steps
-        return 1.0 if self.schedule.weights is None else own / self.schedule.unit
+        return 1.0 if self.schedule.seconds is None else own / self.schedule.seconds
 
     def counts(self) -> dict[str, Any]:
         """What a rank that joins goes on with, beside tensors."""

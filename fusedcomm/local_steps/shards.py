@@ -95,16 +95,6 @@ def ranks_of(process_group: Any) -> set[int]:
     return set()
 
 
-def refuse_other_layout(name: str, parameter: torch.Tensor, master: torch.Tensor) -> None:
-    """Raises ValueError for a master copy that is not sharded as its parameter."""
-    if not is_sharded(parameter) and not is_sharded(master):
-        return
-    layouts = [_layout(each) if is_sharded(each) else None for each in (parameter, master)]
-    if layouts[0] != layouts[1]:
-        told = ["no DTensor" if each is None else f"a DTensor with {each[1]} on {each[0]}" for each in layouts]
-        raise ValueError(f"fusedcomm: masters[{name!r}] is {told[1]}, and the parameter is {told[0]}: shard both alike")
-
-
 def _beside(mesh: Any, dims: list[int]) -> set[int]:
     """The ranks of a mesh whose coordinates are this rank's, except in `dims`."""
     here = enumerate(mesh.get_coordinate())

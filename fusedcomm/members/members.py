@@ -123,9 +123,7 @@ class Members(Sealed):
             "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        gather = None if join is not None else _gathering(cpu)
-        job = None if gather is None else self._common_job(gather)
-        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=job, silence_s=silence, host=own_host)
+        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=None, silence_s=silence, host=own_host)
         self._noted: set[str] = set()
         if join is not None and self._file is not None:
             self._file.note([], "")  # fails now if it will
@@ -144,9 +142,8 @@ class Members(Sealed):
         self.first_step = 0
         """The step at which the training began that these members do: of the state that was loaded."""
         self._seal()
-        if gather is not None:
-            self.plane.hooks.num_founders = dist.get_world_size()
-            self._found(gather)
+        if join is None:
+            self._found(cpu)
 
     # ---- what users read
 
@@ -367,10 +364,10 @@ class Members(Sealed):
                         break
                     time.sleep(_POLL_S)
 
-    def _common_job(self, gather: Callable[[str, object], list]) -> str:
-        """A text that the ranks that begin have in common, and no other job. RuntimeError, on all, if another runs, or
-        if a rank cannot write to the file of members."""
-        why = ""
+    def _found(self, device: torch.device) -> None:
+        """Tells the ranks that begin who they are, and a text that they have in common, and no other job. RuntimeError,
+        on all, if another job runs, or if a rank cannot write to the file of members. A collective call."""
+        why, what = "", "making its Members"
         try:
             if self._file is not None:
                 if dist.get_rank() == 0:
@@ -378,26 +375,22 @@ class Members(Sealed):
                 self._file.note([], "")
         except RuntimeError as error:
             why = str(error)
-        told = gather("job", {"job": uuid.uuid4().hex, "why": why})
-        for of_rank in told:
-            if of_rank["why"]:
-                raise RuntimeError(of_rank["why"])
-        return told[0]["job"]
-
-    def _found(self, gather: Callable[[str, object], list]) -> None:
-        told = gather("members", vars(self.plane.member))
+        own = {"why": why, "job": uuid.uuid4().hex, "member": vars(self.plane.member)}
+        try:
+            peers = Peers.of(dist.group.WORLD, device, what=what)  # a rank that is lost before it comes is named
+            told: list[Any] = agreement.gather(peers, peers.store.under("members"), own, what)
+            for of_rank in told:
+                if of_rank["why"]:
+                    raise RuntimeError(of_rank["why"])
+        except BaseException:
+            self.plane.close()
+            raise
+        self.plane.hooks.num_founders = len(told)
+        self.plane.set_job(told[0]["job"])
         store = bounded_store.innermost_store(dist.group.WORLD)
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
-        self.enter(View(0, tuple(Member.from_json(one) for one in told), 0))
-
-
-def _gathering(device: torch.device) -> Callable[[str, object], list]:
-    """gather(key, record) returns the records of all ranks that begin. A rank that is lost before it has called it is
-    named on the others. A collective call."""
-    what = "making its Members"
-    peers = Peers.of(dist.group.WORLD, device, what=what)
-    return lambda key, record: agreement.gather(peers, peers.store.under(key), record, what)
+        self.enter(View(0, tuple(Member.from_json(of_rank["member"]) for of_rank in told), 0))
 
 
 def _init_process_group() -> None:

@@ -79,8 +79,9 @@ def why_unequal(session: Session, rates: list[dict[str, Any]]) -> str:
     found = agreement.difference({session.peers.title(rank): each for rank, each in enumerate(of_all)})
     return (
         f"fusedcomm: {found}. Each rank steps a part of the parameters, with its own hyperparameters: give every rank "
-        "the same, also where a scheduler changes them. Then call detach(), and make the GradReducer and the "
-        "ShardedOptimizer anew on every rank"
+        "the same, also where a scheduler changes them, and step without a ShardedOptimizer if the optimizer computes "
+        "it from all gradients. Then call detach(), and make the GradReducer and the ShardedOptimizer anew on every "
+        "rank"
     )
 
 
@@ -100,6 +101,10 @@ def update_config(wire: Wire, sums: Config) -> Config:
     return Config(wire, sum="two-shot", hosts=hosts)
 
 
+class _Groups(torch.optim.Optimizer):
+    """Groups of parameters as torch's optimizers take them."""
+
+
 def groups(
     reducer: GradReducer,
     params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
@@ -110,23 +115,15 @@ def groups(
     named = _named(reducer)
     if params is None:
         params = [p.tensor for p in named if p.tensor.requires_grad]
-    entries: list[Any] = [dict(each) if isinstance(each, dict) else each for each in params]
-    if not any(isinstance(each, dict) for each in entries):
-        entries = [{"params": entries}]
+    try:
+        entries = _Groups([dict(each) if isinstance(each, dict) else each for each in params], {}).param_groups
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"fusedcomm: params= is not possible ({error}): use parameters, named ones, or groups, dicts with 'params'"
+        ) from error
     ours = {id(p.tensor): p.name for p in named}
     found: set[int] = set()
     for group in entries:
-        if not isinstance(group, dict) or "params" not in group:
-            raise TypeError("fusedcomm: params= is a list of parameters, or one of groups: dicts with 'params'")
-        group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        if any(isinstance(p, tuple) for p in group["params"]):  # as torch's optimizers take them
-            group["param_names"] = [p[0] for p in group["params"] if isinstance(p, tuple)]
-            group["params"] = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]
-        strange = next((p for p in group["params"] if not isinstance(p, torch.Tensor)), None)
-        names = group["param_names"] if "param_names" in group else group["params"]
-        if strange is not None or len(names) != len(group["params"]):
-            what = "a tensor" if strange is None else type(strange).__name__
-            raise TypeError(f"fusedcomm: params= has {what} beside others: use parameters, named ones, or groups")
         group.setdefault("optimizer_class", kind)
         if not (
             isinstance(group["optimizer_class"], type) and issubclass(group["optimizer_class"], torch.optim.Optimizer)
@@ -136,7 +133,7 @@ def groups(
             if id(p) not in ours:
                 raise ValueError(f"fusedcomm: a parameter of shape {list(p.shape)} is not one of the GradReducer's")
             if id(p) in found:
-                raise ValueError(f"fusedcomm: {ours[id(p)]} is in two groups: a parameter has one owner and one step")
+                raise ValueError(f"fusedcomm: {ours[id(p)]} is given twice: a parameter has one owner and one step")
             found.add(id(p))
     if defaults and all(group["optimizer_class"] is not kind for group in entries):
         raise ValueError(f"fusedcomm: {', '.join(defaults)} would do nothing: every group has its own class")

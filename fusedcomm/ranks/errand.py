@@ -1,40 +1,38 @@
 """A call that may never return, on a thread that can be left behind."""
 
+import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class Errand(Generic[T]):
     """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
-    threads has to tell the others so."""
+    threads has to tell the others so.
+
+    Attributes:
+        future: of what the function returns or raises.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._value: T | None = None
-        self._error: BaseException | None = None
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.future.set_running_or_notify_cancel()  # nobody cancels it from here on
 
         def run() -> None:
             try:
-                self._value = function()
+                self.future.set_result(function())
             except BaseException as error:
-                self._error = error
+                self.future.set_exception(error)
 
-        self._thread: threading.Thread | None = threading.Thread(target=run, name="fc-errand", daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(target=run, name="fc-errand", daemon=True).start()
         except RuntimeError:
-            self._thread = None
             run()
 
     def has_ended_within(self, seconds: float) -> bool:
-        if self._thread is None:
-            return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return bool(concurrent.futures.wait([self.future], seconds).done)
 
     def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._value)
+        return self.future.result(0)

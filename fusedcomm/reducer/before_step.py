@@ -1,30 +1,19 @@
 """What reducers look at when an optimizer steps: its gradients must be means over the ranks."""
 
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+if TYPE_CHECKING:
+    from fusedcomm.reducer.reducer import GradReducer
 
-class Watched(Protocol):
-    """What this file asks of a GradReducer."""
-
-    native: Any
-    session: Any
-
-    def why_local(self) -> str:
-        """Why gradients of this rank are not synchronized although they should be; empty if all is well."""
-
-    def parameters_of_module(self) -> list[torch.Tensor]:
-        """Those of the module as it is now."""
-
-
-_watched: "weakref.WeakSet[Watched]" = weakref.WeakSet()
+_watched: "weakref.WeakSet[GradReducer]" = weakref.WeakSet()
 _is_hooked = False
 
 
-def watch_steps(reducer: Watched) -> None:
+def watch_steps(reducer: "GradReducer") -> None:
     """From now on, until :func:`ignore_steps`, an optimizer's step raises if it would use gradients that are no means.
 
     This is so within a backward pass, and if gradients of the reducer's parameters no longer come to it.
@@ -36,7 +25,7 @@ def watch_steps(reducer: Watched) -> None:
     _watched.add(reducer)
 
 
-def ignore_steps(reducer: Watched) -> None:
+def ignore_steps(reducer: "GradReducer") -> None:
     """Ends :func:`watch_steps`. Idempotent."""
     _watched.discard(reducer)
 

@@ -81,9 +81,6 @@ class GradReducer(CommHandle):
         find_unused_parameters: whether backward passes may leave out parameters. If no rank has used a parameter, its
             gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small
             message at the end of each backward pass.
-        every: of so many backward passes only the last is synchronized; the others add up gradients on this rank, as in
-            :meth:`no_sync`. The result is the mean over the ranks of the sum: it is not divided by `every`. Passes
-            within ``no_sync()`` are not counted, nor are passes that end with an error.
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join while training runs. Takes the place of
@@ -121,7 +118,6 @@ class GradReducer(CommHandle):
         bucket_mib: float = USUAL_BUCKET_MIB,
         process_group: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
-        every: int = 1,
         local: LocalOptions | None = None,
         quiet: bool = False,
         members: Members | None = None,
@@ -137,12 +133,8 @@ class GradReducer(CommHandle):
             more = _also_agree()  # of a DataParallel: its checks, and what else must be equal on all ranks
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
             caps = bucket_caps(bucket_mib)
-            check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
             check.flag("find_unused_parameters", find_unused_parameters)
             (configs, is_search), options = configs_of(config), local_options(local)
-            combinations.refuse(
-                "every front end", {"weighted": configs[0].weighted, combinations.ADDED_PASSES: every > 1}
-            )
             named, sparse = named_tensors(module_or_named_parameters), ids_of_sparse(module_or_named_parameters)
             if members is not None:
                 given = {"members": members, "process_group": process_group, "config": AUTO if is_search else None}
@@ -161,7 +153,6 @@ class GradReducer(CommHandle):
         agreed: dict[str, object] = {
             "reducer": {
                 "bucket_mib": bucket_mib,
-                "every": every,
                 "find_unused_parameters": find_unused_parameters,
                 "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
                 "strides": strides_to_agree(named),
@@ -185,7 +176,7 @@ class GradReducer(CommHandle):
         self._store, self._num_meetings = self.session.store("reducer"), 0
         # Gradients arrive from the model's end to its beginning.
         backwards = [(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)]
-        self.native = self._made_native(backwards, find_unused_parameters, every)
+        self.native = self._made_native(backwards, find_unused_parameters)
         if not isinstance(runs, Session):
             runs.start(self.native)
         self.finds_unused, self._sparse = find_unused_parameters, sparse
@@ -195,19 +186,16 @@ class GradReducer(CommHandle):
         self._keep_with(module_or_named_parameters)
         serve(self)
         self._seal()
-        if every > 1:
-            self.note_passes()
         if self.session.rank == 0:
             log.report(self.plan, quiet)
 
-    def _made_native(self, backwards: list[tuple], find_unused: bool, every: int) -> "_C.GradReducer":
+    def _made_native(self, backwards: list[tuple], find_unused: bool) -> "_C.GradReducer":
         return _C.GradReducer(
             synchronizer=self.session.synchronizer,
             parameters=backwards,
             first_bucket_nbytes=self._bucket_caps[0],
             bucket_nbytes=self._bucket_caps[1],
             find_unused=find_unused,
-            every=every,
             store=self._store,
             say=_say,
         )
@@ -225,8 +213,8 @@ class GradReducer(CommHandle):
     def no_sync(self) -> Iterator[None]:
         """Context in which backward passes add up gradients on this rank.
 
-        The next backward pass outside synchronizes the sums; with `every`, the next one that it synchronizes anyway.
-        Only ``backward()`` needs to be within the block. Enter it on every rank.
+        The next backward pass outside synchronizes the sums. Only ``backward()`` needs to be within the block. Enter it
+        on every rank.
         """
         self.refuse_detached("nothing is synchronized")
         self.note_passes()

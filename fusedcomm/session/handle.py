@@ -113,8 +113,8 @@ class CommHandle(Surface):
         ``Config(weighted=…)``, and every rank must set it. None: not set yet.
 
         It is for the backward passes to come until it is set again. Set it before ``backward()``. Where passes add up
-        gradients (``no_sync()``, ``every=k``), which needs ``weighted="sum"``, their weights add up, too. A rank of
-        weight 0 takes part and changes nothing. If all ranks weigh 0, gradients become zero.
+        gradients (``no_sync()``), which needs ``weighted="sum"``, their weights add up, too. A rank of weight 0 takes
+        part and changes nothing. If all ranks weigh 0, gradients become zero.
 
         Setting it raises TypeError for what is no number and no tensor, and RuntimeError without ``weighted``. A number
         that is no weight, and a rank that has set none, is an error of every rank in the next backward pass. A tensor

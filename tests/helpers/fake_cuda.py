@@ -213,7 +213,7 @@ class FakeCuda:
         variant = self._variants[name]
         assert num_threads == 32 * variants.NUM_WARPS
         kernel = compile.KERNELS[variant.kernel]
-        signature, constants_of_variant = compile._signature(variant)
+        signature, constants_of_variant = compile._signature(variant, capability=0)
         runtime = [(name, kind) for name, _, kind in compile.flattened(kernel, signature)]
         addresses = (ctypes.c_void_p * (len(runtime) + 2)).from_address(params)
         values = {}

@@ -76,14 +76,12 @@ class FrontEnd:
             what runs the forward pass, and the handle.
         lacks: what it, or torch's part of it, does not have; see `Scenario.needs`.
         sum: in which parameters of any size are rounded. FSDP2 chooses itself, and sums small ones exactly.
-        counts_passes: it takes every=k, the number of passes of which the last is sent, in place of no_sync().
         gathers: parameters are gathered in the gradients' wire.
     """
 
     make: Callable[..., tuple]
     lacks: frozenset[str] = frozenset()
     sum: str = "two-shot"
-    counts_passes: bool = False
     gathers: bool = False
 
     def config(self, wire: str) -> Config:
@@ -106,7 +104,6 @@ FRONT_ENDS = {
     "hook with views": FrontEnd(with_views, NOT_IN_DDP),
     "CommState": FrontEnd(registered, NOT_IN_DDP),
     "reducer": FrontEnd(reducer, WITHOUT_WRAPPER),
-    "reducer, every": FrontEnd(reducer, WITHOUT_WRAPPER, counts_passes=True),
     "DataParallel": FrontEnd(data_parallel, frozenset({"join"})),
     "replicate": FrontEnd(composable, NOT_IN_DDP | {"join", "own names", "buffers", "sparse"}),
     "FSDP2": FrontEnd(sharded, NOT_IN_FSDP2, "auto"),

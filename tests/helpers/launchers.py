@@ -14,7 +14,7 @@ import fusedcomm.kernels.reduce as of_reduce
 import fusedcomm.kernels.scale as of_scale
 import fusedcomm.kernels.unpack as of_unpack
 from fusedcomm.kernels.arguments import CountedSlices, Counts, PartShape, Sections, Slices
-from fusedcomm.kernels.constants import CODE_NBYTES, SCALE_NBYTES, WIRE_IDS, options
+from fusedcomm.kernels.constants import CODE_NBYTES, CONVERTS_FP8, SCALE_NBYTES, WIRE_IDS, options
 from fusedcomm.kernels.variants import plain_registers, tile_of
 from fusedcomm.native import _C
 
@@ -65,10 +65,13 @@ def sections(layout: "_C.BucketLayout", parts: torch.Tensor) -> Sections:
     """The layout's piece of the first part in `parts`. Each view reaches to the end of `parts`."""
     piece = parts[layout.part_offset :]
     scales, codes = piece[layout.part.scale_offset :], piece[layout.part.code_offset :]
+    converted = (
+        layout.wire == "fp8" and parts.is_cuda and torch.cuda.get_device_capability(parts.device) >= CONVERTS_FP8
+    )
     return Sections(
         piece.view(torch.int32),
         scales.view(SCALES[SCALE_NBYTES[layout.wire]]),
-        codes.view(CODES[CODE_NBYTES[layout.wire]]),
+        codes.view(torch.float8_e4m3fn if converted else CODES[CODE_NBYTES[layout.wire]]),
     )
 
 

@@ -26,6 +26,9 @@ class InSeconds(Run):
     def period(self) -> str:
         return f"{self.every}s"
 
+    def weight(self, num_steps: int) -> float:
+        return num_steps
+
 
 class Narrow(Net):
     """Its last module has one row, so the second shard of it is empty; three rows give shards of two and one."""
@@ -87,7 +90,7 @@ class Job:
             delay=run.delay,
             config=config,
             quiet=True,
-            **{"weights": run.weights, **options},
+            **options,
         )
 
     def train(self, steps: Sequence[int]) -> list[torch.Tensor]:

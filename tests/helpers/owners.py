@@ -73,8 +73,7 @@ class Way:
     Attributes:
         kind: names groups of groups_of(), or is the class of an optimizer.
         front: "reducer" or "parallel".
-        accumulate: backward passes in a step.
-        counts: whether the reducer counts these passes, with `every`; otherwise all but the last are in no_sync().
+        accumulate: backward passes in a step, all but the last in no_sync().
         scaled: whether losses are scaled, and two steps have an Inf on the last rank.
         scheduled: whether learning rates and momenta change in every step.
         max_norm: if gradients are clipped.
@@ -87,7 +86,6 @@ class Way:
     config: Config = FP32
     update: str = "fp32"
     accumulate: int = 1
-    counts: bool = False
     find_unused: bool = False
     scaled: bool = False
     scheduled: bool = False
@@ -151,11 +149,11 @@ def sharded(
 
 
 def made(kind: str = "adamw", model: Callable[[], nn.Module] = Net, config: Config = FP32, **kwargs: object) -> tuple:
-    """(model, reducer, ShardedOptimizer). `kwargs`: the optimizer's, and `find_unused` and `every` of the reducer."""
+    """(model, reducer, ShardedOptimizer). `kwargs`: the optimizer's, and `find_unused` of the reducer."""
     torch.manual_seed(5)
     net = model()
-    options = {"find_unused_parameters": kwargs.pop("find_unused", False), "every": kwargs.pop("every", 1)}
-    reducer = reducer_of(net, config, bucket_mib=BUCKET_MIB, **options)
+    finds_unused = kwargs.pop("find_unused", False)
+    reducer = reducer_of(net, config, bucket_mib=BUCKET_MIB, find_unused_parameters=finds_unused)
     return net, reducer, sharded(net, reducer, kind, **kwargs)
 
 
@@ -258,9 +256,8 @@ def train(
         forward = given = fusedcomm.DataParallel(model, config=way.config, bucket_cap_mb=BUCKET_MIB, **options)
         reducer = forward.comm
     else:
-        every = way.accumulate if way.counts else 1
         forward = model
-        reducer = given = fusedcomm.GradReducer(model, way.config, bucket_mib=BUCKET_MIB, every=every, **options)
+        reducer = given = fusedcomm.GradReducer(model, way.config, bucket_mib=BUCKET_MIB, **options)
     if owners:
         optimizers = [sharded(model, given, way.kind, update=way.update, overlap=overlap)]
     else:
@@ -293,8 +290,7 @@ def train(
                     p.add_(p.grad, alpha=0.1)
             model.zero_grad()
         for part in range(way.accumulate):
-            held_back = not way.counts and part + 1 < way.accumulate
-            with given.no_sync() if held_back else contextlib.nullcontext():
+            with given.no_sync() if part + 1 < way.accumulate else contextlib.nullcontext():
                 backward(step, part)
         if way.restore:
             way.restore(model, old)

@@ -33,7 +33,6 @@ class Run:
     steps: int = 30
     lr: float = 0.05
     width: int = 8
-    weights: str | None = None
 
     def model(self) -> Net:
         return Net(self.width)

@@ -31,10 +31,6 @@ def files_of_all(name: str) -> dict[int, bytes]:
     return found
 
 
-def command_lines() -> list[bytes]:
-    return list(files_of_all("cmdline").values())
-
-
 def with_variable(name: str, value: str) -> dict[int, tuple[str, dict[str, str]]]:
     """By process id: the command and the environment of each process that was started with that variable, but this one
     and the two that multiprocessing keeps for it."""

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from models import no_sync_of, reducer_of, synchronized
+from models import no_sync_of, synchronized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -46,8 +46,6 @@ def wrapped(front, module, config):
     if option == "static graph":
         ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS, static_graph=True)
         return ddp, fusedcomm.attach(ddp, config, quiet=True), ddp.no_sync
-    if option == "every":
-        return module, reducer_of(module, config, bucket_mib=BUCKETS, every=2), contextlib.nullcontext
     forward, comm = synchronized(name, module, config, BUCKETS, find_unused=option == "unused")
     no_sync = no_sync_of(forward, comm)
     if option != "other groups":

@@ -12,7 +12,7 @@ from jobs import MOVED, REDUCED, job, reduced, values
 from sampling import few
 
 import fusedcomm.horovod as hvd
-from fusedcomm.horovod import async_ops
+from fusedcomm.horovod import ops
 from fusedcomm.horovod import sparse as sparse_ops
 
 Shape = tuple[int, ...]
@@ -299,10 +299,10 @@ def check_coalesced(rank, size):
 
     def allgather_async(tensor, *rest):
         gathered.append(tensor.shape[0])
-        return async_ops.allgather_async(tensor, *rest)
+        return ops.allgather_async(tensor, *rest)
 
     with job(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_ops, "async_ops", types.SimpleNamespace(allgather_async=allgather_async))
+        patch.setattr(sparse_ops, "ops", types.SimpleNamespace(allgather_async=allgather_async))
         own = torch.sparse_coo_tensor(torch.tensor([[3] * 1000]), torch.ones(1000, 2), (10, 2))
         result = hvd.sparse_allreduce_async(own, "x", hvd.Sum)()
         assert gathered == [1, 1] and torch.equal(result.to_dense()[3], torch.full((2,), 1000.0 * size))

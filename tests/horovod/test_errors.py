@@ -1,14 +1,17 @@
 """Ranks that stop, are lost or submit nothing are told to the others. tests/refusals has what is refused."""
 
 import contextlib
+import gc
 import logging
 import os
 import signal
 
+import pytest
 import torch
 from jobs import job, raised
 
 import fusedcomm.horovod as hvd
+from fusedcomm.horovod import order
 from fusedcomm.log import LOGGER
 
 
@@ -44,6 +47,44 @@ def test_a_rank_that_is_killed_is_named_to_the_others(ranks):
     outcomes = ranks.outcomes(with_a_lost_rank, world_size=3, lost=1)
     for how, told in (outcomes[0], outcomes[2]):
         assert how == "value" and told[0] == "HorovodInternalError" and "rank 1" in told[1], told
+
+
+def with_a_broken_comparison(rank, size):
+    """The ranks disagree, and rank 0 cannot tell why when rank 1's operation arrives."""
+
+    def broken(*_):
+        raise RuntimeError("the comparison is broken")
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(hvd.HorovodInternalError), job():
+        patch.setattr(order, "mismatch", broken)
+        if rank == 1:
+            hvd.barrier()
+        handle = hvd.allreduce_async(torch.zeros(2 + rank), name="x")
+        if rank == 0:
+            hvd.barrier()
+        told = raised(hvd.synchronize, handle)
+    return told
+
+
+def test_what_a_function_of_rank_0_raises_is_told_to_every_rank(ranks):
+    for kind, said in ranks.run(with_a_broken_comparison, world_size=2):
+        assert kind == "HorovodInternalError" and "the comparison is broken" in said, said
+        assert "ended its connection" not in said
+
+
+def refusals(rank, size):
+    """How many requests are left of operations that rank 1 has refused."""
+    with job():
+        for _ in range(3):
+            kind, _ = raised(hvd.alltoall, torch.zeros(2), [-1, 1] if rank == 1 else [1, 1], name="x")
+            assert kind == ("ValueError" if rank == 1 else "HorovodInternalError")
+            hvd.barrier()
+        gc.collect()
+        return sum(type(each) is order.Request for each in gc.get_objects())
+
+
+def test_refused_operations_are_forgotten(ranks):
+    assert ranks.run(refusals, world_size=2) == [0, 0]
 
 
 def stalls(rank, size):

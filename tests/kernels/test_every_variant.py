@@ -15,7 +15,9 @@ from pathlib import Path
 
 import ptx_kernels
 import pytest
-from kernel_checks import check_variant
+from codec_cases import case_of
+from codec_checks import check, check_every_code
+from kernel_checks import Kernels, check_variant
 from values import DTYPES, WIRES
 
 from fusedcomm.kernels.variants import TILE, engine_variants
@@ -102,3 +104,15 @@ def test_variant(compilers, monkeypatch, compiler, capability, variant):
         check_variant(variant)
         PASSED.mkdir(parents=True, exist_ok=True)
         result.touch()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("wire", ["int8", "fp8"])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_code_and_the_values_around_it(compilers, monkeypatch, compiler, wire):
+    """By the GPU's own instructions, which other tests of codes do not execute: the interpreter has none."""
+    ptx_kernels.replace_kernels(monkeypatch, compilers(compiler), 90)
+    run = Kernels(tile=None)
+    check_every_code(run, wire)
+    for name in ("values around codes", "special values", "special values with residuals"):
+        check(run, case_of(name, wire, DTYPES[0]))

@@ -87,6 +87,9 @@ def test_accesses_are_wide_and_nothing_is_spilled(compiled, kernel, wire, dtype,
     assert used["REG"] <= (128 if fields else 80)
     # A tile passes through no shared memory: at its end, pack finds the greatest magnitude of all threads.
     ptx = code["ptx"]
+    # Conversions of bytes have a quarter of other instructions' rate, or less.
+    assert not re.search(r"cvt\.rn\.f32\.[su]", ptx)
+    assert ("e4m3x2" in ptx) == (wire == "fp8" and capability >= 89)
     with_tiles = ptx[: ptx.rindex("st.global")] if kernel == "pack" else "" if kernel == "scale" else ptx
     assert not re.search(r"bar\.|(?:ld|st)\.shared", with_tiles)
     if capability == 75:

@@ -110,7 +110,7 @@ def test_every_code_is_decoded(device, wire):
 
 
 def test_a_sum_of_minus_zeros_is_minus_zero(run):
-    """The kernel loads values for ranks that do not exist."""
+    """Nor do ranks that do not exist add anything."""
     layout = bucket_layout("fp32", 32, 3, 0, 24)
     _, reduced = guarded(layout.part.nbytes, run.device)
     minus_zeros = torch.full((24,), -0.0).view(torch.uint8).to(run.device)

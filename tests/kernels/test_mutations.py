@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import compiling
 import event_mutations
 import ptx
 import ptx_kernels
 import pytest
 import torch
-from codec_cases import Case
+from codec_cases import Case, case_of
 from codec_checks import check
 from kernel_checks import Kernels, check_scale
 
@@ -59,6 +58,7 @@ BUCKETS = {
     "int8 quotients": replace(FLAT, numels=(), wires=("int8",), values=quotients, scale=1.0),
     "counts": replace(RAGGED, values=infinities),
     "views": replace(RAGGED, shift=1),
+    "fp8 specials": case_of("special values", "fp8", torch.float32),
     "int4 steps": replace(FLAT, wires=("int4",), feedback=True),
 }
 CHECKS = {name: partial(check, REAL, case) for name, case in BUCKETS.items()}
@@ -80,12 +80,13 @@ def edited(folder: Path, file: str, text: str, replacement: str) -> Path:
 
 @pytest.fixture
 def run_on(monkeypatch):
-    """run_on(compiler) makes the rest of the test run what the compiler compiles for sm_90."""
+    """run_on(compiler, scene) makes the rest of the test run what the compiler compiles: for sm_90, which converts fp8,
+    or if the scene is about the rounding of fp8 in integers, for sm_80."""
     compilers = []
 
-    def run_on(compiler: ptx_kernels.TritonCompiler) -> None:
+    def run_on(compiler: ptx_kernels.TritonCompiler, scene: str) -> None:
         compilers.append(compiler)
-        ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
+        ptx_kernels.replace_kernels(monkeypatch, compiler, 80 if scene == "fp8 ties" else 90)
 
     yield run_on
     for compiler in compilers:
@@ -95,7 +96,7 @@ def run_on(monkeypatch):
 @pytest.mark.sampled(by=lambda fault: {})
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
 def test_a_fault_is_found(tmp_path, run_on, fault):
-    run_on(ptx_kernels.TritonCompiler(kernels=edited(tmp_path, fault.file, fault.text, fault.replacement)))
+    run_on(ptx_kernels.TritonCompiler(kernels=edited(tmp_path, fault.file, fault.text, fault.replacement)), fault.scene)
     with pytest.raises((AssertionError, ptx.Fault)) as found:  # not an edit that does not compile: RuntimeError
         CHECKS[fault.scene]()
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
@@ -104,24 +105,8 @@ def test_a_fault_is_found(tmp_path, run_on, fault):
 @pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_without_a_fault_the_check_passes(run_on, check):
-    run_on(ptx_kernels.TritonCompiler())
+    run_on(ptx_kernels.TritonCompiler(), check)
     CHECKS[check]()
-
-
-CONSTANT = (
-    "none = minus_zero_unless(present, codes_in.dtype.element_ty)",
-    "none = -(2 ** (codes_in.dtype.element_ty.primitive_bitwidth - 1))",
-)
-
-
-@pytest.mark.full
-def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, run_on):
-    """Triton 3.6 sign-extends a 16-bit constant where a register should hold it twice: absent ranks change the sum."""
-    oldest = compiling.oldest_triton(request.config)
-    run_on(ptx_kernels.TritonCompiler(oldest, kernels=edited(tmp_path, "reduce.py", *CONSTANT)))
-    with pytest.raises(AssertionError) as found:
-        CHECKS["bf16 flat"]()
-    print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
 def test_every_fault_has_its_check():

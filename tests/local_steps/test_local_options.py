@@ -1,4 +1,4 @@
-"""LocalSteps: gradients that GradScaler finds too large, master copies, statistics, plan and trace."""
+"""LocalSteps: gradients that GradScaler finds too large, statistics, plan and trace."""
 
 import dataclasses
 import json
@@ -9,9 +9,6 @@ import torch
 from local_jobs import Job, flat
 from plain_simulation import Run, simulated
 from test_local_steps import check
-from torch import nn
-
-import fusedcomm
 
 # ---- GradScaler
 
@@ -80,39 +77,6 @@ def test_a_host_whose_grad_scaler_skips_a_step_is_not_set_apart(ranks):
     outcomes = ranks.run(scaled, run, f"shards {uuid.uuid4().hex}")
     assert [steps for _, steps, _, _ in outcomes] == [9, 9, 8, 8]
     assert all(torch.equal(outcomes[rank][3], outcomes[rank + 2][3]) for rank in (0, 1))
-
-
-# ---- the optimizer's own copies
-
-
-class Given(torch.optim.Optimizer):
-    """Adds what a test says to each parameter."""
-
-    def __init__(self, parameters):
-        super().__init__(list(parameters), {})
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.add_(parameter.grad.to(parameter.dtype))
-
-
-def master_copies(rank, world_size):
-    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-    nn.init.zeros_(model.weight)
-    master = nn.Parameter(model.weight.detach().float())
-    optimizer = Given([master])
-    comm = fusedcomm.LocalSteps(model, optimizer, 2, delay=0, config="fp32", masters={"weight": master}, quiet=True)
-    for _ in range(2):
-        master.grad = torch.full_like(master, 1.0 + rank / 512)
-        optimizer.step()
-        model.weight.data.copy_(master)
-    comm.detach()
-    return master[0, 0].item(), model.weight[0, 0].item()
-
-
-def test_an_optimizers_own_copies_are_merged_and_the_model_refreshed(ranks):
-    mean = 2.0 + 1 / 512
-    assert ranks.run(master_copies, world_size=2) == [(mean, torch.tensor(mean).bfloat16().item())] * 2
 
 
 # ---- what is told

@@ -53,7 +53,7 @@ def beside_ddp(rank, world_size, cases):
 CASES = [
     (Run(every=5, delay=1, steps=8), "fsdp", {}),
     (AdamW(every=2, delay=0, steps=4), "fsdp", {}),
-    (AdamW(every=2, delay=1, steps=6), "fsdp", {"weights": "steps"}),
+    (AdamW(every=2, delay=1, steps=6), "fsdp", {}),
     (AdamW(every=2, delay=1, steps=4), "hsdp", {}),
 ]
 

@@ -110,9 +110,9 @@ TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"), feedback=Feed
 WIDE = Run(every=5, delay=2, steps=12, width=100)
 EQUAL = [
     (2, WIDE, INT4),
-    (3, WIDE, {"config": "bf16", "weights": "steps"}),
+    (3, WIDE, {"config": "bf16"}),
     (3, dataclasses.replace(WIDE, delay=1), INT4),
-    (3, dataclasses.replace(WIDE, delay=0), {**INT4, "weights": "steps"}),
+    (3, dataclasses.replace(WIDE, delay=0), INT4),
     (4, dataclasses.replace(WIDE, delay=1), {"config": TWO_LEVELS, "inside": "ddp", "process_group": None}),
     (4, WIDE, {"config": "bf16", "inside": "ddp"}),
     (4, WIDE, {**INT4, "inside": "fsdp", "gradients": "int8"}),

@@ -33,8 +33,6 @@ def step_s(rank, window):
 class Timed(Run):
     """A parameter of zeros; each rank has its own times and MOVES."""
 
-    weights: str | None = "steps"
-
     def period(self):
         return f"{SECONDS:g}s"
 
@@ -53,7 +51,7 @@ class Timed(Run):
         return sum(math.ceil(SECONDS / step_s(rank, window)) for window in range(message + 1))
 
     def weight(self, num_steps):
-        return num_steps if self.weights else 1.0
+        return num_steps
 
 
 def trained(rank, world_size, runs):
@@ -74,8 +72,7 @@ def trained(rank, world_size, runs):
 
 def test_each_rank_makes_its_own_steps_in_a_window_and_merges_weigh_them(ranks, subtests):
     # With delay=3 the slowest ranks make 2 steps in a window, so the next window ends their merge.
-    given = [(0, "steps"), (1, "steps"), (3, "steps"), (1, None)]
-    runs = [Timed(SECONDS, delay, 48, weights=weights) for delay, weights in given]
+    runs = [Timed(SECONDS, delay, 48) for delay in (0, 1, 3)]
     for run, *of_ranks in zip(runs, *ranks.run(trained, runs), strict=True):
         with subtests.test(run=str(run)):
             for expected, (seen, ended) in zip(simulated(run, 4), of_ranks, strict=True):
@@ -104,7 +101,7 @@ def test_windows_on_streams_begin_when_a_message_is_read(ranks_on_streams):
 def by_the_clock(rank, world_size):
     """(steps, merges, parameters after finish(), the same after more steps, why it cannot be saved under way) after two
     seconds in which the last rank's steps take three times as long."""
-    job = Job(InSeconds(every=0.2, delay=2, width=100, weights="steps"), rank, "int4")
+    job = Job(InSeconds(every=0.2, delay=2, width=100), rank, "int4")
     began = time.monotonic()
     for step in itertools.count(1):
         job.train([step])
@@ -127,7 +124,7 @@ def test_a_slow_rank_makes_fewer_steps_and_all_end_with_equal_parameters(ranks):
     for _, merges, after, later, refusal in outcomes:
         assert 2 <= merges <= 10  # at most one in 0.2 s
         assert torch.equal(after, outcomes[0][2]) and torch.equal(later, outcomes[0][3])
-        assert "every='0.2s'" in refusal and "finish() before saving" in refusal
+        assert "call finish() before saving" in refusal
 
 
 def too_short(rank, world_size):

@@ -70,7 +70,7 @@ def test_the_member_leaves_that_was_to_take_a_joiner_in(plane):
     member, joiner = plane("the job", silence_s=0.5), plane(None, silence_s=0.5)
     member.start(View(0, (member.member,), 0))
     with ThreadPoolExecutor() as pool:
-        joined = pool.submit(joiner.join, member.address, {})
+        joined = pool.submit(lambda: joiner.install(joiner.join(member.address, {}).view, HANG_S))
         wait_until(lambda: joiner.job_name, "the joiner is welcomed")
         member.leave("it has ended")  # before or after the joiner is in its view, which is not active yet
         with pytest.raises(

@@ -41,7 +41,7 @@ class Process:
         self.world, self.uid, self.member = world, uid, Member(uid, "h", 1, {})
         self.barrier = StepBarrier()
         self.barrier._changed = NoWait()
-        self.rules = Agreement(uid, world.min_ranks, self.barrier, self)
+        self.rules = Agreement(uid, 1, self.barrier, self)
         self.mode, self.step, self.view, self.decision = "join", -1, None, None
         self.values = {}
         self.staged = {}  # by view: the value that it begins with
@@ -177,8 +177,8 @@ class Process:
 
 
 class World:
-    def __init__(self, seed: int, num_founders: int, min_ranks: int, kinds: str) -> None:
-        self.random, self.min_ranks, self.kinds = random.Random(seed), min_ranks, kinds
+    def __init__(self, seed: int, num_founders: int, kinds: str) -> None:
+        self.random, self.kinds = random.Random(seed), kinds
         self.processes: dict[str, Process] = {}
         self.links = collections.defaultdict(collections.deque)
         self.cuts: set[frozenset[str]] = set()
@@ -204,7 +204,7 @@ class World:
         self.processes[old], self.processes[uid] = Process(self, old), process
         self.processes[old].ended = True
         process.uid, process.member, process.waits_to_join = uid, fresh.member, True
-        process.rules = Agreement(uid, self.min_ranks, process.barrier, process)
+        process.rules = Agreement(uid, 1, process.barrier, process)
         self.cuts |= {frozenset({uid, *pair} - {old}) for pair in self.cuts if old in pair}
 
     def is_cut(self, a: str, b: str) -> bool:
@@ -305,7 +305,7 @@ class World:
         alive = self.alive()
         victim = self.random.choice(alive) if alive else None
         with_state = [process for process in alive if process.values and process is not victim]
-        if len(with_state) >= self.min_ranks:
+        if with_state:
             victim.ended = True
 
     def break_link(self) -> None:
@@ -376,7 +376,7 @@ def check_liveness(world: World) -> None:
 
 
 def check(seed: int, kinds: str) -> None:
-    world = World(seed, num_founders=1 + seed % 5, min_ranks=1, kinds=kinds)
+    world = World(seed, num_founders=1 + seed % 5, kinds=kinds)
     world.run(6000)
     world.settle()
     check_liveness(world)
@@ -397,79 +397,3 @@ def test_one_step_has_one_group(kinds, fan_out, request, monkeypatch):
         except BaseException:
             print(f"kinds {kinds}, seed {seed}")
             raise
-
-
-def flow(world: World, *without: tuple[str, str]) -> None:
-    """Delivers all messages but those of the links `without`, and stops steps where that is asked."""
-    while True:
-        for process in world.alive():
-            while process.stops:
-                process.stops.pop(0)()
-        waiting = [link for link, queue in world.links.items() if queue and link not in without]
-        if not waiting:
-            return
-        world.pass_on(*waiting[0])
-
-
-def with_joiner(*late: tuple[str, str]) -> World:
-    """p0 to p3 are ready for view 1 with the joiner p4, which is ready, too; messages of the links `late` are late."""
-    world = World(0, num_founders=4, min_ranks=1, kinds="")
-    joiner = world.add("p4")
-    joiner.waits_to_join = False
-    tell_states(world)
-    world.processes["p0"].rules.add_joiner(joiner.member)
-    flow(world)
-    for process in world.alive():
-        assert process.rules.view.uids == ("p0", "p1", "p2", "p3", "p4")
-        process.rules.set_ready(1)
-    flow(world, *late)
-    return world
-
-
-def test_a_change_costs_a_member_of_a_large_group_few_messages(monkeypatch):
-    world = World(0, num_founders=100, min_ranks=1, kinds="")
-    sent = collections.Counter()
-    send = world.send
-
-    def count(source: str, target: str, message: dict) -> None:
-        sent[source, message["type"]] += 1
-        send(source, target, message)
-
-    monkeypatch.setattr(world, "send", count)
-    world.processes["p7"].ended = True  # of the second level of the tree
-    for process in world.alive():
-        process.prove("p7")
-    flow(world)
-    for process in world.alive():
-        assert process.rules.view.number == 1 and len(process.rules.view.uids) == 99
-        process.rules.set_ready(1)
-    flow(world)
-    assert {process.rules.roster.active.number for process in world.alive()} == {1}
-    assert sum(sent.values()) < 12 * 100
-    assert max(number for (_, kind), number in sent.items() if kind == "commit") <= agreement.FAN_OUT
-
-
-def tell_states(world: World) -> None:
-    for process in world.alive():
-        process.broadcast(process.rules.state())
-    flow(world)
-
-
-def lose(world: World, uid: str) -> None:
-    world.processes[uid].ended = True
-    world.processes["p0"].prove(uid)
-
-
-def test_a_view_that_becomes_active_while_another_rank_is_lost_keeps_its_joiner():
-    world = with_joiner(*(("p1", uid) for uid in ("p0", "p2", "p3", "p4")))
-    lose(world, "p3")  # only p1 knows that the view is active
-    flow(world)
-    assert world.processes["p0"].rules.view.uids == ("p0", "p1", "p2", "p4")
-
-
-def test_a_joiner_that_is_left_out_before_it_has_run_joins_anew():
-    joiner = with_joiner().processes["p4"]
-    # It knows that its view is active, but its main thread has not looked.
-    assert joiner.uid in joiner.rules.roster.active
-    joiner.rules.expelled(2)
-    assert joiner.barrier.failure is None and joiner.uid == "p4+" and joiner.waits_to_join

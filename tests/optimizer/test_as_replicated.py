@@ -44,12 +44,10 @@ WAYS = {
     "frozen muon": Way(model=Frozen, kind="muon"),
     "DataParallel": Way(front="parallel"),
     "DataParallel, no_sync": Way(front="parallel", kind="sgd", accumulate=3),
-    "every": Way(accumulate=3, counts=True),
     "no_sync": Way(kind="sgd", accumulate=2),
     "scheduler": Way(scheduled=True),
     "scheduler sgd": Way(kind="sgd", scheduled=True),
     "weighted": Way(config=Config("fp32", sum="two-shot", weighted="mean")),
-    "weighted, every": Way(config=Config("fp32", sum="two-shot", weighted="sum"), accumulate=2, counts=True),
     "weighted, accumulated": Way(config=Config("fp32", sum="two-shot", weighted="sum"), accumulate=2),
 }
 # These are not possible with overlap.

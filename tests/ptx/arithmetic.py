@@ -17,7 +17,7 @@ def operation(opcode: tuple[str, ...]) -> Operation:
     if name not in BUILDERS or not middle:
         raise Unsupported("unknown instruction")
     modifiers, kind = Modifiers(middle[:-1]), middle[-1]
-    if kind not in DTYPES and kind != "s16x2":
+    if kind not in DTYPES and kind not in ("s16x2", "e4m3x2"):
         raise Unsupported(f"unknown type .{kind}")
     result = BUILDERS[name](name, modifiers, kind)
     modifiers.check()

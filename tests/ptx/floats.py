@@ -50,7 +50,18 @@ def float_min_max(name: str) -> Operation:
 
 
 def conversion(name: str, modifiers: Modifiers, source: str) -> Operation:
-    """Between integers, and to and from fp32: what kernels round otherwise, they round in integers."""
+    """Between integers, to and from fp32, and of pairs of e4m3. Whatever else kernels round, they round in integers."""
+    if source == "e4m3x2":
+        modifiers.one("rn")
+        modifiers.one("f16x2")
+        return Operation(
+            ("b16",), "b32", lambda x: E4M3_AS_FP16[x >> 8].astype(np.uint32) << HALF | E4M3_AS_FP16[x & 0xFF]
+        )
+    if modifiers.has("e4m3x2"):
+        require(source, "f32")
+        modifiers.one("rn")
+        modifiers.one("satfinite")
+        return Operation((source, source), "b16", lambda high, low: to_e4m3(high) << np.uint16(8) | to_e4m3(low))
     if modifiers.has("f16x2"):
         require(source, "f32")
         modifiers.one("rn")
@@ -72,3 +83,26 @@ def conversion(name: str, modifiers: Modifiers, source: str) -> Operation:
 def to_fp16(x: np.ndarray, dtype: type = np.uint16) -> np.ndarray:
     """The bits of fp32 rounded to fp16. A NaN becomes 0x7fff."""
     return np.where(x != x, HALF_NAN, x.astype(np.float16).view(np.uint16)).astype(dtype)
+
+
+E4M3 = np.array([(n & 7) / 512 if n < 8 else (8 + n % 8) * 2.0 ** (n // 8 - 10) for n in range(127)], np.float32)
+"""The values of codes from 0 on. The next code is NaN, and those from 128 on have the other sign."""
+
+E4M3_AS_FP16 = np.append(E4M3.astype(np.float16).view(np.uint16), HALF_NAN)
+E4M3_AS_FP16 = np.append(E4M3_AS_FP16, E4M3_AS_FP16 | np.uint16(0x8000))
+E4M3_AS_FP16[255] = HALF_NAN
+
+
+def from_e4m3(pairs: np.ndarray) -> np.ndarray:
+    """The bits of two fp16, of the codes in uint16."""
+    return E4M3_AS_FP16[pairs >> 8].astype(np.uint32) << HALF | E4M3_AS_FP16[pairs & 0xFF]
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """The code, as uint16, of fp32 rounded to nearest even; beyond ±448 that of ±448. A NaN becomes 0x7f."""
+    magnitude = np.minimum(np.abs(x), E4M3[-1])
+    above = np.minimum(np.searchsorted(E4M3, magnitude), 126)
+    below = np.maximum(above - 1, 0)
+    middle = (E4M3[below] + E4M3[above]) / np.float32(2)
+    code = np.where((magnitude > middle) | ((magnitude == middle) & (above % 2 == 0)), above, below)
+    return np.where(x != x, 0x7F, code | np.signbit(x) << 7).astype(np.uint16)

@@ -67,10 +67,10 @@ def ld_param_step(kernel: Kernel, instruction: Instruction) -> Run:
     if len(instruction.opcode) != 3 or name not in kernel.params:
         raise Unsupported(f"unknown parameter or modifier: {name}")
     nbytes, dtype = DTYPES["u64" if kernel.params[name] == "ptr" else kernel.params[name]].itemsize, DTYPES[kind]
-    if dtype.itemsize != nbytes:
+    if dtype.itemsize > nbytes:
         raise Unsupported(f"{name} has {nbytes} bytes")
     bits = writer(kernel, destination, kind, any_width=True)
-    return lambda grid, mask: grid.put(destination, bits(grid.params[name].view(dtype)), mask)
+    return lambda grid, mask: grid.put(destination, bits(grid.params[name].view(dtype)[:1]), mask)  # the low bytes
 
 
 def memory_step(kernel: Kernel, instruction: Instruction) -> Run:

@@ -157,7 +157,7 @@ LOCAL = {
     searched: "Feedback(unsharded=True)",
     hook_with_a_state: "of another program",
     lambda is_bad: fusedcomm.GradReducer([] if is_bad else Gradients((50, 2))): "no parameters that could have",
-    lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), every=0 if is_bad else 1): "every=0",
+    lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), bucket_mib=0 if is_bad else 1): "bucket_mib=0",
     lambda is_bad: fusedcomm.DataParallel(Gradients((50, 2)).requires_grad_(not is_bad)): "requires a gradient",
     lambda is_bad: fusedcomm.DataParallel(Gradients((50, 2)), device_ids=[0] if is_bad else None): "device_ids=[0]",
     sharded_optimizer: "not in this mood",

@@ -113,8 +113,10 @@ def by_reducer(given: Given) -> None:
     model = Mlp()
     if IN_BACKWARD in given:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    options = chosen(given, "process_group", "find_unused_parameters") | {"every": 1 + (ADDED_PASSES in given)}
-    reducer_of(model, config_of(given), members=given.get("members"), **options)
+    options = chosen(given, "process_group", "find_unused_parameters")
+    reducer = reducer_of(model, config_of(given), members=given.get("members"), **options)
+    with reducer.no_sync():
+        pass
 
 
 def by_reducer_of_members(given: Given) -> None:

@@ -4,7 +4,7 @@ import copy
 import time
 
 import torch
-from counting import InItself, Later, Lazily, OfAllGradients
+from counting import InATensor, InItself, Later, Lazily, OfAllGradients
 from models import reducer_of, refusal
 from owners import FP32, Branches, Net, Way, flat, loss_of, made, one_step, train, unequal, whole
 from patience import patient
@@ -91,13 +91,14 @@ ARGUMENTS = [
     (under_join, "RuntimeError: fusedcomm: Join is not possible with a ShardedOptimizer ... Join"),
     (
         lambda m: on(m, params=[*list(m.named_parameters())[:1], m.norm.weight]),
-        "TypeError: fusedcomm: params= ... has a tensor beside others",
+        "ValueError: fusedcomm: params= is not possible ... Some param names are missing",
     ),
-    (lambda m: on(m, params=[1, 2]), "TypeError: fusedcomm: params= ... has int beside others"),
+    (lambda m: on(m, params=[1, 2]), "ValueError: fusedcomm: params= is not possible ... one of the params is int"),
     (
         lambda m: on(m, params=groups(m, EVERY, slice(2, 3)), lr=0.1),
-        "ValueError ... norm.weight is in two groups",
+        "ValueError ... some parameters appear in more than one parameter group",
     ),
+    (lambda m: on(m, params=[*m.parameters(), m.norm.weight]), "ValueError ... norm.weight is given twice"),
     (
         lambda m: on(m, params=groups(m, slice(1, 99)), lr=0.1),
         "ValueError ... embed.weight is in no group ... add it, or freeze it",
@@ -106,24 +107,15 @@ ARGUMENTS = [
         lambda m: on(m, params=[*m.parameters(), nn.Parameter(torch.zeros(3, 7))]),
         "ValueError ... shape [3, 7] is not one of the GradReducer's",
     ),
-    (lambda m: on(m, params=[*groups(m, slice(1, 9)), m.embed.weight]), "TypeError ... dicts with 'params'"),
+    (
+        lambda m: on(m, params=[*groups(m, slice(1, 9)), m.embed.weight]),
+        "ValueError ... param_group must be a dict ... dicts with 'params'",
+    ),
     (
         lambda m: on(m, params=groups(m, EVERY, optimizer_class=OPTIM.SGD, lr=0.1), weight_decay=0.5),
         "ValueError ... weight_decay would do nothing",
     ),
     (lambda m: on(m, optimizer_class=OPTIM.Muon), "ValueError: ... 2D"),
-    (
-        lambda m: on(m, optimizer_class=Lazily, overlap=True),
-        "ValueError: fusedcomm: Lazily.step() changes param_groups[0]['step'] ... leave out overlap=True",
-    ),
-    (
-        lambda m: on(m, optimizer_class=InItself, overlap=True),
-        "ValueError: fusedcomm: InItself.step() changes calls ... leave out overlap=True",
-    ),
-    (
-        lambda m: on(m, optimizer_class=OfAllGradients),
-        "ValueError: fusedcomm: OfAllGradients computes param_groups[0]['norm'] ... the gradients of all parameters",
-    ),
     (second_owner, "RuntimeError ... has a ShardedOptimizer already"),
     (of_detached, "RuntimeError ... detach"),
     (of_trained, "RuntimeError ... has begun"),
@@ -321,8 +313,9 @@ DIFFER = [
 ]
 
 
-def counts_later(rank):
-    train(Way(kind=Later), rank, 2, 8, owners=True)
+def counting(kind, overlap):
+    """What trains with an optimizer that counts its steps."""
+    return lambda rank: train(Way(kind=kind), rank, 2, 8, owners=True, overlap=overlap)
 
 
 def loads(change):
@@ -351,7 +344,18 @@ LOADS = [
         "ValueError: fusedcomm: ... exp_avg of embed.weight has the shape [3, 3] ... [33, 7]",
     ),
 ]
-LATER = [(counts_later, "RuntimeError ... Later.step() has changed calls ... overlap=False")]
+LATER = [
+    *(
+        (counting(kind, True), f"RuntimeError ... {kind.__name__}.step() has changed {what} ... overlap=False")
+        for kind, what in [
+            (Lazily, "param_groups[0]['step']"),
+            (InATensor, "param_groups[0]['step']"),
+            (InItself, "calls"),
+            (Later, "param_groups[0]['calls']"),
+        ]
+    ),
+    (counting(OfAllGradients, None), "RuntimeError ... param_groups[0].norm is ... computes it from all gradients"),
+]
 UNUSED = [
     (
         with_owners(lambda model, optimizer, rank: one_step(model, optimizer, rank, 0), model=Branches),

@@ -1,9 +1,5 @@
-// Rank 0's Negotiator, beside every process's Order (order.h): counts which ranks have submitted what, and decides what
-// all issue next, in one order for all. Not for several threads at once.
-//
-//   the first time  a rank sends an operation's signature. When every member has, they are compared, and the operation
-//                   begins
-//   later           the operation has a number by then, and a rank sends that
+// Rank 0's Negotiator, beside every process's Order (order.h): counts which ranks have submitted what, compares it when
+// all have, and decides what all issue next, in one order for all. Not for several threads at once.
 #pragma once
 
 #include <chrono>
@@ -12,7 +8,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
 #include "frontends/horovod/messages.h"
@@ -41,50 +36,48 @@ class Negotiator {
              Say say);
 
   void add(int set, int rank, Entry entry);
-  // The operation of a number.
-  const OperationPtr& operation(Id id) const { return operations_.at(id); }
-  const std::vector<int>& ranks(int set) const { return sets_.at(static_cast<size_t>(set)).ranks; }
   // Whether the set has something to be issued; with is_busy, only if that fills a bucket.
   bool is_due(int set, bool is_busy) const;
   Buckets take(int set);
 
-  // When look_for_stalls() is to be called; none: nothing waits.
-  std::optional<Clock::time_point> next_look() const;
-  // Warns of ranks that do not submit. Returns why everything ends; empty: it goes on.
-  std::string look_for_stalls();
+  // Whether something waits for which look_for_stalls() is to be called.
+  bool may_stall() const;
+  struct Stalls {
+    std::optional<Clock::time_point> next;  // when to look again; none: nothing waits
+    std::string fatal;                      // why everything ends; empty: it goes on
+  };
+  // Warns of ranks that do not submit.
+  Stalls look_for_stalls();
 
  private:
   // An operation that some members have submitted.
   struct Pending {
-    OperationPtr first;
-    int first_rank = 0;
-    std::vector<int64_t> first_rows;
-    std::vector<bool> has;  // by member
+    std::vector<Entry> entries;  // by member; without an operation: it has submitted none
+    size_t first = 0;            // the member that came first
     size_t num_missing = 0;
-    std::vector<std::vector<int64_t>> rows;
-    std::vector<std::string> parts;  // of a small sum, by member
+    int last_rank = 0;  // that has submitted it
     std::string problem;
-    Clock::time_point since;
+    Clock::time_point since = Clock::now();
     bool was_reported = false;
+
+    const Operation& operation() const { return *entries[first].operation; }
   };
   struct Set {
     std::vector<int> ranks;
     std::map<std::string, Pending> pending;  // by key
     std::vector<Pending> ready;
     int64_t ready_nbytes = 0;
-    std::unordered_map<std::string, Id> ids;  // by signature
   };
-  void join(int rank);
   void look_whether_ready(Set& set, const std::string& key);
-  Response response_of(Set& set, Pending pending);
-  std::string missing_text(const Set& set, const Pending& pending) const;
+  static Response response_of(Pending pending);
+  static std::string missing_text(const Set& set, const Pending& pending);
+  void warn(const std::string& missing, const std::vector<std::string>& keys) const;
 
   const NegotiatorOptions options_;
   const Mismatch mismatch_;
   const Say say_;
   std::vector<Set> sets_;
-  std::vector<OperationPtr> operations_;  // by id
-  std::vector<bool> joined_;              // by rank
+  std::vector<bool> joined_;  // by rank
 };
 
 }  // namespace fusedcomm::horovod

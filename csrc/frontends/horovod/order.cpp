@@ -24,18 +24,11 @@ constexpr int64_t kPartNbytes = 1 << 16;
 constexpr size_t kMaxSent = 256;
 constexpr int kTag = 1;
 
-std::string message_of(MessageType type, const std::string& text) {
-  Writer out;
-  out(type);
-  out(text);
-  return out.take();
-}
-
 }  // namespace
 
 Order::Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch,
              Negotiator::Say say)
-    : options_(options), control_(std::move(control)), start_(std::move(start)) {
+    : options_(options), control_(std::move(control)), start_(std::move(start)), known_(options.sets.size()) {
   if (options_.rank == 0) {
     negotiator_ = std::make_unique<Negotiator>(options_.size, options_.sets, options_.negotiator, std::move(mismatch),
                                                std::move(say));
@@ -58,27 +51,16 @@ Order::Order(const Options& options, BackendPtr control, Start start, Negotiator
 
 Order::~Order() { shutdown(); }
 
-void Order::submit(Ticket ticket, int set, Entry entry, const std::vector<at::Tensor>& inputs,
-                   std::vector<at::Tensor> outputs, bool at_once) {
-  const auto request = std::make_shared<Request>();
-  request->set = set;
-  request->entry = std::move(entry);
-  const Operation& operation = *request->entry.operation;
-  if (operation.may_be_small && at_once) {
-    request->entry.part = small_part(operation.reduction, inputs);
-    request->outputs = std::move(outputs);
-  }
+void Order::submit(const RequestPtr& request, bool at_once) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) throw std::runtime_error(failure_);
-    const std::string& key = operation.key;
-    if (!requests_.emplace(Key(set, key), request).second) {
+    const std::string& key = request->entry.operation->key;
+    if (!requests_.emplace(Key(request->set, key), request).second) {
       throw std::invalid_argument(
           "fusedcomm: " + key + " is under way on rank " + std::to_string(options_.rank) +
           ", so it cannot be submitted again: synchronize its handle first, or use another name");
     }
-    request->ticket = ticket;
-    tickets_[ticket] = request;
     const bool is_first = queue_.empty();
     queue_.push_back(request);
     if (is_first && !at_once) ring();
@@ -86,10 +68,10 @@ void Order::submit(Ticket ticket, int set, Entry entry, const std::vector<at::Te
   if (at_once) flush();
 }
 
-bool Order::poll(Ticket ticket) {
+bool Order::poll(const RequestPtr& request) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (tickets_.at(ticket)->is_done) return true;
+    if (request->is_done) return true;
     if (!failure_.empty()) return Clock::now() > failed_at_ + kGrace;
     if (queue_.empty()) return false;
   }
@@ -97,9 +79,8 @@ bool Order::poll(Ticket ticket) {
   return false;
 }
 
-Order::Result Order::wait(Ticket ticket) {
+std::string Order::wait(const RequestPtr& request) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const RequestPtr request = tickets_.at(ticket);
   if (!request->is_done && !queue_.empty()) {
     lock.unlock();
     flush();
@@ -107,17 +88,16 @@ Order::Result Order::wait(Ticket ticket) {
   }
   changed_.wait(lock, [&] { return request->is_done || !failure_.empty(); });
   changed_.wait_until(lock, failed_at_ + kGrace, [&] { return request->is_done; });
-  tickets_.erase(ticket);
-  if (!std::exchange(request->is_done, true)) return {failure_};
-  Result result = request->result;
-  if (!request->has_moved || result.error.empty()) return result;
+  if (!std::exchange(request->is_done, true)) return failure_;
+  std::string error = request->error;
+  if (!request->has_moved || error.empty()) return error;
   // A backend says that a connection has ended, but not whose. Rank 0 will know.
   if (changed_.wait_for(lock, kExplanation, [this] { return !failure_.empty(); })) {
-    result.error = failure_ + " (" + result.error + ")";
+    error = failure_ + " (" + error + ")";
   }
   lock.unlock();
-  leave(result.error);  // the other ranks wait for this one
-  return result;
+  leave(error);  // the other ranks wait for this one
+  return error;
 }
 
 std::string Order::failure() const {
@@ -127,7 +107,7 @@ std::string Order::failure() const {
 
 void Order::leave(const std::string& why) {
   if (negotiator_) return end(why);
-  if (failure().empty()) send(0, message_of(MessageType::kLeaving, why));
+  if (failure().empty()) send(0, MessageType::kLeaving, why);
 }
 
 bool Order::shutdown() {
@@ -161,41 +141,37 @@ void Order::flush() {
       std::lock_guard<std::mutex> lock(mutex_);
       queue.swap(queue_);
     }
-    for (const RequestPtr& request : queue) negotiator_->add(request->set, 0, request->entry);
-    return emit();
+    return guard("what rank 0 has submitted", [&] {
+      for (const RequestPtr& request : queue) negotiator_->add(request->set, 0, request->entry);
+      emit();
+    });
   }
   std::lock_guard<std::recursive_mutex> send_lock(send_mutex_);  // messages in the order of the queue
   std::map<int, std::vector<Entry>> by_set;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const RequestPtr& request : std::exchange(queue_, {})) {
-      Entry entry = request->entry;
-      const auto known = ids_.find({request->set, entry.operation->signature});
-      if (known != ids_.end() && entry.rows.empty() && entry.problem.empty()) entry.id = known->second;
-      by_set[request->set].push_back(std::move(entry));
-    }
+    for (const RequestPtr& request : std::exchange(queue_, {})) by_set[request->set].push_back(request->entry);
   }
-  for (const auto& [set, entries] : by_set) {
-    Writer out;
-    out(MessageType::kReady);
-    out(set);
+  for (auto& [set, entries] : by_set) {
+    Message out(MessageType::kReady, set, known_);
     out(entries);
-    send(0, out.take());
+    send(0, out);
   }
 }
 
 void Order::batch() {
   while (true) {
-    std::optional<Clock::time_point> next;
+    Negotiator::Stalls stalls;
     if (negotiator_) {
       std::lock_guard<std::recursive_mutex> turn(turn_);
-      next = negotiator_->next_look();
-      is_watching_ = next.has_value();
+      guard("the look for stalls", [&] { stalls = negotiator_->look_for_stalls(); });
+      is_watching_ = stalls.next.has_value();
+      if (!stalls.fatal.empty()) end(stalls.fatal);
     }
     {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto is_due = [this] { return is_rung_ || !failure_.empty(); };
-      next ? static_cast<void>(bell_.wait_until(lock, *next, is_due)) : bell_.wait(lock, is_due);
+      stalls.next ? static_cast<void>(bell_.wait_until(lock, *stalls.next, is_due)) : bell_.wait(lock, is_due);
       is_rung_ = false;
       if (!failure_.empty()) return;
       if (!queue_.empty()) {
@@ -204,20 +180,33 @@ void Order::batch() {
       }
     }
     flush();
-    if (!negotiator_) continue;
-    std::lock_guard<std::recursive_mutex> turn(turn_);
-    const std::string why = negotiator_->look_for_stalls();
-    if (!why.empty()) end(why);
   }
 }
 
-c10::intrusive_ptr<c10d::Work> Order::send(int peer, const std::string& message) {
+// Ends everything with the text of what the function throws: no other rank can tell it.
+template <typename Function>
+void Order::guard(const std::string& what, Function function) {
+  try {
+    function();
+  } catch (const std::exception& failure) {
+    leave(failed_text(what, failure.what()));
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> Order::send(int peer, MessageType type, std::string text) {
   std::lock_guard<std::recursive_mutex> lock(send_mutex_);
-  const auto nbytes = static_cast<int64_t>(message.size() + sizeof(int64_t));
+  Message out(type, 0, known_);
+  out(text);
+  return send(peer, out);
+}
+
+c10::intrusive_ptr<c10d::Work> Order::send(int peer, const Message& message) {
+  std::lock_guard<std::recursive_mutex> lock(send_mutex_);
+  const auto nbytes = static_cast<int64_t>(message.bytes().size() + sizeof(int64_t));
   const at::Tensor all = at::empty({nbytes}, at::kByte);
   auto* const to = static_cast<char*>(all.data_ptr());
   std::memcpy(to, &nbytes, sizeof nbytes);
-  std::memcpy(to + sizeof nbytes, message.data(), message.size());
+  std::memcpy(to + sizeof nbytes, message.bytes().data(), message.bytes().size());
   try {
     for (int64_t at = 0; at < nbytes; at += kPartNbytes) {
       std::vector<at::Tensor> part = {all.narrow(0, at, std::min(kPartNbytes, nbytes - at))};
@@ -238,6 +227,7 @@ void Order::receive(int peer) {
   };
   try {
     auto receiving = begin(0);
+    std::vector<Known> known(options_.sets.size());
     std::string data;
     int64_t nbytes = 0;
     for (int turn = 0;; turn = 1 - turn) {
@@ -248,7 +238,10 @@ void Order::receive(int peer) {
       if (data.empty()) std::memcpy(&nbytes, received, sizeof nbytes);
       data.append(received, static_cast<size_t>(std::min(kPartNbytes, nbytes - static_cast<int64_t>(data.size()))));
       if (static_cast<int64_t>(data.size()) < nbytes) continue;
-      if (handle(peer, data.substr(sizeof nbytes))) return;
+      bool is_last = false;
+      guard("a message of rank " + std::to_string(peer),
+            [&] { is_last = handle(peer, Message(data.substr(sizeof nbytes), known)); });
+      if (is_last) return;
       data.clear();
     }
   } catch (const std::exception&) {  // gloo's
@@ -258,27 +251,23 @@ void Order::receive(int peer) {
   }
 }
 
-bool Order::handle(int peer, const std::string& message) {
-  Reader in(message);
-  switch (in.get<MessageType>()) {
+bool Order::handle(int peer, Message in) {
+  switch (in.type()) {
     case MessageType::kReady: {
-      const int set = in.get<int>();
       std::lock_guard<std::recursive_mutex> turn(turn_);
-      for (Entry& entry : in.get<std::vector<Entry>>()) negotiator_->add(set, peer, std::move(entry));
+      for (Entry& entry : in.get<std::vector<Entry>>()) negotiator_->add(in.set(), peer, std::move(entry));
       emit();
       return false;
     }
-    case MessageType::kExecute: {
-      const int set = in.get<int>();
-      issue(set, in.get<Buckets>());
+    case MessageType::kExecute:
+      issue(in.set(), in.get<Buckets>());
       return false;
-    }
     case MessageType::kLeaving:
       end(in.get<std::string>());
       return false;
     case MessageType::kEnd:
       fail(in.get<std::string>());
-      if (const auto bye = send(0, message_of(MessageType::kBye, ""))) bye->wait(kGrace);
+      if (const auto bye = send(0, MessageType::kBye, "")) bye->wait(kGrace);
       return true;
     case MessageType::kBye:
       return true;
@@ -292,18 +281,15 @@ void Order::emit() {
   for (int set = 0; set < static_cast<int>(options_.sets.size()); ++set) {
     if (!negotiator_->is_due(set, false) || !negotiator_->is_due(set, is_busy(set))) continue;
     Buckets buckets = negotiator_->take(set);
-    Writer out;
-    out(MessageType::kExecute);
-    out(set);
+    Message out(MessageType::kExecute, set, known_);
     out(buckets);
-    const std::string message = out.take();
-    const std::vector<int>& ranks = negotiator_->ranks(set);
+    const std::vector<int>& ranks = options_.sets[static_cast<size_t>(set)];
     for (const int rank : ranks) {
-      if (rank != 0) send(rank, message);
+      if (rank != 0) send(rank, out);
     }
     if (std::find(ranks.begin(), ranks.end(), 0) != ranks.end()) issue(set, std::move(buckets));
   }
-  if (is_watching_ || !negotiator_->next_look()) return;
+  if (is_watching_ || !negotiator_->may_stall()) return;
   is_watching_ = true;
   std::lock_guard<std::mutex> lock(mutex_);
   ring();
@@ -325,27 +311,28 @@ bool Order::is_busy(int set) {
 
 void Order::issue(int set, Buckets buckets) {
   for (std::vector<Response>& bucket : buckets) {
-    Issue of;
-    of.set = set;
-    Requests requests = requests_of(set, std::move(bucket), of);
-    if (requests.empty()) continue;
-    const Response& front = of.responses.front();
-    Result result{front.error, front.number};
+    const Issue here = issue_of(set, std::move(bucket));
+    if (here.responses.empty()) continue;
+    const Response& front = here.responses.front();
+    std::string error = front.error;
     Futures futures;
-    if (result.error.empty() && front.operation->is_call) {
+    if (error.empty() && front.sum.defined()) {
+      if (const RequestPtr& request = here.requests.front()) request->entry.part.copy_(front.sum);
+    } else if (error.empty() && !front.operation->is_join) {
       try {
-        front.sum.empty() ? static_cast<void>(futures = start_(of)) : write_small_sums(of, requests);
+        futures = start_(here);
       } catch (const std::exception& failure) {
-        result.error = failed_text(front.operation->key, failure.what());
-        leave(result.error);  // the other ranks wait for this one
+        error = failed_text(front.operation->key, failure.what());
+        leave(error);  // the other ranks wait for this one
       }
     }
     if (!futures.empty()) {
-      follow(futures, set, front.operation->key, std::move(requests));
+      follow(futures, set, front.operation->key, here.requests);
       continue;
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    finish(requests, result);
+    if (here.requests.front()) here.requests.front()->number = front.number;
+    finish(here.requests, error);
   }
 }
 
@@ -364,7 +351,9 @@ void Order::follow(const Futures& futures, int set, const std::string& key, Requ
     std::lock_guard<std::mutex> lock(mutex_);
     ++num_left_;
     ++num_under_way_[set];
-    for (const RequestPtr& request : bucket->requests) request->has_moved = true;
+    for (const RequestPtr& request : bucket->requests) {
+      if (request) request->has_moved = true;
+    }
   }
   const auto ended = [this, bucket, set, key](c10::ivalue::Future& future) {
     const std::string error = future.hasError() ? error_text(future.exception_ptr()) : "";
@@ -374,52 +363,30 @@ void Order::follow(const Futures& futures, int set, const std::string& key, Requ
     --num_left_;
     --num_under_way_[set];
     if (std::exchange(rings_at_end_, false)) ring();
-    finish(bucket->requests, {bucket->error, 0});
+    finish(bucket->requests, bucket->error);
   };
   for (const auto& future : futures) future->addCallback(ended, /*uses_future=*/false);
 }
 
-// Notes numbers, and finds this rank's requests.
-Order::Requests Order::requests_of(int set, std::vector<Response> bucket, Issue& to) {
-  Requests requests;
+Order::Issue Order::issue_of(int set, std::vector<Response> bucket) {
+  Issue found{set, {}, {}};
   std::lock_guard<std::mutex> lock(mutex_);
   for (Response& response : bucket) {
-    if (!response.is_new) response.operation = operations_.at(response.id);
-    if (response.is_new && response.id != kNoId) {
-      operations_[response.id] = response.operation;
-      ids_[{set, response.operation->signature}] = response.id;
-    }
     const auto own = requests_.find({set, response.operation->key});
-    if (own != requests_.end()) {
-      requests.push_back(own->second);
-      requests_.erase(own);
-    } else if (response.error.empty() && response.operation->is_call) {
-      requests.push_back(std::make_shared<Request>());
-    } else {
-      continue;
-    }
-    to.tickets.push_back(requests.back()->ticket);
-    to.responses.push_back(std::move(response));
+    const bool is_own = own != requests_.end();
+    if (!is_own && !(response.error.empty() && response.operation->may_lack_joined)) continue;
+    found.requests.push_back(is_own ? own->second : nullptr);
+    found.responses.push_back(std::move(response));
+    if (is_own) requests_.erase(own);
   }
-  return requests;
+  return found;
 }
 
-void Order::write_small_sums(const Issue& issue, const Requests& requests) {
-  const auto size = static_cast<int64_t>(options_.sets.at(static_cast<size_t>(issue.set)).size());
-  for (size_t i = 0; i < requests.size(); ++i) {
-    const Response& response = issue.responses[i];
-    if (!requests[i]->outputs.empty()) {
-      write_small(response.operation->reduction, response.sum, size, requests[i]->outputs);
-    }
-  }
-}
-
-void Order::finish(const Requests& requests, const Result& result) {
+void Order::finish(const Requests& requests, const std::string& error) {
   for (const RequestPtr& request : requests) {
-    request->outputs.clear();
-    if (request->is_done) continue;  // wait() has given it up after a failure
+    if (!request || request->is_done) continue;  // wait() has given it up after a failure
     request->is_done = true;
-    request->result = result;
+    request->error = error;
   }
   changed_.notify_all();
 }
@@ -428,7 +395,7 @@ void Order::finish(const Requests& requests, const Result& result) {
 void Order::end(const std::string& why) {
   std::lock_guard<std::recursive_mutex> turn(turn_);
   if (!failure().empty()) return;
-  for (int rank = 1; rank < options_.size; ++rank) send(rank, message_of(MessageType::kEnd, why));
+  for (int rank = 1; rank < options_.size; ++rank) send(rank, MessageType::kEnd, why);
   fail(why);
 }
 
@@ -440,7 +407,7 @@ void Order::fail(const std::string& why) {
   queue_.clear();
   for (const auto& [key, request] : std::exchange(requests_, {})) {
     request->is_done = true;
-    request->result.error = why;
+    request->error = why;
   }
   bell_.notify_all();
   changed_.notify_all();

@@ -20,7 +20,6 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <unordered_map>
 #include <vector>
 
 #include "frontends/horovod/negotiator.h"
@@ -30,45 +29,47 @@ namespace fusedcomm::horovod {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using Futures = std::vector<c10::intrusive_ptr<c10::ivalue::Future>>;
 
-// The caller's number of an operation that it has submitted.
-using Ticket = int64_t;
-// A rank that has joined takes part without having submitted the operation.
-inline constexpr Ticket kNoTicket = -1;
-
-// Operations that are issued together on this rank.
-struct Issue {
-  int set = 0;
-  std::vector<Ticket> tickets;
-  std::vector<Response> responses;  // of the tickets, in their order
-};
-
 class Order {
  public:
+  // An operation that this rank has submitted. Its entry's part is overwritten with a small sum.
+  struct Request {
+    int set = 0;
+    Entry entry;
+    int number = 0;  // once a join has ended: the rank that joined last
+
+   private:
+    friend class Order;
+    bool is_done = false, has_moved = false;  // has_moved: its data were under way
+    std::string error;                        // empty: it has ended; on an accelerator, its data move on a stream
+  };
+  using RequestPtr = std::shared_ptr<Request>;
+  // Operations that are issued together on this rank. Requests are null where this rank has joined: it takes part
+  // without having submitted the operation.
+  struct Issue {
+    int set = 0;
+    std::vector<RequestPtr> requests;
+    std::vector<Response> responses;  // to the requests, in their order
+  };
   struct Options {
     int rank = 0, size = 1;
     std::vector<std::vector<int>> sets;  // the ranks of each process set
     NegotiatorOptions negotiator;
   };
   // Begins a bucket, and returns what is under way. One thread at a time calls it, in the same order on all members.
-  // What it throws ends the operations of all ranks.
+  // What it throws ends the operations of all ranks, as what other functions of the caller's throw.
   using Start = std::function<Futures(const Issue& issue)>;
-  struct Result {
-    std::string error;  // empty: the operation has ended; on an accelerator, its data move on a stream
-    int number = 0;     // join: the rank that joined last
-  };
 
   // control: null with one rank.
   Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch, Negotiator::Say say);
   ~Order();
 
-  // ticket: a new one. inputs, outputs: of a sum that may be small. at_once: the caller is about to wait for it. Throws
-  // std::invalid_argument if the key is under way, std::runtime_error after a failure.
-  void submit(Ticket ticket, int set, Entry entry, const std::vector<at::Tensor>& inputs,
-              std::vector<at::Tensor> outputs, bool at_once);
+  // at_once: the caller is about to wait for it. Throws std::invalid_argument if the key is under way,
+  // std::runtime_error after a failure.
+  void submit(const RequestPtr& request, bool at_once);
   // Whether wait() would return at once.
-  bool poll(Ticket ticket);
-  // Waits for the operation's end. Forgets the ticket.
-  Result wait(Ticket ticket);
+  bool poll(const RequestPtr& request);
+  // Waits for the operation's end. Returns its error; empty: it has none.
+  std::string wait(const RequestPtr& request);
   // Ends the operations of every rank.
   void leave(const std::string& why);
   // Idempotent. Returns whether all threads, and all that was under way, have ended.
@@ -78,38 +79,31 @@ class Order {
   bool is_in_fork() const { return getpid() != process_; }
 
  private:
-  struct Request {
-    int set = 0;
-    Entry entry;
-    Ticket ticket = kNoTicket;
-    std::vector<at::Tensor> outputs;  // of a small sum
-    bool is_done = false;
-    bool has_moved = false;  // whether its data were under way
-    Result result;
-  };
-  using RequestPtr = std::shared_ptr<Request>;
   using Requests = std::vector<RequestPtr>;
   using Key = std::pair<int, std::string>;  // set and a key
 
   void flush();
   void batch();
   void receive(int peer);
-  // Whether it is the peer's last one.
-  bool handle(int peer, const std::string& message);
+  // Does what a message asks for. Returns whether it is the peer's last one.
+  bool handle(int peer, Message in);
+  // Calls what may call the caller's functions.
+  template <typename Function>
+  void guard(const std::string& what, Function function);
   // Returns what is under way until the message has left; null if the peer is lost.
-  c10::intrusive_ptr<c10d::Work> send(int peer, const std::string& message);
+  c10::intrusive_ptr<c10d::Work> send(int peer, const Message& message);
+  c10::intrusive_ptr<c10d::Work> send(int peer, MessageType type, std::string text);
   void emit();
   bool is_busy(int set);
   void ring();
   std::string failed_text(const std::string& key, const std::string& why) const;
   void issue(int set, Buckets buckets);
-  // The requests of the tickets.
-  Requests requests_of(int set, std::vector<Response> bucket, Issue& issue);
-  void write_small_sums(const Issue& issue, const Requests& requests);
+  // The operations of a bucket that concern this rank, with its requests.
+  Issue issue_of(int set, std::vector<Response> bucket);
   // Finishes the requests when the last of these has ended. key: names them in an error.
   void follow(const Futures& futures, int set, const std::string& key, Requests requests);
   // With the mutex.
-  void finish(const Requests& requests, const Result& result);
+  void finish(const Requests& requests, const std::string& error);
   void end(const std::string& why);
   void fail(const std::string& why);
 
@@ -120,12 +114,9 @@ class Order {
 
   mutable std::mutex mutex_;  // guards the members below
   mutable std::condition_variable changed_;
-  std::condition_variable bell_;  // for the batch thread
-  std::unordered_map<Ticket, RequestPtr> tickets_;
+  std::condition_variable bell_;        // for the batch thread
   std::map<Key, RequestPtr> requests_;  // until they are issued
   Requests queue_;                      // not yet told to rank 0
-  std::map<Key, Id> ids_;               // by set and signature
-  std::unordered_map<Id, OperationPtr> operations_;
   std::string failure_;
   Clock::time_point failed_at_;
   bool is_rung_ = false, has_left_ = false;
@@ -139,6 +130,7 @@ class Order {
   bool is_watching_ = false;
 
   std::recursive_mutex send_mutex_;
+  std::vector<Known> known_;  // what has been sent, by set
   std::deque<c10::intrusive_ptr<c10d::Work>> sent_;
 
   std::vector<std::thread> threads_;

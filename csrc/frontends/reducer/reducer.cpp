@@ -74,16 +74,14 @@ GradReducer::GradReducer(std::shared_ptr<Synchronizer> synchronizer, std::vector
       world_size_(synchronizer ? synchronizer->engine().world_size() : 1),
       synchronizer_(std::move(synchronizer)),
       problem_(std::move(store)),
-      every_(options.every),
+      passes_(options.steps ? options.steps->passes : 1),
       num_parameters_(static_cast<int64_t>(parameters_.size())),
-      passes_left_(parameters_.size(), options.every),
+      passes_left_(parameters_.size(), passes_),
       kinds_(parameters_.size(), 0),
       caps_(options.caps),
       order_(counted(parameters_.size())),
       trained_(parameters_.size()),
-      used_(parameters_.size()),
-      expected_to_add_(parameters_.size()),
-      added_(parameters_.size()) {}
+      used_(parameters_.size()) {}
 
 void GradReducer::add_hooks() {
   std::vector<at::Tensor> tensors;
@@ -110,7 +108,6 @@ void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
   }
   TORCH_CHECK(failure_.empty(), failure_);
   if (!in_pass_) {
-    if (only_adds_up(index)) return;
     call_before_pass(lock);
     begin_pass();
   }
@@ -167,31 +164,6 @@ void GradReducer::on_task_lost(int64_t pass) try {
 } catch (const std::exception&) {  // a destructor calls this
 }
 
-void GradReducer::on_adding_task_end(int64_t adding_pass, bool has_ended) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_adding_ || adding_pass != adding_pass_) return;
-  // Called within a node, this is the end of a backward pass that a reentrant checkpoint has begun. If that brought the
-  // last gradients, no other task need tell that the pass ends.
-  if (has_ended && torch::autograd::get_current_node() && added_ != expected_to_add_) return;
-  is_adding_ = false;
-  num_added_ += has_ended;
-}
-
-bool GradReducer::only_adds_up(size_t index) {
-  if (num_added_ + 1 >= options_.every) return false;
-  if (!is_adding_) {
-    is_adding_ = true;
-    ++adding_pass_;
-    tasks_.clear();
-    added_.clear();
-    expected_to_add_ = trained_now();
-  }
-  added_.set(index);
-  follow_task(
-      [pass = adding_pass_](GradReducer& reducer, bool has_ended) { reducer.on_adding_task_end(pass, has_ended); });
-  return true;
-}
-
 void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<PassObserver> watch = watch_;  // the call may end the watch
   lock.unlock();
@@ -214,7 +186,6 @@ void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
 
 void GradReducer::begin_pass(Part part) {
   part_ = part;
-  num_added_ = 0;
   Flags trained = look_at_parameters();
   check_flags();
   if (must_agree_on_order_) {

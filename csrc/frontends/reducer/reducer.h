@@ -13,9 +13,6 @@
 // for each parameter: whether the rank has used it. Before the second pass all ranks take over rank 0's order of
 // arrival, and cut their buckets for it. They do so again if rank 0's order changes.
 //
-// With every > 1, the passes before each every-th one add up gradients on the rank. Passes that turn() switches off do
-// not count.
-//
 // A pass may also be an optimizer's step, which ends with end_step() and not with a backward pass; see Steps.
 //
 // A rank that cannot go on publishes why (problem.h), and every rank raises that text from backward().
@@ -68,12 +65,13 @@ struct Taker {
 };
 
 // How a reducer works whose passes are an optimizer's steps. A step may have several backward passes. A gradient has
-// arrived when `every` of them have brought it, and end_step() takes the others as they are then, zeros where there are
-// none. A parameter that has been trained stays in the buckets when it is frozen.
+// arrived when `passes` of them have brought it, and end_step() takes the others as they are then, zeros where there
+// are none. A parameter that has been trained stays in the buckets when it is frozen.
 //
 // The reducer needs no ranks before its first end_step(): gradients are held until then. They are also held in a step
 // in which it is not known which of them are sparse.
 struct Steps {
+  int64_t passes = 1;        // backward passes of a step; see set_passes()
   bool sums = false;         // whether gradients become sums of the ranks'; otherwise means
   bool sends_dense = false;  // whether sparse gradients are summed as dense ones
   // Whether a gradient that is changed between its hand-over and end_step() is an error.
@@ -96,7 +94,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   struct Options {
     BucketCaps caps;
     bool find_unused = false;
-    int64_t every = 1;                          // of so many backward passes, the last is synchronized
     std::optional<Steps> steps = std::nullopt;  // none: a pass is a backward pass
   };
   // Takes warnings for the user. Called without locks, and only if there are any.
@@ -163,8 +160,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void agree_on_number(int64_t num_parameters);
   // Whether a gradient has arrived in this step.
   bool has_begun_step() const;
-  // From now on `every` backward passes are added up, also for gradients of this step that have not arrived.
-  void set_every(int64_t every);
+  // From now on so many backward passes are added up, also for gradients of this step that have not arrived.
+  void set_passes(int64_t passes);
   // Parameters of one group, by their numbers in `group_of`, are in one bucket for each dtype; -1: in any. order: of
   // the parameters in the first step. Every rank has the same.
   void set_layout(std::vector<int64_t> group_of, const std::vector<int64_t>& order);
@@ -206,8 +203,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Call these at the end of a task that has brought gradients of a pass.
   void on_task_end(int64_t pass);
   void on_task_lost(int64_t pass);
-  // The same for a task of a pass that only adds up; `has_ended`: not given up.
-  void on_adding_task_end(int64_t adding_pass, bool has_ended);
 
   // Makes the calling thread's task of autograd's engine synchronize gradients until it ends.
   void synchronize_task();
@@ -217,8 +212,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool is_synchronizing() const { return is_on_ || !synchronized_tasks_.empty(); }
   // Names the first parameter that requires a gradient and no longer has this reducer's hook; empty if there is none.
   std::string lost_text() const;
-  // Whether the pass of parameter `index`, whose gradient has arrived, only adds up.
-  bool only_adds_up(size_t index);
   // Releases the lock during the calls.
   void call_before_pass(std::unique_lock<std::mutex>& lock);
   void begin_pass(Part part = Part::kGradients);
@@ -314,7 +307,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int64_t num_copied_ = 0;
 
   // The step; see Steps.
-  int64_t every_;
+  int64_t passes_;
   bool holds_ = true;  // whether gradients are handed over by end_step() alone
   Part part_ = Part::kGradients;
   int64_t num_parameters_;            // as the other ranks are told
@@ -346,12 +339,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<UnderWay> under_way_;  // the buckets that have been handed over
   GatheredPtr flags_of_all_;         // null if there is one rank, or if they have been checked
   std::vector<int> tasks_;           // of autograd's engine, which have brought gradients
-
-  // The passes that only add up.
-  int64_t adding_pass_ = 0;  // the number of the last one
-  bool is_adding_ = false;
-  int64_t num_added_ = 0;          // since the last synchronized pass
-  Flags expected_to_add_, added_;  // the parameters that require gradients, and those that have arrived
 };
 
 }  // namespace fusedcomm

@@ -73,7 +73,7 @@ void GradReducer::refuse(const std::string& why) {
 void GradReducer::detach() {
   watch(nullptr);
   std::lock_guard<std::mutex> lock(mutex_);
-  is_on_ = in_pass_ = is_adding_ = false;
+  is_on_ = in_pass_ = false;
   accumulators_.reset();
 }
 

@@ -101,7 +101,7 @@ void GradReducer::end_pass_of_step(std::unique_lock<std::mutex>& lock) {
 
 void GradReducer::begin_step() {
   ready_.clear();
-  std::fill(passes_left_.begin(), passes_left_.end(), every_);
+  std::fill(passes_left_.begin(), passes_left_.end(), passes_);
   bool has_sparse = false, has_unknown = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
@@ -145,10 +145,10 @@ bool GradReducer::has_begun_step() const {
   return !ready_.empty();
 }
 
-void GradReducer::set_every(int64_t every) {
+void GradReducer::set_passes(int64_t passes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  every_ = every;
-  std::fill(passes_left_.begin(), passes_left_.end(), every);
+  passes_ = passes;
+  std::fill(passes_left_.begin(), passes_left_.end(), passes);
   for (const size_t index : ready_) passes_left_[index] = 0;
 }
 

@@ -72,7 +72,7 @@ class Agreement:
         """The message that commits the view."""
         self.failure: RuntimeError | None = None
         self._promise = Promise()
-        self._seen = 0  # the highest number of any proposal
+        self._seen = 0  # the highest number of any proposal, those that were promised included
         self._ready = 0
         self._wants = -1
         self._margin = _MARGIN
@@ -189,8 +189,7 @@ class Agreement:
 
     def _pass_on(self, view: View) -> None:
         """Sends the commit to the members below this one in a tree, whose root has decided."""
-        own = view.rank_of(self._uid)
-        for uid in view.uids[FAN_OUT * own + 1 : FAN_OUT * (own + 1) + 1]:
+        for uid in view.below(self._uid, FAN_OUT):
             self._effects.send(uid, self.commit)
 
     # ---- who may go on
@@ -250,38 +249,26 @@ class Agreement:
         elif self.joiners and self.roster.is_settled():
             joiners = tuple(joiner for joiner in self.joiners.values() if joiner.uid not in self.view)
             members = (*self.view.members, *joiners)
-            entered = [state.entered for state in self.roster.of_others() if state is not None]
-            step = max([self._barrier.entered, *entered]) + self._margin
+            step = max([self._barrier.entered, *(state.entered for state in self.roster.of_others())]) + self._margin
             self._propose(False, members, tuple(member.uid for member in members), step)
 
     def _is_wanted(self) -> bool:
         """Whether some member has waited for a change for so long that one is made though nobody is lost."""
-        others = (state.wants for state in self.roster.of_others() if state is not None)
-        if max([self._wants, *others]) < self.roster.committed.number:
+        if max([self._wants, *(state.wants for state in self.roster.of_others())]) < self.roster.committed.number:
             self._wanted_since = None
             return False
         if self._wanted_since is None:
             self._wanted_since = self._now
-        if self.proposal is not None and self.proposal.immediate:
-            return True
-        return self._now - self._wanted_since > _WANTED_S
+        is_under_way = self.proposal is not None and self.proposal.immediate
+        return is_under_way or self._now - self._wanted_since > _WANTED_S
 
     def _propose(self, immediate: bool, members: tuple[Member, ...], participants: tuple[str, ...], step: int) -> None:
-        promised = (state.promised for state in self.roster.states.values())
-        number = max([self._seen, self._promise.number, *promised]) + 1
-        self.proposal = Proposal(number, self.roster.committed.number, immediate, members, participants, step)
+        self.proposal = Proposal(self._seen + 1, self.roster.committed.number, immediate, members, participants, step)
         self._send_proposal(self.proposal)
 
     def _send_proposal(self, proposal: Proposal) -> None:
         proposal.sent = self._now
-        message = {
-            "type": "propose",
-            "number": proposal.number,
-            "base": proposal.base,
-            "immediate": proposal.immediate,
-            "step": proposal.step,
-            "dead": self.roster.reasons(),
-        }
+        message = proposal.to_json(self.roster.reasons())
         for uid in proposal.participants:
             if self.proposal is proposal and uid not in proposal.acks:
                 self._send(uid, message)
@@ -327,18 +314,12 @@ class Agreement:
         if not roster.have_quorum(list(proposal.participants), acks):
             self._fail(failures.may_have_begun(roster.committed))
             return
-        active = roster.active
-        finished = {uid: ack["finished"] for uid, ack in acks.items() if uid in active and ack["finished"] is not None}
-        step = max(finished.values(), default=active.step - 1) + 1 if proposal.immediate else proposal.step
-        view = View(proposal.number, proposal.members, step)
-        lost = tuple(member for member in active.members if member.uid not in view)
-        joined = tuple(member for member in view.members if member.uid not in active)
+        decision = proposal.decision(roster.active)
         self.proposal, self._margin = None, _MARGIN
-        views = roster.may_be_active(acks)
-        self._adopt(commit_message(Decision(view, finished, lost, joined), proposal.immediate, views))
-        self._pass_on(view)
+        self._adopt(commit_message(decision, proposal.immediate, roster.may_be_active(acks)))
+        self._pass_on(decision.view)
         for uid in proposal.participants:
-            if uid not in view:
+            if uid not in decision.view:
                 self._effects.send(uid, self.commit)
 
     # ---- the members
@@ -437,11 +418,10 @@ class Agreement:
 
     def _adopt(self, message: dict) -> None:
         decision = Decision.from_json(message["decision"])
-        number, active = decision.view.number, self.roster.numbers()["active"]
+        number = decision.view.number
         self.roster.views = [*(View.from_json(before) for before in message["before"]), decision.view]
         self.commit = message
-        if self.roster.active.number != active:
-            self._barrier.set_active(self.roster.active.number)
+        self._barrier.set_active(self.roster.active.number)
         self._promise.number, self._seen = max(self._promise.number, number), max(self._seen, number)
         self._wanted_since = None
         if self.proposal is not None and self.proposal.base != number:
@@ -457,9 +437,8 @@ class Agreement:
     def _see_ready(self) -> None:
         """The committed view is active once all its members are ready for it."""
         number = self.roster.committed.number
-        if self.roster.active.number != number and self._ready == number:
-            if self.roster.are_ready():
-                self._see_active(number)
+        if self.roster.active.number != number and self._ready == number and self.roster.are_ready():
+            self._see_active(number)
 
     def _see_active(self, number: int) -> None:
         views = self.roster.views

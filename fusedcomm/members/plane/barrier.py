@@ -90,9 +90,12 @@ class StepBarrier:
 
     # ---- the main thread's
 
-    def finish_step(self, step: int) -> bool:
+    def finish_step(self, step: int, number: int | None = None) -> bool:
+        """Notes that the step has finished. False if this member has acknowledged a change after view `number`: it has
+        said there that the step is not finished. number: of the decision before which another member had finished it;
+        None: of the view in which this one has."""
         with self._changed:
-            if self.is_stopped:
+            if self.failure is not None or self._suspended_by > (self.installed if number is None else number):
                 return False
             self.finished = step
             return True
@@ -155,15 +158,6 @@ class StepBarrier:
         with self._changed:
             later = self._decision is not None and self._decision.view.number > number and self._immediate
             return self.failure is not None or later or self._suspended_by > number
-
-    def has_finished(self, step: int, number: int) -> bool:
-        """Marks `step` finished with means of another member, after the decision for view `number`. False if this
-        member has acknowledged a later change meanwhile: it has said there that the step is not finished."""
-        with self._changed:
-            if self.failure is not None or self._suspended_by > number:
-                return False
-            self.finished = step
-            return True
 
     def install(self, view: View) -> None:
         """The main thread runs in the view."""

@@ -33,7 +33,7 @@ class ControlPlane:
         uid: new_uid(), or any text that no other process has.
         info: JSON that the others see in this process's Member. Its text has less than a megabyte.
         min_ranks: fewer members than this stop with TooFewRanksError.
-        job: a random text that the founders share. None in a process that joins, which learns it.
+        job: see set_job(). None in a process that joins, which learns it.
         silence_s: seconds without a word after which a member is silent.
         host: this host's name or address by which the others reach it. None: what its own name resolves to.
 
@@ -65,7 +65,7 @@ class ControlPlane:
         self._thread = ControlThread(member, min_ranks, silence_s, listening, self.barrier, self.hooks)
         self._network = self._thread.network
         if job is not None:
-            self._network.call(lambda: self._thread.set_job(job))
+            self.set_job(job)
         _PLANES.add(self)
 
     @property
@@ -94,6 +94,11 @@ class ControlPlane:
     def view(self) -> View | None:
         """The last view that was agreed on; None in a process that waits to join."""
         return self._thread.view
+
+    def set_job(self, job: str) -> None:
+        """Gives it a random text that the founders share."""
+        self._job = job
+        self._network.call(lambda: self._thread.set_job(job))
 
     def start(self, view: View) -> None:
         """The founders' view, the same on all."""

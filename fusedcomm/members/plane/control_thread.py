@@ -17,6 +17,7 @@ from fusedcomm.members.plane.listener import Listener
 from fusedcomm.members.plane.network import Connection, Network
 from fusedcomm.members.plane.requests import Handler, Requests
 from fusedcomm.members.plane.view import Decision, Member, View
+from fusedcomm.ranks.errand import Errand
 
 # A joiner that some member does not hear would be taken in and deferred for ever.
 _MAX_DEFERRED = 5
@@ -122,7 +123,7 @@ class ControlThread:
                 report(lambda: text)
             self.network.call(then)
 
-        self.network.errand(stop)
+        Errand(stop)  # a slow one silences nobody
 
     def committed(self, decision: Decision) -> None:
         self._past |= set(decision.view.uids)

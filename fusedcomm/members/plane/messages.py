@@ -53,6 +53,21 @@ class Proposal:
     acks: dict[str, dict] = field(default_factory=dict)
     sent: float = 0.0
 
+    def to_json(self, dead: dict[str, str]) -> dict:
+        """What those that take part are sent. dead: by uid, what was seen."""
+        fields = ("number", "base", "immediate", "step")
+        return {"type": "propose", **{name: getattr(self, name) for name in fields}, "dead": dead}
+
+    def decision(self, active: View) -> Decision:
+        """What is decided once all have acknowledged. active: the view that it changes."""
+        finished = {uid: ack["finished"] for uid, ack in self.acks.items() if uid in active}
+        finished = {uid: step for uid, step in finished.items() if step is not None}
+        step = max(finished.values(), default=active.step - 1) + 1 if self.immediate else self.step
+        view = View(self.number, self.members, step)
+        lost = tuple(member for member in active.members if member.uid not in view)
+        joined = tuple(member for member in view.members if member.uid not in active)
+        return Decision(view, finished, lost, joined)
+
     def fits(self, view: View, together: list[str], needed: bool, joiners: Collection[str]) -> bool:
         """Whether it is still what is to be proposed after `view`. needed: whether an immediate change is."""
         if self.base != view.number or self.immediate < needed:

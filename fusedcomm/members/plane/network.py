@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fusedcomm.members.errors import FrameError
 from fusedcomm.members.plane import frames
+from fusedcomm.ranks.errand import Errand
 
 T = TypeVar("T")
 
@@ -181,20 +182,6 @@ class Network:
             future.cancel()  # does nothing if there is a result
         return future.result()
 
-    def errand(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        """Runs the function on a daemon thread of its own: a slow one silences nobody."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # nobody cancels it from here on
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="fc-members-errand", daemon=True).start()
-        return future
-
     def stop(self) -> None:
         """Ends the thread, and waits for it unless it is the caller."""
         self.call(self._is_stopped.set)
@@ -220,8 +207,8 @@ class Network:
         return task
 
     async def on_thread(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises, which runs as errand() has it."""
-        return await asyncio.wrap_future(self.errand(function))
+        """What the function returns or raises. It has a thread of its own: a slow one silences nobody."""
+        return await asyncio.wrap_future(Errand(function).future)
 
     def _run(self) -> None:
         try:

@@ -1,7 +1,5 @@
 """What a member knows of the others: views, their state, and who of them lives."""
 
-from collections.abc import Iterator
-
 from fusedcomm.members.plane.effects import Effects
 from fusedcomm.members.plane.messages import MemberState
 from fusedcomm.members.plane.quorum import clique, may_go_on
@@ -62,9 +60,9 @@ class Roster:
         """The dead that have gone on with nobody."""
         return self.dead - self.doubtful
 
-    def of_others(self) -> Iterator[MemberState | None]:
-        """The states of the members of the committed view but this process; None of one that has said nothing."""
-        return (self.states.get(uid) for uid in self.committed.uids if uid != self._uid)
+    def of_others(self) -> list[MemberState]:
+        """The states of the members of the committed view but this process, without those that have said nothing."""
+        return [self.states[uid] for uid in self.committed.uids if uid != self._uid and uid in self.states]
 
     def are_ready(self) -> bool:
         """Whether all other members of the committed view have said that they are ready for it. Each that has is looked
@@ -80,8 +78,8 @@ class Roster:
     def is_settled(self) -> bool:
         """Whether the committed view is active, and all its members know it."""
         number = self.committed.number
-        is_known = all(state is not None and state.ready >= number for state in self.of_others())
-        return self.active.number == number and is_known
+        ready = [state for state in self.of_others() if state.ready >= number]
+        return self.active.number == number and len(ready) == len(self.committed.uids) - 1
 
     def alive(self) -> list[str]:
         """The members of the committed view that this process hears, by rank."""

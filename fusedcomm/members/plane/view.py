@@ -50,6 +50,11 @@ class View:
         """The member's rank. Raises KeyError if it is no member."""
         return self._ranks[uid]
 
+    def below(self, uid: str, fan_out: int) -> tuple[str, ...]:
+        """The uids below a member in a tree of the ranks, in which each has `fan_out` below it."""
+        first = fan_out * self.rank_of(uid) + 1
+        return self.uids[first : first + fan_out]
+
     def __contains__(self, uid: str) -> bool:
         return uid in self._ranks
 

@@ -215,7 +215,7 @@ class Training(Views):
             decision = self.members.plane.recover()
             ahead = self._ahead(decision, self.step)
             if ahead:
-                if self._fetch(ahead) and self.members.plane.barrier.has_finished(self.step, decision.view.number):
+                if self._fetch(ahead) and self.members.plane.barrier.finish_step(self.step, decision.view.number):
                     self._pending = decision
                     self._end_step()
                     return None

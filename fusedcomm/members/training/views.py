@@ -57,10 +57,8 @@ class Views(abc.ABC):
         self._changes: list[Change] = []
         self._lock = threading.Lock()  # guards session, and what the subclass says, against other threads
         self._missing: set[str] = set()  # what the others carry and this rank has not received
-        self._place: list[int] | None = None  # once the first step begins: this rank's, its step and microbatches
+        self._published: dict[str, list] = {}  # see _of_all()
         self._has_compared = members.joins is not None
-        self._sum: tuple[int, int, str, int] | None = None  # see _compared(): step, call, own uid, checksum
-        self._read = (-1, 0)  # step and call of the latest comparison that this rank has all checksums of
         self._has_differed = False
         self._why_not_built: Exception = RuntimeError("fusedcomm: the members have changed before the first step")
         self._is_equal = False  # whether this rank, a founder, has the first rank's state
@@ -72,13 +70,7 @@ class Views(abc.ABC):
         hooks = members.plane.hooks
         hooks.stop_step = self.stop_step
         hooks.handlers[PROGRESS] = lambda header: (
-            {
-                "finished": self._progress(),
-                "place": self._place,
-                "compared": self._has_compared,
-                "sum": self._sum,
-                "read": self._read,
-            },
+            {"finished": self._progress(), "published": dict(self._published)},
             [],
         )
         hooks.handlers[transfer.KIND] = transfer.serve(self._find_state)
@@ -255,27 +247,45 @@ class Views(abc.ABC):
                 "same objects with members.carry() before the first step"
             )
 
+    def _of_all(self, name: str, moment: list[int], value: object) -> dict[str, Any]:
+        """The values that all members publish by this name, by uid, once all have published theirs of this moment.
+        Those of lost members are missing. It ends early if the members leave this view. Every member makes the same
+        calls, with later moments each time; a call that has ended early may be made again."""
+        view, uid = self.members.current, self.members.plane.member.uid
+        self._published[name], found = [moment, uid, value], {uid: value}
+
+        def has_come(told: dict) -> bool:
+            then, whose, other = told["published"].get(name, [[], "", None])
+            if then == moment:
+                found[whose] = other
+            return then >= moment
+
+        self.members.wait_for_others(INSTALL_TIMEOUT_S, has_come, in_view=True)
+        if not self._is_superseded(view):
+            self._published[f"{name}, read"] = [moment]
+        return found
+
+    def _wait_until_read(self, name: str, moment: list[int]) -> None:
+        """Waits until the others have the values of _of_all(), before this rank ends: else it would only be lost."""
+        read = f"{name}, read"
+        self.members.wait_for_others(
+            ENDING_S, lambda told: told["published"].get(read, [[]])[0] >= moment, in_view=True
+        )
+
     def _compare_places(self) -> bool:
         """Raises RuntimeError, on every founder, if they have not loaded the same state of Members. Call it as a step
         begins; it does something before the first. False if the members leave the view: call it again in the next."""
         if self._has_compared:
             return True
-        members, places = self.members, []
-
-        def has_begun(told: dict) -> bool:
-            if told["place"] is not None:
-                places.append(told["place"])
-            return told["place"] is not None
-
-        self._place = [members.rank, members.step, members.num_microbatches]
-        places.append(self._place)
-        members.wait_for_others(INSTALL_TIMEOUT_S, has_begun, in_view=True)
+        members = self.members
+        own = [members.rank, members.step, members.num_microbatches]
+        places = sorted(self._of_all("place", [0], own).values())
         if self._is_superseded(members.current):
             return False
         self._has_compared = True
-        if any(place[1:] != self._place[1:] for place in places):
-            members.wait_for_others(ENDING_S, lambda told: told["compared"])
-            told = ", ".join(f"rank {rank} at step {step} after {count}" for rank, step, count in sorted(places))
+        if any(place[1:] != own[1:] for place in places):
+            self._wait_until_read("place", [0])
+            told = ", ".join(f"rank {rank} at step {step} after {count}" for rank, step, count in places)
             raise RuntimeError(
                 f"fusedcomm: the ranks begin at different places, steps and microbatches: {told}. Load the same "
                 "members.state_dict() on every rank, or on none"
@@ -290,29 +300,16 @@ class Views(abc.ABC):
         """
         members = self.members
         sums = compare.checksums([tensor for _, tensor in named], self.device)
-        own = int(compare.checksums([sums], self.device))
-        number = self._sum[1] + 1 if self._sum is not None and self._sum[0] == self.step else 0
-        uid, here = members.plane.member.uid, [self.step, number]
-        self._sum = (self.step, number, uid, own)
-        found = {uid: own}
-
-        def has_come(told: dict) -> bool:
-            if told["sum"] is None or told["sum"][:2] < here:
-                return False
-            if told["sum"][:2] == here:
-                found[told["sum"][2]] = told["sum"][3]
-            return True
-
-        members.wait_for_others(INSTALL_TIMEOUT_S, has_come, in_view=True)
-        self._read = (self.step, number)
+        step, call = self._published.get("checksum", [[-1, 0]])[0]
+        here = [self.step, call + 1 if step == self.step else 0]
+        found = self._of_all("checksum", here, int(compare.checksums([sums], self.device)))
         those = members.current.members
         ranks = compare.outvoted([found[m.uid] for m in those]) if all(m.uid in found for m in those) else ()
         if not ranks:
             return None
         text = f"fusedcomm: ahead of step {self.step} {compare.text_of_ranks(ranks, members.size)}. {compare.CAUSES}"
         if members.rank in ranks:
-            # To one that has not received all checksums this rank would only be lost.
-            members.wait_for_others(ENDING_S, lambda told: told["read"] >= here, in_view=True)
+            self._wait_until_read("checksum", here)
         if len(ranks) < members.size and members.rank in ranks:
             members.plane.leave("its parameters were not those of most ranks")
             raise DamagedError(f"{text}. This rank has left, and the others go on")
