@@ -61,8 +61,8 @@ def recorded(rank, world_size, library, sum):
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes are worked out by hand. There are two parts, or one in a one-shot. The bucket has 600 lossy elements in
-    blocks of 64, and 3000 exact elements."""
-    part = {"shape.stride": 1504 * 4 + 32 + 320, "shape.numel": 320, "shape.exact_numel": 1504}
+    blocks of 128, and 3000 exact elements."""
+    part = {"shape.stride": 1504 * 4 + 16 + 384, "shape.numel": 384, "shape.exact_numel": 1504}
     of_bucket = {"first_part": 0}
     counted = {"lossy.num_slices": 1, "exact.num_slices": 1}
     for launches in ranks.run(recorded, library, "two-shot", world_size=2):
@@ -72,7 +72,7 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
         of_sum = {"in_stride": part["shape.stride"], "num_parts": 1, "world_size": 2, "scale": 0.5}
         assert reduce_args == {**part, **of_sum}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
-    whole = {"shape.stride": 3000 * 4 + 48 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
+    whole = {"shape.stride": 3000 * 4 + 32 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
     for launches in ranks.run(recorded, library, "one-shot", world_size=2):
         (pack, pack_args), (unpack, unpack_args) = launches
         assert (pack, unpack) == ("pack", "unpack")

@@ -198,7 +198,7 @@ class Member {
     config.feedback = setup_.feedback;
     const auto engine = std::make_shared<Engine>(config, cuda, transport);
     for (int stream = 0; stream < 8; ++stream) sim::set_pause(member_, stream, random_() % 3 == 0 ? 400 : 40);
-    return std::make_shared<Synchronizer>(engine, transport, model_.known, device(), Synchronizer::Options());
+    return std::make_shared<Synchronizer>(engine, transport, model_.known, device(), /*wire_1d=*/0);
   }
 
   // Enqueues a backward pass.
