@@ -161,15 +161,14 @@ def measure_sums(arguments: argparse.Namespace, report: Report, until: float) ->
         for name, make in sums_of(numel, arguments.device, arguments.noop).items():
             try:
                 way = make()
-                right = way.check(rank, world_size)
+                problem = "" if way.check(rank, world_size) else "wrong result"
             except Exception as error:
-                failed = name.startswith("fusedcomm")
-                report.missing(f"bucket/{numel}", name, f"{type(error).__name__}: {error}", failed=failed)
-                continue
-            if all(gathered(right)):
-                made[name] = way
+                problem = f"{type(error).__name__}: {error}"
+            if any(problems := gathered(problem)):
+                failed = name.startswith("fusedcomm") or "wrong result" in problems
+                report.missing(f"bucket/{numel}", name, next(filter(None, problems)), failed=failed)
             else:
-                report.missing(f"bucket/{numel}", name, "wrong result")
+                made[name] = way
         share = (until - time.monotonic()) / (len(arguments.numel) - index)
         take_turns(made, lambda way: way.time_once(), arguments.rounds, time.monotonic() + share)
         rows = []
@@ -310,16 +309,17 @@ def measure_steps(arguments: argparse.Namespace, report: Report, until: float) -
     for name in (DDP, *(name for name in WAYS if name != DDP)):
         try:
             runner = Runner(WAYS[name], arguments)
+            right = right or runner.change
+            errors[name] = error_of(runner.change, right)
+            runner.change = []
+            is_right = errors[name] <= WAYS[name].tolerance
+            problem = "" if is_right else f"its change of the parameters is off by {errors[name]:.2g}"
         except Exception as error:
-            report.missing("step", name, f"{type(error).__name__}: {error}")
-            continue
-        right = right or runner.change
-        errors[name] = error_of(runner.change, right)
-        runner.change = []
-        if all(gathered(errors[name] <= WAYS[name].tolerance)):
-            made[name] = runner
+            problem = f"{type(error).__name__}: {error}"
+        if any(problems := gathered(problem)):
+            report.missing("step", name, next(filter(None, problems)))
         else:
-            report.missing("step", name, f"its change of the parameters is off by {errors[name]:.2g}")
+            made[name] = runner
     right.clear()
     made = {name: made[name] for name in WAYS if name in made}
     take_turns(made, lambda runner: runner.time_once(), arguments.rounds, until)

@@ -95,6 +95,10 @@ class HostTransport : public C10dTransport {
 // For backends that enqueue on the current stream (NCCL). It uses DDP's own group, with its watchdog and timeout.
 // Everything is enqueued within the hook call, in bucket order, so all ranks enqueue our collectives and the model's
 // own in the same order.
+//
+// The threads that call it never do at once: a backward pass's, while the main thread waits for it; the main thread;
+// and at attach the one that connects, for which the main thread waits, too. Watches and control threads enqueue
+// nothing. Merges and Horovod's operations, which come beside the model's collectives, have communicators of their own.
 class StreamTransport : public C10dTransport {
  public:
   StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
