@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 import fusedcomm.horovod.world as worlds
-from fusedcomm import files
 from fusedcomm.horovod.order import Order, Request
 from fusedcomm.ranks.peers import warn_alone
-from fusedcomm.trace.document import times
+from fusedcomm.trace import times
 
 CYCLES = "cycles"
 
@@ -88,8 +87,7 @@ class Writer:
             self._file.write(text.encode())
         except OSError as error:
             self._is_broken = True
-            where = files.told(error, self._path)
-            warn_alone(f"fusedcomm: the timeline ends early, and may be cut off: {where}", stacklevel=2)
+            warn_alone(f"fusedcomm: {self._path}, the timeline, ends early and may be cut off: {error}", stacklevel=2)
 
     def end(self) -> None:
         """Completes the file. What has not ended is left out."""

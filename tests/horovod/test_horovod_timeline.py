@@ -83,7 +83,7 @@ def test_a_timeline_that_cannot_be_written_ends_with_one_warning(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.warns(UserWarning, match=r"ends early.* MiB free\): '.*timeline\.json'") as told:
+        with pytest.warns(UserWarning, match=r"timeline\.json, the timeline, ends early") as told:
             for _ in range(2):
                 writer.ended([Request(0, Signature("allreduce", "a" * 1000))])
             writer.end()
