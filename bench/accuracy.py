@@ -52,7 +52,7 @@ class Way:
     wire: str
     sum: str
     reversed: bool = False  # ranks in reverse order
-    error_feedback: str | None = None
+    error_feedback: bool = False
 
     def mean(
         self,
@@ -83,8 +83,7 @@ TRAINING_WAYS = [
     UNMODIFIED,
     REPEAT,
     *[way for way in TWO_SHOT if way.name in ("bf16", "int8", "fp8", "int4")],
-    Way("int4, feedback", "int4", "two-shot", error_feedback="fp32"),
-    Way("int4, feedback in bf16", "int4", "two-shot", error_feedback="bf16"),
+    Way("int4, feedback", "int4", "two-shot", error_feedback=True),
 ]
 
 
@@ -280,7 +279,7 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     optimizer = task.optimizer(model)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
     batches = [task.batches(seed, rank) for rank in range(NUM_TRAINING_RANKS)]
-    residuals = fusedcomm.Residuals(way.error_feedback) if way.error_feedback else None
+    residuals = fusedcomm.Residuals() if way.error_feedback else None
     errors, norm_errors = [], []
     for step in range(steps):
         grads = rank_gradients(task, model, batches)

@@ -50,10 +50,7 @@ WHOLE = 1 << 62
 ONE_SHOT_CHUNK_NBYTES = 128 << 10
 PLAIN_WIRES = _C.WIRES
 # Wires that differ only in how they encode. They unpack like the plain wire.
-SPECIAL_WIRES = (
-    *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback"),
-    "int4-feedback_bf16",
-)
+SPECIAL_WIRES = ("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback")
 WIRES = (*PLAIN_WIRES, *SPECIAL_WIRES)
 # Greatest error that passes the check, relative to the value itself, or for int8 to the greatest value of its block:
 # twice half a step, because an expression may round before it divides.
@@ -124,27 +121,23 @@ class Residuals:
     """The residuals that `wire` needs, one residual for each buffer of a ring."""
 
     def __init__(self, wire: str, layout: "_C.BucketLayout", numel: int, num_buffers: int) -> None:
-        how = wire.split("-")[1:]
-        formats = [part.partition("_")[2] or "fp32" for part in how if part.startswith("feedback")]
-        self._format, self._numel = formats[0] if formats else None, numel
         self.residuals: list[torch.Tensor] = []
-        if formats:
-            nbytes = _C.residual_nbytes(self._format, numel)
-            self.residuals = ring(num_buffers, nbytes, torch.uint8)
+        if wire in SPECIAL_WIRES:
+            self.residuals = ring(num_buffers, numel, torch.float32)
             for residual in self.residuals:
                 residual.zero_()
 
     @property
     def traffic_bytes(self) -> int:
         """Bytes of a residual that are read and written."""
-        return 2 * self.residuals[0].numel() if self.residuals else 0
+        return 2 * self.residuals[0].nbytes if self.residuals else 0
 
-    def of(self, index: int) -> tuple | None:
-        return (self._format, self.residuals[index], self._numel) if self.residuals else None
+    def of(self, index: int) -> torch.Tensor | None:
+        return self.residuals[index] if self.residuals else None
 
-    def feedback(self) -> "reference.Feedback | None":
-        """The reference's feedback, with a residual of zeros. None without error feedback."""
-        return reference.Feedback(self._format, torch.zeros_like(self.residuals[0])) if self.residuals else None
+    def of_reference(self) -> torch.Tensor | None:
+        """A residual of zeros. None without error feedback."""
+        return torch.zeros_like(self.residuals[0]) if self.residuals else None
 
 
 def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -205,7 +198,7 @@ def pack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_
     case.impls["fusedcomm"] = lambda i: codec.pack(layout, 0, [grads[i]], [], scale, packed[i], residuals.of(i))
     case.checks["fusedcomm"] = lambda: torch.equal(
         packed[0],
-        reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale, residuals.feedback()),
+        reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale, residuals.of_reference()),
     )
     add_memcpy(case)
     for name, wrap in torch_impls.items() if wire in TORCH_WIRES else ():
@@ -229,7 +222,7 @@ def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     case = Case(f"reduce/{wire}", part_numel, traffic_bytes, num_buffers, {}, {})
     case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i], residuals.of(i))
     case.checks["fusedcomm"] = lambda: torch.equal(
-        out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS, residuals.feedback())
+        out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS, residuals.of_reference())
     )
     add_memcpy(case)
     if wire not in TORCH_WIRES:

@@ -12,6 +12,5 @@ Search: TypeAlias = Literal["auto"]
 Off: TypeAlias = Literal["off"]
 """In place of a wire: DDP's own all-reduce."""
 Sum: TypeAlias = Literal["auto", "exact", "direct", "two-shot", "one-shot"]
-ResidualFormat: TypeAlias = Literal["fp32", "bf16"]
 Weighted: TypeAlias = Literal["mean", "sum"]
 Compare: TypeAlias = Literal["warn", "raise"]

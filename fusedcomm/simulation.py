@@ -12,7 +12,6 @@ from fusedcomm.config import (
     ONE_DIMENSIONAL,
     Config,
     Feedback,
-    ResidualFormat,
     Wire,
     choose_codec_threads,
     choose_isa,
@@ -74,7 +73,9 @@ def simulate(
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
-    config = dataclasses.replace(config, wires={ONE_DIMENSIONAL: config.wire}, feedback=_feedback(config, residuals))
+    config = dataclasses.replace(
+        config, wires={ONE_DIMENSIONAL: config.wire}, feedback=Feedback() if residuals is not None else None
+    )
     factors = _pack_factors(config, weights, world_size)
     if weights is not None and not any(factors):
         return torch.zeros_like(grads[0])
@@ -104,23 +105,16 @@ def simulate(
 
 
 class Residuals:
-    """The residuals of one bucket, kept from one :func:`simulate` call to the next. Each call is one step.
+    """The residuals of one bucket, kept from one :func:`simulate` call to the next. Each call is one step."""
 
-    Args:
-        format: "fp32" or "bf16"; see :class:`fusedcomm.Feedback`.
-    """
-
-    def __init__(self, format: ResidualFormat = "fp32") -> None:
-        self.format = Feedback(format).format
+    def __init__(self) -> None:
         self._of_senders: list[torch.Tensor] = []  # one for each rank, or for each host with two levels
         self._of_means: torch.Tensor | None = None
         self._layout = ""
 
     def _prepare(self, layout: "_C.BucketLayout", num_senders: int) -> None:
         if not self._of_senders:
-            nbytes = _C.residual_nbytes(self.format, layout.padded_numel)
-            self._of_senders = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(num_senders)]
-            self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
+            self._of_means, *self._of_senders = torch.zeros(num_senders + 1, layout.padded_numel, dtype=torch.float32)
             self._layout = repr(layout)
         if repr(layout) != self._layout or len(self._of_senders) != num_senders:
             those, these = (len(self._of_senders), self._layout), (num_senders, repr(layout))
@@ -128,10 +122,6 @@ class Residuals:
 
 
 # ---- sums
-
-
-_Residual = tuple[str, torch.Tensor, int]
-"""(format, bytes, elements) of an encoder's residual."""
 
 
 def _slices(exempt: torch.Tensor | None, numel: int) -> list[tuple[int, int, int]]:
@@ -234,12 +224,11 @@ class _Encoders:
         for place, elements, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
             place.write(result, elements, *range_of(chunk, 0))
 
-    def _residual(self, sender: int | None) -> _Residual | None:
+    def _residual(self, sender: int | None) -> torch.Tensor | None:
         """`sender` None: the encoder of means."""
         if self._residuals is None:
             return None
-        kept = self._residuals._of_means if sender is None else self._residuals._of_senders[sender]
-        return self._residuals.format, kept, self._layout.padded_numel
+        return self._residuals._of_means if sender is None else self._residuals._of_senders[sender]
 
     def _parts(self, count: int, layout: "_C.BucketLayout") -> torch.Tensor:
         return torch.empty(count, layout.part_stride, dtype=torch.uint8)
@@ -251,7 +240,7 @@ class _Encoders:
         flat: torch.Tensor,
         places: tuple[_Places, _Places],
         out: torch.Tensor,
-        residual: _Residual | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         lossy, exact = places
         self._codec.pack(layout, self._chunk, lossy.of(flat), exact.of(flat), scale, out, residual)
@@ -262,7 +251,7 @@ class _Encoders:
         parts: torch.Tensor,
         scale: float,
         out: torch.Tensor,
-        residual: _Residual | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         everybodys = _C.with_num_parts(layout, len(parts))
         self._codec.reduce(everybodys, parts.view(-1), scale, out, residual, self._chunk, self._layout, 1)
@@ -286,15 +275,6 @@ def _added_by_transport(
 
 
 # ---- arguments
-
-
-def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
-    """The feedback to simulate. None without residuals: a single step feeds nothing back."""
-    if residuals is None:
-        return None
-    if config.feedback is not None and config.feedback.format != residuals.format:
-        raise ValueError(f"residuals are {residuals.format!r}: use that in feedback={config.feedback!r}, too")
-    return Feedback(residuals.format)
 
 
 def _pack_factors(config: Config, weights: Sequence[float] | None, world_size: int) -> list[float]:

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from fusedcomm.native import _C
 
 from .arguments import CountedSlices, Counts, PartShape, Sections, Slices
-from .constants import CODE_NBYTES, CONVERTS_FP8, FEEDBACK_IDS, SCALE_NBYTES, WIRE_IDS, options
+from .constants import CODE_NBYTES, CONVERTS_FP8, SCALE_NBYTES, WIRE_IDS, options
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
@@ -28,7 +28,6 @@ KERNELS = {"pack": pack_kernel, "reduce": reduce_kernel, "unpack": unpack_kernel
 GRAD_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CODE_TYPES = {1: "*i8", 2: "*i16", 4: "*i32"}
 SCALE_TYPES = {2: "*i16", 4: "*fp32"}
-RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16"}
 
 _SLICES = Slices("*i64", "*i32", "*i32", "*i32", "*i64", "*i64", "*i64")
 _COUNTED = CountedSlices(*_SLICES, "*i64", "*i64", "*i64", "i32")
@@ -148,14 +147,14 @@ def _signature(variant: "_C.KernelKey", capability: int) -> tuple[dict[str, obje
         "grads": GRAD_TYPES.get(variant.grad_dtype, ""),
         "message": _section_types(in_wire, capability),
         "out": _section_types(wire, capability),
-        "residual": RESIDUAL_TYPES[variant.feedback],
+        "residual": "*fp32" if variant.feedback else "*i8",
     }
     values = {
         "IN_WIRE": WIRE_IDS[in_wire],
         "WIRE": WIRE_IDS[wire],
         "BLOCK": variant.block,
         "TILE": tile_of(wire, variant.block),
-        "FEEDBACK": FEEDBACK_IDS[variant.feedback],
+        "FEEDBACK": variant.feedback,
         "SUMS": variant.sums,
     }
     names = KERNELS[variant.kernel].arg_names

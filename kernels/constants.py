@@ -28,14 +28,11 @@ SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
 
 BF16_SCALES = frozenset(WIRE_IDS[wire] for wire, nbytes in SCALE_NBYTES.items() if nbytes == 2)
 
-FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL_FORMATS))}
-"""The kernels' FEEDBACK by residual format. None is 0: no residual is kept."""
-
 
 def options(
     tile: int,
     plain_registers: int = 64,
-    feedback: str | None = None,
+    feedback: bool = False,
     sums: bool = False,
 ) -> dict[str, object]:
     """How Triton compiles a kernel with this tile. The other parameters are those of max_registers()."""
@@ -49,6 +46,4 @@ def options(
 
 # The same values for device functions, which can read only globals that are constexpr.
 NUM_THREADS = tl.constexpr(32 * NUM_WARPS)
-FEEDBACK_FP32 = tl.constexpr(FEEDBACK_IDS["fp32"])
-FEEDBACK_BF16 = tl.constexpr(FEEDBACK_IDS["bf16"])
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))

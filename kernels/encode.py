@@ -79,4 +79,4 @@ def encode_tile(y, sections, tile, numel, part_numel, kept, kept_at, VEC: tl.con
         y += kept
     decoded = encode_and_store(y, sections, tile, numel, part_numel, VEC, WIRE, BLOCK)
     if FEEDBACK:
-        store_residual(residual, y - decoded, kept_at, numel, VEC, FEEDBACK)
+        store_residual(residual, y - decoded, kept_at, numel, VEC)

@@ -7,8 +7,7 @@ gradients lie.
 import triton
 import triton.language as tl
 
-from .constants import FEEDBACK_BF16, FEEDBACK_FP32
-from .elements import INF_BITS, bf16_bits, from_bf16_bits, magnitude_bits
+from .elements import INF_BITS, magnitude_bits
 
 
 @triton.jit
@@ -23,22 +22,15 @@ def load_residual(residual, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr,
     """fp32 [TILE]: the residuals of `numel` elements from `begin` on, then zeros. Without FEEDBACK: 0.0."""
     if FEEDBACK:
         places, mask = places_of(residual, begin, numel, VEC, TILE)
-        loaded = tl.load(places, mask=mask, other=0)
-        if FEEDBACK == FEEDBACK_BF16:
-            return from_bf16_bits(loaded)
-        else:
-            tl.static_assert(FEEDBACK == FEEDBACK_FP32)
-            return loaded
+        return tl.load(places, mask=mask, other=0)
     else:
         return 0.0
 
 
 @triton.jit
-def store_residual(residual, left_out, begin, numel, VEC: tl.constexpr, FEEDBACK: tl.constexpr):
+def store_residual(residual, left_out, begin, numel, VEC: tl.constexpr):
     """Writes the first `numel` elements of `left_out` (fp32 [TILE]) from `begin` on; those not finite become zeros."""
     TILE: tl.constexpr = left_out.shape[0]
     places, mask = places_of(residual, begin, numel, VEC, TILE)
     left_out = tl.where(magnitude_bits(left_out) < INF_BITS, left_out, 0.0)
-    if FEEDBACK == FEEDBACK_BF16:
-        left_out = bf16_bits(left_out)
     tl.store(places, left_out, mask=mask)

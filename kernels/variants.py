@@ -38,7 +38,7 @@ def plain_registers(kernel: str, wire: str, in_wire: str | None, grad_nbytes: in
 def max_registers(
     tile: int,
     plain: int,
-    feedback: str | None = None,
+    feedback: bool = False,
     sums: bool = False,
 ) -> int:
     """Registers of a thread: as few as hold everything, so that as many programs as possible run at a time.
@@ -47,7 +47,7 @@ def max_registers(
     """
     if tile > TILE:
         return 255
-    return 128 if feedback is not None or sums else plain
+    return 128 if feedback or sums else plain
 
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
@@ -78,7 +78,7 @@ class Compiled:
 def engine_variants(
     wires: Sequence[tuple[str, int]],
     grad_dtypes: Sequence[torch.dtype],
-    feedback: str | None = None,
+    feedback: bool = False,
     local_wire: str | None = None,
     one_shot: bool = False,
     keeps_residuals: bool = False,
@@ -88,7 +88,7 @@ def engine_variants(
 
     Args:
         wires: (name, block) of each wire.
-        feedback: the format of residuals. Wires without loss have none. None: no residuals are kept.
+        feedback: whether residuals are kept. Wires without loss have none.
         local_wire: the wire within a host, without residuals; the sums of a host are then encoded in `wires`.
             The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
         one_shot: unpack sums several messages, and there is no reduce but within a host.
@@ -98,10 +98,10 @@ def engine_variants(
     variants = []
     for wire, block in wires:
         lossless = wire == "fp32"
-        encoder = {"feedback": None if lossless else feedback}
+        encoder = {"feedback": feedback and not lossless}
         first_encoders = [encoder]
-        if keeps_residuals and encoder["feedback"] is not None:
-            first_encoders.append({"feedback": None})
+        if keeps_residuals and encoder["feedback"]:
+            first_encoders.append({"feedback": False})
         packs = [{"wire": wire, **how} for how in first_encoders]
         sums = [] if one_shot else [{"wire": wire, **encoder}]
         if local_wire is not None:

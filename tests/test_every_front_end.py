@@ -172,9 +172,9 @@ def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way)
 CHUNKS = Chunks(nbytes=4096, in_flight=2)
 """Several, so that packing, the wire and unpacking are on streams of their own."""
 ON_STREAMS = {
-    "hook": Config("bf16", sum="two-shot", feedback=Feedback("fp32"), chunks=CHUNKS),
+    "hook": Config("bf16", sum="two-shot", feedback=Feedback(), chunks=CHUNKS),
     "DataParallel": Config("bf16"),
-    "FSDP2": Config("bf16", feedback=Feedback("fp32", unsharded=True), chunks=CHUNKS),
+    "FSDP2": Config("bf16", feedback=Feedback(unsharded=True), chunks=CHUNKS),
 }
 
 

@@ -47,23 +47,17 @@ BucketSlices bucket_slices(const std::vector<at::Tensor>& lossy, const std::vect
   return {slice_list(lossy), slice_list(exact)};
 }
 
-// (format, bytes as uint8, numel)
-using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
-
-Residual residual_of(const std::optional<ResidualTuple>& residual) {
-  Residual kept;
-  if (residual) {
-    const auto& [format, bytes, numel] = *residual;
-    kept.format = residual_format_from_name(format);
-    kept.numel = numel;
-    kept.data = wire_bytes(bytes, residual_nbytes(kept.format, numel), "residual");
-  }
-  return kept;
+// residual: fp32.
+Residual residual_of(const std::optional<at::Tensor>& residual) {
+  if (!residual) return {};
+  check_on_cpu(*residual, "residual");
+  TORCH_CHECK_TYPE(residual->scalar_type() == at::kFloat, "residual must be float32, not ", residual->scalar_type());
+  return {residual->data_ptr<float>(), residual->numel()};
 }
 
 int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const std::vector<at::Tensor>& lossy,
              const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out,
-             const std::optional<ResidualTuple>& residual) {
+             const std::optional<at::Tensor>& residual) {
   const BucketSlices slices = bucket_slices(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
   const Residual kept = residual_of(residual);
@@ -72,7 +66,7 @@ int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, cons
 }
 
 void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& parts, float scale, const at::Tensor& out,
-            const std::optional<ResidualTuple>& residual, int64_t chunk, const std::optional<BucketLayout>& to_layout,
+            const std::optional<at::Tensor>& residual, int64_t chunk, const std::optional<BucketLayout>& to_layout,
             int64_t num_parts) {
   TORCH_CHECK_VALUE(num_parts >= 1, "num_parts=", num_parts, " is not possible: use 1 or more");
   const BucketLayout& to = to_layout ? *to_layout : layout;

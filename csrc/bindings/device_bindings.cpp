@@ -44,8 +44,8 @@ class KernelLoader {
 // An argument that the kernel does not use may be None. `in_wire`: None if it is `wire`. Throws if a needed one is
 // None.
 KernelKey make_key(const std::string& kernel, const std::optional<std::string>& wire, int64_t block,
-                   std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire,
-                   const std::optional<std::string>& feedback, bool sums) {
+                   std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire, bool feedback,
+                   bool sums) {
   KernelKey key{kernel};
   if (kernel == kScaleKernel) return normalised(key);
   TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
@@ -54,7 +54,7 @@ KernelKey make_key(const std::string& kernel, const std::optional<std::string>& 
   key.block_numel = block;
   if (grad_dtype) key.grad_dtype = grad_dtype_of(*grad_dtype);
   key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
-  if (feedback) key.feedback = residual_format_from_name(*feedback);
+  key.feedback = feedback;
   key.sums = sums;
   return normalised(key);
 }
@@ -74,11 +74,6 @@ std::optional<at::ScalarType> grad_type_of(const KernelKey& key) {
   return kGradDtypes[static_cast<size_t>(key.grad_dtype)];
 }
 
-std::optional<std::string> feedback_of(const KernelKey& key) {
-  if (!key.feedback) return std::nullopt;
-  return kResidualFormatNames[static_cast<size_t>(*key.feedback)];
-}
-
 // The state that pickle stores of a key: its class and the arguments of make_key, in order.
 py::tuple reduced(const py::object& key) {
   py::list arguments;
@@ -91,14 +86,14 @@ py::tuple reduced(const py::object& key) {
 void bind_kernel_key(py::module_& m) {
   py::class_<KernelKey>(m, "KernelKey")
       .def(py::init(&make_key), py::arg("kernel"), py::arg("wire") = py::none(), py::arg("block") = kDefaultBlockNumel,
-           py::arg("grad_dtype") = py::none(), py::arg("in_wire") = py::none(), py::arg("feedback") = py::none(),
+           py::arg("grad_dtype") = py::none(), py::arg("in_wire") = py::none(), py::arg("feedback") = false,
            py::arg("sums") = false)
       .def_readonly("kernel", &KernelKey::kernel)
       .def_property_readonly("wire", &wire_of)
       .def_readonly("block", &KernelKey::block_numel)
       .def_property_readonly("grad_dtype", &grad_type_of)
       .def_property_readonly("in_wire", &in_wire_of)
-      .def_property_readonly("feedback", &feedback_of)
+      .def_readonly("feedback", &KernelKey::feedback)
       .def_readonly("sums", &KernelKey::sums)
       .def(
           "__eq__", [](const KernelKey& a, const KernelKey& b) { return a == b; }, py::is_operator())

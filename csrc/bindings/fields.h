@@ -3,7 +3,6 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -22,9 +21,6 @@ inline void read_field(const pybind11::handle& given, Wire* field) {
   *field = wire_from_name(given.cast<std::string>());
 }
 inline void read_field(const pybind11::handle& given, Sum* field) { *field = sum_from_name(given.cast<std::string>()); }
-inline void read_field(const pybind11::handle& given, std::optional<ResidualFormat>* field) {
-  if (!given.is_none()) *field = residual_format_from_name(given.cast<std::string>());
-}
 inline void read_field(const pybind11::handle& given, std::vector<Wire>* field) {
   for (const auto& name : given.cast<std::vector<std::string>>()) field->push_back(wire_from_name(name));
 }

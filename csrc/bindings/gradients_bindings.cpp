@@ -237,7 +237,6 @@ void bind_weights(py::module_& m) {
       .def("follow", &PassWeights::follow, py::arg("of_rows"), NoGil())
       .def_property_readonly("of_sums", py::cpp_function(&PassWeights::of_sums, NoGil()))
       .def_property_readonly("has_noted", py::cpp_function(&PassWeights::has_noted, NoGil()))
-      .def_property_readonly("is_refused", py::cpp_function(&PassWeights::is_refused, NoGil()))
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 

@@ -83,8 +83,6 @@ void bind_wires(py::module_& m) {
       "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
       py::arg("wire"));
   m.attr("WIRES") = names_of_wires();
-  m.attr("RESIDUAL_FORMATS") =
-      py::tuple(py::cast(std::vector<std::string>(std::begin(kResidualFormatNames), std::end(kResidualFormatNames))));
   m.def("wire_id", [](const std::string& wire) { return static_cast<int>(wire_from_name(wire)); }, py::arg("wire"));
   m.def("code_nbits", [](const std::string& wire) { return code_nbits(wire_from_name(wire)); }, py::arg("wire"));
   m.def("scale_nbytes", [](const std::string& wire) { return scale_nbytes(wire_from_name(wire)); }, py::arg("wire"));
@@ -163,12 +161,6 @@ void bind_layout(pybind11::module_& m) {
         return host_layouts(layouts, wire_from_name(wire), ranks_per_host);
       },
       py::arg("layouts"), py::arg("wire"), py::arg("ranks_per_host"));
-  m.def(
-      "residual_nbytes",
-      [](const std::string& format, int64_t numel) {
-        return residual_nbytes(residual_format_from_name(format), numel);
-      },
-      py::arg("format"), py::arg("numel"));
   m.attr("HOLE") = kHole;
   m.def("slice_table", &tables_of, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"),
         py::arg("grad_nbytes"));

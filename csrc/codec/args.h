@@ -30,9 +30,7 @@ struct BucketSlices {
 
 // The residual of one encoder: the rounding error of each element that it encodes. See tests/helpers/reference.
 struct Residual {
-  ResidualFormat format = ResidualFormat::kFp32;
-  // residual_nbytes(format, numel) bytes on the codec's device. Null if there is no error feedback.
-  std::byte* data = nullptr;
+  float* data = nullptr;  // [numel] on the codec's device; null if there is no error feedback
   int64_t numel = 0;
 };
 

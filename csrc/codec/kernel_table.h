@@ -43,11 +43,11 @@ using SumBlocksFn = void (*)(const void* scales, const void* codes, int64_t stri
 
 // ---- kernels over a tile of fp32 values, for error feedback
 
-// data[i] += float(addend[i]). NaNs become canonical.
-using AddFn = void (*)(float* data, const void* addend, int64_t numel);
+// data[i] += addend[i]. NaNs become canonical.
+using AddFn = void (*)(float* data, const float* addend, int64_t numel);
 
-// out[i] = Out(value[i] - decoded[i]), or 0 where the difference is not finite.
-using SubtractFn = void (*)(const float* value, const float* decoded, void* out, int64_t numel);
+// out[i] = value[i] - decoded[i], or 0 where the difference is not finite.
+using SubtractFn = void (*)(const float* value, const float* decoded, float* out, int64_t numel);
 
 // The kernels of one code.
 struct BlockKernels {
@@ -62,8 +62,8 @@ struct KernelTable {
   ScaleFn scale;
   SumFn sum[kNumFormats];                // [source]
   BlockKernels blocks[kNumScaledWires];  // [scaled_index(wire)]
-  AddFn add[kNumFormats];                // [addend]; null for fp16
-  SubtractFn subtract[kNumFormats];      // [out]; null for fp16
+  AddFn add;
+  SubtractFn subtract;
   void (*fence)();
 };
 

@@ -37,14 +37,15 @@ class TileEncoder {
   // Encodes `numel` lossy values to `out`. The residual is read and written from its element `begin` on. Overwrites
   // `values`.
   void encode(float* values, int64_t numel, int64_t begin, const Section<std::byte>& out) {
-    add_residual(values, numel, begin);
+    float* const residual = residual_.data + begin;
+    kernels_.add(values, residual, numel);
     if (has_scales(layout_.wire)) {
       quantize(values, numel, out);
       dequantize(numel, out);
     } else {
       convert(values, numel, out);
     }
-    keep_residual(values, numel, begin);
+    kernels_.subtract(values, decoded_, residual, numel);
   }
 
  private:
@@ -65,17 +66,6 @@ class TileEncoder {
     const int wire = index_of(format_of(layout_.wire));
     kernels_.convert[kFp32][wire](values, out.codes, numel, 1.0F, false);
     kernels_.convert[wire][kFp32](out.codes, decoded_, numel, 1.0F, false);
-  }
-
-  Format residual_format() const { return residual_.format == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32; }
-  std::byte* residual_at(int64_t element) const { return residual_.data + residual_nbytes(residual_.format, element); }
-
-  void add_residual(float* values, int64_t numel, int64_t begin) {
-    kernels_.add[index_of(residual_format())](values, residual_at(begin), numel);
-  }
-
-  void keep_residual(const float* values, int64_t numel, int64_t begin) {
-    kernels_.subtract[index_of(residual_format())](values, decoded_, residual_at(begin), numel);
   }
 
   const KernelTable& kernels_;

@@ -36,7 +36,7 @@ void* residual_from(const Residual& residual, int64_t first, int64_t numel) {
   if (!residual.data) return nullptr;
   TORCH_CHECK(residual.numel == numel, "fusedcomm: a residual of ", residual.numel,
               " elements was given where the layout has ", numel);
-  return residual.data + residual_nbytes(residual.format, first);
+  return residual.data + first;
 }
 
 // The key of a kernel that encodes or decodes `layout`, with the fields that the layout determines.
@@ -49,7 +49,7 @@ KernelKey key_of(const char* kernel, const BucketLayout& layout) {
 
 KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Residual& residual) {
   KernelKey key = key_of(kernel, layout);
-  if (residual.data) key.feedback = residual.format;
+  key.feedback = residual.data != nullptr;
   return key;
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <tuple>
 
@@ -23,7 +22,7 @@ struct KernelKey {
   int64_t block_numel = kDefaultBlockNumel;    // for wires with scales
   GradDtype grad_dtype = GradDtype::kFloat32;  // of the gradients that pack reads or unpack writes
   Wire in_wire = Wire::kFp32;                  // reduce: the wire that is decoded
-  std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format, if there is one
+  bool feedback = false;                       // pack, reduce: with a residual
   bool sums = false;                           // unpack: adds several messages
 
   // `feedback` comes last, so that kernels which differ only in it are neighbors; see CudaKernels::at_any_feedback().
@@ -58,7 +57,7 @@ inline std::string to_string(const KernelKey& key) {
     text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients";
   }
   if (key.sums) text += ", of several messages";
-  if (key.feedback) text += std::string(", feedback in ") + kResidualFormatNames[static_cast<size_t>(*key.feedback)];
+  if (key.feedback) text += ", feedback";
   return text;
 }
 

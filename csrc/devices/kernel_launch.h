@@ -50,11 +50,11 @@ struct CudaKernels {
   // For a bucket with no lossy elements feedback does not matter: returns any kernel that agrees in all other fields.
   // Throws like at().
   const Kernel& at_any_feedback(KernelKey key) const {
-    key.feedback.reset();
+    key.feedback = false;
     const auto first = kernels.lower_bound(normalised(key));
     if (first == kernels.end()) return at(key);
     KernelKey found = first->first;
-    found.feedback.reset();
+    found.feedback = false;
     return found < normalised(key) || normalised(key) < found ? at(key) : first->second;
   }
 };

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "engine/sums.h"
@@ -15,11 +14,11 @@ struct WireConfig {
   Sum sum = Sum::kAuto;
   // Bytes of a chunk's message, approximately: a chunk has at least one grain in each part.
   int64_t max_chunk_nbytes = 512 << 10;
-  int64_t num_slots = 4;                   // chunks that may be under way at once; each has a workspace
-  std::vector<Wire> others;                // wires that some parameters have instead of `wire`
-  std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
-  int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
-  Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
+  int64_t num_slots = 4;          // chunks that may be under way at once; each has a workspace
+  std::vector<Wire> others;       // wires that some parameters have instead of `wire`
+  bool feedback = false;          // error feedback
+  int64_t ranks_per_host = 1;     // more than 1: sums have two levels, first over the ranks of a host
+  Wire local_wire = Wire::kBf16;  // between the ranks of a host; one without scales
   // Only counts depend on these two: the ranks of this rank's host, on one level too, and how many links of the ring of
   // all ranks lead from there to other hosts.
   int64_t ranks_on_host = 1;

@@ -144,10 +144,9 @@ void make_residuals(const Engine& engine, const Place& place, c10::Device device
     const BucketLayout& layout = plan.encoded_layouts()[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->kept[payload].residual;
-    residual = record->has_rows
-                   ? ResidualBuffer::of_rows(layout, *config.feedback, place, device)
-                   : std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.reduce_scale, place, device,
-                                                      /*of_first_only=*/!plan.encodes_sums());
+    residual = record->has_rows ? ResidualBuffer::of_rows(layout, place, device)
+                                : std::make_shared<ResidualBuffer>(layout, plan.reduce_scale, place, device,
+                                                                   /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
 }

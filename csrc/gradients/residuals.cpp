@@ -24,9 +24,8 @@ at::Tensor divisor(double value, const at::Tensor& like) {
   return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
 }
 
-at::Tensor zeros(ResidualFormat format, int64_t numel, c10::Device device) {
-  const auto dtype = format == ResidualFormat::kBf16 ? at::kBFloat16 : at::kFloat;
-  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
+at::Tensor zeros(int64_t numel, c10::Device device) {
+  return at::zeros({numel}, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
 // A residual may be read on another stream than that it was made on, FSDP2's for example, and released soon after.
@@ -34,27 +33,21 @@ void will_read(const at::Tensor& residual) {
   if (!residual.is_cpu()) residual.record_stream(current_stream_of(residual.device()));
 }
 
-// Elements [begin, begin + numel) of a residual, as fp32; may be a view of it.
-at::Tensor load(const at::Tensor& residual, int64_t begin, int64_t numel) {
-  return residual.narrow(0, begin, numel).to(at::kFloat);
-}
-
 }  // namespace
 
-ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float reduce_scale,
-                               const Place& place, c10::Device device, bool of_first_only)
+ResidualBuffer::ResidualBuffer(const BucketLayout& layout, float reduce_scale, const Place& place, c10::Device device,
+                               bool of_first_only)
     : layout_(layout),
-      format_(format),
       reduce_scale_(reduce_scale),
       place_(place),
       num_first_parts_(place.on_two_levels() ? place.num_hosts : layout.num_parts),
       has_second_(!of_first_only),
-      first_(zeros(format, first_numel(), device)),
-      second_(zeros(format, has_second_ ? second_numel() : 0, device)) {}
+      first_(zeros(first_numel(), device)),
+      second_(zeros(has_second_ ? second_numel() : 0, device)) {}
 
-std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& all, ResidualFormat format,
-                                                        const Place& place, c10::Device device) {
-  auto residual = std::make_shared<ResidualBuffer>(all, format, /*reduce_scale=*/1.0F, place, device,
+std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& all, const Place& place,
+                                                        c10::Device device) {
+  auto residual = std::make_shared<ResidualBuffer>(all, /*reduce_scale=*/1.0F, place, device,
                                                    /*of_first_only=*/true);
   residual->of_rows_ = true;
   return residual;
@@ -88,7 +81,7 @@ void ResidualBuffer::weigh_second(const at::Tensor& factor) {
 }
 
 at::Tensor ResidualBuffer::of_first(int64_t begin, int64_t numel) const {
-  const at::Tensor values = load(first_, begin, numel);
+  const at::Tensor values = first_.narrow(0, begin, numel);
   return first_share_ == 1 ? values : values / divisor(first_share_, values);
 }
 
@@ -114,7 +107,7 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
     if (second.numel() > 0) {
       const int64_t at = chunk * part_numel + second.begin - of_part.begin;
       values.narrow(0, second.begin - begin, second.numel())
-          .add_(load(second_, at, second.numel()) / divisor(reduce_scale_, values));
+          .add_(second_.narrow(0, at, second.numel()) / divisor(reduce_scale_, values));
     }
   }
   return values;

@@ -27,15 +27,14 @@ class ResidualBuffer {
   // All residuals are zero at first. reduce_scale: of the bucket's plan. place: tells which parts this rank
   // encodes in a two-shot. of_first_only: there is no second residual, because nothing is encoded
   // twice.
-  ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float reduce_scale, const Place& place,
-                 c10::Device device, bool of_first_only = false);
+  ResidualBuffer(const BucketLayout& layout, float reduce_scale, const Place& place, c10::Device device,
+                 bool of_first_only = false);
   // A reduce-scatter's residual: a part for each row, of which layout `all` is; there is no second one. `begin` counts
   // elements in a row then, and [numel] elements are [num_rows, numel / num_rows].
-  static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& all, ResidualFormat format, const Place& place,
-                                                 c10::Device device);
+  static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& all, const Place& place, c10::Device device);
 
-  Residual of_first() const { return {format_, static_cast<std::byte*>(first_.data_ptr()), first_numel()}; }
-  Residual of_second() const { return {format_, static_cast<std::byte*>(second_.data_ptr()), second_numel()}; }
+  Residual of_first() const { return {first_.data_ptr<float>(), first_numel()}; }
+  Residual of_second() const { return {second_.data_ptr<float>(), second_numel()}; }
   // Error feedback of gradients with weights. `share`: of the rank's weight in the mean weight, by which its gradients
   // are multiplied before they are encoded, here or by the loss. `factor`: what multiplies the encoded sum afterwards.
   // The first residual keeps its size beside the gradients of the rank, the second beside the mean, whatever they are
@@ -89,13 +88,12 @@ class ResidualBuffer {
   Range first_range(int64_t chunk) const;
 
   const BucketLayout layout_;
-  const ResidualFormat format_;
   const float reduce_scale_;
   const Place place_;
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;
   bool of_rows_ = false;
-  at::Tensor first_, second_;                   // with the dtype of format_
+  at::Tensor first_, second_;                   // fp32
   double first_share_ = 1, second_factor_ = 1;  // what they have been multiplied by, and what multiplies them
   at::Tensor second_on_device_;                 // second_factor_ if it is a tensor
   struct Second {

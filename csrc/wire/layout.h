@@ -275,13 +275,4 @@ inline void add_heads(std::vector<BucketLayout>* layouts) {
   }
 }
 
-// ---- residuals: the rounding errors so far, see tests/helpers/reference
-
-enum class ResidualFormat : uint8_t { kFp32, kBf16 };
-
-// Bytes of a residual of `numel` elements.
-inline int64_t residual_nbytes(ResidualFormat format, int64_t numel) {
-  return (format == ResidualFormat::kFp32 ? 4 : 2) * numel;
-}
-
 }  // namespace fusedcomm

@@ -1,7 +1,6 @@
-// The names of wire dtypes and residual formats, for users and Python.
+// The names of wire dtypes, for users and Python.
 #pragma once
 
-#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -27,17 +26,6 @@ inline Wire wire_from_name(const std::string& name) {
     if (name == known.name) return known.wire;
   }
   throw std::invalid_argument("wire='" + name + "' is not possible: use one of " + wire_names());
-}
-
-// Indexed by ResidualFormat.
-inline constexpr const char* kResidualFormatNames[] = {"fp32", "bf16"};
-
-// Throws std::invalid_argument for an unknown name.
-inline ResidualFormat residual_format_from_name(const std::string& name) {
-  for (size_t i = 0; i < std::size(kResidualFormatNames); ++i) {
-    if (name == kResidualFormatNames[i]) return static_cast<ResidualFormat>(i);
-  }
-  throw std::invalid_argument("a residual cannot be '" + name + "': use 'fp32' or 'bf16'");
 }
 
 }  // namespace fusedcomm

@@ -12,7 +12,6 @@ from fusedcomm.config.local import (
     local_options,
 )
 from fusedcomm.config.options import (
-    RESIDUALS,
     SUMS,
     WIRES,
     WITH_SCALES,
@@ -22,7 +21,7 @@ from fusedcomm.config.options import (
     Options,
     TwoLevels,
 )
-from fusedcomm.literals import Off, ResidualFormat, Search, Sum, Wire, WireWithoutScales
+from fusedcomm.literals import Off, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.patterns import ONE_DIMENSIONAL
 
 __all__ = [
@@ -30,8 +29,6 @@ __all__ = [
     "OFF",
     "Off",
     "ONE_DIMENSIONAL",
-    "RESIDUALS",
-    "ResidualFormat",
     "Search",
     "Sum",
     "Wire",

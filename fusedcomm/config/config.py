@@ -191,11 +191,6 @@ class Config(Options):
         given = None if self.two_levels is None else self.two_levels.local_wire
         return given or (self.wire if self.wire in WITHOUT_SCALES else "bf16")
 
-    @property
-    def residual_format(self) -> str | None:
-        """The format of residuals, "fp32" or "bf16". None: no residuals are kept."""
-        return None if self.feedback is None else self.feedback.format
-
     # ---- the wires of parameters
 
     @property
@@ -293,7 +288,7 @@ class Config(Options):
             chunk_nbytes=chunks.nbytes,
             chunks_in_flight=chunks.in_flight,
             others=others,
-            error_feedback=self.residual_format,
+            error_feedback=self.feedback is not None,
             ranks_per_host=ranks_per_host,
             local_wire=self.local_wire,
             ranks_on_host=own_host.num_ranks,

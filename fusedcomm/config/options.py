@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from fusedcomm.config import check
-from fusedcomm.literals import Compare, ResidualFormat, Sum, Wire, WireWithoutScales
+from fusedcomm.literals import Compare, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
@@ -13,7 +13,6 @@ WIRES: tuple[Wire, ...] = tuple(_C.WIRES)
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
-RESIDUALS = _C.RESIDUAL_FORMATS
 COMPARE: tuple[Compare, ...] = get_args(Compare)
 
 MOST = 2**63 - 1
@@ -49,20 +48,16 @@ class Feedback(Options):
     Needs a two-shot or one-shot sum, which "auto" takes for all but small buckets. Residuals stay with their parameters
     when DDP rebuilds its buckets, and are in ``state_dict()``. On two levels (`Config.hosts`) a rank keeps residuals
     only for the elements that it sums for its host, 1/L of the bucket with L ranks on a host; errors of the local wire
-    are lost.
+    are lost. They are fp32: 4 bytes an element, and with two-shot 4 bytes divided by the world size in addition.
 
     Args:
-        format: the dtype of residuals: "fp32" (4 bytes per element; with two-shot, 4 bytes divided by the world size in
-            addition), or "bf16" (half of that).
         unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
             the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
     """
 
-    format: ResidualFormat = "fp32"
     unsharded: bool = False
 
     def __post_init__(self) -> None:
-        check.choice("Feedback(format)", self.format, RESIDUALS)
         check.flag("Feedback(unsharded)", self.unsharded)
 
 

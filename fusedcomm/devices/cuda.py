@@ -114,7 +114,7 @@ def kernel_variants(
     return variants.engine_variants(
         cfg.formats,
         grad_dtypes,
-        feedback=cfg.residual_format,
+        feedback=cfg.feedback is not None,
         local_wire=cfg.local_wire if two_levels else None,
         one_shot=reduces_rows or world_size > 1 and cfg.is_one_shot(world_size),
         keeps_residuals=True,  # also ranks that stand in for others under Join have no weight

@@ -52,12 +52,14 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copies the root's optimizer state and options to every other rank, where the state may be empty.
 
-    Nothing is unpickled. `model` has no effect: the optimizer need not step to get a state. Raises ValueError for
-    LBFGS, whose state is no table of tensors, and TypeError, on every rank, if the root's state has something that
-    ranks/objects.py cannot pack."""
+    Nothing is unpickled. `model`: says which parameters have sparse gradients, where the state is empty. Raises
+    ValueError for LBFGS, whose state is no table of tensors, and TypeError, on every rank, if the root's state has
+    something that ranks/objects.py cannot pack."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS cannot be broadcast")
     found, _ = member_of(global_process_set)
+    if not optimizer.state:
+        _give_zero_gradients(optimizer, model)
     state_dict = optimizer.state_dict()
     try:
         packed, own = pack([state_dict["state"], _options(state_dict), ""], "the optimizer's state")
@@ -76,6 +78,23 @@ def broadcast_optimizer_state(
     broadcast_parameters([(f"state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if found.rank != root_rank:
         _assign(optimizer, state, groups)
+
+
+def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Gives parameters without a gradient one of zeros, as Horovod does for an optimizer without state. Parameters
+    whose gradients are sparse are left alone: a dense one of zeros would make their next gradient dense."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    modules = model.modules() if model is not None else ()
+    sparse = {
+        id(module.weight)
+        for module in modules
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    }
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _assign(optimizer: torch.optim.Optimizer, state: dict, groups: list[dict]) -> None:

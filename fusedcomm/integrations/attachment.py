@@ -84,7 +84,7 @@ class Attachment:
             return self._loaded or {}
         if isinstance(self.handle, Handle):
             own = self.handle.state_dict()
-            if own["error_feedback"] is None:
+            if not own["error_feedback"]:
                 return own
         return self.handle.state_dict(consolidated=True)
 

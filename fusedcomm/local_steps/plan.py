@@ -54,10 +54,10 @@ def make_plan(session: Session, of: Progress) -> LocalPlan:
     plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
     names = tuple(each.name for each in state.merged)
     row = row_of(session.world_size, own_host, 0, names, like.dtype, state.numel, plan)
-    if session.config.residual_format is not None and row.wire != "fp32":
+    if session.config.feedback is not None and row.wire != "fp32":
         lossy = sum(each.local.numel() for each in state.merged if each.wire != _C.EXACT_WIRE)
         second = lossy // session.world_size if plan.sum == "two-shot" else 0
-        residual_nbytes = _C.residual_nbytes(session.config.residual_format, lossy + second)
+        residual_nbytes = 4 * (lossy + second)
     return LocalPlan(
         schedule=of.schedule,
         wire=session.config.wire,

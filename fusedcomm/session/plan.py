@@ -189,7 +189,7 @@ class BucketsPlan(Plan):
         wire = " ".join(
             (
                 config.wire,
-                *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
+                *(["with error feedback"] if config.feedback else []),
             )
         )
         chunk_kib = config.chunks.nbytes >> 10

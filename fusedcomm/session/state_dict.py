@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedcomm.config import RESIDUALS
 from fusedcomm.session.parameters import NamedParameter
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def state_dict(session: "Session", consolidated: bool) -> dict:
         "world_size": None if consolidated else session.world_size,
         "step": step,
         "nonfinite": nonfinite,
-        "error_feedback": session.config.residual_format,
+        "error_feedback": session.config.feedback is not None,
         "residuals": residuals,
         **({"residuals_of_encoders": of_encoders} if of_encoders else {}),
     }
@@ -114,14 +113,10 @@ def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residu
     for name, values in state["residuals"].items():
         if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
             raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
-    saved_in = state["error_feedback"]
-    if state["residuals"] and saved_in not in (None, *RESIDUALS):
-        possible = ", ".join(map(repr, RESIDUALS))
-        raise ValueError(f"state['error_feedback'] is {saved_in!r}: set one of {possible}; values are fp32 in any case")
     if state["residuals"] and not keeps_residuals:
         why = "config='off'" if is_off else "feedback=None"
         raise ValueError(
-            f"the state has residuals (error_feedback={saved_in!r}) and this attachment keeps none ({why}): use "
+            f"the state has residuals and this attachment keeps none ({why}): use "
             "feedback=fusedcomm.Feedback(…), or empty state['residuals']"
         )
 

@@ -16,7 +16,7 @@ EVERYTHING = Config(
     "int4",
     "two-shot",
     wires={"*.0": "fp32", "1d": "int8"},
-    feedback=Feedback("bf16"),
+    feedback=Feedback(),
     chunks=Chunks(8192, in_flight=3),
     compare_every=None,
     compare="raise",
@@ -88,7 +88,7 @@ def test_a_configuration_is_shown_as_one_would_write_it():
         assert eval(repr(config), vars(fusedcomm.config)) == config
     assert repr(Config("bf16", hosts="auto")) == "Config(wire='bf16')"
     assert repr(Config("bf16", hosts=None)) == "Config(wire='bf16', hosts=None)"
-    assert repr(Feedback("bf16")) == "Feedback(format='bf16')"
+    assert repr(Feedback(unsharded=True)) == "Feedback(unsharded=True)"
 
 
 def test_a_configuration_cannot_be_changed_from_outside():

@@ -11,7 +11,7 @@ from patience import HANG_S
 
 import fusedcomm
 from fusedcomm import literals
-from fusedcomm.config import RESIDUALS, SUMS, WIRES, WITHOUT_SCALES
+from fusedcomm.config import SUMS, WIRES, WITHOUT_SCALES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ config = fusedcomm.Config(
     "int8",
     sum="two-shot",
     wires={"lm_head.*": "bf16", "1d": "fp32"},
-    feedback=fusedcomm.Feedback("bf16"),
+    feedback=fusedcomm.Feedback(),
     hosts=fusedcomm.TwoLevels("auto", "fp16"),
 )
 wire: fusedcomm.Wire = "bf16"
@@ -48,7 +48,7 @@ mean = fusedcomm.simulate([torch.zeros(3)], "int3")  # wrong
 fusedcomm.Config("int9")  # wrong
 fusedcomm.Config("int8", sum="two_shot")  # wrong
 fusedcomm.Config("int8", wires={"lm_head.*": "bfloat16"})  # wrong
-fusedcomm.Feedback("fp8")  # wrong
+fusedcomm.Feedback(decay=1)  # wrong
 fusedcomm.TwoLevels("auto", "int8")  # wrong
 """
 
@@ -58,7 +58,6 @@ def test_types_have_the_names_that_the_engine_has():
         (literals.Wire, WIRES),
         (literals.WireWithoutScales, WITHOUT_SCALES),
         (literals.Sum, SUMS),
-        (literals.ResidualFormat, RESIDUALS),
     ):
         assert get_args(of_type) == tuple(names)
 

@@ -88,7 +88,7 @@ def saved(rank, world_size):
 def test_a_state_goes_through_it_unchanged(ranks):
     for rank, (state, fresh, kept, consolidated, restored) in enumerate(ranks.run(saved, world_size=2)):
         assert fresh.keys() == KEYS and (fresh["step"], fresh["nonfinite"], fresh["rank"]) == (0, {}, rank)
-        assert kept == {**state, "error_feedback": None}
+        assert kept == {**state, "error_feedback": False}
         assert consolidated == {**kept, "rank": None, "world_size": None}
         assert (restored["step"], restored["nonfinite"]) == (3, {"weights.0": 5})
 

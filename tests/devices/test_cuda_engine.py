@@ -81,11 +81,11 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
 
 
 def test_a_kernels_key_has_what_matters_to_it():
-    key = _C.KernelKey("pack", "bf16", 64, torch.float16, in_wire="fp32", feedback="bf16")
+    key = _C.KernelKey("pack", "bf16", 64, torch.float16, in_wire="fp32", feedback=True)
     # bf16 has no blocks, and pack sums nothing.
-    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, feedback="bf16")
-    assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, feedback="fp32")
-    assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
+    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, feedback=True)
+    assert key != _C.KernelKey("pack", "bf16", 64, torch.float16)
+    assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, True)
     reduce = _C.KernelKey("reduce", "int4", 32, in_wire="bf16")
     assert (reduce.block, reduce.grad_dtype, reduce.in_wire) == (32, None, "bf16")
     assert reduce != _C.KernelKey("reduce", "int4", 64, in_wire="bf16")

@@ -27,7 +27,7 @@ CONFIGS = {
     "fp16 direct": Config("fp16", "direct"),
     "int8": Config("int8"),
     "int8 two-shot": Config("int8", "two-shot", wires={"1d": "int8"}),
-    "int4 fed back": Config("int4", wires={"1d": "int4"}, feedback=Feedback("bf16")),
+    "int4 fed back": Config("int4", wires={"1d": "int4"}, feedback=Feedback()),
     "int4 weighted": Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback(), weighted="mean"),
     "fp8 two wires": Config("fp8", "two-shot", wires={"weights.1*": "bf16"}),
 }

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CHUNKED = Chunks(4096)
-KEPT_IN_BF16 = {"feedback": Feedback("bf16")}
+FED_BACK = {"feedback": Feedback()}
 LOSSY_INT4 = {"wires": {"1d": "int4"}, "chunks": CHUNKED}
 EXEMPT = {"weights.[24]": "fp32"}
 
@@ -42,33 +42,33 @@ CONFIGS = {
     "int4 all lossy": Config("int4", "two-shot", **LOSSY_INT4),
     "bf16 feedback": Config("bf16", "two-shot", feedback=Feedback()),
     "fp16 chunked": Config("fp16", "two-shot", chunks=CHUNKED),
-    "fp8 feedback": Config("fp8", "two-shot", **KEPT_IN_BF16),
-    "int4 feedback": Config("int4", "two-shot", **LOSSY_INT4, **KEPT_IN_BF16),
+    "fp8 feedback": Config("fp8", "two-shot", **FED_BACK),
+    "int4 feedback": Config("int4", "two-shot", **LOSSY_INT4, **FED_BACK),
     "several wires": Config(
         "int8",
         "two-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "bf16", "1d": "int8"},
         chunks=CHUNKED,
-        **KEPT_IN_BF16,
+        **FED_BACK,
     ),
-    "two levels": Config("int4", "two-shot", chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **KEPT_IN_BF16),
+    "two levels": Config("int4", "two-shot", chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **FED_BACK),
     "two levels apart": Config(
         "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, hosts=[[0, 3], [1, 2]]
     ),
     "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
-    "int4 one-shot": Config("int4", "one-shot", **LOSSY_INT4, **KEPT_IN_BF16),
+    "int4 one-shot": Config("int4", "one-shot", **LOSSY_INT4, **FED_BACK),
     "several wires one-shot": Config(
         "fp8",
         "one-shot",
         wires={**EXEMPT, "weights.0": "int4", "weights.3": "fp16", "1d": "fp8"},
-        feedback=Feedback("bf16"),
+        feedback=Feedback(),
     ),
     "fp32 one-shot": Config("fp32", "one-shot"),
     "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
     "int8 chunked": Config("int8", "two-shot", chunks=Chunks(4096, in_flight=1)),
     "bf16 direct": Config("bf16", "direct"),
-    "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback("bf16")),
+    "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback()),
     "fp16 one-shot": Config("fp16", "one-shot", chunks=CHUNKED),
     "fp8 one-shot": Config("fp8", "one-shot"),
 }

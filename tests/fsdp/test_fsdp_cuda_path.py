@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
 ]
 
-UNSHARDED = Feedback("bf16", unsharded=True)
+UNSHARDED = Feedback(unsharded=True)
 LOSSY_1D = {"1d": "int8"}
 CONFIGS = {
     "fp32": Config("fp32"),

@@ -12,7 +12,6 @@ from typing import Protocol
 import reference
 import torch
 from codec_cases import Case, Slices, bucket_layout, real
-from reference.stages import store_residual
 from values import DTYPES, every_16_bits, signed
 
 from fusedcomm.native import _C
@@ -84,10 +83,10 @@ class Cpp:
 
     def pack(self, bucket: Views, chunk: int, scale: float, message: torch.Tensor, residual: "Residual") -> None:
         slices = bucket.lossy, bucket.exact
-        bucket.num_nonfinite += self.codec.pack(bucket.layout, chunk, *slices, scale, message, residual.of_codec())
+        bucket.num_nonfinite += self.codec.pack(bucket.layout, chunk, *slices, scale, message, residual.of_codec)
 
     def reduce(self, layout, parts, scale, out, residual, chunk, to=None, num_parts=1) -> None:
-        self.codec.reduce(layout, parts, scale, out, residual.of_codec(), chunk, to, num_parts)
+        self.codec.reduce(layout, parts, scale, out, residual.of_codec, chunk, to, num_parts)
 
     def unpack(self, bucket: Views, chunk: int, messages: torch.Tensor, scale: float, num_messages: int) -> None:
         self.codec.unpack(bucket.layout, chunk, messages, scale, bucket.lossy, bucket.exact, num_messages)
@@ -99,22 +98,15 @@ CODECS = {f"{isa}-{num_threads}": Cpp(isa, num_threads) for isa in _C.available_
 class Residual:
     """An encoder's residual, for an implementation and for the oracle. It starts with random values."""
 
-    def __init__(self, feedback: str | None, numel: int, device: str) -> None:
-        self.feedback, self.numel = feedback, numel
-        self.expected = torch.zeros(_C.residual_nbytes(feedback, numel) if feedback else 0, dtype=torch.uint8)
-        self.memory, self.residual = guarded(len(self.expected), device)
-        if feedback:
-            store_residual(self.expected, signed(numel, seed=5), 0, feedback)
-        self.residual.copy_(self.expected)
-
-    def of_codec(self) -> tuple[str, torch.Tensor, int] | None:
-        return (self.feedback, self.residual, self.numel) if self.feedback else None
-
-    def of_reference(self) -> reference.Feedback | None:
-        return reference.Feedback(self.feedback, self.expected) if self.feedback else None
+    def __init__(self, feedback: bool, numel: int, device: str) -> None:
+        self.expected = signed(numel if feedback else 0, seed=5)
+        self.memory, values = guarded(4 * len(self.expected), device)
+        values.copy_(self.expected.view(torch.uint8))
+        self.of_codec = values.view(torch.float32) if feedback else None
+        self.of_reference = self.expected if feedback else None
 
     def check(self) -> None:
-        assert_bytes(self.memory, self.expected)
+        assert_bytes(self.memory, self.expected.view(torch.uint8))
 
 
 # ---- memory
@@ -218,7 +210,7 @@ def check(run: Implementation, case: Case, stages: Sequence[str] = STAGES) -> li
         memory, message = guarded(whole.chunk_nbytes, run.device)
         expected = torch.full((whole.chunk_nbytes,), POISON, dtype=torch.uint8)
         for piece in pieces:
-            packed = reference.pack(piece.layout, chunk, *piece.inputs, 1.0, piece.residual.of_reference())
+            packed = reference.pack(piece.layout, chunk, *piece.inputs, 1.0, piece.residual.of_reference)
             piece.of(expected).copy_(packed.view(whole.num_parts, -1))
             if "pack" in stages:
                 run.pack(piece.bucket, chunk, case.scale, message, piece.residual)
@@ -246,7 +238,7 @@ def check_reduce(run: Implementation, pieces: list[Piece], chunk: int, parts: to
     for piece in pieces:
         run.reduce(piece.layout, parts.to(run.device), scale, sums, piece.of_sum, chunk)
         of_piece = piece.of(parts).reshape(-1)
-        summed = reference.reduce(piece.layout, of_piece, scale, piece.of_sum.of_reference(), chunk)
+        summed = reference.reduce(piece.layout, of_piece, scale, piece.of_sum.of_reference, chunk)
         piece.of(expected).copy_(summed)
         piece.of_sum.check()
     assert_bytes(memory, expected)
@@ -280,9 +272,7 @@ def check_unpack(
             place(value, range_of(chunk, 0)[0], slices, expected)
 
 
-def check_hosts(
-    run, in_wire: str, wire_format: str, feedback: str | None, block: int = 64, part_numel: int = 640
-) -> None:
+def check_hosts(run, in_wire: str, wire_format: str, feedback: bool, block: int = 64, part_numel: int = 640) -> None:
     """Sums in one wire and encodes in another: the part of each of a host's 3 ranks becomes 2 parts, one for each of 2
     hosts."""
     lossy_numel, exact_numel = 2 * 6 * part_numel - 7, 2 * 6 * 8
@@ -297,7 +287,7 @@ def check_hosts(
         parts = reference.pack(layout, chunk, *flats, 1.0)
         memory, sums = guarded(2 * to.part_stride, run.device)
         run.reduce(layout, parts.to(run.device), 1 / 3, sums, residual, chunk, to, 2)
-        assert_bytes(memory, reference.reduce(layout, parts, 1 / 3, residual.of_reference(), chunk, to, 2))
+        assert_bytes(memory, reference.reduce(layout, parts, 1 / 3, residual.of_reference, chunk, to, 2))
         residual.check()
 
 

@@ -44,18 +44,14 @@ class Kernels:
         return Bucket(layout, gradients, guarded_tables(bucket.lossy), guarded_tables(bucket.exact), bucket.tile)
 
     def pack(self, bucket: Bucket, chunk: int, scale: float, message: torch.Tensor, residual: Residual) -> None:
-        launchers.pack(bucket, chunk, scale, message, self.num_programs, of_kernel(residual))
+        launchers.pack(bucket, chunk, scale, message, self.num_programs, residual.of_codec)
 
     def reduce(self, layout, parts, scale, out, residual, chunk, to=None, num_parts=1) -> None:
         tile = self.tile_of(to or layout)
-        launchers.reduce(layout, parts, scale, out, self.num_programs, tile, of_kernel(residual), chunk, to, num_parts)
+        launchers.reduce(layout, parts, scale, out, self.num_programs, tile, residual.of_codec, chunk, to, num_parts)
 
     def unpack(self, bucket: Bucket, chunk: int, messages: torch.Tensor, scale: float, num_messages: int) -> None:
         launchers.unpack(bucket, chunk, messages, scale, self.num_programs, num_messages)
-
-
-def of_kernel(residual: Residual) -> launchers.Feedback:
-    return launchers.Feedback(residual.feedback, residual.residual if residual.feedback else None)
 
 
 def check_scale(run: Kernels, numel: int) -> None:

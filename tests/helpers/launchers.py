@@ -14,32 +14,20 @@ import fusedcomm.kernels.reduce as of_reduce
 import fusedcomm.kernels.scale as of_scale
 import fusedcomm.kernels.unpack as of_unpack
 from fusedcomm.kernels.arguments import CountedSlices, Counts, PartShape, Sections, Slices
-from fusedcomm.kernels.constants import CODE_NBYTES, CONVERTS_FP8, FEEDBACK_IDS, SCALE_NBYTES, WIRE_IDS, options
+from fusedcomm.kernels.constants import CODE_NBYTES, CONVERTS_FP8, SCALE_NBYTES, WIRE_IDS, options
 from fusedcomm.kernels.variants import plain_registers, tile_of
 from fusedcomm.native import _C
 
-# The dtypes as which kernels take codes and scales, by their width in bytes, and residuals, by their format. Kernels
-# round in integers, and bf16 is int16.
+# The dtypes as which kernels take codes and scales, by their width in bytes. Kernels round in integers, and bf16 is
+# int16.
 CODES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 SCALES = {4: torch.float32, 2: torch.int16}
-RESIDUALS = {"fp32": torch.float32, "bf16": torch.int16}
 
 
-@dataclass(frozen=True)
-class Feedback:
-    """An encoder's residual: uint8 [_C.residual_nbytes(format, numel)], read and overwritten. None: there is none."""
-
-    format: str | None = None
-    residual: torch.Tensor | None = None
-
-    def argument(self, first: int, unused: torch.Tensor) -> torch.Tensor:
-        """The kernel's parameter, from element `first` on. unused: any uint8 tensor, passed if there is no residual."""
-        if self.residual is None:
-            return unused.view(torch.int8)
-        return self.residual[_C.residual_nbytes(self.format, first) :].view(RESIDUALS[self.format])
-
-
-NONE = Feedback()
+def residual_argument(residual: torch.Tensor | None, first: int, unused: torch.Tensor) -> torch.Tensor:
+    """The kernel's parameter for an encoder's residual (fp32, read and overwritten; None: there is none), from element
+    `first` on. unused: any uint8 tensor, passed if there is no residual."""
+    return unused.view(torch.int8) if residual is None else residual[first:]
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,7 @@ def shape_of(layout: "_C.BucketLayout") -> PartShape:
 
 
 def pack(
-    bucket: Bucket, chunk: int, scale: float, out: torch.Tensor, num_programs: int, feedback: Feedback = NONE
+    bucket: Bucket, chunk: int, scale: float, out: torch.Tensor, num_programs: int, residual: torch.Tensor | None = None
 ) -> None:
     """Packs a chunk into the message `out` [layout.chunk_nbytes]. Adds the number of each slice's elements that are not
     finite after scaling to the lists' `counts`."""
@@ -100,12 +88,12 @@ def pack(
     plain = plain_registers("pack", layout.wire, None, bucket.grads.element_size())
     of_pack.pack_kernel[(num_programs,)](
         *(bucket.grads, bucket.lossy, bucket.exact, sections(layout, out), shape_of(layout)),
-        *(chunk * layout.num_parts, layout.num_parts, scale, feedback.argument(0, out)),
+        *(chunk * layout.num_parts, layout.num_parts, scale, residual_argument(residual, 0, out)),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
-        FEEDBACK=FEEDBACK_IDS[feedback.format],
-        **options(bucket.tile, plain, feedback.format),
+        FEEDBACK=residual is not None,
+        **options(bucket.tile, plain, residual is not None),
     )
 
 
@@ -116,7 +104,7 @@ def reduce(
     out: torch.Tensor,
     num_programs: int,
     tile: int | None = None,
-    feedback: Feedback = NONE,
+    residual: torch.Tensor | None = None,
     chunk: int = 0,
     to: "_C.BucketLayout | None" = None,
     num_parts: int = 1,
@@ -130,13 +118,18 @@ def reduce(
     tile = tile or tile_of(to.wire, to.block_numel)
     of_reduce.reduce_kernel[(num_programs,)](
         *(sections(layout, parts), sections(to, out), layout.part_stride, shape_of(to)),
-        *(num_parts, layout.num_parts, scale, feedback.argument(chunk * num_parts * to.part.lossy_numel, out)),
+        *(
+            num_parts,
+            layout.num_parts,
+            scale,
+            residual_argument(residual, chunk * num_parts * to.part.lossy_numel, out),
+        ),
         IN_WIRE=WIRE_IDS[layout.wire],
         WIRE=WIRE_IDS[to.wire],
         BLOCK=to.block_numel,
         TILE=tile,
-        FEEDBACK=FEEDBACK_IDS[feedback.format],
-        **options(tile, plain_registers("reduce", to.wire, layout.wire, 4), feedback.format),
+        FEEDBACK=residual is not None,
+        **options(tile, plain_registers("reduce", to.wire, layout.wire, 4), residual is not None),
     )
 
 

@@ -98,16 +98,16 @@ class Kernel:
         ptx.launch(code["ptx"], num_programs, code["num_threads"], values, memory, code["shared_nbytes"])
 
     def variant_of(self, dtype: torch.dtype, constants: dict[str, object]) -> "_C.KernelKey":
-        from fusedcomm.kernels.constants import FEEDBACK_IDS, WIRE_IDS
+        from fusedcomm.kernels.constants import WIRE_IDS
 
-        wires, formats = ({number: name for name, number in ids.items()} for ids in (WIRE_IDS, FEEDBACK_IDS))
+        wires = {number: name for name, number in WIRE_IDS.items()}
         return variants.Variant(
             self.name,
             wires.get(constants.get("WIRE")),
             constants.get("BLOCK", 0),
             dtype if self.name in ("pack", "unpack") else None,
             in_wire=wires.get(constants.get("IN_WIRE")),
-            feedback=formats[constants.get("FEEDBACK", 0)],
+            feedback=bool(constants.get("FEEDBACK")),
             sums=constants.get("SUMS", False),
         )
 

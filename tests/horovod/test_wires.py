@@ -19,7 +19,7 @@ CONFIGS = [
     *(Config(wire) for wire in WIRES),
     Config("int8", wires={"b.*": "bf16", "a.*": "int4", "1d": "fp32"}),
     Config("fp16", "two-shot", chunks=Chunks(5000, 3)),
-    Config("int4", feedback=Feedback("bf16")),
+    Config("int4", feedback=Feedback()),
     Config("bf16", hosts=TwoLevels([[0, 2], [1, 3]], "fp16")),
     Config("bf16", hosts=[[0, 1], [2, 3]]),
     Config("bf16", hosts=2),
@@ -97,7 +97,7 @@ LOSSY = [
     Config("bf16", feedback=Feedback()),
     Config("fp16"),
     Config("int8"),
-    Config("int8", feedback=Feedback("bf16")),
+    Config("int8", feedback=Feedback()),
     Config("int4", feedback=Feedback()),
     Config("fp8", feedback=Feedback()),
 ]
@@ -127,7 +127,7 @@ def test_means_have_the_bits_of_simulate_and_a_power_of_two_rounds_nothing(ranks
     outcome = ranks.run(lossy_sums, world_size=size)
     for number, config in enumerate(LOSSY):
         for of_all, members in ((True, range(size)), (False, (0, size - 1))):
-            residuals = None if config.feedback is None else fusedcomm.Residuals(config.feedback.format)
+            residuals = None if config.feedback is None else fusedcomm.Residuals()
             for step in range(NUM_STEPS):
                 gradients = [normal(rank, step, SHAPE) for rank in members]
                 expected = 2.0 * fusedcomm.simulate(gradients, config, residuals=residuals)

@@ -42,8 +42,7 @@ def every_variant() -> list["_C.KernelKey"]:
         variants += engine_variants(wires, DTYPES, one_shot=True)
         for local_wire in ("fp32", "bf16", "fp16"):
             variants += engine_variants(wires, DTYPES[:1], local_wire=local_wire)
-        for feedback in ("fp32", "bf16"):
-            variants += engine_variants(wires, DTYPES[:1], local_wire="bf16", feedback=feedback)
+        variants += engine_variants(wires, DTYPES[:1], local_wire="bf16", feedback=True)
     return list(dict.fromkeys(variants))
 
 

@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 CAPABILITIES = (75, 80, 90, 100, 120)
 NUM_THREADS = 32 * NUM_WARPS
 FP32, BF16 = torch.float32, torch.bfloat16
-RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2}
 
 # (kernel, wire, gradient dtype, other fields of the variant)
 KERNELS = [
@@ -36,13 +35,13 @@ KERNELS = [
     *((kernel, wire, BF16, {}) for kernel in ("pack", "unpack") for wire in WIRES[:4]),
     *(("unpack", wire, FP32, {"sums": True}) for wire in ("bf16", "int8", "fp8")),
     ("unpack", "int4", FP32, {"sums": True}),
-    ("pack", "bf16", FP32, {"feedback": "fp32"}),
-    ("pack", "bf16", BF16, {"feedback": "bf16"}),
-    ("pack", "int8", FP32, {"feedback": "bf16"}),
-    ("pack", "int4", FP32, {"feedback": "bf16"}),
-    ("reduce", "fp8", None, {"feedback": "fp32"}),
-    ("reduce", "int4", None, {"feedback": "fp32"}),
-    ("reduce", "int4", None, {"feedback": "bf16", "in_wire": "bf16"}),
+    ("pack", "bf16", FP32, {"feedback": True}),
+    ("pack", "bf16", BF16, {"feedback": True}),
+    ("pack", "int8", FP32, {"feedback": True}),
+    ("pack", "int4", FP32, {"feedback": True}),
+    ("reduce", "fp8", None, {"feedback": True}),
+    ("reduce", "int4", None, {"feedback": True}),
+    ("reduce", "int4", None, {"feedback": True, "in_wire": "bf16"}),
 ]
 
 
@@ -103,7 +102,7 @@ def test_accesses_are_wide_and_nothing_is_spilled(compiled, kernel, wire, dtype,
         "reduce": (code_nbytes.get(in_code), code_nbytes.get(wire)),
         "scale": (grad, grad),
     }[kernel]
-    residual = RESIDUAL_NBYTES.get(fields.get("feedback"), 0)
+    residual = 4 if fields.get("feedback") else 0
     # int4 has two codes in a byte, and a thread at most 16 elements of a tile.
     numel = int(min(16 / max(*moved, residual), TILE / NUM_THREADS))
     num_vectors = TILE // (NUM_THREADS * numel)
@@ -130,15 +129,15 @@ def refused(expected, call):
 variant = variants.Variant("scale", None, 128, torch.float32)
 engine = variants.engine_variants([("int8", 128)], (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 8, engine  # two for exact sums that are not in place
-several = variants.engine_variants([("int4", 32), ("fp32", 128)], (torch.float32,), "bf16")
+several = variants.engine_variants([("int4", 32), ("fp32", 128)], (torch.float32,), True)
 assert {(v.wire, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
-    ("int4", "bf16"), ("fp32", None)
+    ("int4", True), ("fp32", False)
 }, several
-hosts = variants.engine_variants([("int4", 32)], (torch.float32,), "bf16", local_wire="bf16")
+hosts = variants.engine_variants([("int4", 32)], (torch.float32,), True, local_wire="bf16")
 assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in hosts if v.wire} == {
-    ("pack", "bf16", None, None), ("pack", "int4", None, "bf16"), ("reduce", "int4", "bf16", "bf16"),
-    ("reduce", "int4", None, "bf16"), ("unpack", "int4", None, None),
-    ("pack", "fp32", None, None), ("unpack", "fp32", None, None),
+    ("pack", "bf16", None, False), ("pack", "int4", None, True), ("reduce", "int4", "bf16", True),
+    ("reduce", "int4", None, True), ("unpack", "int4", None, False),
+    ("pack", "fp32", None, False), ("unpack", "fp32", None, False),
 }, hosts
 one_shot = variants.engine_variants([("int4", 32)], (torch.float32,), one_shot=True)
 assert {(v.kernel, v.sums) for v in one_shot if v.wire == "int4"} == {

@@ -44,7 +44,7 @@ def run(device):
 
 
 MANY_VALUES = ("values around codes", "every gradient of 16 bits")
-WITH_EACH_WIRE = ("one run", "ragged", "residuals in bf16", "special values", "values around codes")
+WITH_EACH_WIRE = ("one run", "ragged", "residuals", "special values", "values around codes")
 
 
 def sample(wire_format, dtype, name, device):
@@ -68,7 +68,7 @@ def test_gives_the_bytes_of_the_oracle(device, wire_format, dtype, name):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("feedback", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire_format", WIRES)
 def test_at_the_real_tile(device, wire_format, dtype, feedback):
@@ -90,14 +90,14 @@ def test_any_bucket(run, request):
     check_any()
 
 
-@pytest.mark.parametrize("feedback", [None, "bf16"])
+@pytest.mark.parametrize("feedback", [False, True])
 def test_wires_share_a_message(run, feedback):
     layouts = check(run, dataclasses.replace(SEVERAL_WIRES, feedback=feedback))
     assert layouts[0].num_chunks > 1
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("feedback", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("in_wire", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("wire_format", WIRES)
 def test_sums_in_one_wire_are_encoded_in_another(run, wire_format, in_wire, feedback):

@@ -59,7 +59,7 @@ BUCKETS = {
     "counts": replace(RAGGED, values=infinities),
     "views": replace(RAGGED, shift=1),
     "fp8 specials": case_of("special values", "fp8", torch.float32),
-    "int4 steps": replace(FLAT, wires=("int4",), feedback="bf16"),
+    "int4 steps": replace(FLAT, wires=("int4",), feedback=True),
 }
 CHECKS = {name: partial(check, REAL, case) for name, case in BUCKETS.items()}
 CHECKS["scale"] = partial(check_scale, REAL, 2 * TILE + 3)

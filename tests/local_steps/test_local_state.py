@@ -43,7 +43,7 @@ RESUMED = {
     ],
     3: [
         (WIDE, "int4", ""),
-        (WIDE, Config("int8", feedback=Feedback("bf16"), chunks=Chunks(4096)), ""),
+        (WIDE, Config("int8", feedback=Feedback(), chunks=Chunks(4096)), ""),
         (WIDE, Config("int4", feedback=Feedback()), ""),
     ],
     4: [

@@ -76,7 +76,7 @@ class Chaos:
 def run(args: argparse.Namespace) -> dict:
     """Returns the pauses. Raises AssertionError if a rank fails or has other bits, TimeoutError if one hangs."""
     began = time.monotonic()
-    feedback = fusedcomm.Feedback("fp32") if args.feedback else None
+    feedback = fusedcomm.Feedback() if args.feedback else None
     config = {"wire": args.wire, "feedback": feedback, "chunks": fusedcomm.Chunks(nbytes=4096, in_flight=2)}
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         script = Script(folder, config, num_founders=args.ranks, silence=args.silence)

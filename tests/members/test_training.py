@@ -69,7 +69,7 @@ def test_microbatches_of_a_step_stay_as_many_also_where_a_survivor_takes_means_f
 
 def test_with_error_feedback_no_gradient_is_lost_but_that_of_the_lost_rank(team):
     """What was delivered and what the survivors still keep is what they have computed, to a rounding of a mean."""
-    run = team(config={"wire": "int4", "feedback": fusedcomm.Feedback("fp32")}, die={"0": (LOST, "between")})
+    run = team(config={"wire": "int4", "feedback": fusedcomm.Feedback()}, die={"0": (LOST, "between")})
     ends = {name: run.read(name, "end")["residuals"] for name in ("1", "2")}
     for i, shape in enumerate(SHAPES):
         delivered = torch.zeros(shape)

@@ -27,12 +27,12 @@ std::vector<Setup> setups() {
   const auto add = [&all](const WireConfig& config) -> Setup& { return all.emplace_back(setup_of(config)); };
   add(wire_config(Wire::kBf16, Sum::kTwoShot)).passes_float64 = true;
   Setup& apart = add(wire_config(Wire::kBf16, Sum::kOneShot));
-  apart.config.feedback = ResidualFormat::kFp32;
+  apart.config.feedback = true;
   apart.passes_float64 = apart.are_apart = true;
   Setup& exact = add(wire_config(Wire::kFp32, Sum::kExact));
   exact.passes_float64 = true;
   exact.backend.has_own_stream = true;
-  add(wire_config(Wire::kBf16, Sum::kTwoShot)).config.feedback = ResidualFormat::kFp32;
+  add(wire_config(Wire::kBf16, Sum::kTwoShot)).config.feedback = true;
   add(wire_config(Wire::kBf16, Sum::kTwoShot, 1, 3)).backend.has_own_stream = true;
   add(wire_config(Wire::kBf16, Sum::kTwoShot, 2));
   add(wire_config(Wire::kBf16, Sum::kTwoShot, 2, 1)).num_synced = 4;

@@ -15,7 +15,6 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -46,7 +45,7 @@ using Results = std::map<int, std::map<size_t, Bits>>;  // by step and bucket
 
 struct Setup {
   std::vector<int> members;  // their devices, in the order of ranks
-  std::optional<ResidualFormat> feedback;
+  bool feedback = false;
   int num_steps = 4;
   sim::Loss loss;     // in the first view; its numbers are those of members
   int lost_in = -1;   // the step, 0 or 1
@@ -332,7 +331,7 @@ Run train(const Setup& setup, bool loses_in_last_transfer = false) {
 }
 
 // Every collective of a step is once the one in which a rank is lost.
-void lose_in_each(std::optional<ResidualFormat> feedback, int lost_in, bool reaches_one) {
+void lose_in_each(bool feedback, int lost_in, bool reaches_one) {
   Setup setup;
   setup.members = {0, 1, 2, 3};
   setup.feedback = feedback;
@@ -362,9 +361,9 @@ void lose_in_each(std::optional<ResidualFormat> feedback, int lost_in, bool reac
   }
 }
 
-void lost() { lose_in_each(std::nullopt, 1, false); }
-void lost_with_feedback() { lose_in_each(ResidualFormat::kFp32, 0, false); }
-void reaching_one() { lose_in_each(std::nullopt, 1, true); }
+void lost() { lose_in_each(false, 1, false); }
+void lost_with_feedback() { lose_in_each(true, 0, false); }
+void reaching_one() { lose_in_each(false, 1, true); }
 
 }  // namespace
 

@@ -53,21 +53,6 @@ float encode(Wire wire, float value, std::byte* at) {
   return decode(wire, at);
 }
 
-// The residual of one encoder; `at` is null if there is none.
-struct Residuals {
-  std::byte* at;
-  Wire format;
-  float load(int64_t i) const { return at ? decode(format, at + i * nbytes_of(format)) : 0; }
-  void store(int64_t i, float value) const {
-    if (at) encode(format, value, at + i * nbytes_of(format));
-  }
-};
-
-Residuals residuals(const KernelKey& key, void* at) {
-  const bool is_bf16 = key.feedback == ResidualFormat::kBf16;
-  return {static_cast<std::byte*>(at), is_bf16 ? Wire::kBf16 : Wire::kFp32};
-}
-
 // One section of a message, exact or lossy, and the stream that it holds.
 struct Section {
   Wire wire;
@@ -116,25 +101,24 @@ struct Work {
 Work pack(const KernelKey& key, const PackLaunch& args) {
   const Section exact{Wire::kFp32, static_cast<std::byte*>(args.out.exact), args.part.exact_numel, args.exact};
   const Section lossy{key.wire, static_cast<std::byte*>(args.out.codes), args.part.numel, args.lossy};
-  const Residuals residual = residuals(key, args.residual);
+  auto* const residual = static_cast<float*>(args.residual);
   Work work;
   for (const Section& section : {exact, lossy}) {
     add(section, args.grads, args.first_part, args.num_parts, args.part.stride, true, &work.accesses);
   }
-  const int64_t unit = nbytes_of(residual.format), begin = args.first_part * lossy.numel;
-  if (residual.at) {
-    work.accesses.push_back(bytes(residual.at + begin * unit, args.num_parts * lossy.numel * unit, true));
+  if (residual) {
+    work.accesses.push_back(bytes(residual + args.first_part * lossy.numel, args.num_parts * lossy.numel * 4, true));
   }
   work.run = [=] {
     for (const Section& section : {exact, lossy}) {
-      const bool keeps = section.at == lossy.at && residual.at;
+      const bool keeps = section.at == lossy.at && residual;
       for (int64_t part = 0; part < args.num_parts; ++part) {
         const int64_t first = (args.first_part + part) * section.numel;
         const auto store = [&](int64_t element, float gradient) {
-          const float value = gradient * args.scale + (keeps ? residual.load(element) : 0);
+          const float value = gradient * args.scale + (keeps ? residual[element] : 0);
           std::byte* const to = section.at + part * args.part.stride + (element - first) * nbytes_of(section.wire);
           const float sent = encode(section.wire, value, to);
-          if (keeps) residual.store(element, value - sent);
+          if (keeps) residual[element] = value - sent;
         };
         for (int64_t i = 0; i < section.numel; ++i) store(first + i, 0);  // padding
         visit_runs(args.grads, section.slices, first, first + section.numel,
@@ -159,7 +143,7 @@ Work reduce(const KernelKey& key, const ReduceLaunch& args) {
                                        static_cast<std::byte*>(args.out.exact), args.part.exact_numel, false},
                                       {key.in_wire, key.wire, static_cast<std::byte*>(args.in.codes),
                                        static_cast<std::byte*>(args.out.codes), args.part.numel, true}};
-  const Residuals residual = residuals(key, args.residual);
+  auto* const residual = static_cast<float*>(args.residual);
   Work work;
   for (const Pair& section : sections) {
     for (int64_t rank = 0; rank < args.world_size; ++rank) {
@@ -171,9 +155,7 @@ Work reduce(const KernelKey& key, const ReduceLaunch& args) {
           bytes(section.out + part * args.part.stride, section.numel * nbytes_of(section.to), true));
     }
   }
-  if (residual.at) {
-    work.accesses.push_back(bytes(residual.at, args.num_parts * args.part.numel * nbytes_of(residual.format), true));
-  }
+  if (residual) work.accesses.push_back(bytes(residual, args.num_parts * args.part.numel * 4, true));
   work.run = [=] {
     for (const Pair& section : sections) {
       for (int64_t i = 0; i < args.num_parts * section.numel; ++i) {
@@ -181,12 +163,12 @@ Work reduce(const KernelKey& key, const ReduceLaunch& args) {
         for (int64_t rank = 0; rank < args.world_size; ++rank) {
           sum += decode(section.from, section.in + rank * args.in_stride + i * nbytes_of(section.from));
         }
-        const bool keeps = section.is_lossy && residual.at;
-        const float value = sum * args.scale + (keeps ? residual.load(i) : 0);
+        const bool keeps = section.is_lossy && residual;
+        const float value = sum * args.scale + (keeps ? residual[i] : 0);
         std::byte* const to =
             section.out + i / section.numel * args.part.stride + i % section.numel * nbytes_of(section.to);
         const float sent = encode(section.to, value, to);
-        if (keeps) residual.store(i, value - sent);
+        if (keeps) residual[i] = value - sent;
       }
     }
   };
@@ -278,8 +260,7 @@ CudaKernels kernels(const std::vector<Wire>& wires) {
   };
   add({kScaleKernel});
   for (const Wire wire : wires) {
-    for (const std::optional<ResidualFormat> feedback :
-         {std::optional<ResidualFormat>(), std::optional(ResidualFormat::kFp32)}) {
+    for (const bool feedback : {false, true}) {
       KernelKey key{kPackKernel};
       key.wire = wire;
       key.feedback = feedback;

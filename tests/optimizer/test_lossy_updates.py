@@ -65,7 +65,7 @@ def trained(rank, world_size, config, device):
     return train(Way(config=config, update="bf16"), rank, world_size, 5, owners=True, overlap=True, device=device)
 
 
-@pytest.mark.parametrize("feedback", [None, Feedback("fp32")])
+@pytest.mark.parametrize("feedback", [None, Feedback()])
 def test_bf16_both_ways_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, ranks, feedback):
     config = Config("bf16", sum="two-shot", feedback=feedback, chunks=Chunks(nbytes=4096, in_flight=2))
     first, other = ranks_on_streams.run(trained, config, on_streams.DEVICE)

@@ -3,12 +3,11 @@ error names both values of a pair."""
 
 import dataclasses
 
-import torch
 from refusals import rows
 from torch import nn
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config, Feedback, LocalOptions, TwoLevels
+from fusedcomm.config import Chunks, Config, LocalOptions, TwoLevels
 
 OUT_OF_RANGE = [
     (lambda _: Config("fp7"), "wire='fp7' ... 'fp32', 'bf16', 'fp16', 'int8'"),
@@ -34,8 +33,6 @@ OUT_OF_RANGE = [
     (lambda _: Config(hosts=[[0, 1], [1, 2]]), "rank(s) [1] are on two hosts"),
     (lambda _: Config(hosts=[[0, 1], [2]]), "hosts[0] has 2 ranks, hosts[1] 1"),
     (lambda _: TwoLevels("auto", "int8"), "TwoLevels(local_wire)='int8' is not known ... 'bf16'"),
-    (lambda _: Feedback("fp8"), "Feedback(format)='fp8' ... 'fp32', 'bf16'"),
-    (lambda _: Feedback("int8"), "Feedback(format)='int8' ... 'fp32', 'bf16'"),
     (lambda _: Chunks(100), "Chunks(nbytes)=100 ... 4096"),
     (lambda _: Chunks(2**63), f"Chunks(nbytes)={2**63} ... whole number of bytes"),
     (lambda _: Chunks(2**62), f"Chunks(nbytes)={2**62} ... from 4096 to 1073741824"),
@@ -45,16 +42,10 @@ OUT_OF_RANGE = [
     (lambda _: LocalOptions(codec_threads=0), "codec_threads=0 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=100000), "codec_threads=100000 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=2.0), "codec_threads=2.0 ... whole number"),
-    (lambda _: fusedcomm.Residuals("int8"), "Feedback(format)='int8' ... 'bf16'"),
 ]
-FED_BACK = Config("int8", "two-shot", feedback=Feedback())
 PAIRS = [
     (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32'"),
     (lambda _: fusedcomm.CommState("auto"), "config='auto' does not go with CommState"),
-    (
-        lambda _: fusedcomm.simulate([torch.zeros(3)], FED_BACK, residuals=fusedcomm.Residuals("bf16")),
-        "residuals are 'bf16' ... feedback=Feedback()",
-    ),
     (
         lambda _: dataclasses.replace(Config("bf16", "direct"), wire="int8"),
         "sum='direct' does not go with wire='int8'",

@@ -115,7 +115,7 @@ CODES = {"1d": "int4"}
     [
         ("hook", Config("int4", wires=CODES, feedback=Feedback())),
         ("CommState", Config("int4", wires=CODES, feedback=Feedback())),
-        ("reducer", Config("int8", feedback=Feedback("bf16"))),
+        ("reducer", Config("int8", feedback=Feedback())),
         ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
         ("owners", Config("int8", feedback=Feedback())),
         pytest.param("FSDP2", Config("int8", params="int8", wires=CODES), marks=pytest.mark.check),

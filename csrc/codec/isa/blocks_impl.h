@@ -296,8 +296,8 @@ constexpr KernelTable make_table(const char* isa, CodeList<Code...>) {
           scale_elements<V>,
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
           {block_kernels<V, Code>()...},
-          {add<V, float>, add<V, Bf16>, nullptr},
-          {subtract<V, float>, subtract<V, Bf16>, nullptr},
+          add<V>,
+          subtract<V>,
           V::fence};
 }
 

@@ -90,31 +90,29 @@ int64_t scale_elements(float* data, int64_t numel, float scale) {
   return scale_span<V>(data, body, scale) + scale_span<Scalar>(data + body, numel - body, scale);
 }
 
-template <class V, class Addend>
-void add_span(float* data, const Addend* addend, int64_t numel) {
+template <class V>
+void add_span(float* data, const float* addend, int64_t numel) {
   for (int64_t i = 0; i < numel; i += V::kLanes) {
     V::store(data + i, V::canonical(V::add(V::load(data + i), V::load(addend + i))));
   }
 }
 
-template <class V, class Addend>
-void add(float* data, const void* addend_data, int64_t numel) {
-  const auto* addend = static_cast<const Addend*>(addend_data);
+template <class V>
+void add(float* data, const float* addend, int64_t numel) {
   const int64_t body = numel - numel % V::kLanes;
   add_span<V>(data, addend, body);
   add_span<Scalar>(data + body, addend + body, numel - body);
 }
 
-template <class V, class Out>
-void subtract_span(const float* value, const float* decoded, Out* out, int64_t numel) {
+template <class V>
+void subtract_span(const float* value, const float* decoded, float* out, int64_t numel) {
   for (int64_t i = 0; i < numel; i += V::kLanes) {
     V::store(out + i, V::finite_or_zero(V::sub(V::load(value + i), V::load(decoded + i))));
   }
 }
 
-template <class V, class Out>
-void subtract(const float* value, const float* decoded, void* out_data, int64_t numel) {
-  auto* out = static_cast<Out*>(out_data);
+template <class V>
+void subtract(const float* value, const float* decoded, float* out, int64_t numel) {
   const int64_t body = numel - numel % V::kLanes;
   subtract_span<V>(value, decoded, out, body);
   subtract_span<Scalar>(value + body, decoded + body, out + body, numel - body);

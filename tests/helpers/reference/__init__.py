@@ -12,7 +12,7 @@ With error feedback, an encoder keeps a residual for each lossy element, padding
 last step. It first adds the residual to y, so an element's rounding errors do not add up over the steps:
 
     y += residual, then residual = y − decoded, or 0 where that is not finite
-    residuals are fp32 or bf16 (rounded as on the wire)
+    residuals are fp32
 
 Every stored NaN is the canonical one: 0x7FC00000 in fp32, 0x7FC0 in bf16, 0x7E00 in fp16.
 """
@@ -29,7 +29,7 @@ from reference.elements import (
     scaled,
     values_of_codes,
 )
-from reference.stages import Feedback, pack, part_bytes, reduce, unpack
+from reference.stages import pack, part_bytes, reduce, unpack
 from reference.sums import all_reduce_mean, slice_list, taken
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "round_to",
     "scaled",
     "values_of_codes",
-    "Feedback",
     "pack",
     "part_bytes",
     "reduce",

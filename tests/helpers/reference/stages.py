@@ -1,7 +1,5 @@
 """pack, reduce and unpack: gradients → a chunk's message → the message of the mean → gradients."""
 
-import dataclasses
-
 import torch
 
 from fusedcomm.native import _C
@@ -17,30 +15,6 @@ from reference.elements import (
     scaled,
 )
 
-RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def load_residual(residual: torch.Tensor, format: str) -> torch.Tensor:
-    """fp32 [numel]: the values of `residual`, which is uint8 [_C.residual_nbytes(format, numel)]."""
-    return residual.view(RESIDUAL_DTYPES[format]).float()
-
-
-def store_residual(residual: torch.Tensor, values: torch.Tensor, begin: int, format: str) -> None:
-    """Writes `values` (fp32) to `residual` (uint8) from element `begin` on. Values that are not finite become zeros."""
-    values = torch.where(values.isfinite(), values, 0.0)
-    stored = round_to(values, RESIDUAL_DTYPES[format])
-    residual.view(RESIDUAL_DTYPES[format])[begin : begin + values.numel()] = stored
-
-
-@dataclasses.dataclass
-class Feedback:
-    """A residual and its format; `pack` and `reduce` read and overwrite it."""
-
-    format: str
-    residual: torch.Tensor
-    """uint8 [_C.residual_nbytes(format, numel)]. It has all elements that this encoder encodes: for pack
-    numel is layout.padded_numel; for reduce it covers the parts that the rank encodes, chunk after chunk."""
-
 
 def pack(
     layout: "_C.BucketLayout",
@@ -48,13 +22,13 @@ def pack(
     lossy_flat: torch.Tensor,
     exact_flat: torch.Tensor,
     scale: float,
-    feedback: Feedback | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The bytes of one chunk in this layout: uint8 [layout.num_parts · layout.part.nbytes].
 
     `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's elements, in fp32, bf16 or
-    fp16. `scale` is the factor for every element. `feedback` turns on error feedback. Raises
-    ValueError if they have other lengths.
+    fp16. `scale` is the factor for every element. residual: with error feedback, fp32 [layout.padded_numel], read and
+    overwritten. Raises ValueError if they have other lengths.
     """
     _check_numels(layout, lossy_flat, exact_flat)
     lossy_numel = layout.part.lossy_numel
@@ -62,7 +36,7 @@ def pack(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
     begin = chunk * layout.num_parts * lossy_numel
-    codes, scales = _encode(layout, lossy, begin, feedback)
+    codes, scales = _encode(layout, lossy, begin, residual)
     exacts = [
         _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
         for p in range(layout.num_parts)
@@ -75,7 +49,7 @@ def reduce(
     layout: "_C.BucketLayout",
     parts: torch.Tensor,
     scale: float,
-    feedback: Feedback | None = None,
+    residual: torch.Tensor | None = None,
     chunk: int = 0,
     to: "_C.BucketLayout | None" = None,
     num_parts: int = 1,
@@ -84,7 +58,8 @@ def reduce(
 
     `parts`, uint8 [layout.num_parts · layout.part.nbytes], holds every rank's encoding of the same part, in rank order,
     which is the order of summation. `to` None means `layout`. A part of `layout` must have as many elements as
-    `num_parts` parts of `to`. `feedback` turns on error feedback, which alone uses `chunk`.
+    `num_parts` parts of `to`. residual: with error feedback, which alone uses `chunk`,
+    fp32 [elements of the parts that the rank encodes, chunk after chunk].
     """
     to = layout if to is None else to
     lossy_sum, exact_sum = None, None
@@ -97,7 +72,7 @@ def reduce(
         to,
         scaled(lossy_sum, scale),
         chunk * numel,
-        feedback,
+        residual,
     )
     exacts = scaled(exact_sum, scale).view(num_parts, -1)
     pieces = zip(_pieces(codes, num_parts), _pieces(scales, num_parts), exacts, strict=True)
@@ -108,17 +83,16 @@ def _encode(
     layout: "_C.BucketLayout",
     y: torch.Tensor,
     begin: int,
-    feedback: Feedback | None,
+    residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of `y`, whose residual starts at element `begin`."""
     end = begin + y.numel()
-    if feedback is not None:
-        residual = load_residual(feedback.residual, feedback.format)
+    if residual is not None:
         y = y + residual[begin:end]
     codes, scales = encode(y, layout.wire, layout.block_numel)
-    if feedback is not None:
-        decoded = decode(codes, scales, layout.wire, layout.block_numel)
-        store_residual(feedback.residual, y - decoded, begin, feedback.format)
+    if residual is not None:
+        left_out = y - decode(codes, scales, layout.wire, layout.block_numel)
+        residual[begin:end] = torch.where(left_out.isfinite(), left_out, 0.0)
     return codes, scales
 
 
