@@ -72,6 +72,7 @@ void bind_watched(py::module_& m) {
       .def_readonly("step", &View::step)
       .def_readonly("num_chunks", &View::num_chunks)
       .def_property_readonly("waits_s", [](const View& view) { return seconds_since(view.handed); })
+      .def_property_readonly("under_way_s", [](const View& view) { return seconds_since(view.oldest_since); })
       .def_property_readonly("stalled_s", [](const View& view) { return seconds_since(view.moved); })
       .def_property_readonly("at",
                              [](const View& view) {

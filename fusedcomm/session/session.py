@@ -259,7 +259,8 @@ class Session:
         if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            watch = Watch(self.synchronizer, self.peers, self._store.under("watch"), self.explains)
+            store, port = self._store.under("watch"), bounded_store.store_port(self.process_group)
+            watch = Watch(self.synchronizer, self.peers, store, port, self.explains)
         except RuntimeError as error:  # the system has no thread left
             self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
