@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lib.common import Report, Row, in_turn, keep_memory, percentiles, worst
 from lib.models import make_model, numel_of
+from lib.oracle import tcp_nbytes_sent
 from lib.rank import gathered
 from lib.ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 
 from fusedcomm.ranks import groups
-from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
 # Checked steps of each way, with known gradients.
 NUM_CHECKS = 3

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from lib.common import Report, Row, keep_memory
+from lib.oracle import tcp_nbytes_sent
 from lib.ways import TOLERANCES
 from reducer_host import Model
 from torch import Tensor
 
 import fusedcomm
 from fusedcomm.ranks import groups
-from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
 WITHOUT, AGAIN, WITH = "without", "without, again", "members"
 WAYS = (WITHOUT, AGAIN, WITH)

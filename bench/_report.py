@@ -1,5 +1,5 @@
 """Tables of what the wires do to training, what fusedcomm costs on one machine, and FSDP2's steps, from the JSON of
-bench/accuracy.py, codec.py, hook_overhead.py, fsdp.py and the demo; _features_report.py has those of other features.
+bench/accuracy.py, codec.py, hook_overhead.py and fsdp.py; _features_report.py has those of other features.
 
 python bench/_report.py     # writes the tables in bench/results/{accuracy,overhead}.md, docs/benchmarks.md, README.md
 """
@@ -142,18 +142,6 @@ def hook_table() -> str:
     return markdown(heading, body)
 
 
-def demo_table() -> str:
-    document = load("demo.json")
-    env, seeds = document["env"], document["noise_band"]["seeds"]
-    where = f"{seeds} seeds, {env['ranks']} ranks, torch {env['torch']}"
-    body = []
-    for row in document["summary"]:
-        accuracy = row["accuracy"]
-        spread = f"{accuracy['mean']:.2%} ({accuracy['low']:.2%} to {accuracy['high']:.2%})"
-        body.append([row["name"], f"{row['bytes_ratio']:.3f}", spread])
-    return markdown([where, "bytes, of DDP's", "test accuracy, mean (range)"], body)
-
-
 # ---- FSDP2
 
 
@@ -192,7 +180,7 @@ def tables() -> dict[Path, dict[str, str]]:
     return {
         ACCURACY: {name: table(accuracy) for name, table in of_accuracy.items()},
         README: {WIRES: wires_table(accuracy)},
-        OVERHEAD: {"codec": codec_table(load("cpu-codec.json")), "hook": hook_table(), "demo": demo_table()},
+        OVERHEAD: {"codec": codec_table(load("cpu-codec.json")), "hook": hook_table()},
         BENCHMARKS: {
             "fsdp": fsdp_table(),
             **{name: table() for name, table in _features_report.TABLES.items()},

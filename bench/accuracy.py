@@ -3,8 +3,8 @@
     error by ranks   vNMSE = Σ(x − mean)² / Σ mean², where x is every rank's result and mean the float64 mean: of every
                      wire and sum, for 2 to 4096 simulated ranks, of random gradients and of recorded gradients of a
                      small transformer
-    training         the demo's network and that transformer, trained with the mean of 4 simulated ranks' gradients over
-                     each wire: final loss, gradient error, error of the gradient's norm
+    training         a network for handwritten digits and that transformer, trained with the mean of 4 simulated ranks'
+                     gradients over each wire: final loss, gradient error, error of the gradient's norm
 
 fusedcomm.simulate computes every mean, with the CPU codec. In one case every way gets the same gradients.
 bench/_report.py makes tables of the JSON, bench/_pictures.py draws it, and docs/accuracy.md discusses it.
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 import fusedcomm
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.tools.demo import training as demo
 
 # Elements. Gradients are cut at multiples of it, which are boundaries of blocks of any size.
 GRAIN = 4096
@@ -220,7 +219,7 @@ def characters_task(characters: Characters, held_out: int) -> Task:
 
 
 def digits_task() -> Task:
-    """The demo's network, data and schedule. The final loss is the loss on all training digits."""
+    """scikit-learn's 8×8 digits. The final loss is the loss on all training digits."""
     images, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(images).float().div(16).view(-1, 1, 8, 8)
     split = train_test_split(images, torch.from_numpy(labels), test_size=0.3, random_state=0, stratify=labels)
@@ -231,7 +230,7 @@ def digits_task() -> Task:
         shard_images, shard_labels = train_images[shard], train_labels[shard]
         generator = torch.Generator().manual_seed(seed)
         while True:
-            for chosen in torch.randperm(len(shard_labels), generator=generator).split(demo.BATCH_PER_RANK)[:-1]:
+            for chosen in torch.randperm(len(shard_labels), generator=generator).split(32)[:-1]:
                 yield shard_images[chosen], shard_labels[chosen]
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -242,9 +241,14 @@ def digits_task() -> Task:
         return {"loss": loss(model, (train_images, train_labels)).item(), "accuracy": accuracy}
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=demo.LEARNING_RATE, momentum=demo.MOMENTUM)
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    return Task("digits", demo.network, optimizer, loss, batches, final)
+    def network() -> nn.Module:
+        convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
+        linear = [nn.Linear(64 * 4 * 4, 256), nn.ReLU(), nn.Linear(256, 10)]
+        return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), *linear)
+
+    return Task("digits", network, optimizer, loss, batches, final)
 
 
 def rank_gradients(task: Task, model: nn.Module, batches: Sequence[Iterator]) -> list[Tensor]:

@@ -16,7 +16,6 @@ from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
     from fusedcomm.attaching import attach
-    from fusedcomm.autotune.auto import Auto
     from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.config import (
         SUMS,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SUMS",
     "WIRES",
-    "Auto",
     "Chunks",
     "CommState",
     "Config",
@@ -95,7 +93,6 @@ _HOME = {
     "MembersSampler": "members.training.sampler",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
-    "Auto": "autotune.auto",
     "Tuning": "autotune.tuner",
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",

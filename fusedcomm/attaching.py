@@ -53,10 +53,8 @@ def attach(
             a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu
             over a gloo group, or on one cuda device over an NCCL group: every such module's reduce-scatter, and the
             all-reduce of replicas;
-            a module given to the older ``replicate`` of torch.distributed._composable, which makes a
-            DistributedDataParallel inside, if need be now: parameters are named by their numbers in it;
             what ``torch.compile`` or Lightning Fabric has made of one of these.
-        config: a wire's name, a :class:`fusedcomm.Config`, "off", or, for DDP, a :class:`fusedcomm.Auto` or "auto"; see
+        config: a wire's name, a :class:`fusedcomm.Config`, "off", or, for DDP, "auto"; see
             :func:`fusedcomm.autotune.auto.chosen`.
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank. They have no effect on
             DDP's own all-reduce.
@@ -100,7 +98,7 @@ def attach(
             "fusedcomm.attach takes torch's DistributedDataParallel, and this is a fusedcomm.DataParallel, which sends "
             "its gradients itself: DataParallel(model, config=…) chooses how, and model.comm tells what it does"
         )
-    return attach_ddp(_ddp_of(model), config, local=local, quiet=quiet)
+    return attach_ddp(model, config, local=local, quiet=quiet)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -109,28 +107,6 @@ def is_sharded(model: nn.Module) -> bool:
     if fsdp is None or not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
         return False
     return any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
-
-
-def _ddp_of(model: nn.Module) -> nn.Module:
-    """The DistributedDataParallel that the older ``replicate`` keeps beside `model`; `model` if there is none.
-
-    Raises TypeError if modules inside `model` were given to ``replicate``, and `model` was not.
-    """
-    composable = sys.modules.get("torch.distributed._composable.replicate")
-    if composable is None or not isinstance(model, nn.Module):
-        return model
-    if isinstance(model, composable.DDP):
-        state = composable.replicate.state(model)
-        if not state.has_initialized:
-            state.lazy_init()
-        return state._ddp
-    inside = [name for name, module in model.named_modules() if isinstance(module, composable.DDP)]
-    if inside:
-        raise TypeError(
-            f"fusedcomm: {', '.join(inside)} of this model {'was' if len(inside) == 1 else 'were'} given to "
-            "replicate() each by itself: call attach on each of these modules"
-        )
-    return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""The errors whose reason is the disk, which is then named."""
-
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
@@ -23,7 +20,7 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     to as it is.
 
     Raises:
-        OSError: writing failed. The text names the disk and says how much of it is free; `filename` is `path`.
+        OSError: writing failed; `filename` is `path`.
     """
     path = Path(path)
     if is_stream(path):
@@ -34,7 +31,7 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     try:
         raw = _File(unfinished, "xb", opener=_create)
     except OSError as error:
-        raise told(error, path) from error
+        raise _of(error, path) from error
     try:
         with io.BufferedWriter(raw) as file:
             if path.is_file() and not path.is_symlink():
@@ -49,7 +46,7 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
             unfinished.unlink(missing_ok=True)
         if cause is None:
             raise
-        raise told(cause, path) from error
+        raise _of(cause, path) from error
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -65,29 +62,30 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_dir() and (is_open_file or not path.is_file())
 
 
-def why_not_writable(path: Path) -> str:
-    """Why :func:`replacing` cannot write `path`, whose folder exists; empty if it can. A file beside it is made and
-    removed again: root has every permission, also for folders of the kernel and disks that are full."""
+def check_writable(path: Path) -> None:
+    """Makes the folder of `path`. Raises OSError, with the reason, if :func:`replacing` cannot write `path`. A file
+    beside it is made and removed again: root has every permission, also for folders of the kernel and full disks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, and a file is wanted", str(path))
+    if not os.access(path if is_stream(path) else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "no permission", str(path))
+    if is_stream(path):
+        return
+    unfinished = _beside(path)
     try:
-        if not os.access(path if is_stream(path) else path.parent, os.W_OK):
-            return "no permission"
-        if is_stream(path):
-            return ""
-        unfinished = _beside(path)
-        try:
-            with open(unfinished, "xb", opener=_create) as file:
-                file.write(b" ")
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with open(unfinished, "xb", opener=_create) as file:
+            file.write(b" ")
     except OSError as error:
-        return error.strerror
-    return ""
+        raise _of(error, path) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
-def told(error: OSError, path: Path) -> OSError:
-    """`error` of writing `path`, which it then names; if the disk is the reason, the text says how much is free."""
-    where = _disk_of(path) if error.errno in _OF_DISKS else ""
-    return OSError(error.errno, f"{error.strerror}{where}", str(path))
+def _of(error: OSError, path: Path) -> OSError:
+    """`error` of writing `path`, which it then names."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def _beside(path: Path) -> Path:
@@ -109,15 +107,3 @@ class _File(io.FileIO):
         except OSError as error:
             self.failure = error
             raise
-
-
-def _disk_of(path: Path) -> str:
-    """The disk of a file and what is free there, to follow a reason. Empty if the disk cannot be asked."""
-    folder = path.absolute().parent
-    try:
-        space = os.statvfs(folder)
-    except OSError:
-        return ""
-    mount = next((place for place in (folder, *folder.parents) if os.path.ismount(place)), folder)
-    free, whole = (blocks * space.f_frsize / 2**20 for blocks in (space.f_bavail, space.f_blocks))
-    return f" (without this file the disk at {mount} has {free:.2f} of {whole:.2f} MiB free)"

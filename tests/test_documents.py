@@ -22,7 +22,7 @@ from fusedcomm.tools import cli
 BENCH = ROOT / "bench"
 DOCUMENTS = [README, *sorted(DOCS.rglob("*.md")), *sorted((BENCH / "results").glob("*.md"))]
 IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-OURS = re.compile(r"fusedcomm ((?:probe|demo|doctor)\b[^`\n#]*)")
+OURS = re.compile(r"fusedcomm ((?:probe|doctor)\b[^`\n#]*)")
 STEPS = re.compile(r"<!-- (\S+) -->\n```\nsudo \S*python (bench/ddp_step\.py [^`]*)\n```")
 
 
@@ -37,7 +37,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def test_there_are_commands_to_check():
-    assert {command.split()[0] for _, command in commands()} == {"demo", "probe", "doctor"}
+    assert {command.split()[0] for _, command in commands()} == {"probe", "doctor"}
 
 
 @pytest.mark.parametrize(("document", "command"), commands(), ids=str)
@@ -192,7 +192,7 @@ def numbers(line: str) -> list[float]:
 # ---- options
 
 
-@pytest.mark.parametrize("group", ["Config", "Feedback", "Chunks", "TwoLevels", "LocalOptions", "Auto", "attach"])
+@pytest.mark.parametrize("group", ["Config", "Feedback", "Chunks", "TwoLevels", "LocalOptions", "attach"])
 def test_every_option_is_in_the_help_of_what_takes_it(group):
     """The documents send users there for the options."""
     options = getattr(fusedcomm, group)

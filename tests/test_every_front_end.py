@@ -5,7 +5,6 @@ import ast
 import contextlib
 import copy
 import ctypes
-import datetime
 import gc
 import re
 import warnings
@@ -13,7 +12,6 @@ import warnings
 import on_streams
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoints import file_of, read
 from front_ends import FRONT_ENDS, end
 from models import Gradients, integers, mean_of_integers, reducer_of, refusal
@@ -24,7 +22,6 @@ import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.devices import cuda
-from fusedcomm.ranks import torch_groups
 from fusedcomm.simulation import simulate
 
 MAKERS = {
@@ -303,21 +300,6 @@ def test_the_plan_says_that_nccl_is_called_directly(ranks_on_streams, ranks):
     for plan in ranks_on_streams.run(plan_of_a_reducer, on_streams.DEVICE):
         assert "  NCCL is called directly, but through torch for the last bucket of a pass" in plan
     assert "NCCL" not in "".join(ranks.run(plan_of_a_reducer, "cpu", world_size=2))
-
-
-def a_peer_that_never_comes(rank, world_size, device):
-    """What rank 0 says, and the blocks of the device's memory that it has more than before."""
-    if rank == 1:
-        return "", 0
-    before, second = on_streams.num_blocks(), datetime.timedelta(seconds=1)
-    arguments = dist.HashStore(), "own", rank, world_size, second, torch.device(device)
-    said = refusal(torch_groups.own_nccl, *arguments)
-    return said, on_streams.num_blocks() - before
-
-
-def test_a_peer_that_never_comes_is_named_and_leaves_no_memory(ranks_on_streams):
-    said, more = ranks_on_streams.run(a_peer_that_never_comes, on_streams.DEVICE)[0]
-    assert "communicator 'own', because within 1 s rank(s) [1] of these 2 did not come" in said and more == 0
 
 
 MANY = [(30 + i,) for i in range(40)]

@@ -8,11 +8,8 @@ import resource
 import stat
 
 import pytest
-import torch
 
-import fusedcomm.horovod.elastic.files as elastic_files
-from fusedcomm import files
-from fusedcomm.trace import document
+from fusedcomm import files, trace
 
 
 @contextlib.contextmanager
@@ -27,27 +24,18 @@ def files_of_at_most(nbytes):
 
 
 def write_trace(path, numel):
-    document.write(path, {"traceEvents": ["x" * numel]})
+    trace.write(path, {"traceEvents": ["x" * numel]})
 
 
-def write_state(path, numel):
-    elastic_files.write(path, {"saved": torch.zeros(numel)})
-
-
-WRITERS = {"trace": write_trace, "state": write_state}
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_on_a_full_disk_the_old_file_stays_and_no_other(writer, tmp_path):
-    WRITERS[writer](tmp_path / "file.json", 10)
+def test_on_a_full_disk_the_old_file_stays_and_no_other(tmp_path):
+    write_trace(tmp_path / "file.json", 10)
     (path,) = tmp_path.iterdir()
     before = path.read_bytes()
-    says = r"without this file the disk at .* has .* MiB free"
-    with files_of_at_most(len(before) + 512), pytest.raises(OSError, match=says) as error:
-        WRITERS[writer](tmp_path / "file.json", 1_000_000)
+    with files_of_at_most(len(before) + 512), pytest.raises(OSError) as error:
+        write_trace(tmp_path / "file.json", 1_000_000)
     assert error.value.errno == errno.EFBIG and error.value.filename == str(path) and str(path) in str(error.value)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
-    WRITERS[writer](tmp_path / "file.json", 11)
+    write_trace(tmp_path / "file.json", 11)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -60,7 +48,7 @@ def test_what_is_not_a_matter_of_writing_is_raised_as_it_is(tmp_path):
         1 / 0  # noqa: B018
     with pytest.raises(IsADirectoryError) as error:
         files.write_text(folder, "text")
-    assert error.value.filename == str(folder) and "MiB" not in str(error.value)
+    assert error.value.filename == str(folder)
     with pytest.raises(FileNotFoundError):
         files.write_text(tmp_path / "none" / "file", "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -29,7 +29,7 @@ ERRORS = {"bf16": 0.005, "fp16": 0.001, "int8": 0.03, "fp8": 0.08, "int4": 0.2}
 WITH_PARAMETERS = 3
 """So many times as large where parameters are rounded, too, from which several layers compute."""
 CLOSE = 1e-6
-IN_DDPS_ORDER = ("hook", "hook with views", "CommState", "replicate")
+IN_DDPS_ORDER = ("hook", "hook with views", "CommState")
 """They hand DDP's own buckets to the same all-reduce, so any number of ranks has DDP's bits."""
 IS_CLOSE = ("sparse", "unused and sparse", "mixed dtypes")
 """A rank adds up the entries of one row in another order than those of a dense gradient. DDP halves gradients in fp16,

@@ -58,7 +58,7 @@ def steps_of(page: Path) -> list[str | Saved]:
 
 def test_the_readme_has_commands_and_scripts():
     steps = steps_of(README)
-    begins = ("pip install --no-build-isolation", "fusedcomm demo", "torchrun --standalone")
+    begins = ("pip install --no-build-isolation", "fusedcomm probe", "torchrun --standalone")
     for begin in begins:
         assert any(step.startswith(begin) for step in steps if isinstance(step, str)), begin
     assert [step.name for step in steps if isinstance(step, Saved)] == ["train.py"]

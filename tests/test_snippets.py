@@ -96,10 +96,9 @@ NOT_RUN = {
     "ncu --set full": "needs a GPU and NVIDIA's profiler",
     "sudo": "needs root, and hours",
     "python bench/_": "writes the pages; tests/bench/test_tables.py compares them with the results",
-    "make demo": ".ci/run makes it",
     "make test": ".ci/run makes it",
     "pip install": "tests/test_readme_commands.py runs it in a new environment",
-    "fusedcomm demo --steps 40": "tests/test_readme_commands.py runs it in a new environment",
+    "fusedcomm probe --seconds 10": "tests/test_readme_commands.py runs it in a new environment",
     "torchrun --standalone --nproc-per-node 2 train.py": "tests/test_readme_commands.py runs it in a new environment",
 }
 """How what does not run begins, and why it does not."""

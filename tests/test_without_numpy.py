@@ -1,4 +1,4 @@
-"""Everything but pictures and the demo works where only torch is installed: numpy is no requirement of torch's."""
+"""Everything but pictures works where only torch is installed: numpy is no requirement of torch's."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ config = fusedcomm.Config(
 )
 ddp = DistributedDataParallel(torch.nn.Linear(300, 300))
 with fusedcomm.attach(ddp, config) as comm:
-    with comm.trace(f"{store}-trace.json", all_ranks=True):
+    with comm.trace(f"{store}-trace.json"):
         train(ddp)
     comm.load_state_dict(comm.state_dict(consolidated=True))
     assert comm.stats().steps == 3 and comm.nonfinite_report() == [] and str(comm.plan())

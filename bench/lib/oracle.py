@@ -1,4 +1,5 @@
-"""`reference`, the tests' definition of the codec, with which benchmarks check results before they time them."""
+"""What benchmarks have from the tests: `reference`, their definition of the codec, with which results are checked
+before they are timed, and the counter of bytes that a process sends over TCP."""
 
 import sys
 
@@ -6,5 +7,6 @@ from lib.common import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "tests" / "helpers"))
 import reference  # noqa: E402
+from tcp_counter import tcp_nbytes_sent  # noqa: E402
 
-__all__ = ["reference"]
+__all__ = ["reference", "tcp_nbytes_sent"]

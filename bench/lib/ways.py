@@ -103,7 +103,7 @@ def ways_by_name() -> dict[str, Way]:
     for wire in ("int8", "int4"):
         ways.append(Way(f"fusedcomm {wire} two-shot", _ours(Config(wire, "two-shot", hosts=None)), TOLERANCES[wire]))
     # The tolerance is that of the least exact wire among those to choose from.
-    ways.append(Way("fusedcomm auto", _ours(fusedcomm.Auto()), TOLERANCES["int8"]))
+    ways.append(Way("fusedcomm auto", _ours("auto"), TOLERANCES["int8"]))
     for wire in ("bf16", "int8", "int4"):
         # With one rank on each host this is the same as a sum on one level.
         ways.append(Way(f"fusedcomm {wire} by host", _ours(Config(wire)), TOLERANCES[wire]))
@@ -141,5 +141,5 @@ def _power_sgd(rank: int) -> Callable[[DistributedDataParallel, dist.ProcessGrou
     return register
 
 
-def _ours(config: Config | fusedcomm.Auto) -> Callable[[DistributedDataParallel, dist.ProcessGroup], fusedcomm.Handle]:
+def _ours(config: Config | str) -> Callable[[DistributedDataParallel, dist.ProcessGroup], fusedcomm.Handle]:
     return lambda ddp, group: fusedcomm.attach(ddp, config, quiet=True)

@@ -37,8 +37,6 @@ void bind_results(py::module_& m) {
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
       .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
 
-  py::class_<Stamp, StampPtr>(m, "Stamp").def("ms_since", &Stamp::ms_since, py::arg("earlier"), NoGil());
-
   py::class_<TraceSpan>(m, "TraceSpan")
       .def_property_readonly("bucket", [](const TraceSpan& span) { return span.label->name; })
       .def_property_readonly("text", [](const TraceSpan& span) { return span.label->text; })
@@ -74,7 +72,6 @@ void bind_watched(py::module_& m) {
       .def_readonly("step", &View::step)
       .def_readonly("num_chunks", &View::num_chunks)
       .def_property_readonly("waits_s", [](const View& view) { return seconds_since(view.handed); })
-      .def_property_readonly("under_way_s", [](const View& view) { return seconds_since(view.oldest_since); })
       .def_property_readonly("stalled_s", [](const View& view) { return seconds_since(view.moved); })
       .def_property_readonly("at",
                              [](const View& view) {
@@ -108,8 +105,6 @@ void bind_engine(py::module_& m) {
       .def("free_workspaces", &Engine::free_workspaces, NoGil())
       .def("start_trace", &Engine::start_trace, NoGil())
       .def("stop_trace", &Engine::stop_trace, NoGil())
-      .def(
-          "stamp", [](const Engine& engine) { return engine.device().stamp(); }, NoGil())
       .def_property_readonly("scratch_nbytes", &Engine::scratch_nbytes);
 }
 

@@ -20,12 +20,12 @@ void bind_reducer(pybind11::module_& m) {
 
   // refuse(failure) and failure_of_job() → str; see Steps.
   py::class_<Steps>(m, "ReducerSteps")
-      .def(py::init([](int64_t passes, bool sums, bool sends_dense, bool checks_changes,
-                       std::function<void(const std::string&)> refuse, std::function<std::string()> failure_of_job) {
-             return Steps{passes, sums, sends_dense, checks_changes, std::move(refuse), std::move(failure_of_job)};
+      .def(py::init([](int64_t passes, bool sums, bool sends_dense, std::function<void(const std::string&)> refuse,
+                       std::function<std::string()> failure_of_job) {
+             return Steps{passes, sums, sends_dense, std::move(refuse), std::move(failure_of_job)};
            }),
-           py::kw_only(), py::arg("passes"), py::arg("sums"), py::arg("sends_dense"), py::arg("checks_changes"),
-           py::arg("refuse"), py::arg("failure_of_job"));
+           py::kw_only(), py::arg("passes"), py::arg("sums"), py::arg("sends_dense"), py::arg("refuse"),
+           py::arg("failure_of_job"));
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(m, "GradReducer")
       .def(py::init([](const std::optional<std::shared_ptr<Synchronizer>>& synchronizer,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters,

@@ -33,8 +33,7 @@ class Board {
     int64_t step = 0;
     int64_t num_chunks = 0;  // 0 for a collective call between steps
     Clock::time_point handed;
-    Clock::time_point oldest_since;  // its hand-over, or the end of the job before it if that was later
-    Clock::time_point moved;         // its last change, from which a stall is timed
+    Clock::time_point moved;  // its last change, from which a stall is timed
     // The job's place: waiting for a stage, in a stage, or with all its work enqueued on streams. If several stages
     // are under way, `stage`, `chunk` and `stage_began` describe the one that began first.
     enum class At : uint8_t { kQueue, kStage, kStream } at = At::kQueue;
@@ -108,7 +107,6 @@ class Board {
     view.step = oldest.step;
     view.num_chunks = oldest.num_chunks;
     view.handed = oldest.handed;
-    view.oldest_since = std::max(oldest.handed, last_ended_);
     view.moved = std::max(oldest.moved, last_ended_);
     if (oldest.is_through) view.at = View::At::kStream;
     for (const Entry& entry : stages_) {

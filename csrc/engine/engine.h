@@ -83,12 +83,7 @@ class Engine {
 
   EngineStats stats() { return stats_.get(); }
   void begin_stats_with(const EngineStats& before) { stats_.begin_with(before); }
-  // Returns the beginning of the trace.
-  StampPtr start_trace() {
-    StampPtr origin = device_->stamp();
-    tracer_->start(origin);
-    return origin;
-  }
+  void start_trace() { tracer_->start(device_->stamp()); }
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
   // Bytes of all workspaces.
   int64_t scratch_nbytes() const {

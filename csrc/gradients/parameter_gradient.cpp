@@ -43,8 +43,8 @@ at::Tensor empty_gradient(const at::Tensor& parameter) {
 }
 
 // A dense copy of `gradient`, which may be sparse, in the order of memory of gradients of this parameter.
-BucketGradient copied(const at::Tensor& parameter, const at::Tensor& gradient, int64_t version) {
-  return {empty_gradient(parameter).copy_(gradient.is_sparse() ? gradient.to_dense() : gradient), true, version};
+BucketGradient copied(const at::Tensor& parameter, const at::Tensor& gradient) {
+  return {empty_gradient(parameter).copy_(gradient.is_sparse() ? gradient.to_dense() : gradient), true};
 }
 
 }  // namespace
@@ -61,13 +61,12 @@ BucketGradient bucket_gradient(const at::Tensor& parameter, int64_t sparse_dims,
   const at::NoGradGuard no_grad;
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return zero_gradient(parameter, sparse_dims);
-  const int64_t version = gradient.is_inference() ? -1 : static_cast<int64_t>(gradient._version());
-  if (sparse_dims != 0) return {gradient.is_sparse() ? gradient : gradient.to_sparse(sparse_dims), true, version};
-  if (gradient.is_sparse()) return copied(parameter, gradient, version);
+  if (sparse_dims != 0) return {gradient.is_sparse() ? gradient : gradient.to_sparse(sparse_dims), true};
+  if (gradient.is_sparse()) return copied(parameter, gradient);
   const bool lies_as_sent = !gradient.is_conj() && !gradient.is_neg() && gradient.is_non_overlapping_and_dense() &&
                             torch::autograd::utils::obeys_layout_contract(gradient, parameter);
-  if (!is_kept && lies_as_sent && num_users(gradient, arriving) == 1) return {gradient, false, version};
-  return copied(parameter, gradient, version);
+  if (!is_kept && lies_as_sent && num_users(gradient, arriving) == 1) return {gradient, false};
+  return copied(parameter, gradient);
 }
 
 void write_back(const at::Tensor& parameter, const at::Tensor& result, int64_t sparse_dims) {

@@ -10,8 +10,6 @@ struct BucketGradient {
   at::Tensor tensor;
   // False if `tensor` is the memory of the parameter's gradient.
   bool is_copy = false;
-  // Version of the parameter's gradient, which whoever changes it in place raises; -1 if there is no gradient.
-  int64_t version = -1;
 };
 
 // `is_kept`: whether the parameter's gradient must not change before write_back(). `arriving`: the tensor that autograd

@@ -27,9 +27,8 @@ class LocalOptions:
             rank's share of the host's cores, from 1 to 4.
         stall_after: seconds. If a bucket is in flight and nothing has moved for this long, the ranks are asked what
             they have in flight. Each rank that waits then warns once and names the slow or missing rank, the step, the
-            bucket and the stage. Training goes on. The same happens if the oldest bucket in flight moves but takes this
-            long, as on a slow link, and again when one takes twice as long. From 0.1 to 1e9. None: 60, or a third of
-            the group's timeout if that is less. A failure is explained in the same way, in the error's text.
+            bucket and the stage. Training goes on. From 0.1 to 1e9. None: 60, or a third of the group's timeout if that
+            is less. A failure is explained in the same way, in the error's text.
 
     Raises:
         ValueError: a number is out of range.

@@ -1,16 +1,15 @@
 """``fusedcomm.attach``: gives a DDP module the native communication hook."""
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
-from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
-from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import OFF, Config, LocalOptions, local_options
+from fusedcomm.autotune.auto import ConfigLike, chosen
+from fusedcomm.autotune.tuner import EXACT, Tuner
+from fusedcomm.config import AUTO, OFF, Config, LocalOptions, local_options
 from fusedcomm.ddp.handle import Handle, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
@@ -20,7 +19,6 @@ from fusedcomm.ddp.module import (
     refuse_options,
     refuse_sparse,
     refuse_unhooked,
-    wait_for_delayed,
 )
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, device_of, synchronized_parameters
@@ -53,7 +51,7 @@ def attach(
             "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
         )
     options, device, problem = LocalOptions(), torch.device("cpu"), None
-    configs: Sequence[Config] = (Config("fp32"),)
+    cfg = EXACT
     parameters: list[NamedParameter] = []
     is_off = is_search = False
     try:
@@ -65,16 +63,13 @@ def attach(
         if ddp in targets:
             forget_refused_hooks(ddp)
         refuse_options(ddp)
-        is_off, is_search = wanted == OFF, isinstance(wanted, Auto)
-        configs = wanted.configs if isinstance(wanted, Auto) else (NO_WIRE if is_off else wanted,)
-        parameters = synchronized_parameters(named, configs)
+        is_off, is_search = wanted == OFF, wanted == AUTO
+        cfg = wanted if isinstance(wanted, Config) else NO_WIRE if is_off else EXACT
+        parameters = synchronized_parameters(named, cfg)
         if not is_off:
-            wait_for_delayed(ddp)
             refuse_unhooked(parameters)
         if is_search:
             refuse_sparse(ddp, device)
-            for each in configs:
-                each.refuse_unsharded()
         options = local_options(local)
     except (TypeError, ValueError, RuntimeError) as error:  # perhaps of this rank alone: the session tells the others
         problem = error
@@ -84,9 +79,9 @@ def attach(
     runs: Session | Tuner
     if is_search:
         module = weakref.ref(ddp)
-        runs = Tuner(configs, *on, **how, has_off=True, caps=lambda: bucket_nbytes_caps(module()))
+        runs = Tuner(*on, **how, has_off=True, caps=lambda: bucket_nbytes_caps(module()))
     else:
-        runs = Session(configs[0], *on, **how, is_off=is_off)
+        runs = Session(cfg, *on, **how, is_off=is_off)
     handle = Handle(ddp, runs, None if is_off else _hook_of(ddp, runs))
     if handle.session.rank == 0:
         log.report(handle.plan, quiet)

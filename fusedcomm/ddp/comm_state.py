@@ -100,7 +100,7 @@ class CommState(Sealed):
         try:
             if self._module is not None:
                 ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
-                parameters = named_parameters(named_tensors(self._module, ignored), [self.config])
+                parameters = named_parameters(named_tensors(self._module, ignored), self.config)
         except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own module
             problem = error
         comm = CommHandle(Session(self.config, group, parameters, self._local, device, problem=problem))

@@ -85,9 +85,6 @@ class Handle(CommHandle):
     def _caps(self) -> list[int] | None:
         return bucket_nbytes_caps(self._ddp())
 
-    def _module(self) -> DistributedDataParallel | None:
-        return self._ddp()
-
     def _described(self) -> str:
         if self.mode == "off":
             return f"off, DDP's own all-reduce, {self.session.world_size} ranks"

@@ -1,12 +1,10 @@
 """Everything that fusedcomm reads of a DDP module, partly from private fields, and refusals of modules that it cannot
 attach to. Another version of torch may need changes here and nowhere else."""
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import combinations
@@ -31,7 +29,7 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
         ),
         "optimize_ddp": "python_reducer" if getattr(ddp, "_use_python_reducer", False) else None,
         "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
-        "delay_all_reduce_named_params of all parameters": getattr(ddp, "_delay_all_reduce_all_params", False),
+        "delay_all_reduce_named_params": bool(getattr(ddp, "_delay_all_reduce_params", None)),
     }
     combinations.refuse("attach", options)
     # A copied module has the entry but not the hook.
@@ -72,59 +70,12 @@ def forget_refused_hooks(ddp: DistributedDataParallel) -> None:
     ddp.logger._set_comm_hook_name("fusedcomm")
 
 
-class DelayedAllReduce:
-    """DDP's tensor hook for ``delay_all_reduce_named_params``, except that the backward pass waits for its all-reduce.
-
-    DDP drops the Work of that all-reduce, because its buckets follow on the same group and usually end later. Buckets
-    on other channels may end earlier. Even DDP's own may, on a group with several threads. Gradients that are read
-    before the all-reduce has ended differ between ranks.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        group, buffer = self._ddp.process_group, self._ddp._delay_grad_buffer
-        buffer.div_(group.size())
-        work = dist.all_reduce(buffer, group=group, async_op=True)
-        Variable._execution_engine.queue_callback(work.wait)
-        return gradient
-
-
-def wait_for_delayed(ddp: DistributedDataParallel) -> None:
-    """Makes every backward pass wait for the all-reduce of ``delay_all_reduce_named_params``, also after detach().
-    Idempotent. Raises RuntimeError if no parameter has a hook that starts that all-reduce.
-    """
-    if not getattr(ddp, "_delay_all_reduce_params", None):
-        return
-    hooks = list(_delaying_hooks(ddp.module.parameters()))
-    for of_parameter, key, hook in hooks:
-        if not isinstance(hook, DelayedAllReduce):
-            of_parameter[key] = DelayedAllReduce(ddp)
-    if not hooks:
-        raise RuntimeError(
-            "fusedcomm: DDP's all-reduce of delay_all_reduce_named_params was not found at any parameter of the "
-            f"module (torch {torch.__version__}): make param_to_hook_all_reduce one of them, or leave both out"
-        )
-
-
 def refuse_delayed(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises RuntimeError if one of these parameters starts DDP's delayed all-reduce and nothing waits for it."""
-    if any(not isinstance(hook, DelayedAllReduce) for _, _, hook in _delaying_hooks(parameters)):
-        raise RuntimeError(
-            "fusedcomm: beside a registered hook nothing waits for the gradients of delay_all_reduce_named_params: use "
-            "fusedcomm.attach(ddp, …), which waits, or leave the option out"
-        )
-
-
-def _delaying_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[OrderedDict, int, object]]:
-    """Yields (a parameter's hooks, key, hook) for each hook that starts DDP's delayed all-reduce: DDP's or ours."""
+    """Raises RuntimeError if one of these parameters starts the all-reduce of ``delay_all_reduce_named_params``."""
     own = DistributedDataParallel._delayed_all_reduce_hook
-    for parameter in parameters:
-        hooks = parameter._backward_hooks or {}
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, DelayedAllReduce) or getattr(hook, "__func__", None) is own:
-                yield hooks, key, hook
+    hooks = (hook for parameter in parameters for hook in (parameter._backward_hooks or {}).values())
+    starts_one = any(getattr(hook, "__func__", None) is own for hook in hooks)
+    combinations.refuse("CommState", {"delay_all_reduce_named_params": starts_one})
 
 
 class SameParameters:
@@ -208,9 +159,8 @@ def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tup
 
 
 def synchronized_tensors(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    """The parameters whose gradients DDP synchronizes if they require any, those of its delayed all-reduce too."""
-    delayed = getattr(ddp, "_delay_all_reduce_params", None) or []
-    return [tensor for _, tensor in named_tensors(ddp.module, ddp.parameters_to_ignore)] + list(delayed)
+    """The parameters whose gradients DDP synchronizes if they require any."""
+    return [tensor for _, tensor in named_tensors(ddp.module, ddp.parameters_to_ignore)]
 
 
 def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:

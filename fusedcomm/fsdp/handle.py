@@ -52,9 +52,6 @@ class FsdpHandle(CommHandle):
                 f"{self.session.config.weighted!r}: synchronize every pass, or use DistributedDataParallel"
             )
 
-    def _module(self) -> nn.Module:
-        return self._model
-
     def _described(self) -> str:
         meshes = self.runs.meshes
         first = meshes[0]

@@ -10,140 +10,72 @@ The names are those of `horovod.torch`, with what it does wrong done right. What
 and what they raise, stands in ops.py.
 """
 
-import fusedcomm.horovod.elastic as elastic
-from fusedcomm.horovod.checks import Average, Max, Min, Product, Sum
-from fusedcomm.horovod.compression import Compression
-from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from fusedcomm.horovod.handles import poll, synchronize
-from fusedcomm.horovod.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from fusedcomm.horovod.ops import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-)
-from fusedcomm.horovod.optimizer import DistributedOptimizer
-from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
-from fusedcomm.horovod.sparse import sparse_allreduce_async
-from fusedcomm.horovod.state import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
-from fusedcomm.horovod.sync_batch_norm import SyncBatchNorm
-from fusedcomm.horovod.timeline import start_timeline, stop_timeline
-
-__all__ = [
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "install",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+from fusedcomm.horovod import elastic as elastic
+from fusedcomm.horovod.checks import Average as Average
+from fusedcomm.horovod.checks import Max as Max
+from fusedcomm.horovod.checks import Min as Min
+from fusedcomm.horovod.checks import Product as Product
+from fusedcomm.horovod.checks import Sum as Sum
+from fusedcomm.horovod.compression import Compression as Compression
+from fusedcomm.horovod.errors import HorovodInternalError as HorovodInternalError
+from fusedcomm.horovod.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from fusedcomm.horovod.handles import poll as poll
+from fusedcomm.horovod.handles import synchronize as synchronize
+from fusedcomm.horovod.objects import allgather_object as allgather_object
+from fusedcomm.horovod.objects import broadcast_object as broadcast_object
+from fusedcomm.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
+from fusedcomm.horovod.objects import broadcast_parameters as broadcast_parameters
+from fusedcomm.horovod.ops import allgather as allgather
+from fusedcomm.horovod.ops import allgather_async as allgather_async
+from fusedcomm.horovod.ops import allreduce as allreduce
+from fusedcomm.horovod.ops import allreduce_ as allreduce_
+from fusedcomm.horovod.ops import allreduce_async as allreduce_async
+from fusedcomm.horovod.ops import allreduce_async_ as allreduce_async_
+from fusedcomm.horovod.ops import alltoall as alltoall
+from fusedcomm.horovod.ops import alltoall_async as alltoall_async
+from fusedcomm.horovod.ops import barrier as barrier
+from fusedcomm.horovod.ops import broadcast as broadcast
+from fusedcomm.horovod.ops import broadcast_ as broadcast_
+from fusedcomm.horovod.ops import broadcast_async as broadcast_async
+from fusedcomm.horovod.ops import broadcast_async_ as broadcast_async_
+from fusedcomm.horovod.ops import grouped_allgather as grouped_allgather
+from fusedcomm.horovod.ops import grouped_allgather_async as grouped_allgather_async
+from fusedcomm.horovod.ops import grouped_allreduce as grouped_allreduce
+from fusedcomm.horovod.ops import grouped_allreduce_ as grouped_allreduce_
+from fusedcomm.horovod.ops import grouped_allreduce_async as grouped_allreduce_async
+from fusedcomm.horovod.ops import grouped_allreduce_async_ as grouped_allreduce_async_
+from fusedcomm.horovod.ops import grouped_reducescatter as grouped_reducescatter
+from fusedcomm.horovod.ops import grouped_reducescatter_async as grouped_reducescatter_async
+from fusedcomm.horovod.ops import join as join
+from fusedcomm.horovod.ops import reducescatter as reducescatter
+from fusedcomm.horovod.ops import reducescatter_async as reducescatter_async
+from fusedcomm.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from fusedcomm.horovod.process_sets import ProcessSet as ProcessSet
+from fusedcomm.horovod.process_sets import global_process_set as global_process_set
+from fusedcomm.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async
+from fusedcomm.horovod.state import ccl_built as ccl_built
+from fusedcomm.horovod.state import cross_rank as cross_rank
+from fusedcomm.horovod.state import cross_size as cross_size
+from fusedcomm.horovod.state import cuda_built as cuda_built
+from fusedcomm.horovod.state import ddl_built as ddl_built
+from fusedcomm.horovod.state import gloo_built as gloo_built
+from fusedcomm.horovod.state import gloo_enabled as gloo_enabled
+from fusedcomm.horovod.state import init as init
+from fusedcomm.horovod.state import is_homogeneous as is_homogeneous
+from fusedcomm.horovod.state import is_initialized as is_initialized
+from fusedcomm.horovod.state import local_rank as local_rank
+from fusedcomm.horovod.state import local_size as local_size
+from fusedcomm.horovod.state import mpi_built as mpi_built
+from fusedcomm.horovod.state import mpi_enabled as mpi_enabled
+from fusedcomm.horovod.state import mpi_threads_supported as mpi_threads_supported
+from fusedcomm.horovod.state import nccl_built as nccl_built
+from fusedcomm.horovod.state import rank as rank
+from fusedcomm.horovod.state import rocm_built as rocm_built
+from fusedcomm.horovod.state import shutdown as shutdown
+from fusedcomm.horovod.state import size as size
+from fusedcomm.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from fusedcomm.horovod.timeline import start_timeline as start_timeline
+from fusedcomm.horovod.timeline import stop_timeline as stop_timeline
 
 
 def __getattr__(name: str) -> object:

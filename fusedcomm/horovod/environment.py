@@ -19,7 +19,6 @@ class Settings:
     timeline: str = ""
     mark_cycles: bool = False
     elastic: bool = False
-    check: bool = False
     interface: str = ""
 
 
@@ -68,6 +67,5 @@ _VARIABLES: dict[str, tuple[str, Callable]] = {
     "HOROVOD_TIMELINE": ("timeline", lambda _, text: text),
     "HOROVOD_TIMELINE_MARK_CYCLES": ("mark_cycles", flag),
     "HOROVOD_ELASTIC": ("elastic", flag),
-    "FUSEDCOMM_HOROVOD_CHECK": ("check", flag),
     "HOROVOD_GLOO_IFACE": ("interface", lambda _, text: text),
 }

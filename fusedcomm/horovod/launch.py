@@ -7,15 +7,18 @@ initialised it, the variables of torchrun and `fusedcomm run`. Otherwise the job
 import dataclasses
 import datetime
 import functools
+import itertools
 import os
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import fusedcomm.horovod.membership as membership
-
-SET_BY = "FUSEDCOMM_HOROVOD_SET_BY"
-"""The process whose hvd.init() has set HOROVOD_RANK and so on: no launcher has."""
+from fusedcomm.ranks import agreement
+from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.ranks.peers import Peers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +31,17 @@ class Launch:
 
 
 def find(timeout: datetime.timedelta) -> Launch:
-    """Raises ValueError if the variables contradict each other or name no place to meet."""
+    """Raises ValueError if the variables contradict each other or name no place to meet, and TimeoutError if a rank
+    that begins an elastic job does not come."""
+    said = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     if membership.is_elastic():
-        return Launch(*membership.place())
+        return Launch(*membership.place(lambda: _begin_elastic(_launched(timeout, *said), timeout)))
     if dist.is_initialized():
         _, store = c10d._world.pg_map[c10d._get_default_group()]
         return Launch(dist.get_rank(), dist.get_world_size(), store)
-    said = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     if said[0] and said[1] not in (None, "1"):
         return _launched(timeout, *said)
-    horovods = "1" if SET_BY in os.environ else os.environ.get("HOROVOD_SIZE", "1")
+    horovods = os.environ.get("HOROVOD_SIZE", "1")
     if said[1] not in (None, "", "1") or (horovods != "1" and not said[1]):
         raise ValueError(
             f"RANK={said[0]!r}, WORLD_SIZE={said[1]!r} and HOROVOD_SIZE={horovods!r} do not say which rank this is and "
@@ -58,39 +62,45 @@ def _launched(timeout: datetime.timedelta, *said: str | None) -> Launch:
     return Launch(found_rank, found_size, store)
 
 
-def subset(launch: Launch, ranks: list[int]) -> Launch:
-    """The job of those ranks alone, numbered anew in their order. Raises ValueError if this rank is none of them."""
-    if sorted(set(ranks)) != sorted(ranks) or not all(0 <= rank < launch.size for rank in ranks):
-        raise ValueError(f"hvd.init(comm={ranks}): expected different ranks from 0 to {launch.size - 1}")
-    if launch.rank not in ranks:
-        raise ValueError(
-            f"hvd.init(comm={ranks}): rank {launch.rank} is not one of them, so it must not call hvd.init()"
-        )
-    store = dist.PrefixStore("ranks " + ",".join(map(str, ranks)), launch.store)
-    return Launch(ranks.index(launch.rank), len(ranks), store)
+def _begin_elastic(found: Launch, timeout: datetime.timedelta) -> None:
+    """Makes the process group from which members begin, once all have come."""
+    gather(found, None, timeout)
+    if not dist.is_initialized():
+        store = dist.PrefixStore("members", found.store)
+        dist.init_process_group("gloo", store=store, rank=found.rank, world_size=found.size)
 
 
-# A process's place in the order local rank and size, cross rank and size, and the variables in which torchrun says it.
-_PLACES = ("local_rank", "local_size", "cross_rank", "cross_size")
-_TORCHRUNS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+def gather(found: Launch, about: Any, timeout: datetime.timedelta) -> tuple[dist.Store, list[Any]]:
+    """A store of this call alone, and what each rank says. Raises TimeoutError that names the ranks that do not call
+    hvd.init() in time."""
+    # Ranks may shut down and init any number of times: the store is counted.
+    group = OwnGroup(dist.PrefixStore("horovod", found.store), found.rank, found.size, timeout)
+    what = "calling hvd.init()"
+    peers = Peers.of(group, torch.device("cpu"), what=what)
+    try:
+        return peers.store.native, agreement.gather(peers, peers.store.under("about"), about, what)
+    except RuntimeError as error:
+        raise TimeoutError(f"hvd.init(): {error}; HOROVOD_GLOO_TIMEOUT_SECONDS sets the time") from error
 
 
-def places(rank: int, hosts: list[str]) -> dict[str, int]:
-    """local_rank, local_size, cross_rank and cross_size, as the launcher says; in an elastic job, or if it does not,
-    from each rank's host name."""
-    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    local_rank = mine.index(rank)
+def places(rank: int, hosts: list[str], kept: list[int | None]) -> dict[str, int]:
+    """local_rank, local_size, cross_rank and cross_size.
+
+    hosts, kept: of each rank the name of its host, and the local rank that it has had in this job. Ranks that have had
+    none get the lowest numbers that are free on their host.
+    """
+    taken = set(zip(hosts, kept, strict=True))
+    numbers = []
+    for host, number in zip(hosts, kept, strict=True):
+        if number is None:
+            number = next(each for each in itertools.count() if (host, each) not in taken)
+        taken.add((host, number))
+        numbers.append(number)
     # The hosts that have a rank of my number.
-    cross = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local_rank]
-    found = dict(zip(_PLACES, (local_rank, len(mine), cross.index(hosts[rank]), len(cross)), strict=True))
-    for name, torchruns in zip(_PLACES, _TORCHRUNS, strict=True):
-        text = os.environ.get(torchruns, "")
-        if text.isdigit() and not membership.is_elastic():
-            found[name] = int(text)
-    return found
-
-
-def publish(values: dict[str, int]) -> None:
-    """Sets HOROVOD_RANK and the like in the environment, where scripts look for them."""
-    os.environ.update((f"HOROVOD_{name.upper()}", str(value)) for name, value in values.items())
-    os.environ[SET_BY] = str(os.getpid())
+    cross = [host for host in dict.fromkeys(hosts) if (host, numbers[rank]) in taken]
+    return {
+        "local_rank": numbers[rank],
+        "local_size": hosts.count(hosts[rank]),
+        "cross_rank": cross.index(hosts[rank]),
+        "cross_size": len(cross),
+    }

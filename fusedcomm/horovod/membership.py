@@ -7,10 +7,12 @@ store of its own, which its first rank serves.
 
 import datetime
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+import fusedcomm.horovod.world as worlds
 from fusedcomm import env
 from fusedcomm.horovod import environment
 from fusedcomm.ranks import agreement
@@ -29,7 +31,6 @@ _members: "Members | None" = None
 _step = 0
 _next: "Decision | None" = None
 """The view that the members enter after this commit; None: they stay in theirs, or it has failed."""
-_num_changes = 0
 
 
 def is_elastic() -> bool:
@@ -37,18 +38,22 @@ def is_elastic() -> bool:
     return env.members() is not None and environment.flag("HOROVOD_ELASTIC")
 
 
-def place() -> tuple[int, int, dist.Store]:
+def place(begin: Callable[[], object]) -> tuple[int, int, dist.Store]:
     """(rank, size, the view's store) in the present view. The first time, the members meet, or this process joins them.
 
-    Raises what fusedcomm.Members raises."""
+    begin: initialises the process group of those that begin. Raises what that and fusedcomm.Members raise."""
     global _members
     if _members is None:
         from fusedcomm.members.members import Members
+        from fusedcomm.members.plane import addresses
 
         least = environment.whole(MIN_RANKS, os.environ.get(MIN_RANKS, "1"))
-        found = Members(join="auto", min_ranks=least, silence=SILENCE_S)
+        if (joins := addresses.to_join(2 * SILENCE_S)) is None:
+            begin()
+        found = Members(join=joins, min_ranks=least, silence=SILENCE_S)
         about = {**agreement.versions(), "--min-np": least, "--reset-limit": os.environ.get(RESET_LIMIT)}
         found.plane.hooks.check_join = lambda joiner: agreement.difference({"the members": about, "it": joiner})
+        found.plane.hooks.stop_step = _stop_operations
         _members = found
         if found.joins is not None:
             _enter(found.plane.join(found.joins, about))
@@ -61,15 +66,10 @@ def place() -> tuple[int, int, dist.Store]:
     return _members.rank, _members.size, dist.PrefixStore(f"horovod/{view.number}", store)
 
 
-def num_changes() -> int:
-    """How often the ranks of the job have changed, as far as this process knows."""
-    return _num_changes
-
-
-def take_num_changes(known: int) -> None:
-    """`known`: the most that any rank knows. One that has joined counts those before it, too."""
-    global _num_changes
-    _num_changes = known
+def _stop_operations() -> None:
+    """The main thread may wait for a rank that is silent, and whose connections are whole."""
+    if (found := worlds.world_if_any()) is not None:
+        found.order.fail("fusedcomm: a rank is lost, or has given no sign of life, and the others go on without it")
 
 
 def end_step() -> bool:
@@ -84,17 +84,17 @@ def end_step() -> bool:
     return _next is not None
 
 
-def change() -> None:
+def change(num_meetings: int) -> None:
     """Enters the next view, if the job is elastic: that of the last commit, or after a failure the one that the members
     agree on then. To be called when the operations of the present one have ended.
 
-    Raises TooFewRanksError and the like if this process cannot go on, and RuntimeError at the limit of changes."""
-    global _num_changes, _next
+    num_meetings: how often the ranks of the job have met. Raises TooFewRanksError and the like if this process cannot
+    go on, and RuntimeError at the limit of changes."""
+    global _next
     if _members is None:
         return
-    _num_changes += 1
     limit = os.environ.get(RESET_LIMIT)
-    if limit is not None and _num_changes > environment.whole(RESET_LIMIT, limit):
+    if limit is not None and num_meetings > environment.whole(RESET_LIMIT, limit):
         raise RuntimeError(f"fusedcomm: ranks are to meet again after --reset-limit {limit} times: the job ends")
     decision, _next = _next or _members.plane.recover(), None
     _enter(decision)

@@ -1,6 +1,5 @@
 """Broadcasts of whole objects: parameters, an optimizer's state, and anything that can be pickled."""
 
-import collections
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
-from fusedcomm.ranks.objects import Maker, pack, unpack
+from fusedcomm.ranks.objects import pack, unpack
 
 try:  # also pickles lambdas and classes of the script
     import cloudpickle as pickler
@@ -53,44 +52,30 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copies the root's optimizer state and options to every other rank, where the state may be empty.
 
-    Nothing is unpickled. `model`: says which parameters have sparse gradients, where the state is empty. Raises
-    ValueError for LBFGS, whose state is no table of tensors, and TypeError, on every rank, if the root's state has
-    something that ranks/objects.py cannot pack."""
+    Nothing is unpickled. `model` has no effect: the optimizer need not step to get a state. Raises ValueError for
+    LBFGS, whose state is no table of tensors, and TypeError, on every rank, if the root's state has something that
+    ranks/objects.py cannot pack."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS cannot be broadcast")
     found, _ = member_of(global_process_set)
-    if not optimizer.state:
-        _give_zero_gradients(optimizer, model)
     state_dict = optimizer.state_dict()
     try:
         packed, own = pack([state_dict["state"], _options(state_dict), ""], "the optimizer's state")
     except TypeError as error:
         packed, own = pack([None, None, str(error)], "an error")
     sent = _from_root(packed, root_rank, f"optimizer.{type(optimizer).__name__}", global_process_set)
-    (state, groups, problem), tensors = unpack(sent, _own_or_new(own, optimizer))
+    device_of = {each.device.type: each.device for group in optimizer.param_groups for each in group["params"]}
+    (state, groups, problem), tensors = unpack(
+        sent,
+        # On this rank's own device.
+        lambda _, dtype, shape, device: torch.empty(shape, dtype=dtype, device=device_of.get(device, device)),
+    )
     if problem:
         raise TypeError(problem)
     tensors = own if found.rank == root_rank else tensors
     broadcast_parameters([(f"state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if found.rank != root_rank:
         _assign(optimizer, state, groups)
-
-
-def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Gives parameters without a gradient one of zeros, as Horovod does for an optimizer without state. Parameters
-    whose gradients are sparse are left alone: a dense one of zeros would make their next gradient dense."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return
-    modules = model.modules() if model is not None else ()
-    sparse = {
-        id(module.weight)
-        for module in modules
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-    }
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 def _assign(optimizer: torch.optim.Optimizer, state: dict, groups: list[dict]) -> None:
@@ -106,21 +91,6 @@ def _assign(optimizer: torch.optim.Optimizer, state: dict, groups: list[dict]) -
 
 def _options(state_dict: dict) -> list[dict]:
     return [{key: value for key, value in group.items() if key != "params"} for group in state_dict["param_groups"]]
-
-
-def _own_or_new(own: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Maker:
-    """Makes a tensor for each of the root's: this rank's own if it is alike, else a new one, on this rank's device."""
-    devices = collections.defaultdict(lambda: torch.device("cpu"))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            devices.setdefault(parameter.device.type, parameter.device)
-
-    def make(index: int, dtype: torch.dtype, shape: list[int], device: str) -> torch.Tensor:
-        mine = own[index] if index < len(own) else None
-        is_alike = mine is not None and list(mine.shape) == shape and mine.dtype == dtype
-        return mine if is_alike else torch.empty(shape, dtype=dtype, device=devices[device])
-
-    return make
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:

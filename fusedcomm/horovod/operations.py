@@ -136,10 +136,6 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
         return results if call.is_group else results[0]
 
     moved = inputs if in_place else _as_moved(outputs)
-    if found.settings.check:
-        finish = _checked(found.rank, signature.key, inputs, finish)
-        # Writes of the results must not count as changes: these share the memory, but not the version.
-        inputs, moved = [each.data for each in inputs], [each.data for each in moved]
     small = None
     if at_once and _may_be_small(signature):
         small = calls.small_sum(signature, inputs, moved, members.size)
@@ -150,23 +146,6 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
 def _may_be_small(signature: Signature) -> bool:
     is_plain = signature.fuses() is not None and signature.device == "cpu" and not signature.is_carried
     return is_plain and 0 < signature.nbytes() <= SMALL_NBYTES
-
-
-def _checked(rank: int, key: str, inputs: Tensors, finish: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """finish() that raises RuntimeError if an input has been changed in place by then."""
-    versions = [each._version for each in inputs]
-
-    def checked(request: Request) -> Any:
-        for i, (tensor, before) in enumerate(zip(inputs, versions, strict=True)):
-            if tensor._version != before:
-                raise RuntimeError(
-                    f"rank {rank}: {key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in place after it "
-                    "was submitted and before it was synchronized, so the result may hold old or new values. Submit a "
-                    "clone, or change it after synchronize()"
-                )
-        return finish(request)
-
-    return checked
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import synchronize
-from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
+from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
 from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer
 from fusedcomm.horovod.world import world
 from fusedcomm.literals import Weighted
@@ -62,7 +62,7 @@ class ReducedOptimizer(Spelled):
     def set_up(self, names: dict[torch.Tensor, str], options: Options, backward_passes_per_step: int) -> None:
         """names: of all parameters that it may ever have."""
         self._parameter_names, self._options = names, options
-        self.op, self.process_set, self.sparse_as_dense = options.op, options.process_set, options.sparse_as_dense
+        self.process_set = options.process_set
         self.backward_passes_per_step = backward_passes_per_step
         self._is_synchronized, self._should_synchronize = False, True
         self.reducer, self._passes, self._given = None, None, None
@@ -80,7 +80,7 @@ class ReducedOptimizer(Spelled):
             )
         for _, each in named[:1]:
             world().members[self.process_set.process_set_id or 0].check(each.device)
-        if self.op in (Average, Sum):
+        if options.op in (Average, Sum):
             dtypes = {each.dtype for _, each in named if each.requires_grad}
             config = config_of_gradients(options.compression, dtypes, options.weighted)
         if config is None and options.weighted is not None:
@@ -191,7 +191,7 @@ class ReducedOptimizer(Spelled):
     @torch.no_grad()
     def _reduce_by_operations(self) -> None:
         """For what no wire does: a compressor of the user's, and other reductions than sums."""
-        found, _ = member_of(self.process_set)
+        options = self._options
         named = [(name, each) for name, each in self._named() if each.requires_grad]
         for name, each in named:
             if each.grad is None:
@@ -201,17 +201,15 @@ class ReducedOptimizer(Spelled):
                     f"the gradient of {name} is sparse, which this compression or op does not take: use "
                     "hvd.Compression.none with hvd.Average or hvd.Sum"
                 )
-        sent = [
-            self._options.compression.compress((each.grad / self._options.predivide).contiguous()) for _, each in named
-        ]
+        sent = [options.compression.compress((each.grad / options.predivide).contiguous()) for _, each in named]
         handles = [
             ops.allreduce_async_(
-                tensor, name=name, op=self.op, postscale_factor=self._options.predivide, process_set=self.process_set
+                tensor, name=name, op=options.op, postscale_factor=options.predivide, process_set=self.process_set
             )
             for (name, _), (tensor, _) in zip(named, sent, strict=True)
         ]
         for (_, each), (_, context), handle in zip(named, sent, handles, strict=True):
-            each.grad.copy_(self._options.compression.decompress(synchronize(handle), context))
+            each.grad.copy_(options.compression.decompress(synchronize(handle), context))
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -294,21 +292,11 @@ def DistributedOptimizer(
     weighted: Weighted | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that steps with gradients reduced over the ranks. It takes over `optimizer`'s parameters, options
-    and state; use it in the other's place. Parameters that are thawed, or given to add_param_group(), on every rank in
-    the same step are reduced from then on, each by itself, also with groups.
+    and state. Parameters that are thawed, or given to add_param_group(), on every rank in the same step are reduced
+    from then on, each by itself, also with groups. Arguments are Horovod's, but for:
 
-    named_parameters: model.named_parameters(); names must be the same on every rank. None: parameters are named by
-        their places in the optimizer's groups.
-    compression: how gradients travel; see compression.py (Compression.none: as they are).
-    backward_passes_per_step: backward passes whose gradients are added up before they are reduced (1). They are not
-        divided by this number.
-    op: Average (the default) or Sum; also Min, Max and Product.
-    gradient_predivide_factor: gradients are divided by it before the sum, the sum multiplied by it after (1.0; Average
-        only).
-    groups: number of groups, or lists of parameters, whose gradients travel together (None: each by itself).
-        num_groups is its old name.
-    sparse_as_dense: whether sparse gradients travel as dense ones (False).
-    process_set: the ranks that take part (all); on others the optimizer is as it was.
+    compression: any of compression.py.
+    backward_passes_per_step: the gradients of so many backward passes are added up, and not divided by this number.
     weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
         the attribute `weight` of what is returned before backward passes. Average only.
 

@@ -155,6 +155,10 @@ class Order:
         """Tells the watcher of all operations from now on. None: tells nobody."""
         self._watcher = watcher
 
+    def fail(self, why: str) -> None:
+        """This rank's requests fail, and later ones. The other ranks are not told."""
+        self._native.fail(why)
+
     def shutdown(self) -> bool:
         """Every rank's requests fail from then on. Returns whether all that was under way has ended. Idempotent."""
         return self._native.shutdown()

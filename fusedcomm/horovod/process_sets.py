@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import fusedcomm.horovod.membership as membership
 from fusedcomm.horovod.calls import Members
 from fusedcomm.horovod.world import World, world
 from fusedcomm.ranks.channels import connect_gloo
@@ -41,13 +42,7 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """This process's number in the set; None if the set is not in use. Raises ValueError on a non-member."""
-        if self.process_set_id is None:
-            return None
-        found = world()
-        member = _in_use(self)
-        if found.rank not in member.ranks:
-            raise ValueError(f"rank {found.rank} is not in {self}: ask included() first")
-        return member.ranks.index(found.rank)
+        return None if self.process_set_id is None else member_of(self)[1]
 
     def included(self) -> bool | None:
         """Whether this process is one of the ranks."""
@@ -68,7 +63,9 @@ def _in_use(process_set: ProcessSet) -> ProcessSet:
     """Raises ValueError if this init knows no such set."""
     known = world().sets.get(process_set.process_set_id)
     if known is None or known.ranks != process_set.ranks:
-        raise ValueError(f"{process_set} is not in use: pass it to hvd.init(process_sets=[…])")
+        raise ValueError(
+            f"{process_set} is not in use in this job of {world().size} ranks: pass it to hvd.init(process_sets=[…])"
+        )
     return known
 
 
@@ -113,7 +110,10 @@ def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, Pr
 
     open_sums: opens the engine of a set for a wire."""
     everyone = list(range(new.size))
-    check_ranks([each.ranks for each in sets], everyone)
+    if membership.is_elastic() and new.meeting > 0:
+        sets = [each for each in sets if set(each.ranks) <= set(everyone)]
+    else:
+        check_ranks([each.ranks for each in sets], everyone)
     global_process_set.ranks = everyone
     for set_id, each in enumerate([global_process_set, *sets]):
         each.process_set_id = set_id

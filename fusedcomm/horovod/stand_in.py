@@ -1,16 +1,12 @@
 """Lets scripts that say ``import horovod.torch as hvd`` run as they are. Nothing here happens by itself."""
 
-import contextlib
 import functools
 import importlib
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from fusedcomm import env
-from fusedcomm.horovod.step_reducer import split_list
 
 ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
 
@@ -22,45 +18,23 @@ _SAME = {
     "horovod.torch.optimizer": "fusedcomm.horovod.optimizer",
     "horovod.torch.sync_batch_norm": "fusedcomm.horovod.sync_batch_norm",
     "horovod.torch.elastic": "fusedcomm.horovod.elastic",
-    "horovod.torch.elastic.state": "fusedcomm.horovod.elastic",
-    "horovod.torch.elastic.sampler": "fusedcomm.horovod.elastic",
     "horovod.common.exceptions": "fusedcomm.horovod.errors",
     "horovod.common.process_sets": "fusedcomm.horovod.process_sets",
     "horovod.common.elastic": "fusedcomm.horovod.elastic",
 }
 
 
-def in_thread(
-    target: Callable[..., Any], args: tuple = (), name: str | None = None, daemon: bool = True, silent: bool = False
-) -> threading.Thread:
-    """Starts a thread that calls target(*args), and returns it. `silent`: what it raises is not printed."""
-
-    def called() -> None:
-        with contextlib.suppress(BaseException) if silent else contextlib.nullcontext():
-            target(*args)
-
-    thread = threading.Thread(target=called, name=name, daemon=daemon)
-    thread.start()
-    return thread
-
-
 # Modules of Horovod's that are made of what scripts import from them.
 _MADE: dict[str, dict[str, Any]] = {
     "horovod": {"__path__": [], "is_fusedcomm": True, "__version__": "0.28.1"},
     "horovod.common": {"__path__": []},
-    "horovod.runner": {"__path__": []},
-    "horovod.runner.util": {"__path__": []},
-    "horovod.runner.util.threads": {"in_thread": in_thread},
-    "horovod.torch.mpi_ops": {name: getattr(ours, name) for name in ours.__all__ if name not in ("elastic", "install")},
+    "horovod.torch.mpi_ops": {name: getattr(ours, name) for name in vars(ours) if not name.startswith("_")},
     "horovod.common.util": {
         "_cache": functools.cache,
         "env": env.changed,
         "extension_available": lambda ext_base_name, verbose=False: ext_base_name == "torch",
         "gloo_built": lambda verbose=False: ours.gloo_built(),
         "mpi_built": lambda verbose=False: ours.mpi_built(),
-        "nccl_built": lambda verbose=False: bool(ours.nccl_built()),
-        "is_iterable": lambda value: isinstance(value, Iterable),
-        "split_list": split_list,
     },
 }
 

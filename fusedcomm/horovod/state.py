@@ -1,6 +1,7 @@
 """The process-wide state: init, shutdown, ranks, and what is built in."""
 
 import atexit
+import collections
 import ctypes
 import datetime
 import functools
@@ -22,64 +23,85 @@ import fusedcomm.horovod.step_reducer as step_reducer
 import fusedcomm.horovod.timeline as timeline
 from fusedcomm.horovod.engines import open_sums
 from fusedcomm.horovod.order import Order, Request
-from fusedcomm.horovod.process_sets import forget_sets, make_sets, parse_sets
+from fusedcomm.horovod.process_sets import ProcessSet, forget_sets, make_sets, parse_sets
 from fusedcomm.horovod.signature import Signature
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
 from fusedcomm.ranks import agreement, own_address
 from fusedcomm.ranks.channels import connect_gloo
 from fusedcomm.ranks.connections import kept_alive
-from fusedcomm.ranks.own_group import OwnGroup
-from fusedcomm.ranks.peers import Peers
 
 _lock = threading.RLock()
+_given_sets: list[ProcessSet] = []
+"""The process sets of the last init()."""
+_num_meetings: collections.Counter[str] = collections.Counter()
+"""How often the ranks of the job have met, by HOROVOD_TIMELINE: each meeting has a file of its own."""
+_kept_local_rank: int | None = None
+"""What local_rank() is as long as an elastic job lasts: a script has chosen a GPU by it."""
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | None = None) -> None:
+def init(comm: None = None, process_sets: Sequence[Any] | None = None) -> None:
     """Connects the ranks of the job. A collective call; calls after the first have no effect.
 
-    comm: the ranks that take part, all others must not call; None: every rank.
+    comm: None; all ranks take part.
     process_sets: the process sets of the job, besides that of all ranks.
 
-    Raises ValueError for arguments that are not possible, for other arguments than those of an earlier call, and for
+    Raises ValueError for arguments that are not possible, for other sets than those of an earlier call, and for
     variables that contradict each other. Raises TimeoutError that names the ranks that did not call.
     """
+    global _given_sets
+    if comm:
+        raise ValueError(
+            f"hvd.init(comm={comm!r}) is not possible, because all ranks take part, and there is no MPI: start as many "
+            "ranks as the job shall have, or give hvd.init(process_sets=[…])"
+        )
     sets = parse_sets(process_sets)
-    asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets))
     with _lock:
-        if (old := world_if_any()) is not None:
-            if isinstance(old.order, Ended):
-                raise ValueError(f"{old.order.failure}. For a job of its own call hvd.shutdown() first")
-            if asked_for != old.asked_for and (comm is not None or process_sets is not None):
-                raise ValueError(
-                    f"hvd.init() was called before with {_said(old.asked_for)}, now with {_said(asked_for)}: call "
-                    "hvd.shutdown() on every rank first"
-                )
-            return
-        new = _met(asked_for)
-        make_sets(new, sets, open_sums)
-        control = None
-        if new.size > 1:
-            control, new.sockets = kept_alive(
-                lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout)
+        if (old := world_if_any()) is None:
+            _given_sets = sets
+            init_again()
+        elif isinstance(old.order, Ended):
+            raise ValueError(f"{old.order.failure}. For a job of its own call hvd.shutdown() first")
+        elif process_sets is not None and _ranks_of(sets) != _ranks_of(_given_sets):
+            raise ValueError(
+                f"hvd.init() was called before with process_sets={_ranks_of(_given_sets)}, now with "
+                f"process_sets={_ranks_of(sets)}: call hvd.shutdown() on every rank first"
             )
-        ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
-        start = functools.partial(_start, new.members)
-        new.order = Order(new.rank, new.size, ranks, control, new.settings, start)
-        try:
-            # A rank that goes on may end the job while others are still connecting.
-            barrier = Request(0, Signature("barrier", "init"))
-            new.order.submit(barrier, at_once=True)
-            new.order.wait(barrier)
-        except BaseException:
-            new.order.shutdown()
-            raise
-        set_world(new)
-    if new.settings.timeline and new.settings.timeline != "DYNAMIC" and new.rank == 0:
-        new.timeline = timeline.Writer(Path(new.settings.timeline), new.order, new.settings.mark_cycles)
 
 
-def _met(asked_for: tuple) -> World:
+def init_again() -> None:
+    """Connects the ranks that there are, as init() did. In an elastic job whose ranks have changed, process sets with a
+    rank that is no longer there are not in use, and raise ValueError that says so."""
+    new = _met()
+    make_sets(new, _given_sets, open_sums)
+    control = None
+    if new.size > 1:
+        control, new.sockets = kept_alive(lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout))
+    ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
+    new.order = Order(new.rank, new.size, ranks, control, new.settings, functools.partial(_start, new.members))
+    try:
+        # A rank that goes on may end the job while others are still connecting.
+        barrier = Request(0, Signature("barrier", "init"))
+        new.order.submit(barrier, at_once=True)
+        new.order.wait(barrier)
+    except BaseException:
+        new.order.shutdown()
+        raise
+    set_world(new)
+    path = Path(new.settings.timeline)
+    if new.settings.timeline not in ("", "DYNAMIC") and new.rank == 0:
+        number = f".{new.meeting + 1}" if new.meeting else ""
+        new.timeline = timeline.Writer(
+            path.with_name(path.stem + number + path.suffix), new.order, new.settings.mark_cycles
+        )
+
+
+def _ranks_of(sets: list[ProcessSet]) -> list[list[int]]:
+    return [each.ranks for each in sets]
+
+
+def _met() -> World:
     """The ranks, once they have met and agree on the process sets."""
+    global _kept_local_rank
     settings, problem = environment.Settings(), ""
     try:
         settings = environment.settings()
@@ -89,55 +111,47 @@ def _met(asked_for: tuple) -> World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
     timeout = datetime.timedelta(seconds=settings.timeout_s)
     found = launch.find(timeout)
-    if asked_for[0] is not None:
-        found = launch.subset(found, list(asked_for[0]))
-    # Ranks may shut down and init any number of times: the store is counted.
-    group = OwnGroup(dist.PrefixStore("horovod", found.store), found.rank, found.size, timeout)
-    peers = Peers.of(group, torch.device("cpu"), what="calling hvd.init()")
-    hostname = os.environ.get("HOROVOD_HOSTNAME") or own_address.host_name()
-    about = {"host": hostname, "sets": asked_for[1], "problem": problem, "changes": membership.num_changes()}
-    try:
-        abouts: list[Any] = agreement.gather(peers, peers.store.under("about"), about, "calling hvd.init()")
-    except RuntimeError as error:
-        raise TimeoutError(f"hvd.init(): {error}; HOROVOD_GLOO_TIMEOUT_SECONDS sets the time") from error
+    # Several of torchrun's agents may run on one host, with GPUs of their own.
+    host = os.environ.get("HOROVOD_HOSTNAME") or f"{own_address.host_name()} {os.environ.get('GROUP_RANK', '')}"
+    about = {
+        "host": host,
+        "local_rank": _kept_local_rank,
+        "sets": _ranks_of(_given_sets),
+        "problem": problem,
+        "meetings": _num_meetings[settings.timeline],
+    }
+    store, abouts = launch.gather(found, about, timeout)
     for rank, of_rank in enumerate(abouts):
         if of_rank["problem"]:
             raise ValueError(f"hvd.init(): rank {rank} cannot start: {of_rank['problem']}")
     sets = {f"rank {rank}": {"process_sets": of_rank["sets"]} for rank, of_rank in enumerate(abouts)}
     if differs := agreement.difference(sets):
         raise ValueError(f"hvd.init(): {differs}. Give every rank the same sets in the same order")
-    membership.take_num_changes(max(of_rank["changes"] for of_rank in abouts))
+    meeting = max(of_rank["meetings"] for of_rank in abouts)
+    _num_meetings[settings.timeline] = meeting + 1
     hosts = [of_rank["host"] for of_rank in abouts]
-    places = launch.places(found.rank, hosts)
-    launch.publish({"rank": found.rank, "size": found.size, **places})
+    places = launch.places(found.rank, hosts, [of_rank["local_rank"] for of_rank in abouts])
+    if membership.is_elastic():
+        _kept_local_rank = places["local_rank"]
     return World(
         rank=found.rank,
         size=found.size,
         **places,
         hosts=hosts,
-        store=peers.store.native,
+        store=store,
         timeout=timeout,
         settings=settings,
-        asked_for=asked_for,
+        meeting=meeting,
     )
+
+
+def num_meetings() -> int:
+    """How often the ranks of an elastic job have met."""
+    return _num_meetings.total()
 
 
 def _start(members: dict[int, Any], set_id: int, rows: Sequence[Sequence[int]], requests: list[Request]) -> Any:
     return operations.start(members[set_id], rows, requests)
-
-
-def _parse_comm(comm: Any) -> tuple[int, ...] | None:
-    """The ranks, None for all. Raises ValueError for an MPI communicator."""
-    if comm is None or (isinstance(comm, (list, tuple)) and not comm):
-        return None
-    if not isinstance(comm, (list, tuple, range)) or not all(isinstance(rank, int) for rank in comm):
-        raise ValueError(f"hvd.init(comm={comm!r}): expected a list of ranks; there is no MPI here")
-    return tuple(comm)
-
-
-def _said(asked_for: tuple) -> str:
-    comm, sets = asked_for
-    return f"comm={comm and list(comm)} and process_sets={list(map(list, sets)) or None}"
 
 
 def shutdown() -> None:

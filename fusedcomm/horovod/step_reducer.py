@@ -2,14 +2,13 @@
 
 import dataclasses
 import datetime
-import functools
 import gc
 import itertools
 import json
-import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -75,8 +74,7 @@ class StepReducer:
         ordered = [NamedParameter(name, tensor, 0) for name, tensor in sorted(named, key=lambda pair: pair[0])]
         self._parameters = numbered(ordered, config)
         self._in_order = [name for name, _ in named]
-        settings = world().settings
-        first, usual = bucket_caps(max(settings.fusion_nbytes, 1) / _MIB)
+        first, usual = bucket_caps(max(world().settings.fusion_nbytes, 1) / _MIB)
         self.native = _C.GradReducer(
             synchronizer=None,
             parameters=[(p.tensor, p.name, False) for p in self._parameters],
@@ -89,7 +87,6 @@ class StepReducer:
                 passes=passes,
                 sums=options.op == Sum,
                 sends_dense=options.sparse_as_dense,
-                checks_changes=settings.check,
                 refuse=refuse,
                 failure_of_job=_failure_of_job,
             ),
@@ -229,36 +226,27 @@ def leave_all(reason: str) -> None:
 
 def join_all() -> None:
     """Takes part in the steps of every optimizer until all ranks have called this. Raises the first error."""
-    errors: list[Exception] = []
-    threads: list[threading.Thread] = []
-
-    def start(function: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                function()
-            except Exception as error:
-                errors.append(error)
-
-        threads.append(threading.Thread(target=run, daemon=True))
-        threads[-1].start()
-
-    def join(alike: list[StepReducer]) -> None:
-        """Those of one purpose connect in the order in which they were made, as they do where they step."""
-        for each in alike:
-            each.open()
-            start(each.join)
-
     gc.collect()  # an optimizer that nothing refers to may be gone on another rank
     of_purpose: dict[str, list[StepReducer]] = {}
     for each in sorted(_living, key=lambda each: each.number):
         if each.native.is_on:
             of_purpose.setdefault(each.purpose, []).append(each)
-    for alike in of_purpose.values():  # other ranks may step with any of them next
-        start(functools.partial(join, alike))
-    for thread in threads:  # which grows until those that connect have ended
-        thread.join()
-    if errors:
-        raise errors[0]
+    if not of_purpose:
+        return
+    # Other ranks may step with any of them next, so each has a thread.
+    with futures.ThreadPoolExecutor(2 * len(_living)) as threads:
+
+        def join(alike: list[StepReducer]) -> None:
+            """Those of one purpose connect in the order in which they were made, as they do where they step."""
+            joined = []
+            for each in alike:
+                each.open()
+                joined.append(threads.submit(each.join))
+            for each in joined:
+                each.result()
+
+        for each in [threads.submit(join, alike) for alike in of_purpose.values()]:
+            each.result()
 
 
 def _failure_of_job() -> str:

@@ -13,16 +13,6 @@ class SyncBatchNorm(_BatchNorm):
     device; the ranks' N may differ, and be 0. With one rank, and in eval mode with running statistics, plain batch
     norm. Gradients of weight and bias are this rank's: the optimizer reduces them like any other."""
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
-
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm: expected at least 2 dimensions, got {input.dim()}")

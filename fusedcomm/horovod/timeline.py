@@ -13,24 +13,17 @@ import time
 from pathlib import Path
 
 import fusedcomm.horovod.world as worlds
-from fusedcomm import files
 from fusedcomm.horovod.order import Order, Request
 from fusedcomm.ranks.peers import warn_alone
-from fusedcomm.trace.document import times
+from fusedcomm.trace import times
 
 CYCLES = "cycles"
 
 
 def start_timeline(file_path: str | os.PathLike, mark_cycles: bool = False) -> None:
-    """Begins a timeline, which rank 0 writes to the file at hvd.stop_timeline() or at the end of the job. Every rank
-    may call it. Raises ValueError before hvd.init() and without HOROVOD_TIMELINE=DYNAMIC, OSError if the file cannot
-    be written."""
+    """Begins a timeline, which rank 0 writes until hvd.stop_timeline() or the end of the job; one that is being
+    written ends. Every rank may call it. Raises ValueError before hvd.init(), OSError if the file cannot be written."""
     found = worlds.world()
-    if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
-        raise ValueError(
-            f"start_timeline({str(file_path)!r}) needs HOROVOD_TIMELINE=DYNAMIC in the environment before hvd.init(); "
-            f"it is {os.environ.get('HOROVOD_TIMELINE')!r}"
-        )
     if found.rank == 0:
         found.end_timeline()
         found.timeline = Writer(Path(file_path), found.order, mark_cycles)
@@ -64,24 +57,19 @@ class Writer:
         for request in requests:
             request.issued_s = now_s
         if self._marks_cycles:
-            self._write(CYCLES, {"ph": "i", "s": "g", "name": "CYCLE_START", "ts": self._ns(now_s) / 1e3})
+            self._write(CYCLES, "CYCLE_START", now_s, now_s)
 
     def ended(self, requests: list[Request]) -> None:
         """Writes the requests' spans."""
         now_s = time.perf_counter()
         for request in requests:
             key, phase = request.signature.key, request.signature.kind.upper()
-            self._write(key, self._span(f"NEGOTIATE_{phase}", request.submitted_s, request.issued_s))
-            self._write(key, self._span(phase, request.issued_s, now_s))
+            self._write(key, f"NEGOTIATE_{phase}", request.submitted_s, request.issued_s)
+            self._write(key, phase, request.issued_s, now_s)
 
-    def _span(self, phase: str, begin_s: float, end_s: float) -> dict:
-        return {"ph": "X", "cat": "horovod", "name": phase, **times(self._ns(begin_s), self._ns(end_s))}
-
-    def _ns(self, moment_s: float) -> int:
-        return round(max(0.0, moment_s - self._began_s) * 1e9)
-
-    def _write(self, process: str, event: dict) -> None:
-        """One event to a line, for grep; before the first of a process what that is."""
+    def _write(self, process: str, phase: str, begin_s: float, end_s: float) -> None:
+        """One span to a line, for grep; before the first of a process what that is."""
+        ends_ns = [round(max(0.0, moment_s - self._began_s) * 1e9) for moment_s in (begin_s, end_s)]
         with self._lock:
             if self._is_ended:
                 return
@@ -89,7 +77,8 @@ class Writer:
                 number = self._processes[process] = len(self._processes)
                 header = {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": process}, "pid": number}
                 self._say((",\n" if number else "[\n") + json.dumps(header))
-            self._say(",\n" + json.dumps({"pid": self._processes[process], "tid": 0, **event}))
+            span = {"ph": "X", "cat": "horovod", "name": phase, **times(*ends_ns)}
+            self._say(",\n" + json.dumps({"pid": self._processes[process], "tid": 0, **span}))
 
     def _say(self, text: str) -> None:
         if self._is_broken:
@@ -98,8 +87,7 @@ class Writer:
             self._file.write(text.encode())
         except OSError as error:
             self._is_broken = True
-            where = files.told(error, self._path)
-            warn_alone(f"fusedcomm: the timeline ends early, and may be cut off: {where}", stacklevel=2)
+            warn_alone(f"fusedcomm: {self._path}, the timeline, ends early and may be cut off: {error}", stacklevel=2)
 
     def end(self) -> None:
         """Completes the file. What has not ended is left out."""

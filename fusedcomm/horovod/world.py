@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class World:
     """The result of one hvd.init().
 
-    store: of this init alone.
+    store: of this init alone. meeting: how often the ranks have met before.
     hosts: the host name of each rank.
     order: the agreement with the other ranks; after shutdown(), Ended.
     sockets: of that agreement, as file descriptors.
@@ -36,7 +36,7 @@ class World:
     store: dist.Store
     timeout: datetime.timedelta
     settings: Settings
-    asked_for: tuple
+    meeting: int
     order: Any = None
     sockets: list[int] = dataclasses.field(default_factory=list)
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)

@@ -220,10 +220,10 @@ class LocalSteps(Surface):
         counts, waited_s = self.session.stats(), self.messages.waited_s
         return collect(self.progress, counts, waited_s, changes)
 
-    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records the model's passes and the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
+    def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+        """Records the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
         self._refuse_ended()
-        return self.session.recorder.record(path, all_ranks, self._model)
+        return self.session.trace(path)
 
     @torch.no_grad()
     def detach(self) -> None:

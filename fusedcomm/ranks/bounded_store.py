@@ -173,12 +173,6 @@ def store_address(process_group: Group) -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
-def store_port(process_group: Group) -> int:
-    """The port of the group's store if that is a TCPStore, else 0."""
-    address = store_address(process_group)
-    return 0 if address is None else address[1]
-
-
 def innermost_store(process_group: Group) -> dist.Store:
     """The group's store without its prefixes."""
     store = _store_of(process_group)

@@ -1,24 +1,16 @@
-"""What the kernel knows of this process's TCP connections, and the slow or cut part of a network that follows from it.
-
-What ranks wait for does not tell where the network is slow: a rank that waits for a slow rank becomes late itself. But
-unsent bytes, which a process has written and the network or the receiver does not take, pile up before the slow part.
-"""
+"""What the kernel knows of this process's TCP connections, and the cut links of a network that follow from it."""
 
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import os
 import socket
 import struct
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-_SIOCOUTQNSD = 0x894B
-"""Linux: asks for the bytes of a socket that are written and not sent."""
 _ESTABLISHED = 1
 _TCP_INFO = struct.Struct("=8B24I3Q")
 """struct tcp_info of <linux/tcp.h>, up to tcpi_bytes_acked."""
@@ -26,9 +18,6 @@ _MOST_NBYTES = 256
 _libc = ctypes.CDLL(None)
 _SENT_AGAIN = 3
 """Transmissions of the same bytes before they count as unacknowledged: a busy link drops some once or twice."""
-_MIN_UNSENT_NBYTES, _DOMINANT_SHARE, _SAME_SHARE = 64 << 10, 0.75, 0.05
-"""Below _MIN_UNSENT_NBYTES, bytes may just be on their way. One host must hold _DOMINANT_SHARE of all unsent bytes. If
-the busiest sender's and receiver's shares differ by less than _SAME_SHARE, they are one link, and the link is named."""
 MAX_LISTED = 8
 """A report lists at most this many ranks or connections of a kind: on a thousand ranks it must stay readable."""
 KEEP_IDLE_S, KEEP_INTERVAL_S, KEEP_COUNT = 15, 5, 4
@@ -39,31 +28,25 @@ _MIN_CUT_S = 2.0
 
 @dataclasses.dataclass
 class Connections:
-    """All TCP connections of this process. Addresses are numeric, without ports; ends have them, "10.0.0.1:80". Empty
-    except on Linux: other systems do not report these numbers."""
+    """All TCP connections of this process. Addresses are numeric, without ports. Empty except on Linux: other systems
+    do not report these numbers."""
 
-    unsent: Counter[str] = dataclasses.field(default_factory=Counter)
-    """By remote address: bytes written but not sent. Holds only addresses with such bytes."""
-    arrived: Counter[str] = dataclasses.field(default_factory=Counter)
-    """By remote address: bytes acknowledged by the remote end since the connections were made."""
+    own: set[str] = dataclasses.field(default_factory=set)
+    """The local addresses."""
     unacked_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """By remote address: the longest time for which the remote end has not acknowledged bytes that were sent several
     times. The kernel of a stopped process still acknowledges, so that host or the link to it is down."""
-    heard_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By remote address: seconds since bytes last came from there, over any open connection but those to the store."""
-    own: set[str] = dataclasses.field(default_factory=set)
-    """The local addresses."""
-    own_ends: set[str] = dataclasses.field(default_factory=set)
-    open_ends: set[str] = dataclasses.field(default_factory=set)
-    """The local ends of all connections, and the remote ends of open ones."""
 
 
-def connections(store_port: int = 0) -> Connections:
-    """Adds up this process's connections. store_port: see `heard_s`; 0: there is none."""
+def connections() -> Connections:
+    """Adds up this process's connections."""
     found = Connections()
     for fd, info in _sockets():
         with contextlib.suppress(OSError):  # closed meanwhile
-            _add(found, fd, info, store_port)
+            found.own.add(_end(_libc.getsockname, fd))
+            if unacked_s := _unacked_s(info):
+                address = _end(_libc.getpeername, fd)
+                found.unacked_s[address] = max(unacked_s, found.unacked_s.get(address, 0.0))
     return found
 
 
@@ -106,24 +89,6 @@ def _set(fd: int, level: int, option: int, value: int) -> None:
     _libc.setsockopt(fd, level, option, ctypes.byref(ctypes.c_int(value)), ctypes.sizeof(ctypes.c_int))
 
 
-def _add(found: Connections, fd: int, info: tuple[int, ...], store_port: int) -> None:
-    (unsent,) = struct.unpack("i", fcntl.ioctl(fd, _SIOCOUTQNSD, bytes(4)))
-    (address, port), (own, own_port) = _end(_libc.getpeername, fd), _end(_libc.getsockname, fd)
-    if unsent:
-        found.unsent[address] += unsent
-    found.arrived[address] += info[34]
-    found.own.add(own)
-    found.own_ends.add(f"{own}:{own_port}")
-    if unacked_s := _unacked_s(info):
-        found.unacked_s[address] = max(unacked_s, found.unacked_s.get(address, 0.0))
-    if info[0] != _ESTABLISHED:
-        return
-    found.open_ends.add(f"{address}:{port}")
-    if port != store_port:
-        heard_s = info[19] * 1e-3
-        found.heard_s[address] = min(heard_s, found.heard_s.get(address, heard_s))
-
-
 def _asked(call: Callable[..., int], *arguments: int) -> bytes:
     """What one of libc's functions writes for a descriptor. A socket object of Python's would change the mode of
     somebody else's connection, where the script has called socket.setdefaulttimeout()."""
@@ -133,11 +98,11 @@ def _asked(call: Callable[..., int], *arguments: int) -> bytes:
     return written.raw
 
 
-def _end(call: Callable[..., int], fd: int) -> tuple[str, int]:
+def _end(call: Callable[..., int], fd: int) -> str:
     name = _asked(call, fd)
-    family, port = int.from_bytes(name[:2], sys.byteorder), int.from_bytes(name[2:4], "big")
+    family = int.from_bytes(name[:2], sys.byteorder)
     address = socket.inet_ntop(family, name[4:8] if family == socket.AF_INET else name[8:24])
-    return address.removeprefix("::ffff:"), port  # an IPv4 address on a socket for both IPv4 and IPv6
+    return address.removeprefix("::ffff:")  # an IPv4 address on a socket for both IPv4 and IPv6
 
 
 def _unacked_s(info: Sequence[int]) -> float:
@@ -154,33 +119,26 @@ def _unacked_s(info: Sequence[int]) -> float:
 
 @dataclasses.dataclass
 class Traffic:
-    """What one rank says of its connections: its addresses; and by remote address unsent bytes, bytes that arrive a
-    second, and seconds without an acknowledgement. Bytes are those that stay unsent while the rank waits for others."""
+    """What one rank says of its connections: its addresses, and by remote address seconds without an
+    acknowledgement."""
 
     own: list[str] = dataclasses.field(default_factory=list)
-    unsent: dict[str, int] = dataclasses.field(default_factory=dict)
-    per_s: dict[str, int] = dataclasses.field(default_factory=dict)
     unacked_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Network:
-    """The hosts of the ranks, and what they send each other. Ranks that have an address in common, other than loopback,
-    are on one host."""
+    """The hosts of the ranks. Ranks that have an address in common, other than loopback, are on one host."""
 
     def __init__(self, traffic: Mapping[int, Traffic]) -> None:
         self._host_of: dict[str, int] = {}
         self._ranks: list[list[int]] = []
-        self._links: Counter[tuple[int, int]] = Counter()
-        """By sending and receiving host: unsent bytes."""
-        self._per_s: Counter[tuple[int, int]] = Counter()
         self._unacked_s: dict[tuple[int, int], float] = {}
+        """By sending and receiving host."""
         of_rank = {rank: self._place(rank, said.own) for rank, said in traffic.items()}
         for rank, said in traffic.items():
             # Not connections to addresses of no rank, and not those within a host, which use no network.
             links = {address: (of_rank[rank], to) for address, to in self._host_of.items() if to != of_rank[rank]}
             for address, link in links.items():
-                self._links[link] += said.unsent.get(address, 0)
-                self._per_s[link] += said.per_s.get(address, 0)
                 self._unacked_s[link] = max(self._unacked_s.get(link, 0.0), said.unacked_s.get(address, 0.0))
 
     def _place(self, rank: int, own: Sequence[str]) -> int:
@@ -197,43 +155,6 @@ class Network:
         cut = {link: seconds for link, seconds in self._unacked_s.items() if seconds >= _MIN_CUT_S}
         pairs = sorted({tuple(sorted(link)) for link in cut})
         return [(self._ranks[a], self._ranks[b], cut.get((a, b), 0.0), cut.get((b, a), 0.0)) for a, b in pairs]
-
-    def congestion(self) -> str:
-        """Where bytes pile up, for people: "what rank 1 sends piles up: …". Empty if few bytes are unsent, or if no
-        host holds most of them."""
-        all_nbytes = self._links.total()
-        if all_nbytes < _MIN_UNSENT_NBYTES:
-            return ""
-        by_sender: Counter[int] = Counter()
-        by_receiver: Counter[int] = Counter()
-        for (sender, receiver), nbytes in self._links.items():
-            by_sender[sender] += nbytes
-            by_receiver[receiver] += nbytes
-        [(sender, most_sent)], [(receiver, most_received)] = by_sender.most_common(1), by_receiver.most_common(1)
-        if max(most_sent, most_received) < _DOMINANT_SHARE * all_nbytes:
-            return ""
-        # If the shares are this close, both are above one half, so the link between the two hosts holds unsent bytes.
-        if abs(most_sent - most_received) < _SAME_SHARE * all_nbytes:
-            what, slow = f"{self._sends(sender)} to {ranks_text(self._ranks[receiver])}", [(sender, receiver)]
-        elif most_sent > most_received:
-            what, slow = self._sends(sender), [link for link in self._links if link[0] == sender]
-        else:
-            what = f"what is sent to {ranks_text(self._ranks[receiver])}"
-            slow = [link for link in self._links if link[1] == receiver]
-        nbytes, per_s = (sum(by_link[link] for link in slow) for by_link in (self._links, self._per_s))
-        return (
-            f"{what} piles up: {kb_text(nbytes)} have not left, {per_s / 1e6:.1f} MB/s arrive; elsewhere "
-            f"{kb_text(all_nbytes - nbytes)}"
-        )
-
-    def _sends(self, host: int) -> str:
-        ranks = self._ranks[host]
-        return f"what {ranks_text(ranks)} {'sends' if len(ranks) == 1 else 'send'}"
-
-
-def kb_text(nbytes: int) -> str:
-    """ "950 KB"."""
-    return f"{(nbytes + 500) // 1000} KB"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

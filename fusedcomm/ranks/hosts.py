@@ -112,16 +112,6 @@ def check_even(sizes: dict[str, int]) -> None:
         )
 
 
-def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
-    """Lines for people if two-shot sums have one level and several ranks share a host; an empty list otherwise."""
-    if ranks_on_host is None or not 1 < ranks_on_host < world_size:
-        return []
-    return [
-        f'{ranks_on_host} ranks on a host each send to other hosts: with hosts="auto" they add up on their host first, '
-        f"and send 1/{ranks_on_host} of that"
-    ]
-
-
 def of_names(names: Sequence[str]) -> Hosts:
     """The hosts by the host name of each rank. Raises ValueError if hosts have different numbers of ranks."""
     groups = _by_name(names)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from fusedcomm.ranks.connections import MAX_LISTED, Network, Traffic, kb_text, ranks_text
+from fusedcomm.ranks.connections import MAX_LISTED, Network, Traffic, ranks_text
 
 Said = TypeVar("Said", "Opening", "State", "Began")
 
@@ -14,9 +14,9 @@ _BUSY_S = 0.5
 """A running rank spends short times in stages of its own. A rank that stays in one for this long keeps others
 waiting."""
 
-STALLED, CRAWLING, FAILED, CUT = "stalled", "crawling", "failed", "cut"
-"""Why a roll is called: the opener's oldest job does not move; it moves, but has been under way for long; one of its
-stages threw; it does not move, and some host acknowledges nothing."""
+STALLED, FAILED, CUT = "stalled", "failed", "cut"
+"""Why a roll is called: the opener's oldest job does not move; one of its stages threw; it does not move, and some host
+acknowledges nothing."""
 
 
 @dataclasses.dataclass
@@ -67,11 +67,6 @@ class State(Traffic):
         return self.at == "stage" and not self.is_on_wire
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether the job is on the wire or on streams, which the host cannot tell apart from waiting."""
-        return bool(self.label) and (self.at == "stream" or (self.at == "stage" and self.is_on_wire))
-
-    @property
     def doing(self) -> str:
         """ "the all-to-all of chunk 1/4 of bucket 0 (…)", "the others in state_dict()"."""
         label = one_line(self.label)
@@ -88,11 +83,9 @@ class State(Traffic):
 
 @dataclasses.dataclass
 class Began:
-    """What a rank says when its watch begins: its addresses, the ends of its connections with ports, and its process
-    and host for people."""
+    """What a rank says when its watch begins: its addresses, and its process and host for people."""
 
     own: list[str] = dataclasses.field(default_factory=list)
-    own_ends: list[str] = dataclasses.field(default_factory=list)
     who: str = ""
 
 
@@ -133,9 +126,6 @@ class RollCall:
     unread: list[int] = dataclasses.field(default_factory=list)
     """Ranks whose answers were not read from the store in time."""
     store_problem: str = ""
-    heard_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    open_ends: set[str] = dataclasses.field(default_factory=set)
-    """Of the rank that collects; see :class:`fusedcomm.ranks.connections.Connections`."""
 
 
 @dataclasses.dataclass
@@ -159,8 +149,11 @@ def conclude(call: RollCall) -> Finding:
     # The oldest job of all ranks holds up all later ones.
     awaited = min(jobs.values(), key=lambda state: state.num_ended, default=None)
     failed = {} if call.absent else {rank: state for rank, state in answers.items() if state.failure}
-    missing, heard = _absent(call)
-    late = [(rank, _late_text(call, rank)) for rank in call.late_s]
+    missing = _missing(call)
+    late = [
+        (rank, f"rank {rank} is slow: it took {seconds:.1f} s to answer, as if its process had been stopped")
+        for rank, seconds in call.late_s.items()
+    ]
     slow: list[tuple[int, str]] = []
     at_work: list[tuple[int, State]] = []
     waiting: list[tuple[int, State]] = []
@@ -176,10 +169,9 @@ def conclude(call: RollCall) -> Finding:
             slow.append((rank, f"rank {rank} is slow: {busy}"))
         else:
             (at_work if holds_up else waiting).append((rank, state))
-    network = Network(answers)
-    cuts, congestion = network.cuts(), ""
+    cuts = Network(answers).cuts()
     lines = _Lines(f"fusedcomm: roll call {call.number} of {call.world_size} ranks, {opening_text(call.opening)}")
-    lines.add([text for _, text in missing], "missing")
+    lines.add(missing, "missing")
     lines.add(
         [f"rank {rank} answered, but its answer cannot be read: {why}" for rank, why in call.unreadable.items()],
         "giving answers that cannot be read",
@@ -190,53 +182,34 @@ def conclude(call: RollCall) -> Finding:
         lines.add([f"{answers_text} not read in time, of {ranks_text(call.unread)}{slow_store}"])
     lines.add([call.store_problem] if call.store_problem else [])
     lines.add([f"rank {rank} has failed: {one_line(state.failure)}" for rank, state in failed.items()], "failed")
-    lines.add([text for _, text in [*heard, *late, *slow]], "slow")
+    lines.add([text for _, text in [*late, *slow]], "slow")
     lines.add([_cut_text(*cut) for cut in cuts], "without a link")
-    if not (missing or heard or slow or failed or call.unreadable or call.unread):
-        congestion = "" if cuts else network.congestion()  # bytes that pile up before a cut say nothing more
-        lines.add(_reason(call, awaited, jobs, bool(at_work), congestion, bool(cuts)))
+    if not (missing or slow or failed or call.unreadable or call.unread):
+        lines.add(_reason(call, awaited, jobs, bool(at_work), bool(cuts)))
     lines.add_groups(at_work, ("is busy", "are busy", "with"), "at work")
     lines.add_groups(waiting, ("waits", "wait", "for"), "waiting elsewhere")
     is_all_read = not (call.unread or call.unreadable)
-    is_conclusive = is_all_read and not heard and bool(missing or failed)
-    named = set() if missing or failed or cuts or congestion else {rank for rank, _ in [*heard, *late, *slow]}
+    is_conclusive = is_all_read and bool(missing or failed)
+    named = set() if missing or failed or cuts else {rank for rank, _ in [*late, *slow]}
     return Finding(lines.text, is_conclusive, named)
 
 
-def _absent(call: RollCall) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """The missing ranks and their texts, and those that are only slow, since bytes from their host still come."""
-    missing, slow = [], []
+def _missing(call: RollCall) -> list[str]:
+    """A text for each missing rank."""
+    found = []
     for rank, who in call.absent.items():
-        said = call.began.get(rank, Began())
-        # A rank that was killed or has left has no connections, but other ranks of its host may still send.
-        is_open = not call.open_ends.isdisjoint(said.own_ends)
-        is_heard, unacked_s = False, 0.0
-        for address in said.own:
-            mates = {other: state for other, state in call.answers.items() if address in state.own}
-            # A rank of that host that answered in time, and has nothing unsent, shows that its link is not full.
-            is_free = any(other not in call.late_s and not state.unsent for other, state in mates.items())
-            # Bytes that came since the roll was called.
-            is_heard |= is_open and not is_free and call.heard_s.get(address, call.waited_s + 1) <= call.waited_s
-            if not mates:
+        unacked_s = 0.0
+        for address in call.began.get(rank, Began()).own:
+            if not any(address in state.own for state in call.answers.values()):
                 unacked_s = max([unacked_s, *(state.unacked_s.get(address, 0.0) for state in call.answers.values())])
-        silent = f"no answer within {call.waited_s:.1f} s"
-        head = f"rank {rank} ({who or 'which has no watch'}) is"
-        if is_heard:
-            why = "but bytes from its host still arrive. Its link may be full, so that its answer waits behind them"
-            slow.append((rank, f"{head} slow: {silent}, {why}"))
-        elif unacked_s:
+        head = f"rank {rank} ({who or 'which has no watch'}) is missing: no answer within {call.waited_s:.1f} s"
+        if unacked_s:
             why = f"has not acknowledged for {unacked_s:.1f} s what was sent to it. That host is down or cut off"
-            missing.append((rank, f"{head} missing: {silent}, and its host {why}"))
+            found.append(f"{head}, and its host {why}")
         else:
             why = "It is stopped, was killed, has left, is cut off, or is in a call that holds Python's interpreter"
-            missing.append((rank, f"{head} missing: {silent}. {why}"))
-    return missing, slow
-
-
-def _late_text(call: RollCall, rank: int) -> str:
-    unsent = sum(call.answers[rank].unsent.values()) if rank in call.answers else 0
-    why = f"while {kb_text(unsent)} of what it sends had not left" if unsent else "as if its process had been stopped"
-    return f"rank {rank} is slow: it took {call.late_s[rank]:.1f} s to answer, {why}"
+            found.append(f"{head}. {why}")
+    return found
 
 
 def _behind_text(state: State, awaited: State) -> str:
@@ -255,21 +228,18 @@ def _cut_text(one: list[int], other: list[int], by_one_s: float, by_other_s: flo
     return f"the link between {ranks_text(one)} and {ranks_text(other)} carries nothing: {unacked}"
 
 
-def _reason(
-    call: RollCall, awaited: State | None, jobs: Mapping[int, State], works: bool, congestion: str, is_cut: bool
-) -> list[str]:
+def _reason(call: RollCall, awaited: State | None, jobs: Mapping[int, State], works: bool, is_cut: bool) -> list[str]:
     """Why ranks wait although no rank is missing, failed, behind or busy; empty if a late rank may be the reason."""
-    network = "they wait for the network" + (f", where {congestion}" if congestion else "")
-    if call.late_s:  # the network is named only if bytes pile up as well
-        return [network] if congestion or is_cut else []
+    network = "they wait for the network"
+    if call.late_s:  # the network is named only if a link is cut as well
+        return [network] if is_cut else []
     if awaited is None:
         return ["every rank answered, and none waits any more"]
     if any(state.num_ended == awaited.num_ended and state.is_call != awaited.is_call for state in jobs.values()):
         return ["the ranks are at different places, and wait for each other"]
     if awaited.is_call:
         return ["every rank answered and none is behind"]
-    is_network = congestion or is_cut or not works
-    why = network if is_network else "some are at work, and the others wait for them"
+    why = network if is_cut or not works else "some are at work, and the others wait for them"
     return [f"every rank answered and none is behind: {why}"]
 
 

@@ -1,7 +1,7 @@
 """Notices that an engine has waited too long or has failed, and finds the rank it waits for with a roll call:
 
-    a rank's oldest bucket has not moved for stall_after, or moves but takes longer than that, or has not moved for 5 s
-    while a host acknowledges nothing, or a transfer failed
+    a rank's oldest bucket has not moved for stall_after, or not for 5 s while a host acknowledges nothing, or a
+    transfer failed
       ──► the rank opens a roll call in the store
       ──► every rank's watch sees the call at its next poll and answers with what it has under way
       ──► each rank that waits as well reads the answers. A rank that has not answered in time is missing; one that has
@@ -33,7 +33,6 @@ from fusedcomm.ranks.bounded_store import BoundedStore, OwnClient, StoreError
 from fusedcomm.ranks.connections import MAX_LISTED, Traffic, connections
 from fusedcomm.ranks.peers import Peers
 from fusedcomm.ranks.roll_call import (
-    CRAWLING,
     CUT,
     FAILED,
     STALLED,
@@ -54,14 +53,8 @@ _MAX_POLL_S = 1.0
 """Seconds between two polls, unless _POLLS_PER_S makes them longer."""
 _PAUSE_S = 0.5
 """A wait that takes this much longer than twice the time asked for shows that the process or machine was stopped."""
-_MOMENT_S = 0.2
-"""Bytes that are unsent at the beginning and at the end of this time wait for the network or for the receiver: a link
-of 1 Gbit/s carries 25 MB in it."""
 _CUT_S = 5.0
 """A job that has not moved for this long is looked at: does a host no longer acknowledge what it gets?"""
-_SLOWER = 2.0
-"""On a slow link every bucket crawls. One is reported only if it takes this many times as long as any reported
-before."""
 _END_S = 0.2
 _MAX_FAILURE = 300
 """Characters of a failure's text that an answer keeps, because a report gives it one line."""
@@ -80,8 +73,6 @@ class _Known:
     finding: Finding
     job: int
     num_handed: int
-    is_stall: bool
-    under_way_s: float
     at: float
 
 
@@ -91,7 +82,6 @@ class Watch:
     Args:
         peers: the ranks.
         store: has a prefix that only the ranks of this engine use.
-        store_port: of the process group's store if that is a TCPStore, else 0.
         explains: whether errors wait for a roll call. With few ranks that takes up to 1 s, 3 s if a rank is missing
             that is not lost, and 18 s at most; with 1,000 ranks 2 s, 5 s and 34 s.
 
@@ -103,11 +93,10 @@ class Watch:
         synchronizer: "_C.Synchronizer",
         peers: Peers,
         store: BoundedStore,
-        store_port: int,
         explains: bool = True,
     ) -> None:
         self._rank, self._who, self._world_size, self._lost = peers.rank, peers.who, peers.world_size, peers.lost
-        self._store_port, self._store_text, self._stall_after_s = store_port, store.about, peers.stall_after_s
+        self._store_text, self._stall_after_s = store.about, peers.stall_after_s
         world_size, timeout_s = peers.world_size, peers.timeout.total_seconds()
         least_poll_s = world_size / _POLLS_PER_S
         self._poll_s = max(least_poll_s, min(_MAX_POLL_S, peers.stall_after_s / 4, timeout_s / 12))
@@ -122,7 +111,6 @@ class Watch:
         self._known: _Known | None = None
         # The last jobs for which a stall, a cut, and a silent store were reported.
         self._reported_job = self._cut_job = self._silent_job = -1
-        self._crawled_s = 0.0  # the longest time for which a crawling job was reported
         # The slow ranks that have been named, and the first job that was not yet handed over then: jobs before it wait
         # for the same delay, which is news only once.
         self._named: set[int] = set()
@@ -146,9 +134,8 @@ class Watch:
         try:
             with contextlib.suppress(RuntimeError):  # it only avoids disturbing other threads
                 self._engine.enter_thread()
-            own = connections()
-            with contextlib.suppress(StoreError):  # reports then do not tell whether bytes of this rank arrive
-                self._store.set(f"began/{self._rank}", encode(Began(sorted(own.own), sorted(own.own_ends), self._who)))
+            with contextlib.suppress(StoreError):  # reports then do not tell what this rank's process is
+                self._store.set(f"began/{self._rank}", encode(Began(sorted(connections().own), self._who)))
             while True:
                 began = time.monotonic()
                 self._sleep(self._poll_s, for_failure=True)
@@ -176,59 +163,34 @@ class Watch:
 
     # ---- this rank
 
-    def _waits(self, view: "_C.BoardView") -> tuple[float, float]:
-        """Seconds since the oldest job has moved, and since it is the oldest."""
-        awake_s = time.monotonic() - self._awake_since
-        return min(view.stalled_s, awake_s), min(view.under_way_s, awake_s)
+    def _stalled_s(self, view: "_C.BoardView") -> float:
+        """Seconds since the oldest job has moved; 0.0 without one."""
+        return min(view.stalled_s, time.monotonic() - self._awake_since) if view.label else 0.0
 
     def _state(self) -> State:
-        """This rank's answer. Takes _MOMENT_S if bytes are unsent, because only bytes that stay unsent tell
-        anything."""
-        began, before = time.monotonic(), connections()
-        if before.unsent:
-            self._sleep(_MOMENT_S)
-        now = connections() if before.unsent else before
-        passed_s = time.monotonic() - began
-        view = self._engine.view(0.0)
+        """This rank's answer."""
+        view, own = self._engine.view(0.0), connections()
         state = State(**{name: getattr(view, name) for name in _OF_BOARD - {"failure"}})
         state.failure = (self._engine.failure() or "")[:_MAX_FAILURE]
-        state.own, state.unacked_s = sorted(now.own), _largest(now.unacked_s)
-        if state.waits_for_others:
-            held = {end: min(nbytes, before.unsent[end]) for end, nbytes in now.unsent.items() if end in before.unsent}
-            state.unsent = _largest(held)
-            # Negative if one of several connections to that address was closed in between.
-            arrived = {end: max(now.arrived[end] - before.arrived[end], 0) for end in state.unsent}
-            state.per_s = {end: round(nbytes / passed_s) for end, nbytes in arrived.items()}
+        state.own, state.unacked_s = sorted(own.own), _largest(own.unacked_s)
         return state
 
     def _report_stall(self) -> None:
-        """Opens a roll call if this rank's oldest job stalls or crawls, or stands still while a host acknowledges
-        nothing."""
+        """Opens a roll call if this rank's oldest job stalls, or stands still while a host acknowledges nothing."""
         view = self._engine.view(self._stall_after_s)  # asks the device only about a job that has not moved for so long
         if not view.label or self._reported_job == view.num_ended:
             return
-        stalled_s, under_way_s = self._waits(view)
+        stalled_s = self._stalled_s(view)
         if stalled_s >= self._stall_after_s:
             why = STALLED
         elif self._cut_job != view.num_ended and stalled_s >= _CUT_S and _sees_a_cut():
             why = CUT
-        # A job that has not moved for half of stall_after may be stalling, so it is not reported as a crawl. Nor is a
-        # job on streams, which last moved when it was enqueued.
-        elif (
-            view.at != "stream"
-            and stalled_s < self._stall_after_s / 2
-            and under_way_s >= max(self._stall_after_s, _SLOWER * self._crawled_s)
-        ):
-            why = CRAWLING
         else:
             return
         text = f"where nothing has moved for {stalled_s:.1f} s"
         if why == CUT:
             text += " and a host no longer acknowledges what it gets"
-        if why == CRAWLING:
-            moves = f"{view.label} of step {view.step} moves, but has been under way"
-            text = f"where {moves} for {under_way_s:.1f} s"
-        known = self._keep(self._call_roll(why, text, 2 * self._request_s), view, why != CRAWLING, under_way_s)
+        known = self._keep(self._call_roll(why, text, 2 * self._request_s), view)
         self._warn_of_stall(known)
         if why == CUT and not known.finding.store_is_silent:
             self._cut_job = view.num_ended
@@ -240,11 +202,11 @@ class Watch:
         """Answers the engine's failure, after a roll call unless the last report explains the failure already."""
         view, known = self._engine.view(0.0), self._known
         # A conclusive report on this job's stall explains its failure. A new roll call would also miss the ranks that
-        # have left since. A report on a crawl does not, because the job has moved since.
-        if not (known and known.finding.is_conclusive and known.is_stall and known.job == view.num_ended):
+        # have left since.
+        if not (known and known.finding.is_conclusive and known.job == view.num_ended):
             silence_s = 0.0 if self._silent_job == view.num_ended else 2 * self._request_s
             finding = self._call_roll(FAILED, f"after a failure: {failure}", silence_s)
-            known = self._keep(finding, view, True, self._waits(view)[1])
+            known = self._keep(finding, view)
         age_s = time.monotonic() - known.at
         age = f"\n  ({age_s:.1f} s before this error)" if age_s > self._answer_s else ""
         self._has_explained = True
@@ -269,14 +231,11 @@ class Watch:
             if is_over or opening is None:
                 continue
             view = self._engine.view(0.0)
-            stalled_s, under_way_s = self._waits(view) if view.label else (0.0, 0.0)
             has_failed = self._engine.failure() is not None
-            is_stall = concerns(opening.why, has_failed, bool(view.label), stalled_s, under_way_s, self._stall_after_s)
-            if is_stall is None:
+            if not concerns(opening.why, has_failed, bool(view.label), self._stalled_s(view), self._stall_after_s):
                 continue
-            is_new = is_stall or under_way_s >= _SLOWER * self._crawled_s
-            known = self._keep(self._collect(number, opening), view, is_stall, under_way_s)
-            if not has_failed and is_new and self._reported_job != view.num_ended:
+            known = self._keep(self._collect(number, opening), view)
+            if not has_failed and self._reported_job != view.num_ended:
                 self._warn_of_stall(known)
 
     def _call_roll(self, why: str, text: str, silence_s: float) -> Finding:
@@ -315,8 +274,6 @@ class Watch:
         with contextlib.suppress(StoreError):
             self._store.set(f"over/{number}", "")
             name_absent(self._store, call)
-        own = connections(self._store_port)
-        call.heard_s, call.open_ends = own.heard_s, own.open_ends
         finding = conclude(call)
         finding.store_is_silent = problem is not None and problem.is_silence
         return finding
@@ -337,19 +294,15 @@ class Watch:
 
     # ---- warnings
 
-    def _keep(self, finding: Finding, view: "_C.BoardView", is_stall: bool, under_way_s: float) -> _Known:
+    def _keep(self, finding: Finding, view: "_C.BoardView") -> _Known:
         """Remembers a finding about the oldest job in `view`."""
-        self._known = _Known(finding, view.num_ended, view.num_handed, is_stall, under_way_s, time.monotonic())
+        self._known = _Known(finding, view.num_ended, view.num_handed, time.monotonic())
         return self._known
 
     def _warn_of_stall(self, known: _Known) -> None:
         """Warns with the text of the finding, unless it only says again which ranks are slow."""
-        if not known.is_stall:
-            self._crawled_s = max(self._crawled_s, known.under_way_s, self._stall_after_s)
         if not known.finding.store_is_silent:
-            # A job that crawls because a rank is lost will stall as well. Reporting it again would add nothing.
-            if known.is_stall or known.finding.is_conclusive:
-                self._reported_job = known.job
+            self._reported_job = known.job
         elif self._silent_job == known.job:
             return  # a silent store is reported once for each job; when it answers again, the next poll finds out more
         else:
@@ -375,19 +328,13 @@ class Watch:
             )
 
 
-def concerns(
-    why: str, has_failed: bool, has_job: bool, stalled_s: float, under_way_s: float, stall_after_s: float
-) -> bool | None:
-    """Whether a roll call that another rank has opened concerns this rank: None: it answers, but does not warn. True:
-    it stands still as well, or either rank has failed. False: its job moves slowly as well.
+def concerns(why: str, has_failed: bool, has_job: bool, stalled_s: float, stall_after_s: float) -> bool:
+    """Whether a roll call that another rank has opened concerns this rank: it stands still as well, or has failed. If
+    not, it answers and does not warn.
 
     A wait counts from half of `stall_after_s` on. If the opener has failed or is cut off, any job under way counts.
     """
-    half_s, is_crawl = stall_after_s / 2, why == CRAWLING
-    waits = has_job and (why in (FAILED, CUT) or (under_way_s if is_crawl else stalled_s) > half_s)
-    if not has_failed and not waits:
-        return None
-    return not is_crawl or stalled_s >= half_s
+    return has_failed or (has_job and (why in (FAILED, CUT) or stalled_s > stall_after_s / 2))
 
 
 def _opening(said: bytes) -> Opening | None:

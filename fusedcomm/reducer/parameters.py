@@ -8,8 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusedcomm.autotune.auto import Auto, ConfigLike, chosen
-from fusedcomm.config import Config, combinations
+from fusedcomm.config import combinations
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import has_sparse_gradient
 from fusedcomm.session.served import refuse_served
@@ -18,19 +17,6 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 USUAL_BUCKET_MIB = 25
 """MiB at which a bucket is complete if nobody chooses, as in DDP."""
-
-
-def configs_of(config: ConfigLike | None) -> tuple[Sequence[Config], bool]:
-    """(the configurations that the argument `config` of a GradReducer asks for, whether the fastest of them is
-    searched). A search tries "fp32" first, in place of DDP's own all-reduce.
-
-    Raises TypeError or ValueError if the argument is not possible.
-    """
-    wanted = chosen(config, "GradReducer")
-    if not isinstance(wanted, Auto):
-        return (wanted,), False
-    exact = Config("fp32")
-    return (exact, *(each for each in wanted.configs if each != exact)), True
 
 
 def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> Named:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedcomm import env, log
-from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.autotune.tuner import Tuner
+from fusedcomm.autotune.auto import ConfigLike, chosen
+from fusedcomm.autotune.tuner import EXACT, Tuner
 from fusedcomm.config import AUTO, Config, LocalOptions, check, combinations, local_options
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
@@ -22,7 +22,6 @@ from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import (
     USUAL_BUCKET_MIB,
-    configs_of,
     ids_of_sparse,
     ignored_names,
     named_tensors,
@@ -74,7 +73,7 @@ class GradReducer(CommHandle):
         module_or_named_parameters: a module that is not wrapped in DistributedDataParallel, or pairs of names and
             parameters. A module keeps this object alive; otherwise keep it, because its hooks end with it. Sparse
             gradients need the module. What its ``_ddp_params_and_buffers_to_ignore`` names is left out, as in DDP.
-        config: a wire's name, a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`; see
+        config: a wire's name, a :class:`fusedcomm.Config`, or "auto"; see
             :func:`fusedcomm.autotune.auto.chosen`.
         bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.
         process_group: None: the default group. Over gloo for parameters on cpu, over NCCL on one cuda device.
@@ -124,9 +123,9 @@ class GradReducer(CommHandle):
         _also_agree: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         if members is None and process_group is None and not dist.is_initialized():
-            configs_of(config)  # a configuration that is not possible is said first: ranks would not help
+            chosen(config, "GradReducer")  # a configuration that is not possible is said first: ranks would not help
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
-        configs: Sequence[Config] = (Config("fp32"),)
+        cfg = EXACT
         options, more, problem = LocalOptions(), {}, None
         is_search, named, sparse, parameters, caps = False, [], set(), [], [0]
         try:
@@ -134,7 +133,8 @@ class GradReducer(CommHandle):
             check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
             caps = bucket_caps(bucket_mib)
             check.flag("find_unused_parameters", find_unused_parameters)
-            (configs, is_search), options = configs_of(config), local_options(local)
+            wanted, options = chosen(config, "GradReducer"), local_options(local)
+            is_search, cfg = wanted == AUTO, wanted if isinstance(wanted, Config) else EXACT
             named, sparse = named_tensors(module_or_named_parameters), ids_of_sparse(module_or_named_parameters)
             if members is not None:
                 given = {"members": members, "process_group": process_group, "config": AUTO if is_search else None}
@@ -146,7 +146,7 @@ class GradReducer(CommHandle):
             problem = error
         try:
             refuse(named)
-            parameters = synchronized_parameters(named, configs)
+            parameters = synchronized_parameters(named, cfg)
         except (RuntimeError, ValueError) as error:
             problem = problem or error
         quiet = quiet or env.quiet()
@@ -163,14 +163,14 @@ class GradReducer(CommHandle):
         runs: Session | Tuner | Training
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
-            runs = Training(members, configs[0], parameters, options, device, agreed, model, problem)
+            runs = Training(members, cfg, parameters, options, device, agreed, model, problem)
         else:
             on = process_group or dist.group.WORLD, parameters, options, device, not quiet
             how: dict[str, Any] = {"also_agree": agreed, "problem": problem}
             if is_search:
-                runs = Tuner(configs, *on, **how, has_off=False, caps=lambda: caps)
+                runs = Tuner(*on, **how, has_off=False, caps=lambda: caps)
             else:
-                runs = Session(configs[0], *on, **how)
+                runs = Session(cfg, *on, **how)
         super().__init__(runs)
         self._bucket_caps = caps
         self._store, self._num_meetings = self.session.store("reducer"), 0
@@ -352,9 +352,6 @@ class GradReducer(CommHandle):
     def _caps(self) -> list[int] | None:
         return None if self.has_owner else self._bucket_caps
 
-    def _module(self) -> nn.Module | None:
-        return self._module_of()
-
     def _described(self) -> str:
         session = self.session
         return (
@@ -395,7 +392,7 @@ class GradReducer(CommHandle):
 
     def parameters_of_module(self) -> list[torch.Tensor]:
         """Those of the module as it is now; without a module, those that were given."""
-        module = self._module()
+        module = self._module_of()
         return self.parameters_now() if module is None else list(module.parameters())
 
 

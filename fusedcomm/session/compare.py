@@ -1,8 +1,7 @@
 """Compares parameters that should be equal on all ranks, by their bits.
 
     1. Every rank sends a checksum of all its parameters: eight bytes. As a rule they are equal, and that is all.
-    2. The checksum of each parameter: they say which differ, and on which ranks.
-    3. The values of the first of these on a rank of the majority: they say how far the other ranks' are from them.
+    2. The checksum of each parameter: they say which differ.
 
 All ranks find the same.
 """
@@ -10,27 +9,23 @@ All ranks find the same.
 import collections
 import dataclasses
 import weakref
-import zlib
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.ranks.peers import warn_alone
-from fusedcomm.session.checksums import checksums, local
+from fusedcomm.session.checksums import checksums
 
 if TYPE_CHECKING:
     from fusedcomm.session.session import Session
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-_CHUNK_NUMEL = 1 << 22
-"""Elements whose distances are found at once."""
 _STANDS_IN = -(2**63)
 """In place of a checksum: this rank's parameters are behind those of the others, as they should be."""
 _MOST_SHOWN = 3
-"""Parameters whose distances are found, and named."""
+"""Parameters that are named in the text."""
 _WHAT = "the comparison of parameters"
 CAUSES = (
     "Perhaps one rank has trained a parameter that the others have frozen, has skipped an optimizer's step, or has "
@@ -47,9 +42,6 @@ class ParameterDifference:
     """Those whose parameters are not those of most ranks. All ranks if none are those of most."""
     parameters: tuple[str, ...]
     """All that differ."""
-    distances: dict[str, float]
-    """Of the first three parameters: the largest absolute difference of an element to that of a rank of the majority,
-    or of rank 0 without one. Inf if one of the two is not finite, or if their shapes or dtypes differ."""
     text: str
 
     def __str__(self) -> str:
@@ -123,31 +115,10 @@ class Comparison:
         reference = next((rank for rank in range(session.world_size) if rank not in ranks), 0)
         of_all = _gathered(session, sums)
         differing = (of_all != of_all[reference]).any(dim=0).nonzero().flatten().tolist()
-        shown = {
-            self.named[i][0]: self._distances(session, self.named[i][1], reference) for i in differing[:_MOST_SHOWN]
-        }
-        parts = [
-            f"{name} (rank {each.index(max(each))} is up to {max(each):.3g} from rank {reference})"
-            for name, each in shown.items()
-        ]
-        more = f" and {len(differing) - len(parts)} more" if len(differing) > len(parts) else ""
+        names = tuple(self.named[i][0] for i in differing)
+        more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         text = (
             f"fusedcomm: ahead of step {session.synchronizer.step} {text_of_ranks(ranks, session.world_size)}: "
-            f"{', '.join(parts)}{more}. {CAUSES}"
+            f"{', '.join(names[:_MOST_SHOWN])}{more}. {CAUSES}"
         )
-        names = tuple(self.named[i][0] for i in differing)
-        return ParameterDifference(ranks, names, {name: max(each) for name, each in shown.items()}, text)
-
-    def _distances(self, session: "Session", tensor: torch.Tensor, reference: int) -> list[float]:
-        """By rank, how far its elements are at most from those of rank `reference`. A collective call."""
-        own = local(tensor).to(session.device)
-        kind = torch.tensor([zlib.crc32(f"{own.dtype} {list(tensor.shape)}".encode())], dtype=torch.int64)
-        if len(_gathered(session, kind).unique(dim=0)) > 1:
-            return [float("inf")] * session.world_size
-        theirs = own.clone()
-        session.call(lambda: dist.broadcast(theirs, group=session.process_group, group_src=reference), _WHAT)
-        distance = torch.zeros((), dtype=torch.float64, device=own.device)
-        for a, b in zip(own.split(_CHUNK_NUMEL), theirs.split(_CHUNK_NUMEL), strict=True):
-            apart = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-            distance = torch.maximum(distance, apart.max())
-        return _gathered(session, distance.view(1).view(torch.int64)).view(torch.float64).flatten().tolist()
+        return ParameterDifference(ranks, names, text)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
 
 from fusedcomm.session.compare import ParameterDifference
 from fusedcomm.session.plan import BucketsPlan, Plan
@@ -77,10 +76,6 @@ class CommHandle(Surface):
 
     def _caps(self) -> list[int] | None:
         """The caps on the bytes of buckets, for the plan before the first pass; None: no buckets are predicted."""
-        return None
-
-    def _module(self) -> nn.Module | None:
-        """The module whose passes are traced."""
         return None
 
     def _described(self) -> str:
@@ -241,33 +236,25 @@ class CommHandle(Surface):
         self.refuse_detached("its ranks' parameters are not compared")
         return self._compared()
 
-    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records when the module's passes, each stage of each bucket and the optimizer ran. Writes a Chrome trace for
-        Perfetto when the block ends.
+    def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+        """Records when each stage of each bucket ran. Writes a Chrome trace for Perfetto when the block ends.
 
         ``with comm.trace("trace-{rank}.json"): …a few steps…``. On cuda the times are taken on the streams, and leaving
-        the block waits for them. Within the block the module and torch's optimizers have hooks. Of an FSDP2 model the
-        modules on its own mesh are recorded.
+        the block waits for them. Of an FSDP2 model the modules on its own mesh are recorded.
 
         Args:
             path: ``{rank}`` becomes the rank. Without it only rank 0 records.
-            all_ranks: rank 0 writes one trace, in which each rank is a process. The collectives align the ranks'
-                clocks; "otherData" has the precision in microseconds. A collective call: every rank traces the same
-                steps.
 
         Raises:
-            ValueError: all_ranks is set and the path has ``{rank}``.
             OSError: the file cannot be written. Raised when the block begins, on the rank that writes.
             RuntimeError: this object has been detached, a search has not ended, or torch's own sums run; on every rank.
-                With all_ranks, on rank 0, when the block ends: another rank left the block with an error, or did not
-                leave it within the group's timeout.
         """
         self.refuse_detached("there is nothing to trace")
         if self.mode == "searching":
             raise RuntimeError("fusedcomm: config='auto' is still searching: trace after comm.tuning().finished")
         if self.mode == "off":
             raise RuntimeError("fusedcomm: torch's own sums run: attach with the wire that is to be traced")
-        return self.session.recorder.record(path, all_ranks, self._module())
+        return self.session.trace(path)
 
     def __str__(self) -> str:
         """How gradients are sent now, in one line, and the statistics as a table."""

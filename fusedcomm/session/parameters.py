@@ -27,8 +27,8 @@ class NamedParameter:
     """Further names of a tied parameter. Only patterns use them; everything else uses `name`."""
 
 
-def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequence[Config]) -> list[NamedParameter]:
-    """Returns the parameters with the wires that the first of `configs` gives them.
+def named_parameters(named: Iterable[tuple[str, torch.Tensor]], config: Config) -> list[NamedParameter]:
+    """Returns the parameters with the wires that `config` gives them.
 
     Parameters that require gradients come first. Frozen ones follow, because DDP may have taken them before they were
     frozen.
@@ -37,21 +37,13 @@ def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequenc
         named: names and tensors; a tied parameter appears once under each of its names.
 
     Raises:
-        ValueError: under every one of `configs`, a pattern has no effect on parameters that require gradients (on any,
-            if all are frozen), or two patterns disagree over a tied parameter.
+        ValueError: a pattern has no effect on parameters that require gradients (on any, if all are frozen), or two
+            patterns disagree over a tied parameter.
     """
     named = sorted(named, key=lambda pair: not pair[1].requires_grad)
-    checked = [(name, tensor) for name, tensor in named if tensor.requires_grad] or named
-    errors = []
-    for each in configs:
-        try:
-            each.check_patterns(checked)
-        except ValueError as error:
-            errors.append(error)
-    if len(errors) == len(configs):
-        raise errors[0]
+    config.check_patterns([(name, tensor) for name, tensor in named if tensor.requires_grad] or named)
     parameters = [NamedParameter(name, tensor, 0, tuple(others)) for (name, *others), tensor in by_tensor(named)]
-    return numbered(parameters, configs[0])
+    return numbered(parameters, config)
 
 
 def numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
@@ -90,9 +82,7 @@ def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Ten
     return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
 
 
-def synchronized_parameters(
-    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
-) -> list[NamedParameter]:
+def synchronized_parameters(named: Sequence[tuple[str, torch.Tensor]], config: Config) -> list[NamedParameter]:
     """See :func:`named_parameters`.
 
     Raises:
@@ -101,7 +91,7 @@ def synchronized_parameters(
     devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the gradients are on several devices, {devices}: move the model to one")
-    return named_parameters(named, configs)
+    return named_parameters(named, config)
 
 
 def strides_to_agree(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, list[int]]:

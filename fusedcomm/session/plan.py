@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fusedcomm import env
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.ranks.hosts import Hosts, OwnHost, advice
+from fusedcomm.ranks.hosts import Hosts, OwnHost
 from fusedcomm.session.parameters import NamedParameter, trainable
 
 if TYPE_CHECKING:
@@ -126,8 +125,6 @@ class BucketsPlan(Plan):
     or `detached`."""
     tuning: "Tuning | None" = None
     """What config="auto" has found; None for other wires."""
-    ranks_on_host: int | None = None
-    """Ranks on this host, as torchrun sets them; None if not set."""
     frozen: bool = False
     """Whether no parameter requires gradients now. `rows` is then empty, or shows the last backward pass."""
     detached: bool = False
@@ -212,8 +209,6 @@ class BucketsPlan(Plan):
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
             )
-        elif any(row.sum == "two-shot" for row in self.rows):
-            lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         return lines
 
     def _ranks(self) -> str:
@@ -276,7 +271,6 @@ def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool)
         hosts=session.levels.hosts,
         one_level_reason=session.levels.one_level_reason,
         off=off,
-        ranks_on_host=env.local_world_size(),
         frozen=session.parameters is not None and not now,
         through_torch=session.synchronizer.transport.why_through_torch if session.has_engine else None,
     )

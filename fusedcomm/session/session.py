@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import dataclasses
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusedcomm import chunks
+from fusedcomm import chunks, trace
 from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
@@ -27,7 +26,6 @@ from fusedcomm.session.compare import Comparison
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
 from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats, collect
-from fusedcomm.trace.recorder import Recorder
 
 T = TypeVar("T")
 Mode: TypeAlias = Literal["active", "searching", "off", "ended"]
@@ -156,16 +154,15 @@ class Session:
 
     def _record(self, also_agree: Mapping[str, object]) -> dict[str, object]:
         """What must be equal on all ranks, causes before what follows from them. No bytes depend on LocalOptions."""
-        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
             **agreement.versions(),
             "device": self.device.type,
             "world size": self.world_size,
-            "wire": AUTO if searched else self.config.wire if self.has_engine else OFF,
+            "wire": AUTO if AUTO in also_agree else self.config.wire if self.has_engine else OFF,
         }
         if not self.has_engine:
             return record
-        record |= {**searched, "config": self.config.record(), **also_agree}
+        record |= {"config": self.config.record(), **also_agree}
         if self.parameters is not None:
             record["parameters"] = {
                 "count": len(self.parameters),
@@ -262,8 +259,7 @@ class Session:
         if self.world_size == 1 or self._end_watch is not None:
             return
         try:
-            store, port = self._store.under("watch"), bounded_store.store_port(self.process_group)
-            watch = Watch(self.synchronizer, self.peers, store, port, self.explains)
+            watch = Watch(self.synchronizer, self.peers, self._store.under("watch"), self.explains)
         except RuntimeError as error:  # the system has no thread left
             self.synchronizer.unwatch()
             warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
@@ -304,11 +300,9 @@ class Session:
         """Ranks on each host if sums have two levels, else 1."""
         return self.levels.ranks_per_host
 
-    @functools.cached_property
-    def recorder(self) -> Recorder:
-        """What records traces."""
-        place = self.levels.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        return Recorder(self.synchronizer, self._store, self.peers, place)
+    def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`fusedcomm.session.handle.CommHandle.trace`."""
+        return trace.record(self.synchronizer, path, self.rank, self.world_size)
 
     @property
     def native_config(self) -> "_C.WireConfig":

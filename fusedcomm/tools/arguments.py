@@ -2,9 +2,7 @@
 commands. Loads no torch, so that a wrong argument is answered at once."""
 
 import argparse
-import difflib
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -20,20 +18,9 @@ COMPARED = ("bf16", "int8", "fp8", "int4")
 ACCEPT = ("bf16", "int8")
 """Wires that may be recommended unless --accept names others."""
 
-_REWORDED = (
-    (r"^argument (\S+): ", r"\1 "),
-    (r"invalid choice: (.+?) \(choose from (.+)\)", r"\1 is not possible: use one of \2"),
-    (r"expected (?:one|at least one) argument", "has no value: write one after it"),
-    (r"ignored explicit argument (.+)", r"takes no value, and \1 is one: leave it out"),
-    (r"^the following arguments are required: (.+)", r"\1 is missing: add it"),
-    (r"^one of the arguments (\S+) (\S+) is required", r"\1 or \2 is missing: add one of them"),
-    (r"not allowed with argument (\S+)", r"cannot be combined with \1: leave out one"),
-)
-"""Patterns of argparse's own messages, and our wording. Each of ours says what to change."""
-
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations. An error is one line, and a second one says where all options are listed.
+    """A parser that takes no abbreviations. Below an error a line says where all options are listed.
 
     Args:
         example: lines that a user can type, for the end of the help.
@@ -51,19 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Prints what is wrong, and ends the process with status 2."""
-        for pattern, ours in _REWORDED:
-            message = re.sub(pattern, ours, message)
         self.exit(2, f"{self.prog}: {message}\nAll options, with an example: {self.prog} --help\n")
-
-    def refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Ends the process with status 2 if there are `unknown` arguments; names the option that was probably meant."""
-        if not unknown:
-            return
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("-"):
-            self.error(f"{name} belongs to no option: leave it out, or write its option before it")
-        close = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        self.error(f"{name} is no option of {self.prog}: " + (f"use {close[0]}" if close else "leave it out"))
 
 
 def number(

@@ -7,11 +7,9 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from fusedcomm import version
-from fusedcomm.tools.arguments import WIRES, Parser, whole, wire
-from fusedcomm.tools.demo import MAX_RANKS
+from fusedcomm.tools.arguments import Parser
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.probe import command as probe_command
 from fusedcomm.tools.run import add_to as add_run_to
@@ -25,8 +23,7 @@ PIPE_CLOSED = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that `argv` names and returns its exit status. None: the arguments of this process."""
     try:
-        args, unknown = _parser().parse_known_args(argv)
-        args.parser.refuse_unknown(unknown)
+        args = _parser().parse_args(argv)
         try:
             status = args.run(args)
             sys.stdout.flush()
@@ -46,8 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def _interrupted() -> int:
     """Says that the command was interrupted, and returns its exit status. A rank ends here, because its threads may
     wait for other ranks."""
-    # A progress bar leaves the cursor behind it.
-    print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)
+    print("interrupted", file=sys.stderr, flush=True)
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         os._exit(INTERRUPTED)
     return INTERRUPTED
@@ -59,11 +55,9 @@ def _parser() -> Parser:
         description="Compressed gradient communication for PyTorch's DistributedDataParallel.",
         example="fusedcomm doctor\nfusedcomm probe --help",
     )
-    parser.set_defaults(parser=parser)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of fusedcomm, torch and Python")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor_to(commands)
-    _add_demo_to(commands)
     probe_command.add_to(commands)
     add_run_to(commands)
     return parser
@@ -101,39 +95,7 @@ def _add_doctor_to(commands: "argparse._SubParsersAction") -> None:
     doctor.set_defaults(run=_run_doctor, parser=doctor)
 
 
-def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="train a small network under DDP and under each wire, and compare",
-        description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook and\n"
-        "under DDP with each fusedcomm wire. Compares accuracy and bytes from the same seeds. Starts processes on\n"
-        "this machine over gloo.",
-        example="fusedcomm demo --steps 40 --seeds 1 --wires bf16 int8    (under a minute)",
-    )
-    demo.add_argument("--steps", type=whole(1), metavar="N", default=300, help="training steps in each run (300)")
-    demo.add_argument("--seeds", type=whole(1), metavar="N", default=3, help="seeds to repeat each run with (3)")
-    demo.add_argument("--wires", nargs="+", type=wire, metavar="WIRE", help="fusedcomm wires to run (all)")
-    demo.add_argument(
-        "--ranks",
-        type=whole(2, MAX_RANKS),
-        metavar="N",
-        default=2,
-        help=f"processes to start, 2 to {MAX_RANKS} (2)",
-    )
-    demo.add_argument("--out", type=Path, metavar="FOLDER", default=Path("out"), help="folder for demo.json (out)")
-    demo.set_defaults(run=_run_demo, parser=demo)
-
-
 def _run_doctor(args: argparse.Namespace) -> int:
     from fusedcomm.tools.doctor import main
 
     return main()
-
-
-def _run_demo(args: argparse.Namespace) -> int:
-    from fusedcomm.tools import output
-
-    output.check((("--out", args.out / "demo.json"),))
-    from fusedcomm.tools.demo.launch import launch
-
-    return launch(args.steps, args.seeds, tuple(dict.fromkeys(args.wires or WIRES)), args.ranks, args.out)

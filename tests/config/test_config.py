@@ -45,7 +45,7 @@ def test_anything_else_is_refused_with_what_is_possible(wrong):
     ):
         with pytest.raises(TypeError) as error:
             call()
-        for words in (f"config={wrong!r} is not", "a wire's name ('fp32', 'bf16',", "Config(…)", "a fusedcomm.Auto(…)"):
+        for words in (f"config={wrong!r} is not", "a wire's name ('fp32', 'bf16',", "fusedcomm.Config(…)"):
             assert words in str(error.value)
 
 

@@ -41,8 +41,6 @@ fusedcomm.attach(ddp, "none").detach()  # wrong
 step_ms: float = comm.stats().scalars()["exposed_ms/p95"]
 fusedcomm.attach(ddp, wire, local=fusedcomm.LocalOptions(stall_after=5), quiet=True)
 fusedcomm.attach(ddp, wire, local=fusedcomm.LocalOption(stall_after=5), quiet=True)  # wrong
-fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8", config)))
-fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "off", config)))  # wrong
 ddp.register_comm_hook(fusedcomm.CommState("fp8"), fusedcomm.comm_hook)
 ddp.register_comm_hook(fusedcomm.CommState("fp7"), fusedcomm.comm_hook)  # wrong
 mean: torch.Tensor = fusedcomm.simulate([torch.zeros(3)], "int4")

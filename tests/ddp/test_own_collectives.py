@@ -16,26 +16,6 @@ import fusedcomm
 from fusedcomm.config import Config
 
 STEPS = 50
-NUMEL = 256
-
-
-class Square(nn.Module):
-    """Matrices whose all-reduce takes a while."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(NUMEL, NUMEL, bias=False) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def delayed(model: Square) -> dict:
-    """DDP's options with which the second matrix is reduced when the first matrix's gradient is ready."""
-    return {
-        "delay_all_reduce_named_params": [("layers.1.weight", model.layers[1].weight)],
-        "param_to_hook_all_reduce": model.layers[0].weight,
-    }
 
 
 def digest(module: nn.Module) -> str:
@@ -73,7 +53,6 @@ CASES = {
     "static graph": lambda: (Mlp(), {"static_graph": True}),
     "buckets rebuilt": lambda: (Mlp(), {"bucket_cap_mb": 0.005}),
     "buffers broadcast beside no_sync": lambda: (Normalised(), {}),
-    "delayed all-reduce": lambda: (model := Square(), delayed(model)),
     "Join": lambda: (Normalised(), {}),
     "Join and unused parameters": lambda: (Branches(), {"find_unused_parameters": True}),
 }
@@ -115,20 +94,3 @@ def test_ranks_have_the_same_bits_after_fifty_steps_beside(ranks, case, wire):
     ]
     assert not differing, f"gradients differed between ranks in {len(differing)} of {STEPS} steps: {differing}"
     assert len({digest for digest, _ in results}) == 1
-
-
-def delayed_twice(rank: int, world_size: int) -> list[str]:
-    """Attaches and detaches twice. The backward hook that waits for the all-reduce stays, and there is only one."""
-    model = Square()
-    ddp = DistributedDataParallel(model, **delayed(model))
-    fusedcomm.attach(ddp, "bf16").detach()
-    comm = fusedcomm.attach(ddp, "int8")
-    assert len(model.layers[0].weight._backward_hooks) == 1
-    read = train(ddp, rank, steps=10)
-    comm.detach()
-    return read + train(ddp, rank, steps=10)
-
-
-def test_a_delayed_all_reduce_is_awaited_after_detaching_too(ranks):
-    first, second = ranks.run(delayed_twice, world_size=2)
-    assert first == second

@@ -230,7 +230,7 @@ def searched(rank, world_size):
     of the candidates in ms, each step's wire, the number of wrong elements)."""
     shapes = ((200_000,), (3_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
-    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("fp32", "bf16", "fp16")), quiet=True)
+    comm = fusedcomm.attach(ddp, "auto", quiet=True)
     wires, wrong = [], 0
     for step in range(100):
         gradients = [(integers(rank, shape) + step % 5).cuda() for shape in shapes]

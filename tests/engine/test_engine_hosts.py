@@ -1,8 +1,6 @@
 """Sums on two levels: where they are chosen, by which ranks' hosts, and what the plan says of it. Some ranks pretend to
 share a host."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,31 +117,6 @@ def test_hosts_are_found_by_their_names_wherever_their_ranks_are(ranks):
     for text, groups in ranks.run(attached, "baab", {}):
         assert groups == ((0, 3), (1, 2))
         assert "2 hosts × 2 ranks" in text.splitlines()[0] and "MiB go to other hosts" in text
-
-
-def attached_by_torchrun(rank, world_size, rows):
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        for ranks_on_host, kwargs, _ in rows:
-            patch.setitem(os.environ, "LOCAL_WORLD_SIZE", str(ranks_on_host))
-            found.append(attached(rank, world_size, "aaaa", kwargs)[0])
-    return found
-
-
-ADVISED = [
-    (2, {"sum": "two-shot", "hosts": None}, True),
-    (2, {"sum": "two-shot"}, False),
-    (1, {"sum": "two-shot", "hosts": None}, False),
-    (4, {"sum": "two-shot", "hosts": None}, False),
-    (2, {"sum": "two-shot", "hosts": TWO_BY_TWO}, False),
-    (2, {"wire": "bf16", "sum": "direct"}, False),
-]
-
-
-def test_ranks_that_share_hosts_are_told_of_sums_on_two_levels(ranks):
-    for texts in ranks.run(attached_by_torchrun, ADVISED):
-        for text, row in zip(texts, ADVISED, strict=True):
-            assert ('with hosts="auto"' in text and "send 1/2 of that" in text) == row[-1], row
 
 
 def with_a_path_for_one_level(rank, world_size, names):

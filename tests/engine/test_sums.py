@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, synchronize
+from tcp_counter import tcp_nbytes_sent
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
 from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Chunks, Config, Feedback, TwoLevels
 from fusedcomm.native import _C
-from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
 

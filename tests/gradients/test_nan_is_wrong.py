@@ -1,12 +1,10 @@
-"""A comparison with a reference fails if only one side is NaN: in the figures of the benchmarks and the demo."""
+"""A comparison with a reference fails if only one side is NaN: in the figures of the benchmarks."""
 
 import math
 import sys
 from pathlib import Path
 
 from models import worst
-
-from fusedcomm.tools.demo.report import Spread
 
 
 def test_the_worst_of_some_errors_is_a_nan_if_one_is(monkeypatch):
@@ -16,8 +14,3 @@ def test_the_worst_of_some_errors_is_a_nan_if_one_is(monkeypatch):
     for function in (worst, common.worst):
         assert math.isnan(function([0.1, math.nan, 0.2])) and math.isnan(function([math.nan, 0.1]))
         assert function([0.25, 0.5, 0.125]) == 0.5
-
-
-def test_a_spread_with_a_nan_has_no_range():
-    spread = Spread.of([1.0, math.nan, 2.0])
-    assert all(map(math.isnan, (spread.mean, spread.low, spread.high)))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import replicate as replicate_as_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -46,11 +45,6 @@ def reducer(model: nn.Module, config: str | Config, **options: object) -> tuple:
 def data_parallel(model: nn.Module, config: str | Config, **options: object) -> tuple:
     wrapper = fusedcomm.DataParallel(model, config=config, quiet=True, **options)
     return wrapper, wrapper.comm
-
-
-def composable(model: nn.Module, config: str | Config, **options: object) -> tuple:
-    replicate_as_ddp(model, **options)
-    return model, fusedcomm.attach(model, config, quiet=True)
 
 
 def sharded(model: nn.Module, config: str | Config, **options: object) -> tuple:
@@ -105,7 +99,6 @@ FRONT_ENDS = {
     "CommState": FrontEnd(registered, NOT_IN_DDP),
     "reducer": FrontEnd(reducer, WITHOUT_WRAPPER),
     "DataParallel": FrontEnd(data_parallel, frozenset({"join"})),
-    "replicate": FrontEnd(composable, NOT_IN_DDP | {"join", "own names", "buffers", "sparse"}),
     "FSDP2": FrontEnd(sharded, NOT_IN_FSDP2, "auto"),
     "FSDP2, gathered in codes": FrontEnd(sharded, NOT_IN_FSDP2, "auto", gathers=True),
     "FSDP2, shards and copies": FrontEnd(shards_and_copies, NOT_IN_FSDP2 | {"three ranks"}, "auto"),

@@ -125,6 +125,7 @@ def _module(key: str) -> types.ModuleType:
         import pickle
 
         sys.modules["cloudpickle"] = pickle
+    sys.modules["horovod.runner.util.threads"] = types.SimpleNamespace(in_thread=None)  # of helpers not called here
     import fusedcomm.horovod as hvd
 
     hvd.install()
@@ -183,7 +184,7 @@ def run(rank: int, world_size: int, full_name: str) -> str:
     before = dict(os.environ)
     # Horovod's launcher sets the first two, and some tests read them before they call init(). test_torch.py sets the
     # others when it is imported.
-    os.environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(world_size), FUSEDCOMM_HOROVOD_SET_BY="the test")
+    os.environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(world_size))
     os.environ.update(HOROVOD_TIMELINE="DYNAMIC")
     try:
         with _with_sets(world_size):

@@ -11,8 +11,7 @@ class StepClock:
     """Sets how long a step takes; call it before each step. Time is the test's own clock, so that the search makes the
     same choice on a busy machine.
 
-    ms: milliseconds of a step by wire, by "off" and by "int8 by host", for example. Each rank adds a random time below
-        0.1 ms.
+    ms: milliseconds of a step by wire and by "off". Each rank adds a random time below 0.1 ms.
     """
 
     def __init__(self, comm: CommHandle, rank: int, **ms: float) -> None:
@@ -33,10 +32,7 @@ class StepClock:
         steps to warm up are not timed."""
         session = self._runs.session
         wire = "off" if session.is_off else session.config.wire
-        ms = self._ms[wire]
-        if not session.is_off and session.levels.hosts is not None:
-            ms = self._ms.get(f"{wire} by host", ms)
-        return ms + 0.1 * self._chance.random()
+        return self._ms[wire] + 0.1 * self._chance.random()
 
     def _by_own_clock(self, take_pass_ends) -> list[float]:
         """The ends of as many passes, by the test's clock."""

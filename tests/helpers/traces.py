@@ -3,25 +3,15 @@
 import json
 from pathlib import Path
 
-from fusedcomm.trace.document import LANE, MODEL
+from fusedcomm.trace import LANE
 
 
-def complete_events(path: Path) -> list[dict]:
-    """The complete events of a trace, each with its "lane" and "track"."""
+def read(path: Path) -> list[dict]:
+    """The events of buckets and stages, each with its "lane" and "track"."""
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     found = [{**e, "lane": names[e["pid"], e["tid"]]} for e in events if e["ph"] == "X"]
     return [{**e, "track": e["lane"].partition(LANE)[0]} for e in found]
-
-
-def read(path: Path) -> list[dict]:
-    """The events of buckets."""
-    return [event for event in complete_events(path) if event["cat"] != MODEL]
-
-
-def read_model(path: Path) -> list[dict]:
-    """The events of the model, in the order in which they begin."""
-    return sorted((e for e in complete_events(path) if e["cat"] == MODEL), key=lambda event: event["ts"])
 
 
 def dropped(events: list[dict], thread: str = "tid") -> list[dict]:

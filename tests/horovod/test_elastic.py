@@ -48,6 +48,41 @@ while not (folder / "started").exists():
     time.sleep(0.02)
 (folder / "trained").touch()
 """
+STAYS = """
+import os, signal, sys, torch
+import fusedcomm.horovod as hvd
+import fusedcomm.horovod.membership as membership
+
+membership.SILENCE_S = 2.0
+sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+hvd.init(process_sets=sets)
+first, pids = hvd.local_rank(), hvd.allgather_object(os.getpid())
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+
+@hvd.elastic.run
+def train(state):
+    if hvd.size() == 3:
+        hvd.allreduce(torch.ones(1), name="before")
+        if first == 0:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        hvd.allreduce(torch.ones(1), name="lost")
+    total = hvd.allreduce(torch.tensor([first]), op=hvd.Sum, name="after", process_set=sets[0]).item()
+    try:
+        hvd.barrier(process_set=sets[1])
+    except ValueError as error:
+        print(f"local rank {first} is {hvd.local_rank()}, the pair's sum {total}, {error}", flush=True)
+
+train(state)
+if first == 1 and sys.argv[1] == "SIGSTOP":
+    os.kill(pids[0], signal.SIGKILL)
+"""
+MISSING = """
+import os, signal
+if os.environ["RANK"] == "1":
+    signal.pause()
+import fusedcomm.horovod as hvd
+hvd.init()
+"""
 
 
 def ended(*command: str, status: int = 0, **variables: str) -> str:
@@ -121,11 +156,17 @@ def test_a_script_that_fails_each_time_ends_at_the_reset_limit():
     assert said.count("Going on from the last commit") == 4  # two ranks, twice
 
 
+@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.full)])
+def test_those_that_stay_keep_local_ranks_sets_and_timelines_whether_one_is_killed_or_silent(tmp_path, how):
+    timeline = tmp_path / "timeline.json"
+    said = ended(*launched(3, script=STAYS), how, HOROVOD_TIMELINE=str(timeline))
+    assert said.count("local rank 1 is 1, the pair's sum 3") == said.count("local rank 2 is 2, the pair's sum 3") == 1
+    assert said.count("ranks=[1, 2]) is not in use in this job of 2 ranks") == 2
+    assert "allreduce.before" in timeline.read_text()
+    assert "allreduce.after" in str(json.loads((tmp_path / "timeline.2.json").read_text()))
+
+
 @pytest.mark.full
-def test_workers_that_torchrun_restarts_go_on_from_the_file(tmp_path):
-    folder = tmp_path / "states"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
-    said = ended(*torchrun, TRAINING, str(tmp_path), "1", "5", FUSEDCOMM_HOROVOD_STATE=str(folder))
-    check(tmp_path)
-    assert "rank 0 of 2 at step 5" in said and "rank 1 of 2 at step 5" in said
-    assert list(folder.iterdir()) == []  # the next job begins anew
+def test_a_worker_that_never_comes_is_named_within_the_limit():
+    said = ended(*launched(2, script=MISSING), status=1, HOROVOD_GLOO_TIMEOUT_SECONDS="2")
+    assert "TimeoutError: hvd.init(): fusedcomm: rank(s) [1] did not take part within 2 s" in said

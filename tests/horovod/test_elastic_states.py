@@ -1,18 +1,14 @@
 """Samplers share out each epoch exactly, and states keep what was committed."""
 
 import itertools
-import os
-import pickle
 import types
 
-import numpy as np
 import pytest
 import torch
 from jobs import job
 
 import fusedcomm.horovod as hvd
 import fusedcomm.horovod.world as worlds
-from fusedcomm.horovod.elastic import files
 
 
 @pytest.fixture
@@ -25,12 +21,12 @@ def as_rank(monkeypatch):
     return set_place
 
 
-def shares(as_rank, size, numel, pad=False, processed=0, epoch=2, shuffle=True):
+def shares(as_rank, size, numel, processed=0, epoch=2, shuffle=True):
     """Each rank's samples of an epoch."""
     found = []
     for rank in range(size):
         as_rank(rank, size)
-        sampler = hvd.elastic.ElasticSampler(range(numel), shuffle=shuffle, seed=3, pad=pad)
+        sampler = hvd.elastic.ElasticSampler(range(numel), shuffle=shuffle, seed=3)
         sampler.set_epoch(epoch)
         if processed:
             sampler.load_state_dict({"epoch": epoch, "processed_num": processed})
@@ -42,20 +38,17 @@ def shares(as_rank, size, numel, pad=False, processed=0, epoch=2, shuffle=True):
 @pytest.mark.parametrize("numel", [1, 2, 7, 24, 25])
 def test_a_change_of_ranks_neither_repeats_nor_loses_a_sample(as_rank, numel):
     for first, second, num_batches in itertools.product((1, 2, 3, 4), (1, 2, 3, 5), (0, 1, 2)):
-        done = [index for each in shares(as_rank, first, numel) for index in each[: num_batches * 2]]
+        done = {index for each in shares(as_rank, first, numel) for index in each[: num_batches * 2]}
         processed = min(num_batches * 2 * first, numel)
-        after = itertools.chain(*shares(as_rank, second, numel, processed=processed))
-        assert sorted([*done, *after]) == list(range(numel))
+        after = shares(as_rank, second, numel, processed=processed)
+        assert {len(each) for each in after} == {-(-(numel - processed) // second)}
+        assert done.isdisjoint(itertools.chain(*after)) and done.union(*after) == set(range(numel))
 
 
-def test_padding_gives_every_rank_as_many_and_every_epoch_has_an_order_of_its_own(as_rank):
-    for numel, size in itertools.product((1, 2, 7, 10, 12), (1, 2, 3, 5)):
-        padded = shares(as_rank, size, numel, pad=True)
-        assert {len(each) for each in padded} == {-(-numel // size)}
-        assert set(itertools.chain(*padded)) == set(range(numel))
+def test_every_epoch_has_an_order_of_its_own(as_rank):
     orders = [shares(as_rank, 1, 50, epoch=epoch)[0] for epoch in (0, 1, 2, 2)]
     assert orders[0] != orders[1] != orders[2] == orders[3]
-    assert shares(as_rank, 2, 8, processed=3, shuffle=False) == [[3, 5, 7], [4, 6]]
+    assert shares(as_rank, 2, 8, processed=3, shuffle=False) == [[3, 5, 7], [4, 6, 3]]
 
 
 def check_object_state(rank, size):
@@ -87,7 +80,8 @@ def check_torch_state(rank, size):
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.5 + rank)
         sampler = hvd.elastic.ElasticSampler(range(40))
-        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=rank)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 + rank)
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, scheduler=scheduler, epoch=rank)
 
         def weights() -> list[float]:
             return state.model.weight.flatten().tolist()
@@ -100,7 +94,8 @@ def check_torch_state(rank, size):
             assert weights() != before
 
         state.sync()
-        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert optimizer.param_groups[0]["lr"] == 0.5 and state.epoch == 0
+        assert state.scheduler is scheduler and scheduler.step_size == 1
         synced = weights()
         assert hvd.allgather_object(synced) == [synced] * size
         train()
@@ -122,78 +117,3 @@ def check_torch_state(rank, size):
 
 def test_models_optimizers_and_samplers_are_saved_restored_and_synced(ranks):
     assert ranks.run(check_torch_state, world_size=2) == ["ended"] * 2
-
-
-class Counter:
-    number = 5
-
-
-class CounterHandler(hvd.elastic.StateHandler):
-    def save(self):
-        self.saved = self.value.number
-
-    def restore(self):
-        self.value.number = self.saved
-
-    def sync(self):
-        self.value.number = hvd.broadcast_object(self.value.number, self.root_rank)
-        self.save()
-
-
-def check_registry(rank, size):
-    before = hvd.elastic.get_handler_registry()
-    hvd.elastic.set_handler_registry([(Counter, CounterHandler), *before])
-    try:
-        with job():
-            state = hvd.elastic.TorchState(counter=Counter())
-            state.counter.number += rank
-            state.sync()
-            state.counter.number += 1
-            state.restore()
-            return state.counter.number
-    finally:
-        hvd.elastic.set_handler_registry(before)
-
-
-def test_a_handler_of_the_users_own_is_used(ranks):
-    assert ranks.run(check_registry, world_size=2) == [5, 5]
-
-
-@pytest.fixture
-def state_file(tmp_path, monkeypatch):
-    """A state that this user has committed, in a folder that did not exist, where everybody may write by default."""
-    monkeypatch.setenv("FUSEDCOMM_HOROVOD_STATE", str(tmp_path / "states"))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    before = os.umask(0)
-    try:
-        files.write(files.path(), {"num_commits": 3, "saved": {"w": torch.tensor([1.5, -2.0]), "n": np.arange(3)}})
-    finally:
-        os.umask(before)
-    return files.path()
-
-
-def test_a_state_file_is_for_its_user_alone_and_read_again(state_file):
-    assert [path.name for path in state_file.parent.iterdir()] == ["job.pt"]
-    assert (state_file.stat().st_mode & 0o777, state_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    found = files.read()
-    assert found["num_commits"] == 3 and found["saved"]["w"].tolist() == [1.5, -2.0]
-    assert isinstance(found["saved"]["n"], np.ndarray) and found["saved"]["n"].tolist() == [0, 1, 2]
-
-
-class Planted:
-    def __reduce__(self):
-        return pytest.fail, ("it was unpickled",)
-
-
-def test_a_state_that_somebody_has_planted_runs_no_code(state_file):
-    torch.save([Planted(), []], state_file)
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        files.read()
-
-
-def test_a_commit_says_what_its_file_cannot_keep(state_file):
-    before = state_file.read_bytes()
-    said = r"what FUSEDCOMM_HOROVOD_STATE keeps\['saved'\] is a .*\.Planted"
-    with pytest.raises(TypeError, match=said):
-        files.write(state_file, {"num_commits": 4, "saved": Planted()})
-    assert state_file.read_bytes() == before

@@ -44,16 +44,20 @@ def check_variable(rank, size, folder):
         assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= found["allreduce.weights"]
         assert {"NEGOTIATE_ALLGATHER", "ALLGATHER"} <= found["allgather.rows"]
         assert any("CYCLE_START" in each for each in found.values())
+    with job(HOROVOD_TIMELINE=str(path)):
+        hvd.barrier()
 
 
-def test_a_variable_names_the_timelines_file(ranks, tmp_path):
+def test_a_variable_names_the_timelines_file_of_the_first_job(ranks, tmp_path):
     ranks.run(check_variable, str(tmp_path), world_size=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
+    first, second = (phases((tmp_path / name).read_text()) for name in ("timeline.json", "timeline.2.json"))
+    assert "allreduce.weights" in first and "allreduce.weights" not in second
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def check_calls(rank, size, folder):
     first, second = Path(folder) / "first.json", Path(folder) / "second.json"
-    with job(HOROVOD_TIMELINE="DYNAMIC"):
+    with job():
         hvd.stop_timeline()
         for path in (first, second):
             hvd.start_timeline(path)
@@ -79,7 +83,7 @@ def test_a_timeline_that_cannot_be_written_ends_with_one_warning(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.warns(UserWarning, match=r"ends early.* MiB free\): '.*timeline\.json'") as told:
+        with pytest.warns(UserWarning, match=r"timeline\.json, the timeline, ends early") as told:
             for _ in range(2):
                 writer.ended([Request(0, Signature("allreduce", "a" * 1000))])
             writer.end()

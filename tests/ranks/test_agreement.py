@@ -38,8 +38,8 @@ def attached_with(rank, world_size, of_ranks):
         ((Config("int4"), Config("bf16")), "wire is 'int4' on rank 0 and 'bf16' on rank 1"),
         ((Config("int8"), Config("int4")), "wire is 'int8' on rank 0 and 'int4' on rank 1"),
         ((Config("fp32", hosts=2), Config("bf16", hosts=2)), "wire is 'fp32' on rank 0 and 'bf16' on rank 1"),
-        ((fusedcomm.Auto(), Config("int8")), "wire is 'auto' on rank 0 and 'int8' on rank 1"),
-        ((Config("bf16"), fusedcomm.Auto()), "wire is 'bf16' on rank 0 and 'auto' on rank 1"),
+        (("auto", Config("int8")), "wire is 'auto' on rank 0 and 'int8' on rank 1"),
+        ((Config("bf16"), "auto"), "wire is 'bf16' on rank 0 and 'auto' on rank 1"),
         (
             (Config("int8"), Config("int8", wires={"weights.1": "fp32"})),
             "config.wires is [] on rank 0 and [['weights.1', 'fp32']] on rank 1",
@@ -47,10 +47,6 @@ def attached_with(rank, world_size, of_ranks):
         (
             (Config(hosts=[[0, 1]]), Config(hosts=[[0], [1]])),
             "config.hosts.groups is [[0, 1]] on rank 0 and [[0], [1]] on rank 1",
-        ),
-        (
-            (fusedcomm.Auto(("bf16", Config("int4"))), fusedcomm.Auto(("bf16", "int8"))),
-            "auto.candidates[1] is 'int4' on rank 0 and 'int8' on rank 1",
         ),
     ],
     ids=str,
@@ -128,9 +124,8 @@ def attached_twice(is_bad):
     fusedcomm.attach(ddp, "bf16")
 
 
-def searched(is_bad):
-    ddp = DistributedDataParallel(Gradients((50, 2)))
-    fusedcomm.attach(ddp, fusedcomm.Auto((Config(feedback=Feedback(unsharded=is_bad)),)))
+def with_an_option_of_shards(is_bad):
+    fusedcomm.attach(DistributedDataParallel(Gradients((50, 2))), Config(feedback=Feedback(unsharded=is_bad)))
 
 
 def hook_with_a_state(is_bad):
@@ -154,7 +149,7 @@ LOCAL = {
     options_of_this_process: "isa='sse9'",
     ddp_with_builtin_hook: "already has a built-in communication hook",
     attached_twice: "already synchronizes the parameter",
-    searched: "Feedback(unsharded=True)",
+    with_an_option_of_shards: "Feedback(unsharded=True)",
     hook_with_a_state: "of another program",
     lambda is_bad: fusedcomm.GradReducer([] if is_bad else Gradients((50, 2))): "no parameters that could have",
     lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), bucket_mib=0 if is_bad else 1): "bucket_mib=0",

@@ -2,14 +2,11 @@
 
 import functools
 import gc
-import os
 
 import pytest
 import torch
-from models import Gradients, integers, reducer_of, synchronize, threads_of_engine, threads_settle_at
+from models import Gradients, integers, reducer_of, synchronize
 from step_clock import StepClock
-
-from fusedcomm.autotune.auto import Auto
 
 SHAPES = ((512, 64),) * 4
 
@@ -78,7 +75,7 @@ def on_own_clock(rank, world_size, freezes):
     the sums of the last step's gradients)."""
     shapes = ((300, 10), (512, 51), (51, 300), (51, 300))
     model = Gradients(*shapes)
-    reducer = reducer_of(model, Auto(("bf16",)))
+    reducer = reducer_of(model, "auto")
     right, last, step = [], None, 0
     while last is None or step < last + 3:
         if freezes and step in (7, 12):
@@ -89,8 +86,11 @@ def on_own_clock(rank, world_size, freezes):
         model(gradients(rank, step, shapes)).backward()
         wanted = [2 * value for value in mean(world_size, step, shapes)]
         # Sums of four ranks' gradients are even numbers up to 256, so they are exact in bf16, too.
+        atol = 0.5 if reducer.plan().config.wire == "int8" else 0.0
         right += [
-            torch.equal(w.grad, value) for w, value in zip(model.weights, wanted, strict=True) if w.grad is not None
+            torch.allclose(w.grad, value, rtol=0, atol=atol)
+            for w, value in zip(model.weights, wanted, strict=True)
+            if w.grad is not None
         ]
         if last is None and reducer.tuning().finished:
             last = step
@@ -105,7 +105,7 @@ def on_own_clock(rank, world_size, freezes):
 def test_all_ranks_choose_alike_by_their_own_clocks(ranks, freezes):
     outcome = ranks.run(on_own_clock, freezes)
     for tuning, right, sums in outcome:
-        assert tuning.finished and right and list(tuning.step_ms) == ["fp32", "bf16"]
+        assert tuning.finished and right and list(tuning.step_ms) == ["fp32", "bf16", "int8"]
         assert tuning == outcome[0][0] and sums == outcome[0][2]
         assert tuning.num_steps == tuning.max_steps
 
@@ -128,43 +128,6 @@ def test_one_rank_has_nothing_to_search_for(ranks):
 
 
 # ---- its life
-
-
-def ended(rank, world_size):
-    """Engine threads that are left of a search that is detached, and of one that is dropped with its model."""
-    gc.collect()  # ends the engines that earlier tests have dropped
-    before = threads_of_engine()
-    model, values = Gradients(*SHAPES), [integers(rank, shape) for shape in SHAPES]
-    reducer = reducer_of(model, "auto")
-    clock = StepClock(reducer, rank, fp32=40, bf16=20, int8=30)
-    synchronize(model, values, steps=12)
-    during = threads_of_engine() - before
-    reducer.detach()
-    left = [threads_settle_at(before) - before]
-    own = all(torch.equal(a, b) for a, b in zip(synchronize(model, values), values, strict=True))
-    dropped = Gradients(*SHAPES)
-    reducer_of(dropped, "auto")
-    synchronize(dropped, values, steps=12)
-    del dropped, reducer, clock
-    gc.collect()
-    left.append(threads_settle_at(before) - before)
-    one = reducer_of(model, "bf16")
-    of_one = threads_of_engine() - before
-    one.detach()
-    threads_settle_at(before)
-    searching = reducer_of(model, "auto")
-    clock = StepClock(searching, rank, fp32=40, bf16=20, int8=30)
-    while not searching.tuning().finished:
-        clock()
-        synchronize(model, values)
-    left.append(threads_settle_at(before + of_one) - before - of_one)  # the chosen engine alone is left
-    searching.detach()
-    return during > of_one, left, own
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
-def test_a_search_leaves_no_threads_when_it_ends_or_is_ended(ranks):
-    assert ranks.run(ended, world_size=2) == [(True, [0, 0, 0], True)] * 2
 
 
 def failing(rank, world_size):

@@ -72,12 +72,6 @@ def with_python_reducer(_):
         fusedcomm.attach(DistributedDataParallel(Mlp()))
 
 
-def of_replicated(model, **hook):
-    if hook:
-        model.register_comm_hook(None, hook["hook"])
-    fusedcomm.attach(model, "bf16")
-
-
 class FirstOrLast(nn.Module):
     """Uses one of two parameters. Each parameter has its own bucket."""
 
@@ -102,13 +96,13 @@ def skipping(front_end, used):
     return wrong
 
 
-def delayed(front_end, trigger=None):
-    """DDP's options with which a weight is reduced when the gradient of another, or `trigger`, is there."""
+def delayed(front_end):
+    """DDP's options with which a weight is reduced when the gradient of another is there."""
 
     def wrong(_):
         model = Mlp()
         options = {"delay_all_reduce_named_params": [("layers.2.weight", model.layers[2].weight)]}
-        options["param_to_hook_all_reduce"] = model.layers[0].weight if trigger is None else trigger
+        options["param_to_hook_all_reduce"] = model.layers[0].weight
         ddp, _ = FRONT_ENDS[front_end].make(model, "int8", **options)
         ddp(torch.ones(1, 10)).sum().backward()
 
@@ -132,13 +126,8 @@ MODULES = [
         lambda _: fusedcomm.comm_hook(fusedcomm.CommState(), (torch.ones(3), PARAMETER)),
         "RuntimeError ... python_reducer ... tuple",
     ),
-    (delayed("CommState"), "RuntimeError ... delay_all_reduce_named_params ... fusedcomm.attach"),
-    (delayed("hook", PARAMETER), "RuntimeError ... delay_all_reduce_named_params ... param_to_hook_all_reduce"),
-    (
-        lambda _: of_replicated(nn.Sequential(replicate(nn.Linear(2, 2)), nn.Linear(2, 2))),
-        "TypeError ... 0 of this model was given to replicate() ... attach on each",
-    ),
-    (lambda _: of_replicated(replicate(Mlp()), hook=lambda state, bucket: None), "RuntimeError ... hook"),
+    *((delayed(name), "RuntimeError ... delay_all_reduce_named_params ... leave") for name in ("hook", "CommState")),
+    (lambda _: fusedcomm.attach(replicate(Mlp()), "bf16"), "TypeError ... takes a DistributedDataParallel"),
 ]
 if "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters:
     MODULES += [(skipping(name, used), NO_SKIPPING) for name in ("hook", "CommState") for used in (0, 1)]

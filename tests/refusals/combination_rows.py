@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.config import Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.config.combinations import ADDED_PASSES, TABLE, Besides, Combination
-from fusedcomm.ddp.module import refuse_join, refuse_sparse
+from fusedcomm.ddp.module import refuse_delayed, refuse_join, refuse_sparse
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.fsdp.attach import _refuse_weighted
 from fusedcomm.fsdp.levels import sums_of
@@ -58,6 +58,10 @@ DDP_ON_CUDA = SimpleNamespace(
     _join_config=SimpleNamespace(enable=True),
     _divide_by_initial_world_size=False,
 )
+
+
+STARTS_ONE = SimpleNamespace(__func__=DistributedDataParallel._delayed_all_reduce_hook)
+DELAYED = SimpleNamespace(_backward_hooks={0: STARTS_ONE})
 
 
 def chosen(given: Given, *names: str) -> Given:
@@ -157,14 +161,12 @@ def by_local_steps(given: Given) -> None:
 WITHOUT_RANKS = {
     "Config": by_config,
     "sums on two levels": lambda given: levels.find(Config("int8", **given | {"hosts": 2}), list("aabb"), 0),
-    "Auto": lambda given: fusedcomm.Auto((config_of(given),)),
     "simulate": lambda given: fusedcomm.simulate([torch.zeros(3)] * 2, config_of(given)),
     "CommState": lambda given: fusedcomm.CommState(config_of(given)),
 }
 WITH_ONE_RANK = {
     "gradients without shards": by_ddp,
     "every front end": by_cuda,
-    "trace": lambda _: reducer_of(Mlp()).trace("{rank}.json", all_ranks=True).__enter__(),
     "attach": lambda given: fusedcomm.attach(DistributedDataParallel(Mlp()), members=given["members"]),
     "FSDP2": lambda given: fusedcomm.attach(fully_shard(nn.Linear(8, 8)), config_of(given), **chosen(given, "members")),
     "GradReducer": by_reducer,
@@ -180,7 +182,8 @@ BY_SETTING = {
     ("attach", IN_BACKWARD): with_optimizer_in_backward,
     ("attach", "optimize_ddp"): with_python_reducer,
     ("attach", "skip_all_reduce_unused_params"): by_attribute("skip_all_reduce_unused_params"),
-    ("attach", "delay_all_reduce_named_params of all parameters"): by_attribute("_delay_all_reduce_all_params"),
+    ("attach", "delay_all_reduce_named_params"): by_attribute("_delay_all_reduce_params"),
+    ("CommState", "delay_all_reduce_named_params"): lambda _: refuse_delayed([DELAYED]),
     ("attach", "Join(…, divide_by_initial_world_size=False)"): lambda _: refuse_join(DDP_ON_CUDA),
     ("attach", "sparse gradients on cuda"): lambda _: refuse_sparse(DDP_ON_CUDA, CUDA),
     ("FSDP2", "modules on several meshes"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]] * 2),

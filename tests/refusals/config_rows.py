@@ -46,21 +46,11 @@ OUT_OF_RANGE = [
     (lambda _: LocalOptions(codec_threads=100000), "codec_threads=100000 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=2.0), "codec_threads=2.0 ... whole number"),
     (lambda _: fusedcomm.Residuals("int8"), "Feedback(format)='int8' ... 'bf16'"),
-    (lambda _: fusedcomm.Auto("bf16"), "candidates='bf16' is one string ... ('bf16',)"),
-    (lambda _: fusedcomm.Auto(5), "candidates=5 ... pass a tuple"),
-    (lambda _: fusedcomm.Auto(()), "candidates=() ... leaves nothing to try"),
-    (lambda _: fusedcomm.Auto(("fp7",)), "candidates=('fp7',) ... 'fp8' ... a fusedcomm.Config(…)"),
-    (lambda _: fusedcomm.Auto((["bf16"],)), "candidates=(['bf16'],) ... ['bf16'] is not known"),
-    (lambda _: fusedcomm.Auto(("off",)), "candidates=('off',) ... DDP's own all-reduce is always tried"),
-    (lambda _: fusedcomm.Auto(("int4",)), "candidates=('int4',) ... fusedcomm.Config('int4') in its place"),
-    (lambda _: fusedcomm.Auto(("bf16", Config())), "Config(wire='bf16') ... has one of them twice"),
-    (lambda _: fusedcomm.Auto(("bf16",) * 6), "at most 5 ... fusedcomm probe"),
 ]
 FED_BACK = Config("int8", "two-shot", feedback=Feedback())
 PAIRS = [
     (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32'"),
-    (lambda _: fusedcomm.Auto(("off", "bf16")), "'off' is not known ... DDP's own all-reduce is always tried"),
-    (lambda _: fusedcomm.CommState(fusedcomm.Auto()), "config='auto' does not go with CommState"),
+    (lambda _: fusedcomm.CommState("auto"), "config='auto' does not go with CommState"),
     (
         lambda _: fusedcomm.simulate([torch.zeros(3)], FED_BACK, residuals=fusedcomm.Residuals("bf16")),
         "residuals are 'bf16' ... feedback=Feedback()",

@@ -41,7 +41,7 @@ def with_own_comm(*ranks):
 
 UNSHARDED = Config("int8", feedback=Feedback(unsharded=True))
 ON_ONE_RANK = [
-    (fusedcomm.Auto(), "config='auto'"),
+    ("auto", "config='auto'"),
     (Config("int8", sum="one-shot"), "sum='one-shot'"),
     (Config("int8", wires={"no.such.*": "bf16"}), "no.such"),
 ]

@@ -150,7 +150,7 @@ def test_a_fault_of_one_rank_is_found_and_named_on_every_rank_and_nothing_before
     for step, text, _ in ranks.run(faulty, name, world_size=3):
         assert step == 2 * EVERY, text
         assert f"ahead of step {step} the parameters of rank {BAD} are not those of most ranks" in text
-        assert FAULTS[name][2] in text and f"(rank {BAD} is up to " in text
+        assert FAULTS[name][2] in text
 
 
 def warned(rank, world_size):
@@ -161,7 +161,7 @@ def test_rank_0_warns_once_and_training_goes_on(ranks):
     (_, _, first), (step, _, second) = ranks.run(warned, world_size=2)
     assert step is None and second == [] and len(first) == 1
     assert "the parameters of the 2 ranks differ, and none are those of most" in first[0]
-    assert "embed.weight (rank 1 is up to " in first[0] and " from rank 0)" in first[0]
+    assert ": embed.weight, " in first[0] and " more. Perhaps" in first[0]
 
 
 def joined(rank, world_size):
@@ -213,11 +213,7 @@ def at_once(rank, world_size):
         warnings.simplefilter("ignore")
         found = comm.compare_parameters()
     assert (found.ranks, found.parameters) == ((2,), ("0.bias",)), found
-    assert found.distances["0.bias"] == pytest.approx(0.5) and "rank 2" in str(found)
-    model[0].bias.data.fill_(float("nan") if rank == 2 else 1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert comm.compare_parameters().distances == {"0.bias": float("inf")}
+    assert "rank 2" in str(found)
     comm.detach()
     comm = fusedcomm.attach(ddp, "off", quiet=True)
     with pytest.raises(RuntimeError, match="config='off' compares no parameters"):

@@ -124,22 +124,11 @@ LAYER = nn.ModuleDict({"head": nn.Linear(4, 2)})
 )
 def test_of_patterns_that_match_a_name_the_first_counts(model, wires, expected):
     config = Config(wire="int8", wires=wires)
-    parameters = named_parameters(names_of(model), [config])
+    parameters = named_parameters(names_of(model), config)
     assert [p.name for p in parameters] == [name for name, _ in model.named_parameters()]
     numbers = [_C.EXACT_WIRE if wire == "fp32" else config.number_of(wire) for wire in expected]
     for found in (parameters, numbered(parameters, config)):
         assert [p.wire for p in found[: len(expected)]] == numbers
-
-
-def test_a_pattern_is_not_refused_if_one_of_several_wires_needs_it():
-    """config="auto" has several wires: int8 exempts biases by default, bf16 does not."""
-    named = list(LAYER.named_parameters())
-    configs = [Config(wire=wire, wires={"*.bias": "fp16"}) for wire in ("int8", "bf16")]
-    assert [p.wire for p in named_parameters(named, configs)] == [0, _C.EXACT_WIRE]
-    assert [p.wire for p in named_parameters(named, configs[1:])] == [0, 1]
-    assert "has no effect: all 1 parameters" in error_of(ValueError, named_parameters, named, configs[:1])
-    typo = [Config(wire=wire, wires={"bais": "fp16"}) for wire in ("int8", "bf16")]
-    assert "matches none of the 2 parameters" in error_of(ValueError, named_parameters, named, typo)
 
 
 def of_three_names():
@@ -190,5 +179,5 @@ MATCHES_NONE = "matches none of the 27 parameters"
     ids=lambda value: "" if isinstance(value, nn.Module) else str(value)[:80],
 )
 def test_patterns_that_disagree_have_no_effect_or_match_nothing_are_refused_with_names(model, wires, words):
-    text = error_of(ValueError, named_parameters, names_of(model), [Config(wire="int8", wires=wires)])
+    text = error_of(ValueError, named_parameters, names_of(model), Config(wire="int8", wires=wires))
     assert [each for each in words if each not in text] == []

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.alone
 
 # Commands, and what they have written when they are interrupted: ranks are at work then.
 COMMANDS = {
-    "demo": (("demo", "--steps", "100000", "--seeds", "1", "--wires", "bf16"), "step/s"),
     "probe": (("probe", "--seconds", "900", "--params", "1e5"), "real steps with each wire"),
     "a script": (("probe", "--seconds", "900", "--script", "{script}"), "the script is here"),
 }
@@ -69,9 +68,6 @@ def script(tmp_path):
 @pytest.mark.parametrize("to_all", [True, False], ids=["Ctrl-C", "to the command alone"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_interrupt_ends_the_command_and_its_ranks(tmp_path, script, name, to_all):
-    if name == "demo":
-        for module in ("sklearn", "matplotlib", "tqdm"):
-            pytest.importorskip(module)
     arguments, sign = COMMANDS[name]
     process = start(tmp_path, "-m", "fusedcomm", *(word.replace("{script}", script) for word in arguments))
     read_until(process, sign)
@@ -95,7 +91,7 @@ sys.meta_path.insert(0, Interrupting())
 from fusedcomm.tools import cli
 sys.exit(cli.main())
 """
-    for command in (("demo",), ("probe",), ("doctor",)):
+    for command in (("probe",), ("doctor",)):
         process = start(tmp_path, "-c", code, *command)
         _, errors = process.communicate(timeout=HANG_S)
         assert (process.returncode, errors) == (130, "interrupted\n"), command

@@ -110,13 +110,13 @@ def run_probe_on_hosts(rank, world_size, settings, names):
 
 
 def test_hosts_with_several_ranks(ranks):
-    settings = dataclasses.replace(TINY, wires=("int8",), accept=("int8",), nic_gbps=1.0)
+    settings = dataclasses.replace(TINY, wires=("int8",), accept=("int8",))
     (document, text), *_ = ranks.run(run_probe_on_hosts, settings, ["a", "b", "a", "b"])
     assert document["environment"]["ranks_per_host"] == 2 and document["environment"]["uneven_hosts"] == ""
     sent = {row["name"]: row["line_nbytes"] for row in document["choices"]}
     assert sent["off"] / settings.params == pytest.approx(2 * 6, rel=0.01)  # both ranks send to the other host
     assert sent["int8 by host"] / settings.params == pytest.approx(1.03, rel=0.02)
-    assert sent.get("int8") is None and "sent by a host" in text and "line needs" in text
+    assert sent.get("int8") is None and "sent by a host" in text
 
 
 ONE = "hosts=None, "

@@ -1,8 +1,6 @@
 """How the probe divides its time, and how it shows how far it is."""
 
 import contextlib
-import io
-import sys
 import types
 
 import pytest
@@ -66,32 +64,11 @@ def test_starting_counts_and_a_long_one_is_said_before_measuring(clock, monkeypa
 # ---- progress
 
 
-def test_without_a_terminal_each_stage_is_a_line(capsys, clock):
+def test_each_stage_is_a_line(capsys, clock):
     shown = Progress(0.0, 60.0, shown=True)
     for stage in STAGES:
         shown.begin(stage)
         clock.now_s += 10
-        shown.tick()
-    shown.end()
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "about 60 s: starting took 0 s, measuring takes 60 s"
     assert lines == [f"{10 * index:4.0f} of 60 s: {name}" for index, name in enumerate(STAGES.values())]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_terminal_a_bar_has_the_stages_name(monkeypatch, clock):
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    shown = Progress(0.0, 60.0, shown=True)
-    shown.begin("wires")
-    for later_s, words in ((30, " 50%|"), (90, "100%|")):  # it does not go beyond its end
-        clock.now_s += later_s
-        shown.tick()
-        shown._bar.refresh()
-        assert f"{STAGES['wires']}: {words}" in terminal.getvalue()
-    assert "| 30 of 60 s" in terminal.getvalue()
-    shown.end()

@@ -1,11 +1,8 @@
-"""The conclusions from the answers to a roll call: slow ranks, missing ranks, cut and full links, and a store that is
-too slow."""
+"""The conclusions from the answers to a roll call: slow and missing ranks, cut links, and a store that is too slow."""
 
 import dataclasses
-import itertools
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
 
@@ -16,7 +13,7 @@ from fusedcomm.ranks import roll_call
 from fusedcomm.ranks.answers import collect
 from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.connections import connections
-from fusedcomm.ranks.roll_call import CRAWLING, CUT, FAILED, STALLED, Began, Opening, RollCall, State, conclude
+from fusedcomm.ranks.roll_call import CUT, FAILED, STALLED, Began, Opening, RollCall, State, conclude
 from fusedcomm.ranks.watch import concerns
 
 LABEL = "bucket 0 (layer.weight;\n1 parameters, 1 MiB)"
@@ -48,25 +45,13 @@ NETWORK = f"{NONE_BEHIND}: they wait for the network"
 AT_WORK = f"{NONE_BEHIND}: some are at work, and the others wait for them"
 GONE = "It is stopped, was killed, has left, is cut off, or is in a call that holds Python's interpreter"
 MISSING_2 = f"rank 2 (process 1 on node) is missing: no answer within 2.0 s. {GONE}"
-SLOW_2 = (
-    "rank 2 (process 1 on node) is slow: no answer within 2.0 s, but bytes from its host still arrive. Its link may be "
-    "full, so that its answer waits behind them"
-)
 BEHIND_1 = f"rank 1 is slow: it has not handed over {BUCKET} of step 5; nothing under way for 7.2 s, since step 4"
 CALL = "in step 5 for the others in state_dict(), called 3.0 s ago"
 
 
-def piles(what: str, unsent: int, arrive: str, elsewhere: int) -> str:
-    return (
-        f"{NETWORK}, where {what} piles up: {unsent} KB have not left, {arrive} MB/s arrive; elsewhere {elsewhere} KB"
-    )
-
-
-def absent_2(heard_s: float = 1.5, open_end: str = "10.0.0.3:7") -> dict:
-    """Rank 2 has not answered; the rank that collects has last heard from its host so long ago."""
-    began = Began(["127.0.0.1", "10.0.0.3"], ["127.0.0.1:9", "10.0.0.3:7"])
-    heard = {"10.0.0.3": heard_s, "127.0.0.1": 0.0}
-    return {"absent": {2: "process 1 on node"}, "began": {2: began}, "heard_s": heard, "open_ends": {open_end}}
+def absent_2() -> dict:
+    """Rank 2 has not answered."""
+    return {"absent": {2: "process 1 on node"}, "began": {2: Began(["127.0.0.1", "10.0.0.3"])}}
 
 
 # By scene: what ranks say otherwise than state(), what is otherwise in the call, and the lines of the report. Of four
@@ -150,64 +135,9 @@ SCENES: dict[str, tuple[dict, dict, list[str]]] = {
         ["rank 1 answered, but its answer cannot be read: it is cut off", NOT_1],
     ),
     # ---- links
-    "crawl": (
-        {
-            0: {"unsent": {"10.0.0.2": 20_000, "10.0.0.4": 9_000}},
-            1: {
-                "unsent": {"10.0.0.1": 130_000, "10.0.0.3": 950_000, "10.0.0.4": 140_000},
-                "per_s": {"10.0.0.1": 300_000, "10.0.0.3": 260_000, "10.0.0.4": 150_000},
-            },
-        },
-        {},
-        [piles("what rank 1 sends", 1220, "0.7", 29), ALL_WAIT],
-    ),
-    "late crawl": (
-        {1: {"unsent": {"10.0.0.3": 1_220_000}}},
-        {"late_s": {1: 1.75}},
-        [
-            "rank 1 is slow: it took 1.8 s to answer, while 1220 KB of what it sends had not left",
-            piles("what rank 1 sends to rank 2", 1220, "0.0", 0).removeprefix(f"{NONE_BEHIND}: "),
-            ALL_WAIT,
-        ],
-    ),
-    "crawl of a host": (  # what goes to the host itself uses no network
-        {
-            0: {"own": ["10.0.0.1", "10.0.1.0"], "unsent": {"10.0.0.1": 999_000, "10.0.0.3": 500_000}},
-            1: {"own": ["10.0.0.1", "10.0.1.1"], "unsent": {"10.0.0.1": 999_000, "10.0.0.4": 500_000}},
-            3: {"unsent": {"10.0.0.1": 8_000}},
-        },
-        {},
-        [piles("what ranks 0, 1 send", 1000, "0.0", 8), ALL_WAIT],
-    ),
-    "crawl to a host": (
-        {
-            **{rank: {"unsent": {"10.0.0.3": 400_000}} for rank in (0, 1)},
-            **{rank: {"own": ["10.0.0.3"]} for rank in (2, 3)},
-        },
-        {},
-        [piles("what is sent to ranks 2, 3", 800, "0.0", 0), ALL_WAIT],
-    ),
-    "crawl between two": (
-        {
-            1: {"unsent": {"10.0.0.1": 900_000, "10.0.0.3": 30_000}, "per_s": {"10.0.0.1": 12_000_000}},
-            3: {"unsent": {"10.0.0.1": 20_000}},
-        },
-        {},
-        [piles("what rank 1 sends to rank 0", 900, "12.0", 50), ALL_WAIT],
-    ),
-    "everywhere": (
-        {rank: {"unsent": {f"10.0.0.{(rank + 1) % 4 + 1}": 300_000}} for rank in range(4)},
-        {},
-        [NETWORK, ALL_WAIT],
-    ),
-    "little, and to no rank": (
-        {1: {"unsent": {"10.0.0.1": 60_000, "192.0.2.1": 900_000, "127.0.0.1": 900_000}}},
-        {},
-        [NETWORK, ALL_WAIT],
-    ),
     "cut": (  # and rank 0's link drops a packet now and then
         {
-            1: {"unacked_s": {"10.0.0.3": 4.21, "10.0.0.1": 1.9}, "unsent": {"10.0.0.3": 950_000}},
+            1: {"unacked_s": {"10.0.0.3": 4.21, "10.0.0.1": 1.9}},
             2: {"unacked_s": {"10.0.0.2": 4.04, "127.0.0.1": 9.0}},
         },
         {},
@@ -220,7 +150,7 @@ SCENES: dict[str, tuple[dict, dict, list[str]]] = {
     ),
     "host down": (
         {rank: {"unacked_s": {"10.0.0.3": 6.0 + rank / 10}} for rank in (0, 1)},
-        absent_2(9.0),
+        absent_2(),
         [
             "conclusive",
             "rank 2 (process 1 on node) is missing: no answer within 2.0 s, and its host has not acknowledged for 6.1 "
@@ -228,11 +158,12 @@ SCENES: dict[str, tuple[dict, dict, list[str]]] = {
             NOT_2,
         ],
     ),
-    "full link": ({}, absent_2(), [SLOW_2, NOT_2]),
-    "full link, heard too long ago": ({}, absent_2(2.5), ["conclusive", MISSING_2, NOT_2]),
-    "full link, neighbour's too": ({3: {"own": ["10.0.0.3"], "unsent": {"10.0.0.1": 9}}}, absent_2(), [SLOW_2, NOT_2]),
-    "a neighbour is heard": ({3: {"own": ["10.0.0.3"]}}, absent_2(), ["conclusive", MISSING_2, NOT_2]),
-    "killed": ({}, absent_2(open_end="10.0.0.3:6"), ["conclusive", MISSING_2, NOT_2]),
+    "a neighbour on its host is heard": (
+        {3: {"own": ["10.0.0.3"]}, 0: {"unacked_s": {"10.0.0.3": 1.0}}},
+        absent_2(),
+        ["conclusive", MISSING_2, NOT_2],
+    ),
+    "killed": ({}, absent_2(), ["conclusive", MISSING_2, NOT_2]),
 }
 
 
@@ -276,8 +207,8 @@ def test_the_words_of_labels_change_nothing_that_is_concluded(words):
 
 
 def test_what_is_cut_off_or_of_another_kind_cannot_be_read():
-    whole = roll_call.encode(state(own=["10.0.0.1"], unsent={"10.0.0.2": 3}))
-    assert roll_call.decode(State, whole.encode()).unsent == {"10.0.0.2": 3}
+    whole = roll_call.encode(state(own=["10.0.0.1"], unacked_s={"10.0.0.2": 3.0}))
+    assert roll_call.decode(State, whole.encode()).unacked_s == {"10.0.0.2": 3.0}
     broken = [whole[:length] for length in range(len(whole))]
     broken += ["[]", "7", whole + "}", whole.replace('"chunk": 2', '"chunk": "2"'), roll_call.encode(Opening())]
     for text in broken:
@@ -285,20 +216,14 @@ def test_what_is_cut_off_or_of_another_kind_cannot_be_read():
             roll_call.decode(State, text.encode())
 
 
-# (failed, has a job, has stood still for s, has been under way for s), judged with stall_after 2
-IDLE, BEGUN, MOVES = (False, False, 0, 0), (False, True, 0.1, 0.1), (False, True, 0.1, 1.5)
-STANDS, HAS_FAILED = (False, True, 1.5, 1.5), (True, False, 0, 0)
-CONCERN = {
-    STALLED: {IDLE: None, BEGUN: None, MOVES: None, STANDS: True, HAS_FAILED: True},
-    CRAWLING: {IDLE: None, BEGUN: None, MOVES: False, STANDS: True, HAS_FAILED: False},
-    FAILED: {IDLE: None, BEGUN: True, MOVES: True, STANDS: True, HAS_FAILED: True},
-    CUT: {IDLE: None, BEGUN: True, MOVES: True, STANDS: True, HAS_FAILED: True},
-}
+# (failed, has a job, has stood still for s), judged with stall_after 2
+IDLE, BEGUN, STANDS, HAS_FAILED = (False, False, 0), (False, True, 0.1), (False, True, 1.5), (True, False, 0)
+CONCERN = {STALLED: {STANDS, HAS_FAILED}, FAILED: {BEGUN, STANDS, HAS_FAILED}, CUT: {BEGUN, STANDS, HAS_FAILED}}
 
 
 @pytest.mark.parametrize("why", CONCERN)
 def test_which_roll_calls_concern_a_rank_depends_on_their_reason_and_its_own_wait(why):
-    assert {wait: concerns(why, *wait, 2) for wait in CONCERN[why]} == CONCERN[why]
+    assert {wait for wait in (IDLE, BEGUN, STANDS, HAS_FAILED) if concerns(why, *wait, 2)} == CONCERN[why]
 
 
 # ---- reading answers
@@ -345,29 +270,11 @@ def test_what_a_slow_store_does_not_hand_out_is_neither_missing_nor_late():
 # ---- connections
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports unsent bytes")
-def test_what_the_other_end_does_not_take_has_not_left():
-    """Over a socket for both IPv4 and IPv6, whose IPv4 connections have IPv4 addresses."""
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_addresses_are_those_of_ipv4_also_on_a_socket_for_both():
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
-        before = connections()
         ours = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
         theirs, _ = server.accept()
     with ours, theirs:
-        ours.setblocking(False)
-        given = 0
-        for _ in itertools.count():
-            try:
-                given += ours.send(bytes(1 << 16))
-            except BlockingIOError:
-                break
-        full = connections()
-        unsent, ends = full.unsent["127.0.0.1"] - before.unsent["127.0.0.1"], full.own_ends - before.own_ends
-        assert 0 < unsent < given and "127.0.0.1" in full.own and len(ends) == 2
-        assert ends <= full.open_ends and full.heard_s["127.0.0.1"] < 60 and not full.unacked_s
-        taker = threading.Thread(target=lambda: [theirs.recv(1 << 20) for _ in iter(lambda: ours.fileno(), -1)])
-        taker.daemon = True
-        taker.start()
-        until = time.monotonic() + 60
-        while connections().unsent["127.0.0.1"] > before.unsent["127.0.0.1"] and time.monotonic() < until:
-            time.sleep(0.01)
-        assert connections().arrived["127.0.0.1"] - before.arrived["127.0.0.1"] >= given - 2
+        found = connections()
+        assert "127.0.0.1" in found.own and "127.0.0.1" not in found.unacked_s

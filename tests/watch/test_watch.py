@@ -42,7 +42,7 @@ def late_for_the_end_of_a_turn(rank, world_size, folder):
     """Trains with config="auto" to the end of a turn, where ranks compare times. Rank 1 comes only after rank 0 has
     warned about it. Returns what this rank writes to stderr meanwhile."""
     ddp = DistributedDataParallel(Gradients((4000,)))
-    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
+    comm = fusedcomm.attach(ddp, "auto", local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
     synchronize(ddp, gradients, steps=comm.runs._turns.num_steps)
     log = folder / f"{rank}.log"

@@ -254,7 +254,7 @@ def without_its_host(rank, world_size, moment):
     """Rank 0, which hosts the store, ends at the moment of attaching, or after a step of DataParallel. Returns the
     error and the seconds after which a rank had it."""
     with group_over("tcp", rank, world_size, 0, datetime.timedelta(seconds=LONG_S)):
-        port = bounded_store.store_port(dist.group.WORLD)
+        port = bounded_store.innermost_store(dist.group.WORLD).port
 
         def end() -> None:
             if rank == 0:

@@ -72,6 +72,8 @@ class Order {
   std::string wait(const RequestPtr& request);
   // Ends the operations of every rank.
   void leave(const std::string& why);
+  // Ends those of this rank alone: another may answer nobody.
+  void fail(const std::string& why);
   // Idempotent. Returns whether all threads, and all that was under way, have ended.
   bool shutdown();
   std::string failure() const;
@@ -105,7 +107,6 @@ class Order {
   // With the mutex.
   void finish(const Requests& requests, const std::string& error);
   void end(const std::string& why);
-  void fail(const std::string& why);
 
   const Options options_;
   const BackendPtr control_;

@@ -374,7 +374,6 @@ void GradReducer::write_back_all() {
     for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
       const size_t index = buckets_[bucket][i];
       const BucketGradient& gradient = under_way.gradients[i];
-      if (options_.steps && options_.steps->checks_changes) check_unchanged(index, gradient);
       if (!gradient.is_copy) {
         mark_written(parameters_[index].tensor);
       } else if (!options_.find_unused || used_[index]) {

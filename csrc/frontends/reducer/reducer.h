@@ -74,8 +74,6 @@ struct Steps {
   int64_t passes = 1;        // backward passes of a step; see set_passes()
   bool sums = false;         // whether gradients become sums of the ranks'; otherwise means
   bool sends_dense = false;  // whether sparse gradients are summed as dense ones
-  // Whether a gradient that is changed between its hand-over and end_step() is an error.
-  bool checks_changes = false;
   // Throws what a backward pass shall throw: `failure` says why this reducer has failed; empty: a gradient has come too
   // often. Called without locks.
   std::function<void(const std::string& failure)> refuse;
@@ -220,8 +218,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Hands over what is left of the step, and waits.
   void end_pass_of_step(std::unique_lock<std::mutex>& lock);
   void begin_step();
-  // Fails if the gradient has been changed since it was handed over.
-  void check_unchanged(size_t index, const BucketGradient& gradient);
   // Learns from all ranks which gradients are sparse.
   void learn_sparse();
   // Of the gradients of a parameter; 0: they are dense, or not known.

@@ -132,14 +132,6 @@ int64_t GradReducer::sparse_dims(size_t index) const {
   return parameters_[index].is_sparse ? 1 : std::max<int64_t>(kinds_[index] - kDense, 0);
 }
 
-void GradReducer::check_unchanged(size_t index, const BucketGradient& gradient) {
-  const at::Tensor& now = parameters_[index].tensor.grad();
-  if (gradient.version < 0 || (now.defined() && now._version() == gradient.version)) return;
-  fail(c10::str(rank_text(), "the gradient of ", parameters_[index].name,
-                " was changed after its last backward pass and before step() or synchronize(), so the result may hold "
-                "old or new values: change it after synchronize()"));
-}
-
 bool GradReducer::has_begun_step() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return !ready_.empty();

@@ -8,28 +8,12 @@
 A worker that catches a lost rank's error restores the committed state from its memory, and goes on with the others.
 """
 
-from fusedcomm.horovod.elastic.handlers import (
-    StateHandler,
-    get_handler_registry,
-    set_handler_registry,
-)
-from fusedcomm.horovod.elastic.run import run
-from fusedcomm.horovod.elastic.sampler import ElasticSampler
-from fusedcomm.horovod.elastic.state import ObjectState, State, TorchState
-from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from fusedcomm.horovod.state import init, shutdown
-
-__all__ = [
-    "ElasticSampler",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "init",
-    "run",
-    "set_handler_registry",
-    "shutdown",
-]
+from fusedcomm.horovod.elastic.run import run as run
+from fusedcomm.horovod.elastic.sampler import ElasticSampler as ElasticSampler
+from fusedcomm.horovod.elastic.state import ObjectState as ObjectState
+from fusedcomm.horovod.elastic.state import State as State
+from fusedcomm.horovod.elastic.state import TorchState as TorchState
+from fusedcomm.horovod.errors import HorovodInternalError as HorovodInternalError
+from fusedcomm.horovod.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from fusedcomm.horovod.state import init as init
+from fusedcomm.horovod.state import shutdown as shutdown

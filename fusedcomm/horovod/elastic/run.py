@@ -2,13 +2,11 @@
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-import fusedcomm.horovod.elastic.files as files
 import fusedcomm.horovod.membership as membership
 import fusedcomm.horovod.state as state_of_job
 from fusedcomm.horovod.elastic.state import State
@@ -26,47 +24,35 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
        HostsUpdatedInterrupt, the state stays as it is.
     4. The ranks meet again, as many as there are, and state.on_reset() is called. Then from 1.
 
-    Under torchrun a lost rank's error is raised: torchrun restarts every rank, and they go on from the commit's file if
-    FUSEDCOMM_HOROVOD_STATE names a folder.
+    Only the ranks of `fusedcomm run --elastic` meet again: elsewhere, as under torchrun, a lost rank's error is raised.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        state.read_file()
-        skip_sync, is_reset = False, False
+        is_reset = False
         while True:
             try:
                 if is_reset:
                     _meet_again(state)
-                if not skip_sync:
-                    state.sync()
+                state.sync()
                 result = func(state, *args, **kwargs)
             except HorovodInternalError as error:
-                if is_restarted_as_a_whole():
+                if not membership.is_elastic():
                     raise
                 seen = str(error).removeprefix("fusedcomm: ").rstrip(".")
                 LOGGER.warning("fusedcomm.horovod: %s. Going on from the last commit", seen)
                 state_of_job.shutdown()
                 state.restore()
-                skip_sync = False
-            except HostsUpdatedInterrupt as interrupt:
+            except HostsUpdatedInterrupt:
                 _wait_for_others()
                 state_of_job.shutdown()
-                skip_sync = interrupt.skip_sync
             else:
-                files.remove()
                 _wait_for_others()
                 return result
             is_reset = True
-            membership.change()
+            membership.change(state_of_job.num_meetings())
 
     return wrapper
-
-
-def is_restarted_as_a_whole() -> bool:
-    """Whether torchrun has started this process: it ends all processes when one is lost, and starts them again, so
-    there is nobody to meet."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and not membership.is_elastic()
 
 
 def _wait_for_others() -> None:
@@ -77,12 +63,9 @@ def _wait_for_others() -> None:
 
 
 def _meet_again(state: State) -> None:
-    """Raises HorovodInternalError if another rank of an elastic job was lost meanwhile; what hvd.init() raises if the
-    job is not elastic, so that its launcher restarts it."""
+    """Raises HorovodInternalError if another rank was lost meanwhile."""
     try:
-        state_of_job.init()
+        state_of_job.init_again()
     except (TimeoutError, dist.DistError, OSError, RuntimeError) as error:
-        if not membership.is_elastic():
-            raise
         raise HorovodInternalError(f"cannot meet the other ranks: {error}") from error
     state.on_reset()

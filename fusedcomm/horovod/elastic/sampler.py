@@ -15,17 +15,13 @@ class ElasticSampler(Sampler):
 
     Call record_batch() after each step, set_epoch() at the *end* of an epoch (or before the first), and commit a state
     that holds the sampler. After a change of ranks the rest of the epoch is shared out anew: no committed sample comes
-    again, and none is left out.
-
-    pad: every rank gets as many samples: where their number cannot be divided, the last ranks repeat some, as with
-    Horovod. False: nothing is repeated, ranks may get one sample less, so they may have one batch less: end epochs with
-    hvd.join().
+    again, and none is left out. Every rank gets as many: where their number cannot be divided, the last ranks repeat
+    some.
     """
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
-        self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
-        self.epoch = self.processed_num = 0
-        self.reset()
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch: nothing of it is processed, and the order is another one."""
@@ -58,15 +54,11 @@ class ElasticSampler(Sampler):
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         self.remaining_indices = indices[self.processed_num :]
-        num_remaining = len(self.remaining_indices)
-        if self.pad:
-            self.num_samples = math.ceil(num_remaining / self.num_replicas)
-        else:
-            self.num_samples = len(range(self.rank, num_remaining, self.num_replicas))
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        indices = list(self.remaining_indices)
-        if self.pad and indices:
+        indices = self.remaining_indices
+        if indices:
             total = self.num_samples * self.num_replicas
             indices = (indices * math.ceil(total / len(indices)))[:total]
         return iter(indices[self.rank :: self.num_replicas])

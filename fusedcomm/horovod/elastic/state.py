@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-import fusedcomm.horovod.elastic.files as files
 import fusedcomm.horovod.membership as membership
-import fusedcomm.horovod.world as worlds
-from fusedcomm.horovod.elastic.handlers import StateHandler, handlers_of
+from fusedcomm.horovod.elastic.sampler import ElasticSampler
 from fusedcomm.horovod.errors import HostsUpdatedInterrupt
-from fusedcomm.horovod.objects import allgather_object, broadcast_object
+from fusedcomm.horovod.objects import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from fusedcomm.horovod.state import rank
 
 
@@ -38,14 +41,13 @@ class State:
         steps."""
         self._num_commits += 1
         self.save()
-        self._write_file()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt if ranks of an elastic job were lost or join, on all ranks at the same of these
         calls. Every rank makes as many."""
         if membership.end_step():
-            raise HostsUpdatedInterrupt(skip_sync=False)
+            raise HostsUpdatedInterrupt
 
     def newest_rank(self) -> int:
         """The rank that has committed most often, the first of several. A collective call. The others' counts become
@@ -69,91 +71,65 @@ class State:
     def reset(self) -> None:
         """The ranks have changed."""
 
-    def saved(self) -> Any:
-        """The content of the commit's file; None: no file."""
-        return None
-
-    def load_saved(self, saved: Any) -> None:
-        """Makes what saved() has returned in an earlier process the saved state, and restores it."""
-
-    def _write_file(self) -> None:
-        if (path := files.path()) is not None and worlds.world().local_rank == 0:
-            saved = self.saved()
-            if saved is not None:
-                files.write(path, {"num_commits": self._num_commits, "saved": saved})
-
-    def read_file(self) -> None:
-        """Continues from the file of an earlier process of this job, if this one has not committed yet."""
-        if self._num_commits == 0 and (found := files.read()) is not None:
-            self.load_saved(found["saved"])
-            self._num_commits = found["num_commits"]
-
 
 class ObjectState(State):
-    """Attributes by name: ObjectState(hvd.broadcast_object, hvd.rank, epoch=0).epoch. Those that have a handler, as
-    models, optimizers and samplers do, are saved when they are set; the others can be pickled."""
+    """Attributes by name: ObjectState(hvd.broadcast_object, hvd.rank, epoch=0).epoch.
 
-    _handlers: dict[str, StateHandler]
+    What has state_dict() and load_state_dict(), as models, optimizers, schedulers and samplers do, is saved when it is
+    set, and restored in place; the others are copied, and can be pickled."""
+
+    _saved: dict[str, Any]
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
-        object.__setattr__(self, "_handlers", handlers_of(kwargs))
+        object.__setattr__(self, "_saved", dict.fromkeys(kwargs))
         super().__init__(bcast_object, get_rank)
-        self._saved_state = {name: value for name, value in kwargs.items() if name not in self._handlers}
         for name, value in kwargs.items():
             object.__setattr__(self, name, value)
-        self._save_attributes()
+        self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name in self._handlers:
-            self._handlers[name].set_value(value)
+        if name in self._saved and _has_state(value):
+            self._saved[name] = copy.deepcopy(value.state_dict())
 
     def save(self) -> None:
-        """Keeps copies of the handlers' values, and deep ones of the other attributes that it was given at first."""
-        for handler in self._handlers.values():
-            handler.save()
-        self._save_attributes()
-
-    def _save_attributes(self) -> None:
-        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+        """Keeps deep copies of the attributes that it was given at first, or of their states."""
+        for name in self._saved:
+            value = getattr(self, name)
+            self._saved[name] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
 
     def restore(self) -> None:
-        """Goes back to what the last save() kept, in place where a value has a handler."""
-        for handler in self._handlers.values():
-            handler.restore()
-        self._restore_attributes()
-
-    def _restore_attributes(self) -> None:
-        for name, value in self._saved_state.items():
-            setattr(self, name, copy.deepcopy(value))
+        """Goes back to what the last save() kept."""
+        for name, saved in self._saved.items():
+            # Some load_state_dict() keep what they are given.
+            value, kept = getattr(self, name), copy.deepcopy(saved)
+            value.load_state_dict(kept) if _has_state(value) else object.__setattr__(self, name, kept)
 
     def sync(self) -> None:
         """Gives all values of the rank that has committed most to all ranks, and saves them. A collective call."""
-        root_rank = self.newest_rank()
-        for handler in self._handlers.values():
-            handler.root_rank = root_rank
-            handler.sync()
-        if self._saved_state:
-            self._save_attributes()
-            self._saved_state = self._bcast_object(self._saved_state, root_rank)
-            self._restore_attributes()
+        root_rank, plain = self.newest_rank(), {}
+        for name in self._saved:
+            value = getattr(self, name)
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict(), root_rank)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, root_rank)
+            else:
+                plain[name] = value.state_dict() if _has_state(value) else value
+        for name, found in (self._bcast_object(plain, root_rank) if plain else plain).items():
+            value = getattr(self, name)
+            value.load_state_dict(found) if _has_state(value) else object.__setattr__(self, name, found)
+        self.save()
 
     def reset(self) -> None:
-        """The ranks have changed: tells the handlers."""
-        for handler in self._handlers.values():
-            handler.reset()
+        """The ranks have changed: shares out anew what samplers have not processed."""
+        for name in self._saved:
+            if isinstance(sampler := getattr(self, name), ElasticSampler):
+                sampler.reset()
 
-    def saved(self) -> Any:
-        """The copies that the last save() kept: {"handlers": by name, "plain": by name}."""
-        return {"handlers": {name: each.saved for name, each in self._handlers.items()}, "plain": self._saved_state}
 
-    def load_saved(self, saved: Any) -> None:
-        """Takes over what saved() has returned, but for handlers that this state lacks, and restores it."""
-        for name, handler in self._handlers.items():
-            if name in saved["handlers"]:
-                handler.saved = saved["handlers"][name]
-        self._saved_state.update(saved["plain"])
-        self.restore()
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 class TorchState(ObjectState):

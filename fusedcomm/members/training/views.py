@@ -318,7 +318,7 @@ class Views(abc.ABC):
         if not self._has_differed and members.rank == min(set(range(members.size)) - set(ranks), default=0):
             warn_alone(text, stacklevel=4)
         self._has_differed = True
-        return compare.ParameterDifference(ranks, (), {}, text)
+        return compare.ParameterDifference(ranks, (), text)
 
     # ---- from one view to the next
 

@@ -5,8 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from fusedcomm import env
-from fusedcomm.tools import output
+from fusedcomm import env, files
 from fusedcomm.tools.arguments import COMPARED, accepted, add_wires_to, number
 from fusedcomm.tools.errors import ProbeError, UsageError
 from fusedcomm.tools.probe.script import script_path
@@ -61,12 +60,6 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         help=f"bucket_cap_mb of DDP to compare ({' '.join(f'{cap:g}' for cap in DEFAULT_CAPS_MB)})",
     )
     probe.add_argument(
-        "--nic-gbps",
-        metavar="N",
-        type=number(above=0),
-        help="line rate of a host in Gbit/s: adds the time that each choice's bytes need on it (not known)",
-    )
-    probe.add_argument(
         "--json",
         type=Path,
         metavar="PATH",
@@ -97,7 +90,10 @@ def _run(args: argparse.Namespace) -> int:
     except ProbeError as error:
         raise UsageError(str(error)) from None
     if os.environ.get("RANK", "0") == "0":  # only rank 0 writes
-        output.check((("--json", args.json),))
+        try:
+            files.check_writable(args.json)
+        except OSError as error:
+            raise UsageError(f"--json {args.json} cannot be written ({error}): name another file") from None
 
     from fusedcomm.tools.probe.launch import Options, launch
     from fusedcomm.tools.probe.run import Settings
@@ -110,6 +106,5 @@ def _run(args: argparse.Namespace) -> int:
         wires=wires,
         accept=accept,
         caps_mb=tuple(dict.fromkeys(args.caps)),
-        nic_gbps=args.nic_gbps,
     )
     return launch(Options(settings, args.json, began))

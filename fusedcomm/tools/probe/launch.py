@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fusedcomm import env
 from fusedcomm.ranks import groups
-from fusedcomm.tools import local_ranks, output
+from fusedcomm.tools import local_ranks
 from fusedcomm.tools.errors import ProbeError, ScriptError
 from fusedcomm.tools.probe import report
 from fusedcomm.tools.probe.run import Findings, Settings, probe
@@ -90,4 +90,4 @@ def _say(findings: Findings, options: Options) -> None:
     """Prints the report and writes the file."""
     print(report.text(findings))
     report.write_json(findings, options.json)
-    output.say_written(options.json)
+    print(f"Written: {options.json}", flush=True)

@@ -79,13 +79,12 @@ def _confidence(findings: Findings) -> str:
 def _table(findings: Findings) -> list[str]:
     """A line for each choice, the recommended one first, then the fastest."""
     found = findings.recommendation
-    line_s = _seconds_a_byte(findings)
     sender = "rank" if findings.environment["ranks_per_host"] == 1 else "host"
     sent = f"sent by a {sender}"
     width = max(16, *(len(way_of(choice)) + 1 for choice in findings.seen))
     ratio = f"  / {findings.front_end.name}"
     head = f"{'choice':<{width}}{'bucket':>9}{'step':>11}{'half of steps':>20}{ratio}{'half of turns':>16}{sent:>17}"
-    lines = [head + (f"{'line needs':>13}" if line_s else "")]
+    lines = [head]
     order = sorted(findings.seen, key=lambda choice: (choice != found.choice, findings.seen[choice].step_s))
     for choice in order:
         seen = findings.seen[choice]
@@ -95,8 +94,6 @@ def _table(findings: Findings) -> list[str]:
             f"{way_of(choice):<{width}}{bucket:>9}{ms(seen.step_s):>11}{_half(seen.steps_s, 1e3, 1):>20}"
             f"{statistics.median(seen.ratios):>{len(ratio)}.2f}{_half(seen.ratios, 1, 2):>16}{nbytes:>17}"
         )
-        if line_s:
-            line += f"{'unknown' if seen.line_nbytes is None else ms(seen.line_nbytes * line_s):>13}"
         lines.append(f"{line}  {_note(choice, seen, findings)}".rstrip())
     lines.append(f"{findings.front_end.alone:<{width}}{'':>9}{ms(findings.alone_s):>11}")
     return lines
@@ -124,11 +121,6 @@ def _note(choice: Candidate, seen: Seen, findings: Findings) -> str:
     return "too little is gained" if found.leave_off or choice.wire == OFF.wire else "hardly faster"
 
 
-def _seconds_a_byte(findings: Findings) -> float | None:
-    """Seconds that the line needs for a byte, without headers; None if its rate is not known."""
-    return None if findings.settings.nic_gbps is None else 8e-9 / findings.settings.nic_gbps
-
-
 def _details(findings: Findings) -> list[str]:
     settings, environment = findings.settings, findings.environment
     lines = [f"{environment['world_size']} ranks on {environment['device']}"]
@@ -145,11 +137,6 @@ def _details(findings: Findings) -> list[str]:
         )
     if findings.front_end == DDP:
         lines.append("gradients were equal on all ranks, bit for bit, with each choice")
-    if settings.nic_gbps is not None:
-        lines.append(
-            f"line needs: the bytes on a line of {settings.nic_gbps:g} Gbit/s, without headers. No step can be shorter "
-            "than that; one that is much longer waits for something else"
-        )
     if findings.not_tried:
         names = ", ".join(map(str, findings.not_tried))
         lines.append(f"not tried, because there was no time: {names}; --seconds gives more")
@@ -161,7 +148,6 @@ def _details(findings: Findings) -> list[str]:
 def as_json(findings: Findings) -> dict:
     """All findings, in seconds, bytes and elements unless a name says otherwise."""
     found = findings.recommendation
-    line_s = _seconds_a_byte(findings)
 
     def of(choice: Candidate) -> dict:
         seen = findings.seen[choice]
@@ -176,7 +162,6 @@ def as_json(findings: Findings) -> dict:
             "step_s": seen.step_s,
             "ratio": statistics.median(seen.ratios),
             **dataclasses.asdict(seen),
-            "line_s": None if line_s is None or seen.line_nbytes is None else seen.line_nbytes * line_s,
         }
 
     faster = _faster(findings)

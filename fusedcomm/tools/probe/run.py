@@ -59,11 +59,9 @@ class Settings:
     """The wires that may be recommended."""
     caps_mb: tuple[float, ...] = (5.0, 25.0, 100.0)
     """Values of bucket_cap_mb that are compared, in MiB."""
-    nic_gbps: float | None = None
-    """Line rate of a host in Gbit/s. None: not known."""
 
 
-OPTIONS = {"backward_s": "--backward-ms (in seconds)", "caps_mb": "--caps", "nic_gbps": "--nic-gbps"}
+OPTIONS = {"backward_s": "--backward-ms (in seconds)", "caps_mb": "--caps"}
 """The options of settings that have another name."""
 
 
@@ -116,12 +114,8 @@ def probe(
     (start_s,) = team.slowest([time.monotonic() - began])
     measuring_s = max(settings.seconds - start_s, MIN_SHARE * settings.seconds)
     progress = Progress(start_s, measuring_s, shows_progress)
-    team.on_barrier = progress.tick
-    try:
-        with naming_the_line(settings.script):
-            findings = _Probe(team, settings, task, measuring_s, progress).run()
-    finally:
-        progress.end()
+    with naming_the_line(settings.script):
+        findings = _Probe(team, settings, task, measuring_s, progress).run()
     return dataclasses.replace(findings, seconds={"start": start_s, "all": time.monotonic() - began})
 
 

@@ -1,7 +1,6 @@
 """The ranks of the probe. They act at the same time, and agree on what they measured."""
 
 import json
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,9 @@ class Team:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
-        self.on_barrier: Callable[[], None] = lambda: None
-        """Called before each barrier, outside everything that is timed."""
 
     def barrier(self) -> None:
         """Returns when all ranks have called it and this rank's accelerator is idle."""
-        self.on_barrier()
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group=self.group)
         self.settle()
 

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
-from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
+from tcp_counter import tcp_nbytes_sent
 
 pytestmark = pytest.mark.skipif(tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
 

@@ -1,18 +1,15 @@
-"""A timeline of buckets and stages in the Chrome trace format, which ui.perfetto.dev and chrome://tracing read.
+"""A timeline of buckets and stages in the Chrome trace format, which ui.perfetto.dev and chrome://tracing read."""
 
-One rank's document; fusedcomm/trace/merge.py makes one of all ranks' documents.
-"""
-
-import errno
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedcomm import files
-from fusedcomm.trace import model_spans
-from fusedcomm.trace.model_spans import ModelSpan
+from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -21,55 +18,57 @@ if TYPE_CHECKING:
 RANK_FIELD = "{rank}"
 """In a path it is replaced by the rank, so that every rank writes a file of its own."""
 
-ABOUT = "fusedcomm"
-"""The key in "otherData" under which a document describes itself; see :func:`document`."""
-
-MODEL = "model"
-"""The category of events of the model: forward and backward passes and the optimizer. The others are of buckets."""
-
 LANE = " #"
 """Before the number of a track's further lanes, as in "wire #2"."""
 
 # The tracks from top to bottom. Tracks of sums on two levels are shown only if there are any.
-_TRACKS = ("model", "exposed", "bucket", "pack", "local wire", "local reduce", "wire", "reduce", "unpack")
+_TRACKS = ("exposed", "bucket", "pack", "local wire", "local reduce", "wire", "reduce", "unpack")
 _LOCAL_TRACKS = ("local wire", "local reduce")
 _TRACK_OF_STAGE = {
-    **dict.fromkeys(model_spans.STAGES, "model"),
     **dict.fromkeys(("all-to-all", "all-gather", "all-reduce"), "wire"),
     **dict.fromkeys(("local all-to-all", "local all-gather"), "local wire"),
 }
 
 
-def path_for(path: str | Path, rank: int) -> Path | None:
+@contextlib.contextmanager
+def record(synchronizer: "_C.Synchronizer", path: str | os.PathLike, rank: int, world_size: int) -> Iterator[None]:
+    """See :meth:`fusedcomm.ddp.handle.Handle.trace`."""
+    own_path = path_for(path, rank)
+    if own_path is None:
+        yield
+        return
+    files.check_writable(own_path)
+    synchronizer.engine.start_trace()
+    try:
+        yield
+    finally:
+        spans = synchronizer.engine.stop_trace()
+    try:
+        write(own_path, document(spans, rank, world_size))
+    except OSError as error:  # a full disk, for example, must not end this rank's training
+        warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
+
+
+def path_for(path: str | os.PathLike, rank: int) -> Path | None:
     """The file that `rank` writes. None if it writes none: without ``{rank}`` in the path only rank 0 writes."""
     if RANK_FIELD in str(path):
         return Path(str(path).replace(RANK_FIELD, str(rank)))
     return Path(path) if rank == 0 else None
 
 
-def document(
-    spans: Sequence["_C.TraceSpan"],
-    of_model: Sequence[ModelSpan],
-    rank: int,
-    world_size: int,
-    place: tuple[int, int],
-) -> dict[str, object]:
+def document(spans: Sequence["_C.TraceSpan"], rank: int, world_size: int) -> dict[str, object]:
     """One rank's trace: the spans as Chrome's complete events, in microseconds since this rank's trace began.
 
     Perfetto leaves out complete events that overlap others on their track. A track on which spans overlap, like that of
     the buckets, therefore has several lanes, each a thread of Chrome's format. (Perfetto cannot name the tracks of
     asynchronous events.)
-
-    place: this rank's host and its place on that host. On one level every rank is a host.
     """
     by_track: dict[str, list[dict]] = {track: [] for track in _TRACKS}
-    for span in of_model:
-        args = {"stage": span.stage, "step": span.step}
-        by_track["model"].append({**_event(span, span.stage, MODEL), "args": args})
     for span in spans:
         args = {"bucket": span.text, "stage": span.stage, "step": span.step, "chunk": span.chunk}
+        begin, end = (round(ms * 1e6) for ms in (span.begin_ms, span.end_ms))
         track = _TRACK_OF_STAGE.get(span.stage, span.stage)
-        by_track[track].append({**_event(span, _name(span), "fusedcomm"), "args": args})
+        by_track[track].append({"ph": "X", "name": _name(span), "cat": "fusedcomm", **times(begin, end), "args": args})
     name = f"fusedcomm rank {rank} of {world_size}"
     headers = [_header(0, "process_name", name=name), _header(0, "process_sort_index", sort_index=rank)]
     events = []
@@ -87,23 +86,12 @@ def document(
             thread += 1
     for event in headers + events:
         event["pid"] = rank
-    about = {
-        "version": __version__,
-        "rank": rank,
-        "world_size": world_size,
-        "host": place[0],
-        "place": place[1],
-    }
-    return {"traceEvents": headers + events, "displayTimeUnit": "ms", "otherData": {ABOUT: about}}
+    about = {"version": __version__, "rank": rank, "world_size": world_size}
+    return {"traceEvents": headers + events, "displayTimeUnit": "ms", "otherData": {"fusedcomm": about}}
 
 
 def _header(thread: int, event: str, **args: object) -> dict:
     return {"ph": "M", "tid": thread, "name": event, "args": args}
-
-
-def _event(span: "_C.TraceSpan | ModelSpan", name: str, category: str) -> dict:
-    begin, end = (round(ms * 1e6) for ms in (span.begin_ms, span.end_ms))
-    return {"ph": "X", "name": name, "cat": category, **times(begin, end)}
 
 
 def times(begin_ns: int, end_ns: int) -> dict[str, float]:
@@ -111,16 +99,15 @@ def times(begin_ns: int, end_ns: int) -> dict[str, float]:
     return {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
 
 
-def times_ns(event: dict) -> tuple[int, int]:
-    """(begin, end) of an event in nanoseconds."""
-    return round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
-
-
 def lanes(events: Sequence[dict]) -> list[list[dict]]:
     """The events in lanes within which they do not even touch, in the order of time; at least one lane, maybe empty.
 
     Each event is in the first lane that is free.
     """
+
+    def times_ns(event: dict) -> tuple[int, int]:
+        return round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
+
     in_lanes: list[list[dict]] = [[]]
     ends = [-math.inf]
     for event in sorted(events, key=times_ns):
@@ -138,15 +125,6 @@ def _name(span: "_C.TraceSpan") -> str:
     if span.stage == "exposed":
         return f"step {span.step}"
     return span.bucket if span.stage == "bucket" else f"{span.bucket} {span.stage}"
-
-
-def check(path: Path) -> None:
-    """Makes the folder of `path`. Raises OSError if `path` cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a trace is a file, and this is a folder", str(path))
-    if reason := files.why_not_writable(path):
-        raise PermissionError(errno.EACCES, f"a trace cannot be written there: {reason}", str(path))
 
 
 def write(path: Path, document: dict[str, object]) -> None:

@@ -1,1 +1,0 @@
-"""Traces of the engine's stages: recorded, written, merged over ranks."""
