@@ -1,5 +1,6 @@
 # fusedcomm: every target sets up what it needs, and reuses it the next time.
 #
+#   make demo    take real steps with each wire on two ranks of this machine, and compare them   ARGS="--seconds 60"
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
 #                in which every value appears. Compiles nothing. 5 minutes on two cores     ARGS="-k codec -x"
 #   make check   what else guards a merge: lost and late ranks, jobs that lose and gain ranks, torch's own tests, stand-ins
@@ -62,10 +63,13 @@ KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help test check test-all test-torches bench gpu gpus build sanitize lint types format clean check-tools check-packages FORCE
+.PHONY: help demo test check test-all test-torches bench gpu gpus build sanitize lint types format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: build
+	$(PY) -m fusedcomm probe --seconds 20 --json build/probe.json $(ARGS)
 
 # One worker more than cores, because tests wait half of the time. With ARGS, no test may be selected.
 PYTEST = workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
