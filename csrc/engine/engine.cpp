@@ -170,6 +170,8 @@ void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStage
   if (!begin(job)) return;
   // Without pack the sum waits for what the pack lane waits for: the gradients.
   EventPtr end = stages.pack ? nullptr : lane(LaneRole::kPack).run(nullptr, [] {});
+  // On two levels earlier buckets use streams that these stages do not. A watchdog sees only the last bucket.
+  if (job->is_last && ended_) lane(LaneRole::kScatter).wait(ended_);
   const auto run = [&](LaneRole role, Stage of, Lane::Task body) {
     if (body) end = lane(role).run(std::move(end), stage(job, of, 0, std::move(body)));
   };

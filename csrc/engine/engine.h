@@ -56,7 +56,7 @@ class Engine {
   void submit(std::shared_ptr<BucketJob> job);
 
   // Enqueues a bucket that the codec cannot carry (sparse, float64): the caller's own stages run on the same lanes, in
-  // the order of the buckets. Uses only the job's owner, label, is_last, counted and on_done.
+  // the order of the buckets. Uses no other plan of the job than its workspace and whether it gathers.
   void submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages);
 
   // For jobs that keep messages, of an engine that has stopped; on the calling thread. The first packs the chunks that

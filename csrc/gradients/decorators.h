@@ -1,5 +1,5 @@
 // The decorators of a job, each in a file of its name, but remembered(), which is in kept_pass.cpp.
-// Synchronizer::decorate() has their order. What they are given must outlive the engine's lanes.
+// Synchronizer::run() has their order. What they are given must outlive the engine's lanes.
 #pragma once
 
 #include <memory>

@@ -39,7 +39,7 @@ void on_end(const c10::intrusive_ptr<c10d::Work>& work, Lane::Completion done) {
   });
 }
 
-// Hides a collective from the calling thread's profiler, which sees buckets instead (gradients/profiled_bucket.h).
+// Hides a collective from the calling thread's profiler, which sees buckets instead (gradients/decorators.h).
 // Lanes start collectives on various threads, so the profiler would see some of them.
 class Unseen {
  public:

@@ -50,7 +50,12 @@ size_t nccl_class_of(const c10d::Backend& backend) {
 FindSymbol symbols_of(const std::string& library) {
   void* const handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // never closed, as torch never closes it
   if (!handle) return nullptr;
-  return [handle](const char* symbol) { return dlsym(handle, symbol); };
+  return [handle](const char* symbol) -> void* {
+    void* const found = dlsym(handle, symbol);
+    // A library that was loaded before for all, which torch calls then. Communicators are of that one.
+    void* const of_all = dlsym(RTLD_DEFAULT, symbol);
+    return of_all && of_all != found ? nullptr : found;
+  };
 }
 
 Nccl::Nccl(const std::string& library, const FindSymbol& symbols) : library_(library) {
@@ -76,7 +81,7 @@ Nccl::Nccl(const std::string& library, const FindSymbol& symbols) : library_(lib
 template <typename Function>
 void Nccl::find(const FindSymbol& symbols, const char* symbol, Function* function) {
   *function = reinterpret_cast<Function>(symbols(symbol));
-  if (!*function && missing_.empty()) missing_ = library_ + " has no " + symbol;
+  if (!*function && missing_.empty()) missing_ = library_ + " has no " + symbol + ", or not the one that torch calls";
 }
 
 Nccl::GetCommunicator Nccl::getter_of(const c10d::Backend& backend) const {
@@ -139,8 +144,11 @@ void NcclCommunicator::all_reduce(std::byte* data, int64_t nbytes, at::ScalarTyp
 }
 
 void NcclCommunicator::check(int result, const char* function) const {
+  const auto timeout = backend_.getBackendOptions()->timeout;
+  std::string waited;
   if (result == kNcclInProgress) {
-    const auto deadline = std::chrono::steady_clock::now() + backend_.getBackendOptions()->timeout;
+    waited = ", within " + std::to_string(timeout.count() / 1000) + " s or until the communicator was ended";
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
     // A communicator that torch has ended must not be asked.
     while (result == kNcclInProgress && std::chrono::steady_clock::now() < deadline &&
            nccl_.handle_of(backend_) == handle_) {
@@ -151,7 +159,7 @@ void NcclCommunicator::check(int result, const char* function) const {
   }
   if (result == kNcclSuccess) return;
   throw std::runtime_error(std::string(function) + " failed with code " + std::to_string(result) + " (" +
-                           nccl_.get_error_string_(result) + "): " + nccl_.get_last_error_(nullptr));
+                           nccl_.get_error_string_(result) + waited + "): " + nccl_.get_last_error_(nullptr));
 }
 
 }  // namespace fusedcomm

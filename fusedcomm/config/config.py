@@ -68,9 +68,9 @@ class Config(Options):
         compare_every: steps between comparisons of the parameters, which should be equal on all ranks. In such a step
             each rank sends a checksum of its parameters, 8 bytes, before the first bucket. None: never. With FSDP2 only
             replicas (HSDP, replicate()) are compared.
-        compare: what a difference is. It names the ranks that differ from most, and the parameters. "warn": rank 0
-            warns, once. "raise": RuntimeError on every rank. With members a rank that most others outvote always leaves
-            with DamagedError.
+        compare: what a difference is. It names the ranks that differ from most, the parameters, and how far they are
+            apart. "warn": rank 0 warns, once. "raise": RuntimeError on every rank. With members a rank that most others
+            outvote always leaves with DamagedError.
         hosts: which ranks share a host, so that sums have two levels, first within hosts, then between them.
             "auto": ranks with the same host name share one. Sums have two levels where several hosts have equally many
             ranks, at least two, and where `sum` and `wire` allow it ("fp32" with sum="auto" keeps the bits of DDP's

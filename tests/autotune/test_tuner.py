@@ -81,7 +81,7 @@ def searched(rank, world_size, ms, slow_type=StepClock):
     """Trains until two steps after the search has ended.
 
     Returns (tuning, each step's wire, each step's largest relative error, sums and one element of each step's
-    gradients, whether off is running).
+    gradients, whether off is running, the ranks of a host that sum first).
     """
     ddp = module()
     comm = fusedcomm.attach(ddp, "auto", quiet=True)
@@ -93,8 +93,9 @@ def searched(rank, world_size, ms, slow_type=StepClock):
         wires.append(wire)
         results.append([value.sum().item() for value in seen] + [seen[0][7, 5].item()])
     tuning, stats = comm.tuning(), comm.stats()
+    levels = 1 if stats.off else comm.session.ranks_per_host
     comm.detach()
-    return tuning, wires, errors, results, stats.off
+    return tuning, wires, errors, results, stats.off, levels
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def searched(rank, world_size, ms, slow_type=StepClock):
 )
 def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, best, clock):
     outcome = ranks.run(searched, ms, clock, world_size=world_size)
-    tuning, wires, errors, results, is_off = outcome[0]
+    tuning, wires, errors, results, is_off, _ = outcome[0]
     assert tuning.finished and tuning.chosen == best and is_off == (best == "off")
     assert tuning.num_steps == tuning.max_steps == 36 and set(wires[tuning.num_steps :]) == {best}
     assert {"off", "bf16", "int8"} == set(wires)
@@ -220,8 +221,8 @@ def searched_on_hosts(rank, world_size, names):
 
 def test_ranks_that_share_hosts_sum_on_two_levels(ranks):
     outcome = ranks.run(searched_on_hosts, ["a", "b", "a", "b"])
-    for tuning, _, errors, results, _ in outcome:
-        assert tuning.chosen == "int8" and results == outcome[0][3] and worst(errors) < 2 * LIMITS["int8"]
+    for tuning, _, errors, results, _, levels in outcome:
+        assert tuning.chosen == "int8" and levels == 2 and results == outcome[0][3] and worst(errors) < 2 * LIMITS["int8"]
 
 
 # --- process groups, errors -----------------------------------------------------------------------------------------
@@ -254,6 +255,24 @@ def test_on_another_process_group_the_search_begins_again(ranks, is_finished):
         assert before == [1.0]
         if rank < 2:
             assert after == [[0.5]] * 38 and (begun_again.step_ms, begun_again.num_steps) == ({}, 1)
+
+
+def failing(rank, world_size):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, "auto", quiet=True)
+
+    def fail():
+        raise LookupError("the search's own trouble")
+
+    comm.runs._end_turn = fail
+    synchronize(ddp, gradients(rank, 0), steps=comm.runs._turns.num_steps)
+    with pytest.raises(LookupError, match="the search's own trouble"):
+        synchronize(ddp, gradients(rank, 0))
+    comm.detach()
+
+
+def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
+    ranks.run(failing, world_size=2)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -322,8 +341,12 @@ def detached_while_searching(rank, world_size):
     same = all(torch.allclose(a, b) for a, b in zip(seen, mean_of(world_size, 1), strict=True))
     again = fusedcomm.attach(ddp, "bf16", quiet=True)
     synchronize(ddp, gradients(rank, 1))
-    buckets, tuning = again.stats().buckets, again.tuning()
+    buckets, tuning, of_one = again.stats().buckets, again.tuning(), threads_of_engine() - before
     again.detach()
+    searching = fusedcomm.attach(ddp, "auto", quiet=True)
+    train_to_choice(searching, ddp, rank, **TIMES)
+    num_of_chosen = threads_settle_at(before + of_one) - before - of_one
+    searching.detach()
     # No thread works or watches once off is kept. `dropped` is dropped without detach().
     off = attach_off(ddp, rank)
     num_of_off = threads_settle_at(before) - before
@@ -331,15 +354,15 @@ def detached_while_searching(rank, world_size):
     dropped = module()
     fusedcomm.attach(dropped, "auto", quiet=True)
     synchronize(dropped, gradients(rank, 0))
-    del dropped, comm, again
+    del dropped, comm, again, searching
     gc.collect()
-    return same, buckets > 0, tuning, [num_of_off, threads_settle_at(before) - before]
+    return same, buckets > 0, tuning, [num_of_chosen, num_of_off, threads_settle_at(before) - before]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_a_search_can_be_ended_by_detaching_and_by_dropping_the_module(ranks):
     for same, counted, tuning, threads in ranks.run(detached_while_searching, world_size=2):
-        assert same and counted and tuning is None and threads == [0, 0]
+        assert same and counted and tuning is None and threads == [0, 0, 0]
 
 
 def printed(rank, world_size):

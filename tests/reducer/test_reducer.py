@@ -1,5 +1,6 @@
 """GradReducer: what is sent when, and which gradients are copied."""
 
+import contextlib
 import ctypes
 import warnings
 
@@ -11,6 +12,56 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import Config
+
+SHAPES = ((300,), (20, 30))
+
+
+def given(rank, number):
+    """A pass's gradients: signed integers, so sums and halves are exact in fp32."""
+    return [(number + 1) * integers(rank, shape) for shape in SHAPES]
+
+
+def own_sum(rank, numbers):
+    return [sum(parts) for parts in zip(*(given(rank, n) for n in numbers), strict=True)]
+
+
+def after_an_error(rank, world_size):
+    """A pass within no_sync() fails on every rank, and is made again. Returns each pass's gradients, and the steps."""
+    model = Gradients(*SHAPES)
+    reducer = reducer_of(model)
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise LookupError("a user's error")
+
+    # The failing node is the last one, so a gradient has arrived before.
+    loss = (model.weights[1] * given(rank, 0)[1]).sum() + Failing.apply(model.weights[0]).sum()
+    with reducer.no_sync(), pytest.raises(LookupError, match="a user's error"):
+        loss.backward()
+    outcome = []
+    for number in range(4):
+        if number % 2 == 0:
+            model.zero_grad()
+        with reducer.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+            model(given(rank, number)).backward()
+        outcome.append([weight.grad.clone() for weight in model.weights])
+    return outcome, reducer.stats().steps
+
+
+def test_a_pass_that_fails_before_anything_is_sent_is_made_again(ranks):
+    for rank, (seen, steps) in enumerate(ranks.run(after_an_error, world_size=2)):
+        assert steps == 2
+        for number, found in enumerate(seen):
+            of_ranks = [own_sum(other, [number - 1, number]) for other in range(2)]
+            means = [sum(parts) / 2 for parts in zip(*of_ranks, strict=True)]
+            wanted = means if number % 2 else own_sum(rank, [number])
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), number
+
 
 # ---- what is sent when
 

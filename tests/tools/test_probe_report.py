@@ -8,7 +8,7 @@ import pytest
 from test_probe_choices import ACCEPTED, of, seen
 
 from fusedcomm.tools.probe import report
-from fusedcomm.tools.probe.choices import recommend
+from fusedcomm.tools.probe.choices import Seen, recommend
 from fusedcomm.tools.probe.run import Findings, Settings
 
 ENVIRONMENT = {"world_size": 2, "device": "cpu", "ranks_per_host": 1, "by_host": False, "uneven_hosts": ""}
@@ -26,6 +26,14 @@ def findings(settings: Settings = USUAL, alone_s: float = 0.2, **steps_s: list[f
     return Findings(settings, ENVIRONMENT, 1000, alone_s, found, [of("fp8")], recommended, {"start": 6.0, "all": 60.0})
 
 
+def with_nbytes() -> Findings:
+    """The bytes of one choice are known, and those of the other are not."""
+    found = findings(off=steps(0.6), int8=steps(0.3))
+    found.seen[of("int8")] = Seen(steps(0.3), [0.5], 10**6, 10**6)
+    found.seen[of("off")] = Seen(steps(0.6), [1.0], 10**6, None)
+    return found
+
+
 ASKED = Settings(backward_s=0.1, accept=ACCEPTED)
 SCENES = {
     "one is faster and accepted": findings(off=steps(0.6), bf16=steps(0.31), int8=steps(0.3), int4=steps(0.1)),
@@ -33,6 +41,7 @@ SCENES = {
     "steps that overlap": findings(off=steps(0.6), int8=steps(0.595)),
     "none is faster": findings(off=steps(0.6), int8=steps(0.7)),
     "noise": findings(off=steps(0.6), bf16=steps(0.59), int8=steps(0.5, spread=0.6)),
+    "bytes": with_nbytes(),
     "a backward pass that was asked for and not reached": findings(ASKED, off=steps(0.6), int8=steps(0.3)),
     "a backward pass that was reached": findings(ASKED, alone_s=0.11, off=steps(0.6), int8=steps(0.3)),
 }

@@ -1,5 +1,6 @@
 """``comm.trace``: which ranks write, the stages of a rank and their order, and the tracks that Perfetto shows."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -112,6 +113,9 @@ def goes_wrong(rank, world_size, folder):
         patch.setattr(trace, "write", fail)
         with comm.trace(folder / str(rank) / "full-{rank}.json"):
             synchronize(ddp, [torch.ones(50)])
+    with contextlib.suppress(KeyError), comm.trace(folder / str(rank) / "left-{rank}.json"):
+        synchronize(ddp, [torch.ones(50)])
+        raise KeyError
     with comm.trace(folder / str(rank) / "{rank}.json"):
         synchronize(ddp, [torch.ones(50)])
     return str(raised.value), [str(each.message) for each in caught]
@@ -123,8 +127,10 @@ def test_what_goes_wrong_is_named_and_ends_neither_training_nor_tracing(ranks, t
     for rank, (error, warned) in enumerate(ranks.run(goes_wrong, tmp_path, world_size=2)):
         assert error == f"[Errno 21] it is a folder, and a file is wanted: '{tmp_path / str(rank)}'"
         assert warned == ["fusedcomm: the trace was not written: [Errno 28] No space left on device"]
-        assert [path.name for path in (tmp_path / str(rank)).iterdir()] == [f"{rank}.json"]
-        assert read(tmp_path / str(rank) / f"{rank}.json")
+        paths = {path.name: path for path in (tmp_path / str(rank)).iterdir()}
+        assert paths.keys() == {f"{rank}.json", f"left-{rank}.json"}
+        for path in paths.values():  # the block that an exception left has ended its trace
+            assert len({event["args"]["step"] for event in read(path)}) == 1
 
 
 # ---- tracks

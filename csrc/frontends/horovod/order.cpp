@@ -371,6 +371,8 @@ void Order::follow(const Futures& futures, int set, const std::string& key, Requ
 Order::Issue Order::issue_of(int set, std::vector<Response> bucket) {
   Issue found{set, {}, {}};
   std::lock_guard<std::mutex> lock(mutex_);
+  // The requests of a rank that has failed are gone. Without this it would take part as if it had joined, with zeros.
+  if (!failure_.empty()) return found;
   for (Response& response : bucket) {
     const auto own = requests_.find({set, response.operation->key});
     const bool is_own = own != requests_.end();
