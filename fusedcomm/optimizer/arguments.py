@@ -79,9 +79,8 @@ def why_unequal(session: Session, rates: list[dict[str, Any]]) -> str:
     found = agreement.difference({session.peers.title(rank): each for rank, each in enumerate(of_all)})
     return (
         f"fusedcomm: {found}. Each rank steps a part of the parameters, with its own hyperparameters: give every rank "
-        "the same, also where a scheduler changes them, and step without a ShardedOptimizer if the optimizer computes "
-        "it from all gradients. Then call detach(), and make the GradReducer and the ShardedOptimizer anew on every "
-        "rank"
+        "the same, also where a scheduler changes them. Then call detach(), and make the GradReducer and the "
+        "ShardedOptimizer anew on every rank"
     )
 
 

@@ -12,7 +12,8 @@ import torch
 
 from fusedcomm.devices.late import LateAnswers
 from fusedcomm.optimizer.exchange import Exchange
-from fusedcomm.optimizer.parts import Target, index_by_id, may_count
+from fusedcomm.optimizer.parts import Target, index_by_id
+from fusedcomm.optimizer.trial import stand_in
 
 State = dict[str, Any]
 
@@ -49,23 +50,6 @@ def _known(sent: torch.futures.Future) -> Started:
     return started
 
 
-def _stand_in(target: Target) -> torch.Tensor:
-    """A small parameter of zeros for which an optimizer does what it does for `target`."""
-    shape = (4,) * max(target.tensor.dim(), 1) if target.whole else (16,)
-    return torch.zeros(shape, dtype=torch.float32, device=target.tensor.device)
-
-
-def _noted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What step() might change beside parameters and their state: the optimizer's numbers, and its groups' values by
-    identity and version."""
-    found: dict[str, object] = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float)}
-    for i, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                found[f"param_groups[{i}][{key!r}]"] = id(value), getattr(value, "_version", 0)
-    return found
-
-
 class StepError(RuntimeError):
     """An optimizer has failed on what this rank owns; the others do not know it."""
 
@@ -77,8 +61,9 @@ class Owner:
         groups: of the model's parameters, each with "optimizer_class".
         defaults: arguments of `main`, the class of groups that name none.
         overlaps: whether units are stepped while the backward pass goes on: on a CPU on a thread, on an accelerator on
-            a stream. Else groups of optimizers that may count have a stand-in for the parameters that other ranks own,
-            so that all ranks' groups count alike.
+            a stream.
+        counts: whether an optimizer changes its groups in a step. Then every group has a stand-in for the parameters
+            that other ranks own, so that all ranks' groups count alike.
 
     Attributes:
         groups: the optimizers' own groups, in the order of the model's.
@@ -94,6 +79,7 @@ class Owner:
         device: torch.device,
         overlaps: bool,
         main: type[torch.optim.Optimizer],
+        counts: bool,
     ) -> None:
         self._exchanges, self._overlaps, self._device = exchanges, overlaps, device
         self.leaves: dict[int, list[tuple[int, Any, torch.Tensor]]] = {}
@@ -109,8 +95,8 @@ class Owner:
         for group in groups:
             of_group = [index_of[id(p)] for p in group["params"] if id(p) in index_of]
             leaves = [leaf for i in of_group for _, _, leaf in self.leaves.get(i, ())]
-            if of_group and not overlaps and may_count(group["optimizer_class"]):
-                self._stand_ins.append((set(of_group), _stand_in(targets[of_group[0]])))
+            if counts and of_group:
+                self._stand_ins.append((set(of_group), stand_in(targets[of_group[0]])))
                 leaves.append(self._stand_ins[-1][1])
             own.append({**{k: v for k, v in group.items() if k not in ("optimizer_class", "whole")}, "params": leaves})
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -142,6 +128,10 @@ class Owner:
         hyperparameters groups have."""
         first, *others = (each.defaults for each in self.optimizers)
         return {key: value for key, value in first.items() if all(key in each for each in others)}
+
+    def groups_with_optimizers(self) -> Sequence[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
+        """For each group: its optimizer, the optimizer's group, and the model's parameters."""
+        return self._made
 
     def of_leaf(self, leaf: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """The optimizer that steps a leaf, and the leaf's group."""
@@ -239,12 +229,11 @@ class Owner:
             group.update(values, params=params)
 
     def _step_unit(self, index: int) -> None:
-        before = list(map(_noted, self.optimizers))
         self._step(self._sums[index], None)
-        for optimizer, noted in zip(self.optimizers, before, strict=True):
-            changed = [key for key, value in _noted(optimizer).items() if value != noted.get(key)]
+        for (optimizer, group, _), given in zip(self._made, self.hyperparameters, strict=True):
+            changed = [key for key, value in group.items() if key != "params" and value is not given.get(key)]
             if changed:
-                what = f"{type(optimizer).__name__}.step() has changed {', '.join(changed)}"
+                what = f"{type(optimizer).__name__}.step() has changed {', '.join(changed)} of its group"
                 raise StepError(f"{what}, once for each bucket with overlap: use overlap=False")
 
     def _step(self, sums: list[tuple[int, torch.Tensor, torch.Tensor]], used: set[int] | None) -> None:

@@ -95,12 +95,6 @@ def is_whole(kind: type[torch.optim.Optimizer], whole: bool | None) -> bool:
     return kind.__name__ not in ELEMENTWISE if whole is None else whole
 
 
-def may_count(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether step() may change more than parameters and their state, such as a count in a group or in itself: torch's
-    own and those of ELEMENTWISE do not."""
-    return kind.__name__ not in ELEMENTWISE and not f"{kind.__module__}.".startswith("torch.optim.")
-
-
 def units(buckets: Sequence[Sequence[int]], targets: Sequence[Target], num_ranks: int, cap: int) -> list[Unit]:
     """Cuts units.
 

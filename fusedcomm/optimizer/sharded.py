@@ -15,10 +15,11 @@ from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows
 from fusedcomm.optimizer.owner import Owner, State, StepError
-from fusedcomm.optimizer.parts import Target, may_count, units
+from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan, warn_of_one_level
 from fusedcomm.optimizer.scaler import SumsScaler
 from fusedcomm.optimizer.seen import SeenGradients
+from fusedcomm.optimizer.trial import changed_by_steps
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.session import Session
@@ -57,15 +58,14 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
         overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
             backward() and step(): no clipping, no loss scaling, no change of parameters or rates. Not possible with
-            optimizers that count their steps in a group or in themselves, nor with a reducer that looks for unused
-            parameters. None: with torch's optimizers, if possible.
+            optimizers that count their steps, nor with a reducer that looks for unused parameters. None: if possible.
         whole: whether a rank owns whole parameters. None: by the class.
         quiet: whether rank 0 does not report the plan.
         defaults: the optimizer's own arguments, ``lr=1e-3`` for example.
 
     Raises:
-        TypeError, ValueError: an argument is not possible, or parameters are on two devices, sparse, in no group or in
-            two.
+        TypeError, ValueError: an argument is not possible, an optimizer reads other parameters than its own, or
+            parameters are on two devices, sparse, in no group or in two.
         RuntimeError: the reducer has made a pass, has a ShardedOptimizer already, or the ranks do not agree.
 
     ``step()`` raises RuntimeError on every rank if there was no backward pass before it, if some ranks do not call it,
@@ -100,7 +100,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         except RuntimeError as error:
             raise problem or error from None
         self._update = arguments.update_config(update, config)
-        old = found.session
+        old, changed = found.session, ""
         groups: list[dict[str, Any]] = []
         param_names: list[list[str] | None] = []
         self._targets: list[Target] = []
@@ -109,10 +109,12 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             groups = arguments.groups(found, params, optimizer_class, defaults)
             param_names = [group.pop("param_names", None) for group in groups]
             self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
+            changed = changed_by_steps(groups, self._targets, optimizer_class, defaults)
+            if changed and overlap:
+                raise ValueError(f"fusedcomm: {changed}, once for each bucket with overlap: leave out overlap=True")
         except Exception as error:
             problem = error  # perhaps of this rank alone: the session tells the others
-        may_overlap = not found.finds_unused and not any(may_count(group["optimizer_class"]) for group in groups)
-        self._overlaps = may_overlap if overlap is None else overlap
+        self._overlaps = not found.finds_unused and not changed if overlap is None else overlap
         self._updates = Session(
             self._update,
             old.process_group,
@@ -127,7 +129,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         assert self._sums.synchronizer is not None
         self._synchronizer = self._sums.synchronizer
         self._cut_into_units(found)
-        self._make_optimizers(groups, defaults, optimizer_class)
+        self._make_optimizers(groups, defaults, optimizer_class, bool(changed))
         for group, names in zip(self.param_groups, param_names, strict=True):
             if names is not None:
                 group["param_names"] = names
@@ -156,12 +158,14 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             for bucket in buckets
         ]
 
-    def _make_optimizers(self, groups: list[dict], defaults: dict, main: type[torch.optim.Optimizer]) -> None:
+    def _make_optimizers(
+        self, groups: list[dict], defaults: dict, main: type[torch.optim.Optimizer], counts: bool
+    ) -> None:
         """Raises what an optimizer raises, on every rank if one does."""
         self._is_made, problem = False, None
         try:
             self._owner = Owner(
-                self.exchanges, groups, self._targets, defaults, self._sums.device, self._overlaps, main
+                self.exchanges, groups, self._targets, defaults, self._sums.device, self._overlaps, main, counts
             )
             super().__init__(self._owner.outer_groups(), self._owner.common_defaults())
         except Exception as error:  # perhaps on this rank alone
@@ -202,10 +206,11 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     # ---- the pass
 
     def _rates(self) -> list[dict[str, Any]]:
-        """The groups' values, which must be equal on all ranks when a pass begins."""
+        """The groups' arguments of their optimizers, which must be equal on all ranks when a pass begins."""
+        made = self._owner.groups_with_optimizers()
         return [
-            arguments.plain({key: value for key, value in group.items() if key not in ("params", "param_names")})
-            for group in self.param_groups
+            arguments.plain({key: group[key] for key in optimizer.defaults if key in group})
+            for group, (optimizer, _, _) in zip(self.param_groups, made, strict=True)
         ]
 
     def _take(self, indices: list[int], gradients: list[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fusedcomm.optimizer.exchange import Exchange, written_bits
 from fusedcomm.optimizer.owner import Owner, State
 from fusedcomm.optimizer.parts import Target, index_by_id, laid_out, shaped
+from fusedcomm.optimizer.trial import fresh_state
 from fusedcomm.session.checksums import in_memory_order
 from fusedcomm.session.objects import everybodys
 from fusedcomm.session.session import Session
@@ -77,7 +78,7 @@ def _own_state(
         optimizer, group = owner.of_leaf(leaves[0][2])
         states = [dict(optimizer.state.get(leaf, {})) for _, _, leaf in leaves]
         if not all(states):
-            states = _fresh_state(optimizer, group, [leaf for _, _, leaf in leaves])
+            states = fresh_state(optimizer, group, [leaf for _, _, leaf in leaves])
         merged: dict[str, Any] = {}
         for key, first in states[0].items():
             is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
@@ -87,24 +88,6 @@ def _own_state(
             merged[WRITTEN] = written_bits(targets[i]).cpu()
         found[i] = [piece for _, piece, _ in leaves], merged
     return found
-
-
-def _fresh_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Sequence[torch.Tensor]
-) -> list[dict[str, Any]]:
-    """The state of these values before a step: what a step with gradients of zeros makes of copies, all zeros."""
-    copies = [value.detach().clone() for value in values]
-    for each in copies:
-        each.grad = torch.zeros_like(each)
-    tried = type(optimizer)([{**{k: v for k, v in group.items() if k != "params"}, "params": copies}])
-    tried.step()
-    states = []
-    for each in copies:
-        state = {}
-        for key, value in tried.state[each].items():
-            state[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
-        states.append(state)
-    return states
 
 
 def _whole(
