@@ -152,9 +152,8 @@ bool Negotiator::may_stall() const {
     if (pending.operation().is_join) return false;
     return options_.stall_shutdown_s > 0 || (options_.stall_warning_s > 0 && !pending.was_reported);
   };
-  return std::any_of(sets_.begin(), sets_.end(), [&](const Set& set) {
-    return std::any_of(set.pending.begin(), set.pending.end(), is_watched);
-  });
+  return std::any_of(sets_.begin(), sets_.end(),
+                     [&](const Set& set) { return std::any_of(set.pending.begin(), set.pending.end(), is_watched); });
 }
 
 Negotiator::Stalls Negotiator::look_for_stalls() {
