@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.horovod.checks import OP_NAMES, Sum
 from fusedcomm.horovod.errors import HorovodInternalError
-from fusedcomm.horovod.process_sets import ProcessSet
+from fusedcomm.horovod.process_sets import ProcessSet, members_of
 from fusedcomm.horovod.world import World, world, world_if_any
 from fusedcomm.literals import Weighted
 from fusedcomm.native import _C
@@ -107,7 +107,8 @@ class StepReducer:
     def open(self) -> None:
         """Connects the ranks, if they are not connected. A collective call then.
 
-        Raises HorovodInternalError if the ranks do not agree, or the job has failed.
+        Raises HorovodInternalError if the ranks do not agree, or the job has failed, and ValueError if the process set
+        is not in use.
         """
         found = world()
         if found.order.failure:
@@ -203,11 +204,11 @@ class StepReducer:
 
 
 def group_for(found: World, process_set: ProcessSet, device: torch.device, purpose: str) -> OwnGroup:
-    """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order."""
-    set_id = process_set.process_set_id or 0
-    members = found.members[set_id]
+    """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order. Raises
+    ValueError if the set is not in use or this rank is not in it."""
+    members = members_of(process_set)
     backends = {each.type: members.backend(each, purpose, _NO_TIMEOUT) for each in (torch.device("cpu"), device)}
-    store = dist.PrefixStore(f"{purpose}/{set_id}", found.store)
+    store = dist.PrefixStore(f"{purpose}/{process_set.process_set_id}", found.store)
     return OwnGroup(store, members.rank, members.size, _NO_TIMEOUT, backends, found.rank)
 
 
