@@ -2,13 +2,13 @@
 
 import dataclasses
 import datetime
+import functools
 import gc
 import itertools
 import json
 import weakref
 import zlib
 from collections.abc import Sequence
-from concurrent import futures
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fusedcomm.horovod.process_sets import ProcessSet, members_of
 from fusedcomm.horovod.world import World, world, world_if_any
 from fusedcomm.literals import Weighted
 from fusedcomm.native import _C
+from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session.parameters import NamedParameter, bucket_caps, numbered, strides_to_agree
@@ -234,20 +235,19 @@ def join_all() -> None:
             of_purpose.setdefault(each.purpose, []).append(each)
     if not of_purpose:
         return
+
+    def join(alike: list[StepReducer]) -> None:
+        """Those of one purpose connect in the order in which they were made, as they do where they step."""
+        joined = []
+        for each in alike:
+            each.open()
+            joined.append(Errand(each.join))
+        for each in joined:
+            each.future.result()
+
     # Other ranks may step with any of them next, so each has a thread.
-    with futures.ThreadPoolExecutor(2 * len(_living)) as threads:
-
-        def join(alike: list[StepReducer]) -> None:
-            """Those of one purpose connect in the order in which they were made, as they do where they step."""
-            joined = []
-            for each in alike:
-                each.open()
-                joined.append(threads.submit(each.join))
-            for each in joined:
-                each.result()
-
-        for each in [threads.submit(join, alike) for alike in of_purpose.values()]:
-            each.result()
+    for each in [Errand(functools.partial(join, alike)) for alike in of_purpose.values()]:
+        each.future.result()
 
 
 def _failure_of_job() -> str:
