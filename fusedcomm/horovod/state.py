@@ -119,6 +119,7 @@ def _met() -> World:
         "sets": _ranks_of(_given_sets),
         "problem": problem,
         "meetings": _num_meetings[settings.timeline],
+        "changes": membership.num_changes(),
     }
     store, abouts = launch.gather(found, about, timeout)
     for rank, of_rank in enumerate(abouts):
@@ -129,6 +130,7 @@ def _met() -> World:
         raise ValueError(f"hvd.init(): {differs}. Give every rank the same sets in the same order")
     meeting = max(of_rank["meetings"] for of_rank in abouts)
     _num_meetings[settings.timeline] = meeting + 1
+    membership.agree_on_changes(of_rank["changes"] for of_rank in abouts)
     hosts = [of_rank["host"] for of_rank in abouts]
     places = launch.places(found.rank, hosts, [of_rank["local_rank"] for of_rank in abouts])
     if membership.is_elastic():
@@ -143,11 +145,6 @@ def _met() -> World:
         settings=settings,
         meeting=meeting,
     )
-
-
-def num_meetings() -> int:
-    """How often the ranks of an elastic job have met."""
-    return _num_meetings.total()
 
 
 def _start(members: dict[int, Any], set_id: int, rows: Sequence[Sequence[int]], requests: list[Request]) -> Any:
