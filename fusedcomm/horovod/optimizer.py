@@ -305,6 +305,7 @@ def DistributedOptimizer(
 
     compression: any of compression.py.
     backward_passes_per_step: the gradients of so many backward passes are added up, and not divided by this number.
+    gradient_predivide_factor: without effect, unless the compressor is your own.
     weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
         the attribute `weight` of what is returned before backward passes. Average only.
 
