@@ -78,15 +78,15 @@ def init_again() -> None:
         control, new.sockets = kept_alive(lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout))
     ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
     new.order = Order(new.rank, new.size, ranks, control, new.settings, functools.partial(_start, new.members))
+    set_world(new)  # from here on the wait for a rank that is silent can be ended
     try:
         # A rank that goes on may end the job while others are still connecting.
         barrier = Request(0, Signature("barrier", "init"))
         new.order.submit(barrier, at_once=True)
         new.order.wait(barrier)
     except BaseException:
-        new.order.shutdown()
+        shutdown()
         raise
-    set_world(new)
     path = Path(new.settings.timeline)
     if new.settings.timeline not in ("", "DYNAMIC") and new.rank == 0:
         number = f".{new.meeting + 1}" if new.meeting else ""
