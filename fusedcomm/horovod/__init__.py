@@ -10,6 +10,8 @@ The names are those of `horovod.torch`, with what it does wrong done right. What
 and what they raise, stands in ops.py.
 """
 
+import types
+
 from fusedcomm.horovod import elastic as elastic
 from fusedcomm.horovod.checks import Average as Average
 from fusedcomm.horovod.checks import Max as Max
@@ -93,3 +95,11 @@ def install() -> None:
     from fusedcomm.horovod.stand_in import put_in_place
 
     put_in_place()
+
+
+# Without it, `from horovod.torch import *` would bring modules of ours, such as `state`.
+__all__ = [
+    name
+    for name, value in globals().items()
+    if not name.startswith("_") and (name == "elastic" or not isinstance(value, types.ModuleType))
+]

@@ -9,7 +9,12 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The ranks of an elastic job have changed."""
+    """The ranks of an elastic job have changed. `skip_sync`: for Horovod's sake; states are synced in any case."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the ranks of the job have changed")
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """For scripts that catch it; never raised."""

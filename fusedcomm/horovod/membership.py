@@ -7,7 +7,7 @@ store of its own, which its first rank serves.
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -29,6 +29,8 @@ STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 _members: "Members | None" = None
 _step = 0
+_num_changes = 0
+"""How often the members were to meet again; see :func:`agree_on_changes`."""
 _next: "Decision | None" = None
 """The view that the members enter after this commit; None: they stay in theirs, or it has failed."""
 
@@ -84,18 +86,29 @@ def end_step() -> bool:
     return _next is not None
 
 
-def change(num_meetings: int) -> None:
+def num_changes() -> int:
+    """How often this process has heard that the members are to meet again."""
+    return _num_changes
+
+
+def agree_on_changes(every: Iterable[int]) -> None:
+    """num_changes() of each member: the most counts, because one that joins knows of none."""
+    global _num_changes
+    _num_changes = max(every)
+
+
+def change() -> None:
     """Enters the next view, if the job is elastic: that of the last commit, or after a failure the one that the members
     agree on then. To be called when the operations of the present one have ended.
 
-    num_meetings: how often the ranks of the job have met. Raises TooFewRanksError and the like if this process cannot
-    go on, and RuntimeError at the limit of changes."""
-    global _next
+    Raises TooFewRanksError and the like if this process cannot go on, and RuntimeError at the limit of changes."""
+    global _next, _num_changes
     if _members is None:
         return
     limit = os.environ.get(RESET_LIMIT)
-    if limit is not None and num_meetings > environment.whole(RESET_LIMIT, limit):
+    if limit is not None and _num_changes >= environment.whole(RESET_LIMIT, limit):
         raise RuntimeError(f"fusedcomm: ranks are to meet again after --reset-limit {limit} times: the job ends")
+    _num_changes += 1
     decision, _next = _next or _members.plane.recover(), None
     _enter(decision)
 

@@ -167,7 +167,9 @@ def run(call: Call[Result]) -> Result:
     tensors = call.given if isinstance(call.given, (list, tuple)) else [call.given]
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
         results: Any = _Differentiable.apply(dataclasses.replace(call, given=None), *tensors)
-        return results if call.is_group or call.kind == "alltoall" else results[0]
+        if call.is_group:
+            return list(results)
+        return results if call.kind == "alltoall" else results[0]
     return finished(call)
 
 

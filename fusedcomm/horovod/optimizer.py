@@ -13,7 +13,7 @@ from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import synchronize
-from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
+from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer
 from fusedcomm.horovod.world import world
 from fusedcomm.literals import Weighted
@@ -62,7 +62,7 @@ class ReducedOptimizer(Spelled):
     def set_up(self, names: dict[torch.Tensor, str], options: Options, backward_passes_per_step: int) -> None:
         """names: of all parameters that it may ever have."""
         self._parameter_names, self._options = names, options
-        self.process_set = options.process_set
+        self.process_set, self._was_included = options.process_set, options.process_set.included()
         self.backward_passes_per_step = backward_passes_per_step
         self._is_synchronized, self._should_synchronize = False, True
         self.reducer, self._passes, self._given = None, None, None
@@ -79,7 +79,7 @@ class ReducedOptimizer(Spelled):
                 "for those of each device"
             )
         for _, each in named[:1]:
-            world().members[self.process_set.process_set_id or 0].check(each.device)
+            members_of(self.process_set).check(each.device)
         if options.op in (Average, Sum):
             dtypes = {each.dtype for _, each in named if each.requires_grad}
             config = config_of_gradients(options.compression, dtypes, options.weighted)
@@ -157,10 +157,18 @@ class ReducedOptimizer(Spelled):
             self.reducer.native.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
+        """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros. Raises
+        ValueError if the process set is no longer in use, or has this rank only before or after a change of ranks."""
         if self.is_replaced:
             raise RuntimeError(
                 "fusedcomm: a newer hvd.DistributedOptimizer reduces gradients of these parameters: step with that one"
+            )
+        if self.process_set.included() != self._was_included:
+            where, before = ("outside of", "in") if self._was_included else ("in", "outside of")
+            raise ValueError(
+                f"fusedcomm: the ranks have changed, and rank {world().rank} is {where} {self.process_set}, but was "
+                f"{before} it when this optimizer was made: make a new hvd.DistributedOptimizer, on every rank, of an "
+                "optimizer that is none, when the ranks have met again"
             )
         self._is_synchronized = True
         is_alone = self._is_alone()
@@ -297,6 +305,7 @@ def DistributedOptimizer(
 
     compression: any of compression.py.
     backward_passes_per_step: the gradients of so many backward passes are added up, and not divided by this number.
+    gradient_predivide_factor: without effect, unless the compressor is your own.
     weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
         the attribute `weight` of what is returned before backward passes. Average only.
 

@@ -82,6 +82,13 @@ def member_of(process_set: ProcessSet) -> tuple[World, int]:
     return found, ranks.index(found.rank)
 
 
+def members_of(process_set: ProcessSet) -> Members:
+    """The ranks of the set, for calls. Errors: see :func:`member_of`."""
+    found, _ = member_of(process_set)
+    assert process_set.process_set_id is not None
+    return found.members[process_set.process_set_id]
+
+
 def root_in_set(process_set: ProcessSet, root_rank: int) -> int:
     """The root's number in the set. `root_rank` is its rank in the job. Raises ValueError if it is not in the set."""
     ranks = process_set.ranks

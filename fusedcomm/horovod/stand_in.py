@@ -4,9 +4,11 @@ import functools
 import importlib
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from fusedcomm import env
+from fusedcomm.horovod.step_reducer import split_list
 
 ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
 
@@ -18,6 +20,8 @@ _SAME = {
     "horovod.torch.optimizer": "fusedcomm.horovod.optimizer",
     "horovod.torch.sync_batch_norm": "fusedcomm.horovod.sync_batch_norm",
     "horovod.torch.elastic": "fusedcomm.horovod.elastic",
+    "horovod.torch.elastic.sampler": "fusedcomm.horovod.elastic.sampler",
+    "horovod.torch.elastic.state": "fusedcomm.horovod.elastic.state",
     "horovod.common.exceptions": "fusedcomm.horovod.errors",
     "horovod.common.process_sets": "fusedcomm.horovod.process_sets",
     "horovod.common.elastic": "fusedcomm.horovod.elastic",
@@ -28,13 +32,16 @@ _SAME = {
 _MADE: dict[str, dict[str, Any]] = {
     "horovod": {"__path__": [], "is_fusedcomm": True, "__version__": "0.28.1"},
     "horovod.common": {"__path__": []},
-    "horovod.torch.mpi_ops": {name: getattr(ours, name) for name in vars(ours) if not name.startswith("_")},
+    "horovod.torch.mpi_ops": {name: getattr(ours, name) for name in ours.__all__},
     "horovod.common.util": {
         "_cache": functools.cache,
         "env": env.changed,
         "extension_available": lambda ext_base_name, verbose=False: ext_base_name == "torch",
         "gloo_built": lambda verbose=False: ours.gloo_built(),
+        "is_iterable": lambda value: isinstance(value, Iterable),
         "mpi_built": lambda verbose=False: ours.mpi_built(),
+        "nccl_built": lambda verbose=False: bool(ours.nccl_built()),
+        "split_list": split_list,
     },
 }
 

@@ -78,15 +78,15 @@ def init_again() -> None:
         control, new.sockets = kept_alive(lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout))
     ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
     new.order = Order(new.rank, new.size, ranks, control, new.settings, functools.partial(_start, new.members))
+    set_world(new)  # from here on the wait for a rank that is silent can be ended
     try:
         # A rank that goes on may end the job while others are still connecting.
         barrier = Request(0, Signature("barrier", "init"))
         new.order.submit(barrier, at_once=True)
         new.order.wait(barrier)
     except BaseException:
-        new.order.shutdown()
+        shutdown()
         raise
-    set_world(new)
     path = Path(new.settings.timeline)
     if new.settings.timeline not in ("", "DYNAMIC") and new.rank == 0:
         number = f".{new.meeting + 1}" if new.meeting else ""
@@ -119,6 +119,7 @@ def _met() -> World:
         "sets": _ranks_of(_given_sets),
         "problem": problem,
         "meetings": _num_meetings[settings.timeline],
+        "changes": membership.num_changes(),
     }
     store, abouts = launch.gather(found, about, timeout)
     for rank, of_rank in enumerate(abouts):
@@ -129,6 +130,7 @@ def _met() -> World:
         raise ValueError(f"hvd.init(): {differs}. Give every rank the same sets in the same order")
     meeting = max(of_rank["meetings"] for of_rank in abouts)
     _num_meetings[settings.timeline] = meeting + 1
+    membership.agree_on_changes(of_rank["changes"] for of_rank in abouts)
     hosts = [of_rank["host"] for of_rank in abouts]
     places = launch.places(found.rank, hosts, [of_rank["local_rank"] for of_rank in abouts])
     if membership.is_elastic():
@@ -143,11 +145,6 @@ def _met() -> World:
         settings=settings,
         meeting=meeting,
     )
-
-
-def num_meetings() -> int:
-    """How often the ranks of an elastic job have met."""
-    return _num_meetings.total()
 
 
 def _start(members: dict[int, Any], set_id: int, rows: Sequence[Sequence[int]], requests: list[Request]) -> Any:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import datetime
+import functools
 import gc
 import itertools
 import json
 import weakref
 import zlib
 from collections.abc import Sequence
-from concurrent import futures
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.horovod.checks import OP_NAMES, Sum
 from fusedcomm.horovod.errors import HorovodInternalError
-from fusedcomm.horovod.process_sets import ProcessSet
+from fusedcomm.horovod.process_sets import ProcessSet, members_of
 from fusedcomm.horovod.world import World, world, world_if_any
 from fusedcomm.literals import Weighted
 from fusedcomm.native import _C
+from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session.parameters import NamedParameter, bucket_caps, numbered, strides_to_agree
@@ -107,7 +108,8 @@ class StepReducer:
     def open(self) -> None:
         """Connects the ranks, if they are not connected. A collective call then.
 
-        Raises HorovodInternalError if the ranks do not agree, or the job has failed.
+        Raises HorovodInternalError if the ranks do not agree, or the job has failed, and ValueError if the process set
+        is not in use.
         """
         found = world()
         if found.order.failure:
@@ -203,11 +205,11 @@ class StepReducer:
 
 
 def group_for(found: World, process_set: ProcessSet, device: torch.device, purpose: str) -> OwnGroup:
-    """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order."""
-    set_id = process_set.process_set_id or 0
-    members = found.members[set_id]
+    """The ranks of a process set, for sessions of one purpose. Every member makes them in the same order. Raises
+    ValueError if the set is not in use or this rank is not in it."""
+    members = members_of(process_set)
     backends = {each.type: members.backend(each, purpose, _NO_TIMEOUT) for each in (torch.device("cpu"), device)}
-    store = dist.PrefixStore(f"{purpose}/{set_id}", found.store)
+    store = dist.PrefixStore(f"{purpose}/{process_set.process_set_id}", found.store)
     return OwnGroup(store, members.rank, members.size, _NO_TIMEOUT, backends, found.rank)
 
 
@@ -233,20 +235,19 @@ def join_all() -> None:
             of_purpose.setdefault(each.purpose, []).append(each)
     if not of_purpose:
         return
+
+    def join(alike: list[StepReducer]) -> None:
+        """Those of one purpose connect in the order in which they were made, as they do where they step."""
+        joined = []
+        for each in alike:
+            each.open()
+            joined.append(Errand(each.join))
+        for each in joined:
+            each.future.result()
+
     # Other ranks may step with any of them next, so each has a thread.
-    with futures.ThreadPoolExecutor(2 * len(_living)) as threads:
-
-        def join(alike: list[StepReducer]) -> None:
-            """Those of one purpose connect in the order in which they were made, as they do where they step."""
-            joined = []
-            for each in alike:
-                each.open()
-                joined.append(threads.submit(each.join))
-            for each in joined:
-                each.result()
-
-        for each in [threads.submit(join, alike) for alike in of_purpose.values()]:
-            each.result()
+    for each in [Errand(functools.partial(join, alike)) for alike in of_purpose.values()]:
+        each.future.result()
 
 
 def _failure_of_job() -> str:

@@ -201,6 +201,7 @@ class Members:
         grads = self.numbers(shapes, dtype, salt=4)
         own = every[self.me].clone().requires_grad_()
         found = self.call("", [own, own] if is_group else own, is_group)
+        assert isinstance(found, list) == is_group
         outputs = [found[0]] if isinstance(found, tuple) else found if is_group else [found]
         torch.autograd.backward(outputs, [grads[self.me]] * len(outputs))
         wanted = self.collective.gradient(grads, self.me).to(dtype) * len(outputs)

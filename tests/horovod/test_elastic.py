@@ -18,6 +18,8 @@ import torch
 import fusedcomm.horovod as hvd
 
 hvd.init()
+hvd.shutdown()
+hvd.init()
 state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
 train = hvd.elastic.run(lambda state: hvd.allreduce(torch.ones(hvd.rank() + 1), name="gradient"))
 train(state)

@@ -12,6 +12,7 @@ from jobs import job, raised
 
 import fusedcomm.horovod as hvd
 from fusedcomm.horovod import order
+from fusedcomm.horovod.world import world
 from fusedcomm.log import LOGGER
 
 
@@ -47,6 +48,21 @@ def test_a_rank_that_is_killed_is_named_to_the_others(ranks):
     outcomes = ranks.outcomes(with_a_lost_rank, world_size=3, lost=1)
     for how, told in (outcomes[0], outcomes[2]):
         assert how == "value" and told[0] == "HorovodInternalError" and "rank 1" in told[1], told
+
+
+def with_a_silent_rank(rank, size):
+    """Whether the order has ended with nothing left behind, after each rank has given up by itself."""
+    hvd.init()
+    hvd.barrier()
+    found = world().order
+    found.fail("a rank is silent")
+    has_ended = found.shutdown()
+    hvd.shutdown()
+    return has_ended
+
+
+def test_ranks_that_have_given_up_end_together(ranks):
+    assert ranks.run(with_a_silent_rank, world_size=3) == [True] * 3
 
 
 def with_a_broken_comparison(rank, size):

@@ -1,7 +1,7 @@
 """Process sets wait for nobody outside. test_collectives.py has their collectives."""
 
 import torch
-from jobs import job, values
+from jobs import job, raised, values
 
 import fusedcomm.horovod as hvd
 
@@ -27,8 +27,21 @@ def check_first_sets(rank, size):
         assert hvd.broadcast_object(("from", rank), root, process_set=mine) == ("from", root)
         assert hvd.allgather_object(rank, process_set=mine) == mine.ranks
         hvd.barrier(process_set=mine)
+        weight = torch.nn.Parameter(values(rank, (4,)))
+        plain = torch.optim.SGD([weight], lr=1.0)
+        told = [raised(hvd.DistributedOptimizer, plain, process_set=hvd.ProcessSet([rank]))]
+        optimizer = hvd.DistributedOptimizer(plain, process_set=first)
     assert first.process_set_id is None
+    for is_used in (False, True):
+        with job(process_sets=[first, second] if is_used else []):
+            weight.sum().backward()
+            told.append(raised(optimizer.step) if rank < 2 or is_used else None)
+        first.ranks, second.ranks = [2, 3], [0, 1]  # as after a change of ranks
+    return told
 
 
 def test_sets_given_to_init_do_not_wait_for_ranks_outside(ranks):
-    ranks.run(check_first_sets, world_size=4)
+    for rank, (unknown, unused, changed) in enumerate(ranks.run(check_first_sets, world_size=4)):
+        for kind, said in [unknown, *([unused] if rank < 2 else [])]:
+            assert kind == "ValueError" and "is not in use" in said, said
+        assert changed[0] == "ValueError" and "make a new hvd.DistributedOptimizer" in changed[1], changed

@@ -26,12 +26,21 @@ from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.elastic import run
-from horovod.common.exceptions import HorovodInternalError as Error, HostsUpdatedInterrupt
-from horovod.common.util import env, extension_available, gloo_built, mpi_built
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
+from horovod.common.exceptions import HorovodInternalError as Error, HostsUpdatedInterrupt, HorovodVersionMismatchError
+from horovod.common.util import env, extension_available, gloo_built, is_iterable, mpi_built, nccl_built, split_list
 from horovod.common.process_sets import ProcessSet, global_process_set
 import horovod.common.util as util
 assert hvd is ours and horovod.torch is ours and Error is HorovodInternalError and horovod.common.util is util
 assert hvd.install.__name__ == "install"
+assert ElasticSampler is hvd.elastic.ElasticSampler and TorchState is hvd.elastic.TorchState
+assert HostsUpdatedInterrupt(skip_sync=True).skip_sync and is_iterable("") and not is_iterable(1)
+assert split_list([1, 2, 3], 2) == [[1, 2], [3]] and nccl_built() == bool(hvd.nccl_built())
+everything = {}
+exec("from horovod.torch import *", everything)
+assert everything["allreduce"] is hvd.allreduce and everything["elastic"] is hvd.elastic
+assert not {"state", "ops", "order", "types"} & set(everything)
 assert extension_available("torch") and not extension_available("tensorflow")
 assert gloo_built() and not mpi_built()
 with env(SOME_VARIABLE="x"):

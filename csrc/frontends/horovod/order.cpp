@@ -396,7 +396,7 @@ void Order::finish(const Requests& requests, const std::string& error) {
 // On rank 0: tells every rank, and sends nothing more.
 void Order::end(const std::string& why) {
   std::lock_guard<std::recursive_mutex> turn(turn_);
-  if (!failure().empty()) return;
+  if (std::exchange(has_ended_all_, true)) return;  // not after fail(): the other ranks wait for this at their end
   for (int rank = 1; rank < options_.size; ++rank) send(rank, MessageType::kEnd, why);
   fail(why);
 }

@@ -129,6 +129,7 @@ class Order {
   std::recursive_mutex turn_;
   std::unique_ptr<Negotiator> negotiator_;
   bool is_watching_ = false;
+  bool has_ended_all_ = false;
 
   std::recursive_mutex send_mutex_;
   std::vector<Known> known_;  // what has been sent, by set

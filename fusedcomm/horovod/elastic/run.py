@@ -50,7 +50,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 _wait_for_others()
                 return result
             is_reset = True
-            membership.change(state_of_job.num_meetings())
+            membership.change()
 
     return wrapper
 
