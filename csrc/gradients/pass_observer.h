@@ -45,7 +45,7 @@ class PassObserver {
   const std::shared_ptr<Device> device_;
   const std::function<void()> begin_pass_;
   bool in_pass_ = false;  // of the thread that makes the passes
-  std::mutex mutex_;  // guards ends_
+  std::mutex mutex_;      // guards ends_
   std::vector<StampPtr> ends_;
 };
 
