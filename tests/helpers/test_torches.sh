@@ -20,6 +20,7 @@ for torch in "$@"; do
   fi
   log=$PWD/build/torches/$(basename "$torch").log copy=$PWD/build/torches/copy-$(basename "$torch")
   mkdir -p "$copy"
+  find "$copy" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +  # files that the checkout no longer has
   git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --preserve=timestamps --target-directory "$copy"
   if (
     cd "$copy"
