@@ -96,6 +96,8 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   };
   at::Tensor values = at::zeros({numel}, first_.options().dtype(at::kFloat));
   if (numel == 0) return values;
+  // By 1 no bit changes.
+  const at::Tensor factor = second_on_device_.defined() ? second_on_device_ : divisor(second_factor_, values);
   for (int64_t chunk = wanted.begin / chunk_numel; chunk * chunk_numel < wanted.end; ++chunk) {
     const Range of_chunk = first_range(chunk), first = overlap(of_chunk);
     if (first.numel() > 0) {
@@ -107,7 +109,7 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
     if (second.numel() > 0) {
       const int64_t at = chunk * part_numel + second.begin - of_part.begin;
       values.narrow(0, second.begin - begin, second.numel())
-          .add_(second_.narrow(0, at, second.numel()) / divisor(reduce_scale_, values));
+          .add_(second_.narrow(0, at, second.numel()) * factor / divisor(reduce_scale_, values));
     }
   }
   return values;

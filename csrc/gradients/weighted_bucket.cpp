@@ -73,7 +73,7 @@ std::unique_ptr<JobDecorator> weighted(BucketJob* job, const Bucket& bucket, con
   for (const at::Tensor& tensor : weighted->storages()) engine->device().will_use(tensor);
   job->pack_factor = weight->pack;
   job->head = weighted->head();
-  if (weight->pack == 0 && !record.plan.on_two_levels()) {
+  if (weight->share == 0 && !record.plan.on_two_levels()) {
     // What this rank has left out before waits for a pass in which it has a weight. On two levels the residual is of
     // the host's ranks together.
     for (Payload& payload : job->payloads) payload.pack = {};

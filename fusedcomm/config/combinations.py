@@ -246,6 +246,8 @@ TABLE = tuple(Combination(*row) for row in (
      "a merge has numbers that must stay exact", "use sum='auto'"),
     ("LocalSteps", {"every as a time": GIVEN, _INSIDE_HOSTS: True},
      "its ranks must begin a merge after the same step", "give every= in steps, or the plain module"),
+    ("LocalSteps", {"every as a time": GIVEN, "hosts": GIVEN, "feedback": GIVEN},
+     "residuals of a host's ranks have no weight", "use hosts=None, or feedback=None"),
     ("LocalSteps", {"members": GIVEN, _INSIDE_HOSTS: True},
      "it cannot lose a rank", "give the plain module, or leave out members="),
     ("LocalSteps", {"members": GIVEN, "process_group": GIVEN},

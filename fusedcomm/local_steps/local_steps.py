@@ -83,6 +83,7 @@ class LocalSteps(Surface):
         schedule = arguments.schedule(every, delay)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
+        arguments.refuse_hosts(every, cfg)
         if members is not None:
             cfg = fitting(members, cfg, model, process_group)
         group = dist.group.WORLD if process_group is None else process_group
@@ -110,12 +111,19 @@ class LocalSteps(Surface):
                 LocalOptions(),
                 device,
                 also_agree=self._record(),
+                weighs=window is not None,
                 shares_communicator=False,
                 problem=problem,
             )
         else:
             self._merging = Merging(progress, model, members, cfg, device, self._record(), problem)
-        self.messages = Messages(self.session, state, members is not None and cfg.feedback is not None, window)
+        self.messages = Messages(
+            self.session,
+            state,
+            keeps=members is not None and cfg.feedback is not None,
+            weighs=members is not None or window is not None,
+            window=window,
+        )
         before, arrive = (
             (lambda number: None, self.messages.wait)
             if self._merging is None
