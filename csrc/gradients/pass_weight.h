@@ -34,9 +34,9 @@ struct PassWeight {
   // fp32 [4], on the device: the head of this rank's messages. `share`, or NaN if the rank has no valid weight; the
   // rank's mark if it has none; zeros.
   at::Tensor head;
-  double num_ranks = 1;      // whose weights a sum of heads has
+  double num_ranks = 1;         // whose weights a sum of heads has
   bool comes_weighted = false;  // see PassWeights::use()
-  bool is_deferred = false;  // another session's sum follows, which divides by the weights
+  bool is_deferred = false;     // another session's sum follows, which divides by the weights
   // The mean of the ranks' shares; negative as long as this rank has received none.
   std::atomic<double> mean{-1};
   // Accelerators: the pass's first sum of heads on the host, and when it is there.
