@@ -9,7 +9,7 @@ from owners import BUCKET_MIB, FP32, Net, Way, train
 from sampling import few
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config
 
 SHAPES = ((33, 70), (50,), (90, 11), (7, 3))
 LR = 1 / 64
@@ -18,11 +18,11 @@ ERRORS = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "fp
 WIRES = few(ERRORS, "bf16", "int8")
 
 
-def constant_gradients(rank, world_size, update, overlap, steps):
+def constant_gradients(rank, world_size, update, steps):
     """The parameters of a Gradients after each step of SGD with gradients that never change, by parameter."""
     model = Gradients(*SHAPES)
     reducer = reducer_of(model, FP32, bucket_mib=BUCKET_MIB)
-    optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=LR, update=update, overlap=overlap, quiet=True)
+    optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=LR, update=update, quiet=True)
     # A thousandth keeps them off the numbers that the wires have.
     gradients = [integers(rank, shape) + 0.001 for shape in SHAPES]
     seen = []
@@ -36,12 +36,11 @@ def constant_gradients(rank, world_size, update, overlap, steps):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("world_size", few([2, 3, 4], 3))
 @pytest.mark.parametrize("update", WIRES)
-def test_the_error_of_many_steps_is_that_of_one_rounding(ranks, update, world_size, overlap):
+def test_the_error_of_many_steps_is_that_of_one_rounding(ranks, update, world_size):
     steps = 40
-    (seen, *others) = ranks.run(constant_gradients, update, overlap, steps, world_size=world_size)
+    (seen, *others) = ranks.run(constant_gradients, update, steps, world_size=world_size)
     for other in others:
         assert all(torch.equal(*pair) for both in zip(seen, other, strict=True) for pair in zip(*both, strict=True))
     means = [mean_of_integers(world_size, shape, torch.float64) + 0.001 for shape in SHAPES]
@@ -62,12 +61,11 @@ def test_the_error_of_many_steps_is_that_of_one_rounding(ranks, update, world_si
 
 
 def trained(rank, world_size, config, device):
-    return train(Way(config=config, update="bf16"), rank, world_size, 5, owners=True, overlap=True, device=device)
+    return train(Way(config=config, update="bf16"), rank, world_size, 5, owners=True, device=device)
 
 
-@pytest.mark.parametrize("feedback", [None, Feedback()])
-def test_bf16_both_ways_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, ranks, feedback):
-    config = Config("bf16", sum="two-shot", feedback=feedback, chunks=Chunks(nbytes=4096, in_flight=2))
+def test_bf16_both_ways_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, ranks):
+    config = Config("bf16", sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2))
     first, other = ranks_on_streams.run(trained, config, on_streams.DEVICE)
     on_cpu, _ = ranks.run(trained, config, "cpu", world_size=2)
     for (ours, *_), (theirs, *_), (plain, *_) in zip(first, other, on_cpu, strict=True):
@@ -80,7 +78,7 @@ def on_the_kernels(rank, world_size, library, update, dtype):
     config = Config(update, sum="two-shot", chunks=Chunks(1 << 20))
     way = Way(model=lambda: Net(dtype), config=config, update=update)
     with fake_cuda.path(library, config) as driver:
-        found = train(way, rank, world_size, 3, owners=True, overlap=False)
+        found = train(way, rank, world_size, 3, owners=True)
         assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "unpack"}
         return [parameters for parameters, *_ in found]
 
