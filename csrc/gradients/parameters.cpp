@@ -26,11 +26,6 @@ at::Tensor ParameterState::left_out() const {
   return residual->values(residual_begin, numel());
 }
 
-void ParameterState::take_out() {
-  loaded = left_out();
-  residual = nullptr;
-}
-
 Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec)
     : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device), codec_(codec) {
   for (const Known& parameter : known) {

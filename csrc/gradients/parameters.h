@@ -47,8 +47,6 @@ struct ParameterState {
   int64_t numel() const { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
   // Its residual: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor left_out() const;
-  // Copies its residual to `loaded`.
-  void take_out();
 };
 
 using ParameterStatePtr = std::shared_ptr<ParameterState>;

@@ -11,7 +11,7 @@ from refusals import rows
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Config, Feedback
+from fusedcomm.config import Config
 from fusedcomm.horovod.compression import config_of
 from fusedcomm.horovod.world import world
 
@@ -232,8 +232,8 @@ NAMES_NOTHING = [
 ]
 OF_CONFIGS = [
     (
-        lambda _: hvd.Compression.of(Config("int8", feedback=Feedback(unsharded=True))),
-        "Feedback(unsharded=True)",
+        lambda _: hvd.Compression.of(Config("int8", params="int8")),
+        "params='int8'",
     ),
     (lambda _: hvd.Compression.of("int8"), "config='int8' is not possible: use a fusedcomm.Config"),
 ]
