@@ -50,8 +50,8 @@ class LocalSteps(Surface):
             as many in the mean.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
             or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
-        config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
-            Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
+        config: a wire's name, or a :class:`fusedcomm.Config`. Ranks on several hosts have sums on two levels as in
+            Config(hosts=…).
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
             A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
@@ -83,7 +83,6 @@ class LocalSteps(Surface):
         schedule = arguments.schedule(every, delay)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
-        arguments.refuse_hosts(every, cfg)
         if members is not None:
             cfg = fitting(members, cfg, model, process_group)
         group = dist.group.WORLD if process_group is None else process_group
@@ -111,19 +110,12 @@ class LocalSteps(Surface):
                 LocalOptions(),
                 device,
                 also_agree=self._record(),
-                weighs=window is not None,
                 shares_communicator=False,
                 problem=problem,
             )
         else:
             self._merging = Merging(progress, model, members, cfg, device, self._record(), problem)
-        self.messages = Messages(
-            self.session,
-            state,
-            keeps=members is not None and cfg.feedback is not None,
-            weighs=members is not None or window is not None,
-            window=window,
-        )
+        self.messages = Messages(self.session, state, window)
         before, arrive = (
             (lambda number: None, self.messages.wait)
             if self._merging is None

@@ -222,7 +222,7 @@ class Merging(Views):
                 if self._fetch(decision) and self._install(decision, began):
                     message = self._of.under_way
                     if message is not None and message.future is not None:
-                        self._merges.messages.send_again(message)
+                        self._merges.messages.send(message)
                     return self._tell()
             raise RuntimeError(f"fusedcomm: {MAX_FAILURES} changes of ranks failed one after another: {failure}")
 

@@ -119,7 +119,7 @@ def _states(rank, world_size):
 
 
 def test_the_state_has_the_modules_of_every_mesh(ranks):
-    assert ranks.run(_states, world_size=4) == [(4, True, True)] * 4
+    assert ranks.run(_states, world_size=4) == [(4, {2}, True)] * 4
 
 
 def _one_rank_differs(rank, world_size):

@@ -13,7 +13,7 @@ from local_jobs import Job, flat
 from models import error_of
 from plain_simulation import Run, simulated
 
-from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import Chunks, Config, TwoLevels
 
 DELAYS = (0, 1, 5)
 
@@ -90,7 +90,7 @@ def test_merges_in_bf16_on_streams_give_all_ranks_the_same_bits(ranks_on_streams
 
 def on_the_kernels(rank, world_size, library, wire):
     """trained() of a run on the CPU path, or with a `library` on the CUDA path, in one chunk."""
-    config = Config(wire, sum="two-shot", feedback=Feedback(), chunks=Chunks(1 << 20))
+    config = Config(wire, sum="two-shot", chunks=Chunks(1 << 20))
     with fake_cuda.path(library, config) as driver:
         found = trained(rank, world_size, [Run(every=3, delay=1, steps=7, width=100)], config)
         assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}
@@ -106,7 +106,7 @@ def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library):
 # ---- ranks that stay equal
 
 INT4 = {"config": "int4"}
-TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"), feedback=Feedback())
+TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"))
 WIDE = Run(every=5, delay=2, steps=12, width=100)
 EQUAL = [
     (2, WIDE, INT4),

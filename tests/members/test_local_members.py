@@ -162,7 +162,7 @@ def test_a_rank_joins_with_the_merged_state_and_without_weight_in_its_first_merg
 
 
 def test_lossy_merges_stay_the_same_on_all_when_a_rank_is_lost(team):
-    config = {"wire": "int8", "feedback": fusedcomm.Feedback()}
+    config = {"wire": "int8"}
     of_run = Run(every=4, delay=3, steps=14, width=100)
     same_on_all(results(team(Merger, config=config, run=of_run, die={"1": (8, "handed")})))
 
