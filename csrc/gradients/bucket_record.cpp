@@ -156,9 +156,9 @@ void add_to(const at::Tensor& gradient, const at::Tensor& values) { gradient.add
 // added to the gradients, in whose unit the residuals' is `unit`.
 void move_residuals(const Engine& engine, const Place& place, double unit, BucketRecord* record,
                     const Gradients& gradients) {
+  if (record->has_rows) return;
   // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
-  if (record->has_rows) return;
   if (!engine.config().feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
   at::NoGradGuard no_grad;
   make_residuals(engine, place, gradients.device(), record);
