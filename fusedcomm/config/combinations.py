@@ -244,13 +244,5 @@ TABLE = tuple(Combination(*row) for row in (
      "a merge has numbers that must stay exact", "use sum='auto'"),
     ("LocalSteps", {"every as a time": GIVEN, _INSIDE_HOSTS: True},
      "its ranks must begin a merge after the same step", "give every= in steps, or the plain module"),
-    ("LocalSteps", {"members": GIVEN, _INSIDE_HOSTS: True},
-     "it cannot lose a rank", "give the plain module, or leave out members="),
-    ("LocalSteps", {"members": GIVEN, "process_group": GIVEN},
-     _OWN_GROUP, "leave one of them out"),
-    ("LocalSteps", {"members": GIVEN, "microbatches": GIVEN},
-     "they are parts of a step of all ranks", "leave microbatches out"),
-    ("LocalSteps", {"members": GIVEN, "parameters on an accelerator": True},
-     "ranks come and go on cpu alone", "leave out members="),
 ))
 # fmt: on

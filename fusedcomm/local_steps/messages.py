@@ -40,8 +40,6 @@ class Message:
     """Counts messages."""
     weight: float = 1.0
     """This rank's weight, in the unit that all ranks share."""
-    world_size: int = 0
-    """Ranks that the message was sent to, this one included."""
     is_finishing: bool = False
     """Whether this rank has ended its training."""
     future: object | None = None
@@ -67,30 +65,21 @@ class Spread:
 class Messages:
     """Sums the ranks' differences from the merged state.
 
-    Args:
-        window: is told when a message leaves and when it arrives.
+    window: is told when a message leaves and when it arrives; None without one.
     """
 
     def __init__(self, session: Session, state: MergedState, window: Window | None) -> None:
-        self._state, self._window = state, window
+        self._session, self._state, self._window = session, state, window
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages."""
-        self.use(session)
-
-    def use(self, session: Session) -> None:
-        """Sends over this session from now on."""
-        self._session = session
-        device = session.device
-        self._reading = None if device.type == "cpu" else torch.Stream(device)
-        synchronizer = session.synchronizer
-        assert synchronizer is not None  # a session that has none raises where it is made
-        wires = self._state.wires()  # not this object, which has the synchronizer
-        synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
-        self._sum = _C.FusedSum(synchronizer)
+        self._reading = None if session.device.type == "cpu" else torch.Stream(session.device)
+        assert session.synchronizer is not None  # a session that has none raises where it is made
+        wires = state.wires()  # not this object, which has the synchronizer
+        session.synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
+        self._sum = _C.FusedSum(session.synchronizer)
 
     def send(self, message: Message) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
-        message.world_size = self._session.world_size
         message.mean = message.own.clone() if message.weight == 1 else message.own * message.weight
         # Filled where it is used, so that the host need not wait for an accelerator.
         control = message.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=message.mean.device)
@@ -115,14 +104,6 @@ class Messages:
                 for tensor in (message.mean, message.control, message.checksum, self._state.anchor):
                     tensor.record_stream(self._reading)
 
-    def fill(self, message: Message, content: memoryview) -> None:
-        """Takes what another rank has received: the numbers' and the mean's bytes, before read()."""
-        received = torch.frombuffer(bytearray(content), dtype=torch.float32)
-        message.control, message.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
-        message.future = message.numbers = None
-        if self._window is not None:
-            self._window.arrived(message.number)
-
     def wait(self, message: Message) -> None:
         """Waits for a message. Raises RuntimeError if the sum has failed."""
         if message.future is not None:
@@ -140,8 +121,8 @@ class Messages:
         if self._window is not None and not _is_on_cpu(message):
             self._window.arrived(message.number)
         self._compare(message, bits, own_bits)
-        message.all_finish = finishing > 1 - 0.5 / message.world_size
-        if weight not in (0, 1):  # the mean as it has arrived may be kept for other ranks
+        message.all_finish = finishing > 1 - 0.5 / self._session.world_size
+        if weight not in (0, 1):
             message.mean, of_mean = message.mean / weight, of_mean / weight**2
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
@@ -154,7 +135,7 @@ class Messages:
 
     def _compare(self, message: Message, means: list[float], own: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
-        tolerance = 0.25 / message.world_size
+        tolerance = 0.25 / self._session.world_size
         if all(abs(mean - bit) <= tolerance for mean, bit in zip(means, own, strict=True)):
             return
         checksum = sum(1 << bit for bit, is_set in enumerate(own) if is_set)
