@@ -18,6 +18,7 @@ from cuda_stress import LIBRARY
 from patience import HANG_S
 from ranks import Ranks
 
+from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.native import _C
 from fusedcomm.ranks import channels, torch_groups
 from fusedcomm.session import session
@@ -25,6 +26,15 @@ from fusedcomm.session import session
 DEVICE = "sim"
 BACKEND = "cpu:gloo,sim:sim"
 """Of process groups on the device."""
+
+_CHUNKS = Chunks(nbytes=4096, in_flight=2)
+"""Several, so that packing, the wire and unpacking are on streams of their own."""
+CONFIGS = {
+    "hook": Config("bf16", sum="two-shot", feedback=Feedback(), chunks=_CHUNKS),
+    "DataParallel": Config("bf16"),
+    "FSDP2": Config("bf16", feedback=Feedback(unsharded=True), chunks=_CHUNKS),
+}
+"""Of front ends, by their names in front_ends.py."""
 
 _libraries: list[ctypes.PyDLL] = []
 """The one that this process has loaded."""

@@ -386,6 +386,7 @@ class Views(abc.ABC):
         errand = Errand(lambda: self._make_session(self.members.group(view, self.device), problem))
         while not errand.has_ended_within(_POLL_S):
             if self._is_superseded(view):
+                errand.leave()
                 return None
         self._has_tried = True
         try:
