@@ -1,13 +1,8 @@
-"""Everything but pictures works where only torch is installed: numpy is no requirement of torch's."""
+"""Everything but pictures works where only torch is installed: numpy is no requirement of torch's. A whole probe
+without it: tests/test_readme_commands.py; the compiler of kernels: tests/kernels/test_kernel_code.py."""
 
-import os
-import subprocess
-import sys
-
-import compiling
 import pytest
-from patience import HANG_S
-from scripts import printed_by_two_ranks, python
+from scripts import printed_by_two_ranks
 
 pytestmark = pytest.mark.check
 
@@ -55,34 +50,3 @@ dist.destroy_process_group()
 @pytest.mark.full
 def test_training_and_the_ranks_of_the_probe_need_no_numpy(tmp_path):
     assert printed_by_two_ranks(SCRIPT, tmp_path) == ["True\n", "True\n"]
-
-
-@pytest.mark.full
-def test_a_whole_probe_needs_no_numpy(tmp_path):
-    (tmp_path / "numpy.py").write_text('raise ModuleNotFoundError("No module named numpy", name="numpy")')
-    python_path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = ("-m", "fusedcomm", "probe", "--seconds", "5", "--json", tmp_path / "probe.json")
-    done = python(*command, PYTHONPATH=python_path)
-    assert done.returncode == 0 and (tmp_path / "probe.json").exists(), done.stderr
-
-
-COMPILE = """
-import torch
-from fusedcomm.kernels import compile, variants
-for variant in variants.engine_variants([("int8", 128)], [torch.float32])[:2]:
-    compile.compile(variant, 90)
-print(0)
-"""
-
-
-def test_the_compiler_of_kernels_needs_no_numpy(tmp_path):
-    pytest.importorskip("triton")
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import sys; sys.modules['numpy'] = None\n{COMPILE}"],
-        env=compiling.environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr

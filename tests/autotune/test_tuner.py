@@ -1,19 +1,28 @@
-"""config="auto" on real ranks, attached to DDP."""
+"""config="auto" on real ranks, attached to DDP and given to a GradReducer, which tries "fp32" in place of "off"."""
 
 import contextlib
 import functools
 import gc
 import io
+import math
 import os
-import random
-import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, on_host, synchronize, threads_of_engine, threads_settle_at, worst
-from patience import slowness
+from front_ends import FRONT_ENDS, PLAIN, adding_up
+from models import (
+    Gradients,
+    integers,
+    on_host,
+    reducer_of,
+    synchronize,
+    synchronized,
+    threads_of_engine,
+    threads_settle_at,
+    worst,
+)
 from scenarios import CASES
 from step_clock import StepClock
 from torch.distributed.algorithms.join import Join
@@ -41,18 +50,9 @@ def module():
     return DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.004)
 
 
-class Sleeping(StepClock):
-    """The same on the real clock: sleeps before each step, for longer on a slower machine."""
-
-    def __init__(self, comm, rank, **ms):
-        self._runs, self._ms, self._chance = comm.runs, ms, random.Random(rank)
-
-    def __call__(self):
-        time.sleep(self.step_ms() * slowness() / 1000)
-
-
 TIMES = {"off": 60, "bf16": 30, "int8": 3}
 OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
+OF_REDUCER = {"fp32": 60, "bf16": 30, "int8": 40}
 
 
 def steps(comm, ddp, slow, gradients_of, num_more=1):
@@ -74,89 +74,89 @@ def train_to_choice(comm, ddp, rank, **ms):
         pass
 
 
-LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
+LIMITS = {"off": 1e-6, "fp32": 1e-6, "bf16": 0.01, "int8": 0.03}
 
 
-def searched(rank, world_size, ms, slow_type=StepClock):
+def searched(rank, world_size, ms, front_end="hook"):
     """Trains until two steps after the search has ended.
 
     Returns (tuning, each step's wire, each step's largest relative error, sums and one element of each step's
-    gradients, whether off is running, the ranks of a host that sum first).
+    gradients, whether off is running, the ranks of a host that sum first, the plan).
     """
-    ddp = module()
-    comm = fusedcomm.attach(ddp, "auto", quiet=True)
+    forward, comm = synchronized(front_end, Gradients(*SHAPES), "auto", bucket_mib=0.004)
     wires, errors, results = [], [], []
-    slow = slow_type(comm, rank, **ms)
-    for wire, seen in steps(comm, ddp, slow, functools.partial(gradients, rank), num_more=2):
+    slow = StepClock(comm, rank, **ms)
+    for wire, seen in steps(comm, forward, slow, functools.partial(gradients, rank), num_more=2):
         exact = mean_of(world_size, len(wires))
         errors.append(worst(((a - b).norm() / b.norm()).item() for a, b in zip(seen, exact, strict=True)))
         wires.append(wire)
         results.append([value.sum().item() for value in seen] + [seen[0][7, 5].item()])
     tuning, stats = comm.tuning(), comm.stats()
-    levels = 1 if stats.off else comm.session.ranks_per_host
+    levels, plan = 1 if stats.off else comm.session.ranks_per_host, str(comm.plan())
     comm.detach()
-    return tuning, wires, errors, results, stats.off, levels
+    return tuning, wires, errors, results, stats.off, levels, plan
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ms", "best", "clock"),
-    [
-        (2, TIMES, "int8", StepClock),
-        (3, OFF_IS_BEST, "off", StepClock),
-        pytest.param(2, TIMES, "int8", Sleeping, marks=[pytest.mark.alone, pytest.mark.full]),
-    ],
+    ("front_end", "world_size", "ms", "best"),
+    [("hook", 2, TIMES, "int8"), ("hook", 3, OFF_IS_BEST, "off"), ("reducer", 2, OF_REDUCER, "bf16")],
 )
-def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, best, clock):
-    outcome = ranks.run(searched, ms, clock, world_size=world_size)
-    tuning, wires, errors, results, is_off, _ = outcome[0]
+def test_all_ranks_choose_alike_and_every_step_is_right(ranks, front_end, world_size, ms, best):
+    outcome = ranks.run(searched, ms, front_end, world_size=world_size)
+    tuning, wires, errors, results, is_off, _, plan = outcome[0]
     assert tuning.finished and tuning.chosen == best and is_off == (best == "off")
     assert tuning.num_steps == tuning.max_steps == 36 and set(wires[tuning.num_steps :]) == {best}
-    assert {"off", "bf16", "int8"} == set(wires)
+    assert f"{best} chosen by config='auto' in 36 steps" in plan
+    assert set(ms) == set(wires)
     for wire, error in zip(wires, errors, strict=True):
         assert error < LIMITS[wire]
-        assert error > 1e-5 or wire == "off"
+        assert error > 1e-5 or wire in ("off", "fp32")
     for other in outcome[1:]:
         assert other[0] == tuning
         assert other[1] == wires and other[3] == results  # bit for bit
-    assert list(tuning.step_ms) == list(tuning.candidates) == ["off", "bf16", "int8"]
-    assert tuning.step_ms["off"] >= 3 and all(step_ms > 0 for step_ms in tuning.step_ms.values())
+    assert list(tuning.step_ms) == list(tuning.candidates) == list(ms)
+    assert all(tuning.step_ms[wire] >= each for wire, each in ms.items())
 
 
-def scheduled(rank, world_size, name):
+def scheduled(rank, world_size, name, front_end):
     """Trains through a search, and with DDP's own all-reduce on the same inputs.
 
     Returns (the largest relative error of a step's gradients, whether the search has finished, its choice, its times).
     """
     scenario = CASES[name]
 
-    def train(config):
-        ddp = DistributedDataParallel(scenario.build(), **scenario.ddp)
-        comm = config and fusedcomm.attach(ddp, config, quiet=True)
+    def train(front_end):
+        forward, comm = front_end.make(scenario.build(), "auto", **scenario.ddp)
         num_steps, seen = (40 if not scenario.uneven else 39 + 6 * rank), []
-        with Join([ddp]) if scenario.uneven else contextlib.nullcontext():
+        with Join([forward]) if scenario.uneven else contextlib.nullcontext():
             for step in range(num_steps):
-                ddp.zero_grad(set_to_none=True)
+                scenario.before_step(getattr(forward, "module", forward), step)
+                forward.zero_grad(set_to_none=True)
                 for micro in range(scenario.accumulate):
                     is_last = micro == scenario.accumulate - 1
                     x, y = scenario.batch(rank, 10 * step + micro)
-                    with contextlib.nullcontext() if is_last else ddp.no_sync():
-                        (ddp(x) - y).square().mean().backward()
-                given = (p.grad for p in ddp.parameters() if p.grad is not None)
+                    with contextlib.nullcontext() if is_last else adding_up(forward, comm):
+                        (forward(x) - y).square().mean().backward()
+                given = (p.grad for p in forward.parameters() if p.grad is not None)
                 seen.append(torch.cat([gradient.flatten().double() for gradient in given]))
         return seen, comm
 
-    reference, _ = train(None)
-    seen, comm = train("auto")
+    reference, _ = train(PLAIN)
+    seen, comm = train(FRONT_ENDS[front_end])
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(seen, reference, strict=True)]
     tuning = comm.tuning()
     return max(errors), tuning.finished, tuning.chosen, tuning.step_ms
 
 
-@pytest.mark.parametrize("name", ["static graph", "no sync", "join", "find unused", "mixed dtypes"])
-def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, name):
-    outcome = ranks.run(scheduled, name, world_size=2)
+SCHEDULED = [("hook", name) for name in ("static graph", "no sync", "join", "find unused", "mixed dtypes")]
+SCHEDULED += [("reducer", name) for name in ("no sync", "frozen and thawed")]
+
+
+@pytest.mark.parametrize(("front_end", "name"), SCHEDULED)
+def test_ways_to_run_a_step_go_through_the_search(ranks, front_end, name):
+    outcome = ranks.run(scheduled, name, front_end, world_size=2)
     for error, finished, chosen, step_ms in outcome:
-        assert error < 0.1 and finished
+        assert error < 0.1 and finished and all(0 < ms < math.inf for ms in step_ms.values())
         assert (chosen, step_ms) == outcome[0][2:]
 
 
@@ -221,9 +221,25 @@ def searched_on_hosts(rank, world_size, names):
 
 def test_ranks_that_share_hosts_sum_on_two_levels(ranks):
     outcome = ranks.run(searched_on_hosts, ["a", "b", "a", "b"])
-    for tuning, _, errors, results, _, levels in outcome:
+    for tuning, _, errors, results, _, levels, _ in outcome:
         assert tuning.chosen == "int8" and levels == 2
         assert results == outcome[0][3] and worst(errors) < 2 * LIMITS["int8"]
+
+
+def alone(rank, world_size):
+    model, own = Gradients(*SHAPES), [integers(rank, shape) for shape in SHAPES]
+    found = []
+    for wire in ("auto", "bf16"):
+        reducer = reducer_of(model, wire)
+        found.append((reducer.tuning(), all(map(torch.equal, synchronize(model, own), own))))
+        reducer.detach()
+    return found
+
+
+def test_one_rank_has_nothing_to_search_for(ranks):
+    ((auto, first), (none, second)) = ranks.run(alone, world_size=1)[0]
+    assert first and second and none is None
+    assert auto.finished and (auto.chosen, auto.num_steps) == ("fp32", 0)
 
 
 # --- process groups, errors -----------------------------------------------------------------------------------------
@@ -274,6 +290,43 @@ def failing(rank, world_size):
 
 def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
     ranks.run(failing, world_size=2)
+
+
+def failing_on_rank_1(rank, world_size):
+    """Fails between two passes of a GradReducer. Returns (passes that succeeded, errors)."""
+    model = Gradients(*SHAPES)
+    reducer = reducer_of(model, "auto")
+    if rank == 1:
+        count = reducer.runs._count_pass
+
+        def fail():
+            if reducer.runs._num_passes == 3:
+                raise LookupError("the search's own trouble")
+            count()
+
+        reducer.runs._count_pass = fail
+    passed, errors = 0, []
+    for _ in range(6):
+        try:
+            synchronize(model, gradients(rank, 0))
+            passed += 1
+        except Exception as error:
+            errors.append(str(error))
+    reducer.detach()
+    return passed, errors
+
+
+def failing_and_collected(rank, world_size):
+    found = failing_on_rank_1(rank, world_size)
+    gc.collect()  # `fail` keeps a watch in a cycle, which would wait for its store when the group is gone
+    return found
+
+
+def test_what_fails_between_passes_of_a_reducer_fails_on_every_rank(ranks):
+    (passed, first), (passed_too, own) = ranks.run(failing_and_collected, world_size=2)
+    assert passed == passed_too == 3 and len(first) == len(own) == 3
+    assert all("rank 1 of 2: between two backward passes:" in text for text in (*first, *own[1:]))
+    assert all("the search's own trouble" in text for text in (*first, *own))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

@@ -248,32 +248,3 @@ def test_runs_nothing_after_a_failed_build(bench_modules, monkeypatch, tmp_path)
         ("failed", "with exit status 2"),
         ("not run", "the build failed"),
     ]
-
-
-# ---- what has passed on a GPU
-
-
-def doubt_of_kernels(documents: list[dict], now: str) -> str:
-    """Why it is not sure that the kernels with this digest have passed on a GPU; empty if a document says so."""
-    passed = set()
-    for document in documents:
-        tests = {part["state"] for part in document["parts"] if part["name"].startswith("tests")}
-        if tests == {"ok"}:
-            passed.add(document["env"].get("kernels"))
-    if passed <= {None}:
-        return "not known whether kernels/ and csrc/devices/ have passed on a GPU: no result has their hash"
-    return "" if now in passed else "kernels/ or csrc/devices/ have changed since they last passed on a GPU: make gpu"
-
-
-def test_the_kernels_are_those_that_have_last_passed_on_a_gpu(bench_modules):
-    import _gpu
-
-    def document(kernels, state="ok"):
-        return {"env": {"kernels": kernels}, "parts": [{"name": "tests-kernels", "state": state}]}
-
-    assert doubt_of_kernels([document("others"), document("ours")], "ours") == ""
-    assert "have changed" in doubt_of_kernels([document("others"), document("ours", "failed")], "ours")
-    assert "not known" in doubt_of_kernels([document(None), document("ours", "not run")], "ours")
-    documents = [json.loads(path.read_text()) for path in BENCH.glob("results/*-torch*.json")]
-    if doubt := doubt_of_kernels(documents, _gpu.digest_of(_gpu.KERNELS)):
-        pytest.skip(doubt)

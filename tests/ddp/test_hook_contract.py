@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import file_of, read
-from models import Gradients, Mlp, Sparse, error_of, integers, mean_of_integers, synchronize, synchronized
+from models import (
+    Gradients,
+    Mlp,
+    Normalised,
+    Sparse,
+    error_of,
+    integers,
+    mean_of_integers,
+    synchronize,
+    synchronized,
+)
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -221,6 +231,36 @@ def with_ignored_parameters(rank, world_size, front_end):
 def test_parameters_that_ddp_ignores_are_left_alone(ranks, front_end):
     for seen in ranks.run(with_ignored_parameters, front_end, world_size=2):
         assert seen == pytest.approx([0.5], abs=0.01)
+
+
+def broadcast(state, buffers):
+    """A buffer hook, as users write them: asynchronous, on DDP's group."""
+    return [dist.broadcast(buffer, 0, async_op=True).get_future() for buffer in buffers.values()]
+
+
+def with_buffers_after_the_pass(rank, world_size):
+    """Parameters and buffers after steps of a DDP module whose hook broadcasts buffers behind each forward pass, as it
+    comes and attached."""
+    found = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Normalised())
+        comm = fusedcomm.attach(ddp, "fp32", quiet=True) if is_ours else None
+        ddp._register_buffer_comm_hook(None, broadcast)
+        optimizer, generator = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.Generator().manual_seed(rank)
+        for _ in range(10):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 10, generator=generator)).square().mean().backward()
+            optimizer.step()
+        found.append([each.clone() for each in ddp.state_dict().values()])
+        if comm is not None:
+            comm.detach()
+    return found
+
+
+def test_buffers_that_a_hook_broadcasts_behind_the_forward_pass_are_ddps(ranks):
+    for plain, ours in ranks.run(with_buffers_after_the_pass, world_size=2):
+        assert all(map(torch.equal, plain, ours))
 
 
 # --- frozen modules -------------------------------------------------------------------------------------------------

@@ -56,37 +56,6 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     return ""
 
 
-def _die_by_host(rank: int, world_size: int, victim: int, gathers: bool) -> str:
-    """In step 2 the victim is killed before it gathers a model that is one layer, in codes, or before it reduces its
-    gradients. Both go by host."""
-    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    model = fully_shard(nn.Linear(300, 300), mesh=DeviceMesh.from_group(group, "cpu"))
-    fusedcomm.attach(model, Config("int8", hosts=2, params="int8" if gathers else "fp32"))
-    for step in range(3):
-        dies = rank == victim and step == 2
-        try:
-            if dies and gathers:
-                os.kill(os.getpid(), signal.SIGKILL)
-            loss = model(torch.ones(2, 300)).sum()
-            if dies:
-                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-            loss.backward()
-        except RuntimeError as caught:
-            return str(caught)
-    return ""
-
-
-@pytest.mark.parametrize("gathers", [False, True], ids=["reduce-scatter", "all-gather"])
-def test_a_rank_that_dies_before_a_collective_by_host_is_named(ranks, gathers):
-    victim = 2
-    pid = ranks.pid_of(victim)
-    outcomes = ranks.outcomes(_die_by_host, victim, gathers, world_size=4, lost=victim)
-    for rank in (0, 1, 3):
-        kind, error = outcomes[rank]
-        assert kind == "value" and f"rank {victim} (process {pid} on " in error, error
-        assert "is missing: no answer within" in error, error
-
-
 WAITS = {
     "fp32": "the others in the all-gather of the parameters of 1",
     "int8": "the all-gather of chunk 1/1 of bucket 3 (1.weight (value) … 1.bias (value); 2 parameters",

@@ -18,6 +18,7 @@ from cuda_stress import LIBRARY
 from patience import HANG_S
 from ranks import Ranks
 
+from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 from fusedcomm.ranks import channels, torch_groups
@@ -27,6 +28,15 @@ from fusedcomm.session.parameters import grad_dtypes
 DEVICE = "sim"
 BACKEND = "cpu:gloo,sim:sim"
 """Of process groups on the device."""
+
+CHUNKS = Chunks(nbytes=4096, in_flight=2)
+"""Several, so that packing, the wire and unpacking are on streams of their own."""
+CONFIGS = {
+    "hook": Config("int8", sum="two-shot", feedback=Feedback(), chunks=CHUNKS),
+    "DataParallel": Config("int8"),
+    "FSDP2": Config("int8", feedback=Feedback(unsharded=True), chunks=CHUNKS),
+}
+"""Of front ends, by their names in front_ends.py."""
 
 _libraries: list[ctypes.PyDLL] = []
 """The one that this process has loaded."""

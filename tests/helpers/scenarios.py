@@ -174,6 +174,7 @@ CASES = {
     ),
     "no sync": Scenario(accumulate=3),
     "join": Scenario(uneven=True, evaluates=False, needs=("join",)),
+    "join, unused": Scenario(Branches, FINDS, uneven=True, evaluates=False, needs=(*UNUSED, "join")),
     "channels last": Scenario(model=Conv, image=True, needs=("memory order",)),
     "complex": Scenario(model=Complex),
     # gloo's sparse all-reduce, which DDP as it comes would use, sometimes corrupts the heap.

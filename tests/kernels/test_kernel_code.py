@@ -112,9 +112,11 @@ def test_accesses_are_wide_and_nothing_is_spilled(compiled, kernel, wire, dtype,
             assert num_accesses(ptx, verb, residual * numel) >= num_vectors, ("residual", verb)
 
 
-# ---- what compile refuses
+# ---- what compile needs, and what it refuses
 
 REFUSALS = """
+import sys
+sys.modules["numpy"] = None  # importing it fails as if it were not installed
 import dataclasses, torch, triton
 from fusedcomm.kernels import compile as c, variants
 
@@ -146,6 +148,7 @@ assert {(v.kernel, v.sums) for v in one_shot if v.wire == "int4"} == {
 assert {(v.kernel, v.sums) for v in one_shot if v.wire == "fp32"} == {("pack", False), ("unpack", False)}, one_shot
 assert c.check_triton() == triton.__version__
 
+c.compile(variant, 90)
 c.MAX_SHARED_NBYTES = 8
 refused("shared memory = 16; supported: at most 8", lambda: c.compile(variant, 90))
 c.MAX_SHARED_NBYTES = 48 * 1024
@@ -163,7 +166,7 @@ def run_python(source, env):
     return subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True)
 
 
-def test_refuses_what_the_engine_could_not_launch():
+def test_compiles_without_numpy_and_refuses_what_the_engine_could_not_launch():
     result = run_python(REFUSALS, environment())
     assert result.returncode == 0, result.stderr
 

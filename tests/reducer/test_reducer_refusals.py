@@ -97,33 +97,3 @@ def test_a_parameter_in_two_reentrant_checkpoints_is_refused(ranks):
     assert torch.equal(mean, others)
     for text in (error, others_error):
         assert "layer." in text and "has arrived twice" in text and "use_reentrant=False" in text
-
-
-class Nested(nn.Module):
-    """Its parameters are in reentrant checkpoints, except `first`; one of them is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(10, 10)
-        self.layer = nn.Linear(10, 10)
-        self.unused = nn.Linear(10, 10)
-
-    def forward(self, x):
-        return checkpoint(self.layer, self.first(x), use_reentrant=True).sum()
-
-
-def nested(rank, world_size, find_unused):
-    model = Nested()
-    reducer_of(model, find_unused_parameters=find_unused)
-    x = torch.full((2, 10), float(rank + 1))
-    if not find_unused:
-        return refusal(lambda: model(x).backward())
-    model(x).backward()
-    return model.first.weight.grad, model.layer.weight.grad, model.unused.weight.grad
-
-
-def test_the_end_of_an_inner_backward_pass_is_not_taken_for_the_end(ranks):
-    for error in ranks.run(nested, False, world_size=2):
-        assert "brought no gradient for unused.bias, unused.weight" in error
-    (first, layer, unused), (others_first, others_layer, _) = ranks.run(nested, True, world_size=2)
-    assert unused is None and torch.equal(first, others_first) and torch.equal(layer, others_layer)

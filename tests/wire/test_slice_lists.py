@@ -6,8 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm import chunks
-from fusedcomm.config import Config
 from fusedcomm.native import _C
 
 HOLE, TILE = _C.HOLE, 64
@@ -76,33 +74,3 @@ def test_a_table_refuses_slices_that_are_not_the_layouts():
     layout = _C.bucket_layout("bf16", 128, 1, 0, 8, 512)
     with pytest.raises(ValueError, match="the slices hold 7 elements, the layout 8"):
         _C.slice_table(layout, False, [(0, 7)], TILE, 4)
-
-
-def transformer() -> list[tuple[int, int]]:
-    """(numel, dimensions) of the parameters of GPT-2: linear layers with biases, and norms."""
-    width = 768
-    block = [(width, 1), (width, 1)]
-    for out, into in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
-        block += [(out * into, 2), (out, 1)]
-    return [(50257 * width, 2), (1024 * width, 2), *(block * 12)]
-
-
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
-def test_holes_are_a_thousandth_of_what_is_sent(wire):
-    """Buckets of 25 MiB, from the last parameter to the first, with exempt vectors in int8 and int4."""
-    config = Config(wire)
-    native = chunks.native(config, 4, "cuda")
-    sent = sent_without = numel = 0
-    bucket: list[tuple[int, int]] = []
-    parameters = transformer()[::-1]  # (numel, dimensions)
-    for i, (of_one, dimensions) in enumerate(parameters):
-        bucket.append((of_one, config.wire_number_1d if dimensions == 1 else 0))
-        numel += of_one
-        if 4 * numel < 25 << 20 and i + 1 < len(parameters):
-            continue
-        like = torch.empty(0)
-        exact = sum(n for n, of in bucket if of == _C.EXACT_WIRE)
-        sent += _C.plan_bucket(native, 4, like, bucket).sent_nbytes
-        sent_without += _C.plan_bucket(native, 4, like, [(exact, _C.EXACT_WIRE), (numel - exact, 0)]).sent_nbytes
-        bucket, numel = [], 0
-    assert sent_without <= sent <= 1.001 * sent_without

@@ -63,15 +63,6 @@ def test_parts_byte_by_byte():
         assert (part.scale_offset, part.code_offset, part.nbytes) == (0, 16 * (wire == "int8"), nbytes)
 
 
-@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145)])
-@pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
-@pytest.mark.parametrize("num_parts", [1, 2, 8])
-def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
-    """The payload counts all bytes that are sent, with scales and padding. `most`: its largest ratio to fp32."""
-    layout = _C.bucket_layout(wire, _C.default_block_numel(wire), num_parts, 0, nbytes // 4, 4 << 20)
-    assert layout.num_chunks * layout.chunk_nbytes <= most * nbytes
-
-
 @settings(deadline=None)
 @given(layouts())
 def test_every_element_has_one_place_and_cuts_fall_on_the_grain(case):
@@ -109,19 +100,6 @@ def test_sections_are_aligned_disjoint_and_long_enough(case):
     assert 0 <= part.code_offset - (part.scale_offset + scales_nbytes) < 16
     assert 0 <= part.nbytes - (part.code_offset + part.lossy_numel * CODE_NBYTES[layout.wire]) < 16
     assert layout.chunk_nbytes == part.nbytes * layout.num_parts
-
-
-def test_an_empty_bucket_has_no_chunks():
-    layout = _C.bucket_layout("bf16", 128, 4, 0, 0, 1 << 20)
-    assert (layout.num_chunks, layout.chunk_nbytes) == (0, 0)
-
-
-def test_offsets_beyond_32_bits():
-    numel = 2**40 + 12345
-    layout = _C.bucket_layout("int8", 128, 8, 0, numel, 1 << 20)
-    assert layout.lossy_range(layout.num_chunks - 1, 0)[0] > 2**39
-    assert layout.lossy_range(layout.num_chunks - 1, 7)[1] == numel
-    assert _C.bucket_layout("fp32", 128, 1, 0, numel, 2**50).chunk_nbytes == 4 * numel + (-4 * numel) % 32
 
 
 @pytest.mark.parametrize(
