@@ -86,6 +86,7 @@ _PARALLEL = "fusedcomm.DataParallel(module, config=…, members=members)"
 _INSIDE_HOSTS = "DDP or FSDP2 inside a host"
 _ON_CUDA = "gradients on cuda"
 _OWN_GROUP = "members bring their own group"
+_NO_RESIDUALS = "a rank's residuals would be as large as all gradients, and it divides memory over the ranks"
 
 # A row is two lines: where and what; why and what to change.
 # fmt: off
@@ -114,8 +115,6 @@ TABLE = tuple(Combination(*row) for row in (
      "torch gathers them, and codes are kept", "give the wire of parameters, or leave it out"),
     ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, "weighted": GIVEN},
      "residuals of a host's ranks have no weight", "use hosts=None, or leave one of them out"),
-    ("gradients without shards", {"Feedback(unsharded=True)": True},
-     "it is for reduce-scatters", "leave it out"),
     ("gradients without shards", {"params": Besides(("fp32",))},
      "it is for FSDP2's all-gathers", "leave it out"),
     ("every front end", {"isa": GIVEN, _ON_CUDA: True},
@@ -166,11 +165,8 @@ TABLE = tuple(Combination(*row) for row in (
      "its reduce-scatters have one wire from the start", "name the wire"),
     ("FSDP2", {"sum": Besides(("auto",))},
      "every rank adds what is for it", "leave it out"),
-    ("FSDP2", {"Feedback(unsharded=True)": True, "replicas without shards": True},
-     "it is for reduce-scatters", "leave unsharded out"),
     ("FSDP2", {"feedback": GIVEN, "shards without replicas": True},
-     "residuals are as large as all gradients, which it shards to save memory",
-     "use Feedback(unsharded=True) if there is memory for it, or leave it out"),
+     _NO_RESIDUALS, "leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "replicas without shards": True},
      "nothing is gathered", "leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "a module's own all-gather": GIVEN},
@@ -227,8 +223,8 @@ TABLE = tuple(Combination(*row) for row in (
      "each rank takes its state with it when it leaves", "make the GradReducer without members"),
     ("ShardedOptimizer", {"config": "auto"},
      "it needs one wire from the start", "name the GradReducer's wire"),
-    ("ShardedOptimizer", {"overlap": True, "find_unused_parameters": True},
-     "what was used is known when the backward pass ends", "leave one of them out"),
+    ("ShardedOptimizer", {"feedback": GIVEN},
+     _NO_RESIDUALS, "make the GradReducer without it"),
     ("ShardedOptimizer", {"sum": SINGLE_LEVEL},
      "it has no second half in which an owner could step", "use sum='auto' or 'two-shot'"),
 
@@ -242,19 +238,11 @@ TABLE = tuple(Combination(*row) for row in (
      "ranks differ between merges, and merged states are always compared", "leave it out"),
     ("LocalSteps", {"compare": Besides(("warn",))},
      "ranks differ between merges, and merged states are always compared", "leave it out"),
+    ("LocalSteps", {"feedback": GIVEN},
+     "merges are seldom, and no loss showed what it keeps memory for", "leave it out"),
     ("LocalSteps", {"sum": "direct"},
      "a merge has numbers that must stay exact", "use sum='auto'"),
     ("LocalSteps", {"every as a time": GIVEN, _INSIDE_HOSTS: True},
      "its ranks must begin a merge after the same step", "give every= in steps, or the plain module"),
-    ("LocalSteps", {"every as a time": GIVEN, "hosts": GIVEN, "feedback": GIVEN},
-     "residuals of a host's ranks have no weight", "use hosts=None, or feedback=None"),
-    ("LocalSteps", {"members": GIVEN, _INSIDE_HOSTS: True},
-     "it cannot lose a rank", "give the plain module, or leave out members="),
-    ("LocalSteps", {"members": GIVEN, "process_group": GIVEN},
-     _OWN_GROUP, "leave one of them out"),
-    ("LocalSteps", {"members": GIVEN, "microbatches": GIVEN},
-     "they are parts of a step of all ranks", "leave microbatches out"),
-    ("LocalSteps", {"members": GIVEN, "parameters on an accelerator": True},
-     "ranks come and go on cpu alone", "leave out members="),
 ))
 # fmt: on
