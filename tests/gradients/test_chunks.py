@@ -21,11 +21,9 @@ CASES = [
     (TWO_SHOT, 4, MBIT / 100, 256 * KIB, 16),  # at least 256 KiB with more than two ranks
     (TWO_SHOT, 2, GBIT, 256 * KIB, 16),  # a collective sends half of a chunk, at most the 250 kB that take 2 ms
     (TWO_SHOT, 2, GBIT / 2, 512 * KIB, 8),
-    (TWO_SHOT, 4, GBIT / 2, 512 * KIB, 8),
     (TWO_SHOT, 2, GBIT / 10, 2 * MIB, 4),  # at most 1 MiB for each rank
     (TWO_SHOT, 4, 0.7 * GBIT, 512 * KIB, 8),  # the usual timing of 4 hosts with 1 Gbit/s
     (TWO_SHOT, 4, 1.3 * GBIT, 256 * KIB, 16),  # … and a chance one
-    (TWO_SHOT, 8, GBIT / 100, 8 * MIB, 4),
     (TWO_SHOT, 64, GBIT / 100, 8 * MIB, 4),
     (TWO_SHOT, 64, MBIT / 100, 2 * MIB, 4),
     (TWO_SHOT, 1, None, 128 * KIB, 16),
@@ -39,12 +37,9 @@ CASES = [
     (ONE_SHOT, 5, GBIT, 64 * KIB, 16),
     ({"wire": "int8"}, 2, MBIT / 100, 128 * KIB, 16),
     # Chunks are larger where two ranks need one all-reduce.
-    (DIRECT, 2, GBIT, MIB, 4),
     (DIRECT, 2, GBIT / 2, 2 * MIB, 4),
     (DIRECT, 2, MBIT / 100, MIB, 4),
     (DIRECT, 3, GBIT, 256 * KIB, 16),
-    ({**DIRECT, "wire": "fp16"}, 2, GBIT, MIB, 4),
-    ({**BF16, "sum": "two-shot"}, 2, GBIT, 256 * KIB, 16),
     (BF16, 2, GBIT, 256 * KIB, 16),
     (BF16, 3, GBIT, 512 * KIB, 8),  # a two-shot's time is 1.5 times as long
 ]
