@@ -26,26 +26,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch._dynamo  # noqa: F401  DDP would import it on each rank
 import torch.distributed as dist
 from lib.common import Report, Row, run_command
+from lib.oracle import Process, World
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.members.plane.agreement import Agreement
-from fusedcomm.members.plane.barrier import StepBarrier
-from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.ranks.groups import end_together
 
 IDLE_S, STEPS = 5.0, 4
-INFO = {"store": ["10.0.0.1", 40000], "process": "10.0.0.1/12345/123456789", "timeout_s": 1800.0}
-"""What a simulated member says of itself, as long as a real one's."""
 
 
 def torch_ddp(model: torch.nn.Module) -> torch.nn.Module:
@@ -182,114 +178,51 @@ def processes(arguments: argparse.Namespace, report: Report) -> None:
             )
 
 
-class Simulated:
-    """A member: its rules, and what they have it do."""
-
-    def __init__(self, network: "Network", uid: str) -> None:
-        self.network, self.member, self.reasons = network, Member(uid, "10.0.0.1", 40000, INFO), {}
-        self.barrier = StepBarrier()
-        self.rules = Agreement(uid, 1, self.barrier, self)
-        self.seconds = 0.0
-        self.sent: list[dict] = []
-
-    def send(self, uid: str, message: dict) -> None:
-        self.network.send(self, uid, message)
-
-    def broadcast(self, message: dict) -> None:
-        view = self.rules.view
-        others = {*(view.uids if view is not None else self.network.others(self)), *self.rules.joiners}
-        for uid in others - {self.member.uid}:
-            self.send(uid, message)
-
-    def stop_step(self, then: Callable[[], None]) -> None:
-        self.network.waiting.append((self, lambda: then()))
-
-    def committed(self, decision: Decision) -> None:
-        self.network.waiting.append((self, lambda: self.rules.set_ready(decision.view.number)))
-
-    def heard_dead(self, uid: str, reason: str) -> None:
-        if uid not in self.reasons:
-            self.reasons[uid] = reason
-            self.rules.set_lost(set(self.reasons), set(), set())
-
-    def failed(self, error: RuntimeError) -> None:
-        raise error
-
-    def reason(self, uid: str) -> str:
-        return self.reasons.get(uid, "")
-
-
-class Network:
-    """Delivers messages in the order in which they were sent."""
+class Measured(World):
+    """A simulated job that notes what its members compute and send."""
 
     def __init__(self, size: int) -> None:
-        self.waiting: collections.deque[tuple[Simulated, Callable[[], None]]] = collections.deque()
-        self.alive = {uid: Simulated(self, uid) for uid in (f"{rank:032x}" for rank in range(size))}
-        self.now = 0.0
-        view = View(0, tuple(each.member for each in self.alive.values()), 0)
-        for each in self.alive.values():
-            each.rules.start(view)
-        self.tick()
+        self.seconds: collections.Counter[str] = collections.Counter()
+        self.sent: list[tuple[str, dict]] = []
+        super().__init__(0, size, uid_of="{:032x}".format)
+        self.tell_states()
 
-    def others(self, joiner: Simulated) -> Collection[str]:
-        return self.alive.keys()
+    def act(self, process: Process, do: Callable[[], object]) -> None:
+        began = time.thread_time()
+        super().act(process, do)
+        self.seconds[process.uid] += time.thread_time() - began
 
-    def send(self, source: Simulated, uid: str, message: dict) -> None:
-        source.sent.append(message)
-        if uid in self.alive:
-            target = self.alive[uid]
-            self.waiting.append((target, lambda: target.rules.message(source.member.uid, message)))
+    def send(self, source: str, target: str, message: dict) -> None:
+        self.sent.append((source, message))
+        super().send(source, target, message)
 
-    def all_sent(self) -> list[dict]:
-        """Each message once, to how many members it was ever sent."""
-        return list({id(message): message for each in self.alive.values() for message in each.sent}.values())
-
-    def flow(self) -> None:
-        while self.waiting:
-            member, do = self.waiting.popleft()
-            began = time.thread_time()
-            do()
-            member.seconds += time.thread_time() - began
-
-    def tick(self) -> None:
-        """The messages of a second."""
-        self.now += 1.0
-        for each in self.alive.values():
-            each.rules.tick(self.now)
-            each.broadcast(each.rules.state())
+    def change(self, change: Callable[[], object]) -> tuple[list[float], list[int]]:
+        """(seconds, bytes) of each member until all are in the view that the change leads to."""
+        self.seconds.clear()
+        self.sent.clear()
+        change()
         self.flow()
-
-    def lose(self) -> None:
-        lost = next(iter(self.alive))
-        del self.alive[lost]
-        for each in self.alive.values():
-            self.waiting.append((each, lambda each=each: each.heard_dead(lost, "Connection refused")))
-        self.flow()
-
-    def join(self) -> None:
-        joiner = Simulated(self, f"{int(max(self.alive), 16) + 1:032x}")
-        self.alive[joiner.member.uid] = joiner
-        self.alive[min(self.alive)].rules.add_joiner(joiner.member)
-        self.flow()
+        self.make_ready()
+        lengths = {id(message): len(json.dumps(message)) for _, message in self.sent}  # most go to many members
+        nbytes: collections.Counter[str] = collections.Counter()
+        for source, message in self.sent:
+            nbytes[source] += lengths[id(message)]
+        uids = [process.uid for process in self.alive()]
+        return [self.seconds[uid] for uid in uids], [nbytes[uid] for uid in uids]
 
 
 def simulated(size: int, num_changes: int, report: Report) -> None:
-    network = Network(size)
-    for name, change in (("a second", network.tick), ("loss", network.lose), ("join", network.join)):
-        seconds, nbytes = [], []
-        for _ in range(num_changes if change != network.tick else 1):
-            for each in network.alive.values():
-                each.seconds, each.sent = 0.0, []
-            change()
-            seconds.append([each.seconds for each in network.alive.values()])
-            lengths = {id(message): len(json.dumps(message)) for message in network.all_sent()}
-            nbytes.append([sum(lengths[id(message)] for message in each.sent) for each in network.alive.values()])
-        views = {(each.rules.view.number, each.rules.roster.active.number) for each in network.alive.values()}
+    job = Measured(size)
+    changes = {"a second": job.tell_states, "loss": lambda: job.lose(job.alive()[0].uid), "join": job.propose_joiner}
+    for name, change in changes.items():
+        found = [job.change(change) for _ in range(1 if name == "a second" else num_changes)]
+        seconds, nbytes = ([each for of_change in kind for each in of_change] for kind in zip(*found, strict=True))
+        views = {(each.rules.view.number, each.rules.roster.active.number) for each in job.alive()}
         figures = {
-            "mean_s": sum(map(sum, seconds)) / sum(map(len, seconds)),
-            "most_s": max(map(max, seconds)),
-            "mean_nbytes": sum(map(sum, nbytes)) / sum(map(len, nbytes)),
-            "most_nbytes": max(map(max, nbytes)),
+            "mean_s": sum(seconds) / len(seconds),
+            "most_s": max(seconds),
+            "mean_nbytes": sum(nbytes) / len(nbytes),
+            "most_nbytes": max(nbytes),
         }
         all_active = len(views) == 1 and len(set(*views)) == 1
         case = f"{size} members, {name}"

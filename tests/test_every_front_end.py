@@ -2,29 +2,21 @@
 inference mode, calls nothing of torch by a deprecated name, and a copy of its handle is attached to nothing."""
 
 import ast
-import contextlib
 import copy
-import ctypes
-import datetime
-import gc
 import re
 import warnings
 
 import on_streams
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoints import file_of, read
 from front_ends import FRONT_ENDS, end
-from models import Gradients, integers, mean_of_integers, reducer_of, refusal
+from models import Gradients, integers, mean_of_integers, refusal
 from sampling import few
 from scripts import ROOT
 
-import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Chunks, Config, Feedback
-from fusedcomm.devices import cuda
-from fusedcomm.ranks import torch_groups
+from fusedcomm.config import Config, Feedback
 from fusedcomm.simulation import simulate
 
 MAKERS = {
@@ -169,219 +161,19 @@ def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way)
 
 # --- accelerators ---------------------------------------------------------------------------------------------------
 
-CHUNKS = Chunks(nbytes=4096, in_flight=2)
-"""Several, so that packing, the wire and unpacking are on streams of their own."""
-ON_STREAMS = {
-    "hook": Config("bf16", sum="two-shot", feedback=Feedback(), chunks=CHUNKS),
-    "DataParallel": Config("bf16"),
-    "FSDP2": Config("bf16", feedback=Feedback(unsharded=True), chunks=CHUNKS),
-}
-
 
 def on_device(rank, world_size, name, device):
     with torch.device(device):
-        return [each.cpu() for each in with_front_end(rank, name, ON_STREAMS[name])]
+        return [each.cpu() for each in with_front_end(rank, name, on_streams.CONFIGS[name])]
 
 
-@pytest.mark.parametrize("name", ON_STREAMS)
+@pytest.mark.parametrize("name", on_streams.CONFIGS)
 def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, name):
     """See tests/helpers/on_streams.py."""
     on_cpu = ranks.run(on_device, name, "cpu", world_size=2)
     for ours, theirs in zip(ranks_on_streams.run(on_device, name, on_streams.DEVICE), on_cpu, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
-
-
-def reduced(rank, name, config):
-    forward, comm = FRONT_ENDS[name].make(model(), config)
-    if config.weighted:
-        comm.weight = rank + 1
-    return forward, None
-
-
-def with_owners(rank, name, config):
-    reducer = reducer_of(trained := model(), config)
-    return trained, fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, trained.parameters(), lr=0.1, quiet=True)
-
-
-def with_merges(rank, name, config):
-    trained = model()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    trained.comm = fusedcomm.LocalSteps(trained, optimizer, 3, delay=2, config=config, quiet=True)
-    return trained, optimizer
-
-
-def with_horovods_optimizer(rank, name, config):
-    hvd.init()
-    trained = model()
-    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
-    return trained, hvd.DistributedOptimizer(optimizer, trained.named_parameters())
-
-
-STEPPING = {
-    **{name: (reduced, name, config) for name, config in ON_STREAMS.items()},
-    "GradReducer": (reduced, "reducer", Config("bf16", weighted="mean")),
-    "ShardedOptimizer": (with_owners, "", Config("fp32", sum="two-shot")),
-    "LocalSteps": (with_merges, "", Config("bf16", sum="two-shot")),
-    "Horovod": (with_horovods_optimizer, "", None),
-}
-
-
-@contextlib.contextmanager
-def stepping(rank, name, device):
-    """The forward pass, the optimizer and this rank's gradients of a row. In the end the device has ended its work."""
-    make, front_end, config = STEPPING[name]
-    with torch.device(device):
-        forward, optimizer = make(rank, front_end, config)
-        yield forward, optimizer or torch.optim.SGD(forward.parameters(), lr=0.1), gradients(rank)
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        if name == "Horovod":
-            hvd.barrier()
-            hvd.shutdown()
-
-
-def waits_of_steps(rank, world_size, name, device):
-    """How often each of ten steps has waited for the device, whose work before it has ended."""
-    found = []
-    with stepping(rank, name, device) as (forward, optimizer, own):
-        for _ in range(10):
-            before = on_streams.waits()
-            optimizer.zero_grad()
-            forward(own).backward()
-            optimizer.step()
-            found.append(on_streams.waits() - before)
-            torch.accelerator.synchronize()
-    return found
-
-
-@pytest.mark.parametrize("name", STEPPING)
-def test_a_steady_step_does_not_wait_for_an_accelerator(ranks_on_streams, name):
-    for waits in ranks_on_streams.run(waits_of_steps, name, on_streams.DEVICE):
-        assert waits[4:] == [0] * 6, waits
-
-
-def steps_with_a_write(rank, world_size, device):
-    """What the step says after one whose gradient was written past autograd."""
-    with stepping(rank, "ShardedOptimizer", device) as (forward, optimizer, own):
-        for _ in range(3):
-            forward(own).backward()
-            optimizer.step()
-        forward(own).backward()
-        forward.weights[0].grad.data.add_(1)
-        optimizer.step()
-        forward(own).backward()
-        return refusal(optimizer.step)
-
-
-def test_an_owner_finds_a_written_gradient_a_step_later(ranks_on_streams):
-    for said in ranks_on_streams.run(steps_with_a_write, on_streams.DEVICE):
-        assert "the gradient of weights.0 was changed or removed between backward() and step()" in said
-
-
-def communicators_of_merges(rank, world_size, device):
-    with torch.device(device):
-        before = len(on_streams.own_backends)
-        forward, optimizer = with_merges(rank, "", Config("bf16", sum="two-shot"))
-        forward.comm.finish()
-        torch.accelerator.synchronize()
-    return on_streams.own_backends[before:]
-
-
-def test_merges_have_a_communicator_of_their_own(ranks_on_streams):
-    """A merge over a slow line would block every collective of the user's."""
-    assert ranks_on_streams.run(communicators_of_merges, on_streams.DEVICE) == [["own"], ["own"]]
-
-
-def plan_of_a_reducer(rank, world_size, device):
-    with torch.device(device):
-        return str(FRONT_ENDS["reducer"].make(Gradients((300,)), "bf16")[1].plan())
-
-
-def test_the_plan_says_that_nccl_is_called_directly(ranks_on_streams, ranks):
-    """The session has connected all channels, or there would be a reason why it is not; see nccl_scenes.cpp."""
-    for plan in ranks_on_streams.run(plan_of_a_reducer, on_streams.DEVICE):
-        assert "  NCCL is called directly, but through torch for the last bucket of a pass" in plan
-    assert "NCCL" not in "".join(ranks.run(plan_of_a_reducer, "cpu", world_size=2))
-
-
-def a_peer_that_never_comes(rank, world_size, device):
-    """What rank 0 says, and the blocks of the device's memory that it has more than before."""
-    if rank == 1:
-        return "", 0
-    before, second = on_streams.num_blocks(), datetime.timedelta(seconds=1)
-    arguments = dist.HashStore(), "own", rank, world_size, second, torch.device(device)
-    said = refusal(torch_groups.own_nccl, *arguments)
-    return said, on_streams.num_blocks() - before
-
-
-def test_a_peer_that_never_comes_is_named_and_leaves_no_memory(ranks_on_streams):
-    said, more = ranks_on_streams.run(a_peer_that_never_comes, on_streams.DEVICE)[0]
-    assert "communicator 'own', because within 1 s rank(s) [1] of these 2 did not come" in said and more == 0
-
-
-MANY = [(30 + i,) for i in range(40)]
-
-
-def events_of_steps(rank, world_size, name, device):
-    """The events of torch's allocator in each of ten steps, whose gradients are all new."""
-    found = []
-    with torch.device(device):
-        forward, comm = FRONT_ENDS[name].make(Gradients(*MANY), "fp32")
-        own = [torch.ones(shape, dtype=torch.float32) for shape in MANY]
-        for _ in range(10):
-            before = on_streams.allocators_events()
-            forward.zero_grad()
-            forward(own).backward()
-            torch.accelerator.synchronize()
-            found.append(on_streams.allocators_events() - before)
-    return found
-
-
-@pytest.mark.parametrize("name", ["reducer", "DataParallel"])
-def test_the_allocator_needs_no_events_for_gradients(ranks_on_streams, name):
-    """It needs one a stream for the tables of a bucket that lies in a third place."""
-    for events in ranks_on_streams.run(events_of_steps, name, on_streams.DEVICE):
-        assert max(events[4:]) <= cuda.NUM_STREAMS_BY_HOST - 1, events
-
-
-def heap_nbytes() -> int:
-    """Bytes that this process has from malloc()."""
-
-    class Info(ctypes.Structure):
-        _fields_ = [(f"field {i}", ctypes.c_size_t) for i in range(10)]
-
-    find = ctypes.CDLL(None).mallinfo2
-    find.restype = Info
-    gc.collect()
-    info = find()
-    return getattr(info, "field 4") + getattr(info, "field 7")
-
-
-def memory_over_steps(rank, world_size, name, device, num_steps):
-    """What this rank has after a half of the steps and after all: blocks of the device's memory, or bytes. In every
-    step gradients lie elsewhere."""
-    found = []
-    with stepping(rank, name, device) as (forward, optimizer, own):
-        last = []
-        for step in range(1, num_steps + 1):
-            optimizer.zero_grad()
-            forward(own).backward()
-            optimizer.step()
-            last = [last[-1:], [p.grad for p in forward.parameters()]]
-            if step in (num_steps // 2, num_steps):
-                found.append(heap_nbytes() if device == "cpu" else on_streams.num_blocks())
-        del last
-    return found
-
-
-@pytest.mark.parametrize("num_steps", few([60, 1000], 60))
-@pytest.mark.parametrize("name", STEPPING)
-def test_nothing_grows_while_gradients_move(ranks_on_streams, ranks, name, num_steps):
-    for half, whole in ranks_on_streams.run(memory_over_steps, name, on_streams.DEVICE, num_steps):
-        assert whole <= half + 2, (half, whole)
-    for half, whole in ranks.run(memory_over_steps, name, "cpu", num_steps, world_size=2):
-        assert whole < half + 100 * num_steps + (1 << 17), (half, whole)  # what torch makes late
 
 
 # --- inference mode -------------------------------------------------------------------------------------------------

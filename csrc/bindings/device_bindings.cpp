@@ -159,10 +159,12 @@ void bind_devices(py::module_& m) {
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));
   py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
-      .def(py::init([](const BackendPtr& backend, at::Device device, const std::optional<std::string>& nccl) {
-             return std::make_shared<StreamTransport>(backend, device, nccl ? std::make_shared<Nccl>(*nccl) : nullptr);
+      .def(py::init([](const BackendPtr& backend, at::Device device, const std::string& nccl,
+                       const std::string& through_torch) {
+             const auto found = std::make_shared<Nccl>(nccl, symbols_of(nccl), through_torch);
+             return std::make_shared<StreamTransport>(backend, device, found);
            }),
-           py::arg("backend"), py::arg("device"), py::kw_only(), py::arg("nccl"));
+           py::arg("backend"), py::arg("device"), py::kw_only(), py::arg("nccl"), py::arg("through_torch") = "");
 }
 
 }  // namespace fusedcomm

@@ -20,10 +20,19 @@ std::vector<c10::Stream>& spare() {
   return *streams;
 }
 
+// Whether its next user would not have to wait: work may wait for a lost rank.
+bool is_idle(const c10::Stream& stream) {
+  try {
+    return stream.query();
+  } catch (const std::exception&) {  // an error of earlier work
+    return false;
+  }
+}
+
 c10::Stream take_stream(c10::Device device) {
   const std::lock_guard<std::mutex> lock(spare_mutex);
-  const auto is_ours = [&](const c10::Stream& stream) { return stream.device() == device; };
-  const auto found = std::find_if(spare().begin(), spare().end(), is_ours);
+  const auto is_free = [&](const c10::Stream& stream) { return stream.device() == device && is_idle(stream); };
+  const auto found = std::find_if(spare().begin(), spare().end(), is_free);
   if (found == spare().end()) return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, kHighPriority);
   const c10::Stream stream = *found;
   spare().erase(found);
@@ -43,15 +52,8 @@ StreamDevice::StreamDevice(c10::Device device, bool two_levels, bool forced_sync
 }
 
 StreamDevice::~StreamDevice() {
-  for (const c10::Stream& stream : streams_) {
-    try {
-      // One whose work waits for a lost rank would stop its next user.
-      if (!stream.query()) continue;
-      const std::lock_guard<std::mutex> lock(spare_mutex);
-      spare().push_back(stream);
-    } catch (const std::exception&) {  // an error of earlier work
-    }
-  }
+  const std::lock_guard<std::mutex> lock(spare_mutex);
+  spare().insert(spare().end(), streams_.begin(), streams_.end());
 }
 
 std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {

@@ -33,8 +33,9 @@ class StreamDevice : public Device {
   // at the stage that caused it. `device` may be the CPU: then there are no streams, and each stage ends before the
   // next begins.
   StreamDevice(c10::Device device, bool two_levels, bool forced_sync);
-  // Leaves its idle streams to the next device of this process. torch's pool has 32 of a priority and then gives the
-  // same ones again: those of a tenth session would be FSDP2's, too.
+  // Leaves its streams to later devices of this process, which take those that are idle then: a query here would spoil
+  // a CUDA graph that somebody captures. torch's pool has 32 of a priority and then gives the same ones again: those of
+  // a tenth session would be FSDP2's, too.
   ~StreamDevice() override;
 
   std::unique_ptr<Lane> make_lane(LaneRole role) override;

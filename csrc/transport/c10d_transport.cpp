@@ -3,11 +3,12 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -205,17 +206,35 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
   exchange(channel).start(span_of(input), span_of(output), std::move(done));
 }
 
-// A communicator of fusedcomm's own. Its end waits for the device. Otherwise NCCL's destructor would abort collectives
+// The streams of fusedcomm's own that have carried collectives. Waiting for the device instead would spoil a CUDA graph
+// that somebody captures there.
+class StreamTransport::Streams {
+ public:
+  void add(const c10::Stream& stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+  }
+  void synchronize() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const c10::Stream& stream : streams_) stream.synchronize();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::Stream> streams_;
+};
+
+// A communicator of fusedcomm's own. Its end waits for its collectives. Otherwise NCCL's destructor would abort those
 // that the device has not run yet: the unpack kernels behind them would read garbage, or a peer would miss its bytes.
 class StreamTransport::Own {
  public:
-  Own(BackendPtr backend, c10::Device device, Flag given_up)
-      : backend_(std::move(backend)), device_(device), given_up_(std::move(given_up)) {}
+  Own(BackendPtr backend, c10::Device device, std::shared_ptr<Streams> streams, Flag given_up)
+      : backend_(std::move(backend)), device_(device), streams_(std::move(streams)), given_up_(std::move(given_up)) {}
   ~Own() {
     if (*given_up_) return;
     try {
       const c10::OptionalDeviceGuard guard = on(device_);
-      if (!device_.is_cpu()) c10::impl::getDeviceGuardImpl(device_.type())->synchronizeDevice(device_.index());
+      streams_->synchronize();
       backend_->shutdown();
     } catch (...) {  // the backend's destructor then aborts the collectives
     }
@@ -224,8 +243,12 @@ class StreamTransport::Own {
  private:
   const BackendPtr backend_;
   const c10::Device device_;
+  const std::shared_ptr<Streams> streams_;
   const Flag given_up_;
 };
+
+StreamTransport::StreamTransport(const BackendPtr& backend, c10::Device device, std::shared_ptr<const Nccl> nccl)
+    : C10dTransport(backend, backend), device_(device), streams_(std::make_shared<Streams>()), nccl_(std::move(nccl)) {}
 
 // The wait is bounded, because a communicator's end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
@@ -233,15 +256,24 @@ StreamTransport::~StreamTransport() {
   auto own = std::move(own_);
   const auto all = take_backends();  // they may end here, before the GIL is taken again
   if (own.empty() || *given_up()) return;
-  end_soon([own = std::move(own)]() mutable { own.clear(); });
+  end_soon([own = std::move(own), nccl = nccl_]() mutable {
+    nccl->relax_capture_mode();
+    own.clear();
+  });
 }
 
-void StreamTransport::own_backend() { own_.push_back(std::make_shared<Own>(backends().front(), device_, given_up())); }
+void StreamTransport::own_backend() {
+  own_.push_back(std::make_shared<Own>(backends().front(), device_, streams_, given_up()));
+}
 
 void StreamTransport::connect() {
   for (const BackendPtr& each : distinct_backends()) {
-    if (each != backends().front()) own_.push_back(std::make_shared<Own>(each, device_, given_up()));
+    if (each != backends().front()) own_.push_back(std::make_shared<Own>(each, device_, streams_, given_up()));
   }
+}
+
+void StreamTransport::note_stream() const {
+  if (!own_.empty() && !device_.is_cpu()) streams_->add(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 void StreamTransport::abort() {
@@ -303,7 +335,6 @@ void StreamTransport::warm_up(Channel channel, int64_t nbytes, const c10::Stream
 }
 
 std::optional<std::string> StreamTransport::why_through_torch() const {
-  if (!nccl_) return "FUSEDCOMM_NCCL=torch";
   const c10::OptionalDeviceGuard guard = on(device_);
   std::string why;
   for (const BackendPtr& backend : backends()) {
@@ -313,7 +344,8 @@ std::optional<std::string> StreamTransport::why_through_torch() const {
 }
 
 std::optional<NcclCommunicator> StreamTransport::communicator(Channel channel) const {
-  if (!nccl_ || *is_supervised_) return std::nullopt;
+  note_stream();
+  if (*is_supervised_) return std::nullopt;
   if (*given_up()) throw std::runtime_error("the collectives of this process group have been given up");
   return nccl_->communicator(backend(channel), device_);
 }
@@ -355,6 +387,7 @@ void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lan
 }
 
 void StreamTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
+  note_stream();
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
   options.asyncOp = false;
@@ -363,6 +396,7 @@ void StreamTransport::all_reduce_tensor(Channel channel, const at::Tensor& tenso
 
 void StreamTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                         Lane::Completion done) {
+  note_stream();
   at::Tensor to = output, from = input;
   c10d::AllgatherOptions options;
   options.asyncOp = false;

@@ -107,9 +107,7 @@ class HostTransport : public C10dTransport {
 // watchdog sees a hang in them at the next supervised one, which waits for them on the stream.
 class StreamTransport : public C10dTransport {
  public:
-  // nccl: null if all collectives shall go through torch.
-  StreamTransport(const BackendPtr& backend, c10::Device device, std::shared_ptr<const Nccl> nccl)
-      : C10dTransport(backend, backend), device_(device), nccl_(std::move(nccl)) {}
+  StreamTransport(const BackendPtr& backend, c10::Device device, std::shared_ptr<const Nccl> nccl);
   StreamTransport(const StreamTransport&) = default;
   ~StreamTransport() override;
 
@@ -129,6 +127,7 @@ class StreamTransport : public C10dTransport {
 
  private:
   class Own;
+  class Streams;
 
   std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<StreamTransport>(*this); }
   void connect() override;
@@ -136,9 +135,12 @@ class StreamTransport : public C10dTransport {
   void warm_up(Channel channel, int64_t nbytes, const c10::Stream& stream);
   // What enqueues the channel's next collective without torch; none if it goes through torch.
   std::optional<NcclCommunicator> communicator(Channel channel) const;
+  // Call it for each collective, on the thread that enqueues it.
+  void note_stream() const;
 
   const c10::Device device_;
-  std::vector<std::shared_ptr<Own>> own_;  // shared by copies: each backend ends with the last of them
+  const std::shared_ptr<Streams> streams_;  // those with collectives; shared by copies
+  std::vector<std::shared_ptr<Own>> own_;   // shared by copies: each backend ends with the last of them
   const std::shared_ptr<const Nccl> nccl_;
   const std::shared_ptr<std::atomic<bool>> is_supervised_ = std::make_shared<std::atomic<bool>>(false);
 };

@@ -6,10 +6,8 @@
 #include <dlfcn.h>
 
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
 #include <typeinfo>
 
 #include "transport/error_text.h"
@@ -23,8 +21,8 @@ constexpr int kNcclSuccess = 0, kNcclInProgress = 7;
 constexpr int kNcclUint8 = 1, kNcclFloat16 = 6, kNcclFloat32 = 7, kNcclBfloat16 = 9;
 // ncclRedOp_t.
 constexpr int kNcclSum = 0;
-
-bool is_failure(int result) { return result != kNcclSuccess && result != kNcclInProgress; }
+// cudaStreamCaptureModeRelaxed.
+constexpr int kCaptureModeRelaxed = 2;
 
 // torch's backends for NCCL: the class as typeid names it, and its function that returns the current device's
 // communicator.
@@ -50,38 +48,46 @@ size_t nccl_class_of(const c10d::Backend& backend) {
 FindSymbol symbols_of(const std::string& library) {
   void* const handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // never closed, as torch never closes it
   if (!handle) return nullptr;
-  return [handle](const char* symbol) -> void* {
+  return [handle](const char* symbol) -> Symbol {
     void* const found = dlsym(handle, symbol);
     // A library that was loaded before for all, which torch calls then. Communicators are of that one.
     void* const of_all = dlsym(RTLD_DEFAULT, symbol);
-    return of_all && of_all != found ? nullptr : found;
+    if (!of_all || of_all == found) return {found, ""};
+    Dl_info other{};
+    return {nullptr, dladdr(of_all, &other) && other.dli_fname ? other.dli_fname : "another library"};
   };
 }
 
-Nccl::Nccl(const std::string& library, const FindSymbol& symbols) : library_(library) {
+Nccl::Nccl(const std::string& library, const FindSymbol& symbols, const std::string& through_torch)
+    : library_(library), missing_(through_torch) {
   if (!symbols) {
-    missing_ = library + " is not loaded";
+    if (missing_.empty()) missing_ = library + " is not loaded";
     return;
   }
   for (size_t i = 0; i < getters_.size(); ++i) {
-    getters_[i] = reinterpret_cast<GetCommunicator>(symbols(kNcclClasses[i].get_communicator));
+    getters_[i] = reinterpret_cast<GetCommunicator>(symbols(kNcclClasses[i].get_communicator).function);
   }
   find(symbols, "ncclGetErrorString", &get_error_string_);
   find(symbols, "ncclGetLastError", &get_last_error_);
-  find(symbols, "ncclCommGetAsyncError", &get_async_error_);
   find(symbols, "ncclGroupStart", &group_start_);
   find(symbols, "ncclGroupEnd", &group_end_);
   find(symbols, "ncclSend", &send_);
   find(symbols, "ncclRecv", &recv_);
   find(symbols, "ncclAllGather", &all_gather_);
   find(symbols, "ncclAllReduce", &all_reduce_);
-  all_to_all_ = reinterpret_cast<decltype(all_to_all_)>(symbols("ncclAlltoAll"));
+  all_to_all_ = reinterpret_cast<decltype(all_to_all_)>(symbols("ncclAlltoAll").function);
+  const char* const exchange = "cudaThreadExchangeStreamCaptureMode";
+  exchange_capture_mode_ = reinterpret_cast<decltype(exchange_capture_mode_)>(symbols(exchange).function);
 }
 
 template <typename Function>
 void Nccl::find(const FindSymbol& symbols, const char* symbol, Function* function) {
-  *function = reinterpret_cast<Function>(symbols(symbol));
-  if (!*function && missing_.empty()) missing_ = library_ + " has no " + symbol + ", or not the one that torch calls";
+  const Symbol found = symbols(symbol);
+  *function = reinterpret_cast<Function>(found.function);
+  if (*function || !missing_.empty()) return;
+  missing_ = found.other_library.empty()
+                 ? library_ + " has no " + symbol
+                 : "torch calls the " + std::string(symbol) + " of " + found.other_library + ", not of " + library_;
 }
 
 Nccl::GetCommunicator Nccl::getter_of(const c10d::Backend& backend) const {
@@ -113,6 +119,11 @@ std::optional<NcclCommunicator> Nccl::communicator(c10d::Backend& backend, c10::
   return NcclCommunicator(*this, backend, handle, stream.native_handle());
 }
 
+void Nccl::relax_capture_mode() const {
+  int mode = kCaptureModeRelaxed;
+  if (exchange_capture_mode_) exchange_capture_mode_(&mode);  // an error is of earlier work, which others report
+}
+
 void NcclCommunicator::all_to_all(const std::byte* send, std::byte* receive, int64_t part_nbytes) const {
   const auto count = static_cast<size_t>(part_nbytes);
   if (!nccl_.all_to_all_) return check(send_and_receive(send, receive, count), "a group of ncclSend and ncclRecv");
@@ -122,14 +133,14 @@ void NcclCommunicator::all_to_all(const std::byte* send, std::byte* receive, int
 // The group must end, whatever fails in it.
 int NcclCommunicator::send_and_receive(const std::byte* send, std::byte* receive, size_t count) const {
   int result = nccl_.group_start_();
-  if (is_failure(result)) return result;
-  for (int peer = 0; peer < backend_.getSize() && !is_failure(result); ++peer) {
+  if (result != kNcclSuccess) return result;
+  for (int peer = 0; peer < backend_.getSize() && result == kNcclSuccess; ++peer) {
     const size_t part = static_cast<size_t>(peer) * count;
     result = nccl_.send_(send + part, count, kNcclUint8, peer, handle_, stream_);
-    if (!is_failure(result)) result = nccl_.recv_(receive + part, count, kNcclUint8, peer, handle_, stream_);
+    if (result == kNcclSuccess) result = nccl_.recv_(receive + part, count, kNcclUint8, peer, handle_, stream_);
   }
   const int of_end = nccl_.group_end_();
-  return is_failure(result) ? result : of_end;
+  return result != kNcclSuccess ? result : of_end;
 }
 
 void NcclCommunicator::all_gather(const std::byte* send, std::byte* receive, int64_t nbytes) const {
@@ -143,23 +154,14 @@ void NcclCommunicator::all_reduce(std::byte* data, int64_t nbytes, at::ScalarTyp
   check(nccl_.all_reduce_(data, data, count, of_nccl, kNcclSum, handle_, stream_), "ncclAllReduce");
 }
 
+// Only a communicator that does not block its callers answers that a call is in progress. It would have to be asked for
+// the end, and torch's watchdog may free it between the question whether it lives and that one.
 void NcclCommunicator::check(int result, const char* function) const {
-  const auto timeout = backend_.getBackendOptions()->timeout;
-  std::string waited;
-  if (result == kNcclInProgress) {
-    waited = ", within " + std::to_string(timeout.count() / 1000) + " s or until the communicator was ended";
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    // A communicator that torch has ended must not be asked.
-    while (result == kNcclInProgress && std::chrono::steady_clock::now() < deadline &&
-           nccl_.handle_of(backend_) == handle_) {
-      std::this_thread::yield();
-      const int of_question = nccl_.get_async_error_(handle_, &result);
-      if (of_question != kNcclSuccess) result = of_question;
-    }
-  }
   if (result == kNcclSuccess) return;
+  const char* const advice =
+      result == kNcclInProgress ? ". The communicator does not block its callers: set FUSEDCOMM_NCCL=torch" : "";
   throw std::runtime_error(std::string(function) + " failed with code " + std::to_string(result) + " (" +
-                           nccl_.get_error_string_(result) + waited + "): " + nccl_.get_last_error_(nullptr));
+                           nccl_.get_error_string_(result) + "): " + nccl_.get_last_error_(nullptr) + advice);
 }
 
 }  // namespace fusedcomm

@@ -18,8 +18,12 @@
 
 namespace fusedcomm {
 
-// The function of a symbol; null if there is none.
-using FindSymbol = std::function<void*(const char* symbol)>;
+// What a library has of a symbol's name.
+struct Symbol {
+  void* function = nullptr;   // null if there is none, or if torch calls the one of another library
+  std::string other_library;  // in which torch finds it; empty if the library lacks it, too
+};
+using FindSymbol = std::function<Symbol(const char* symbol)>;
 
 // Finds symbols in a library that this process has loaded, and in those that it depends on; null if it is not loaded.
 // library: a file name or path for dlopen.
@@ -43,7 +47,7 @@ class NcclCommunicator {
 
  private:
   int send_and_receive(const std::byte* send, std::byte* receive, size_t count) const;
-  // Waits for a communicator that does not block its callers. Throws unless NCCL has enqueued.
+  // Throws unless NCCL has enqueued.
   void check(int result, const char* function) const;
 
   const Nccl& nccl_;
@@ -58,15 +62,18 @@ class Nccl {
   // The library of torch's that has its NCCL backends, and has or needs the NCCL that they call.
   static constexpr const char* kLibrary = "libtorch_cuda.so";
 
-  // library: its name in texts. find: null if it is not loaded. Throws nothing: why_not() tells what is missing.
-  explicit Nccl(const std::string& library = kLibrary) : Nccl(library, symbols_of(library)) {}
-  Nccl(const std::string& library, const FindSymbol& find);
+  // library: its name in texts. find: null if it is not loaded. through_torch: why NCCL must not be called directly;
+  // empty if it may be. Throws nothing: why_not() tells what is missing.
+  Nccl(const std::string& library, const FindSymbol& find, const std::string& through_torch = "");
 
   // Why the backend's collectives must go through torch, on the current device; empty if they need not.
   std::string why_not(c10d::Backend& backend) const;
   // The backend's communicator on the current device; none if its collectives must go through torch, as those do that
   // make torch connect the ranks. Asked for each collective, since torch or its user may end it at any time.
   std::optional<NcclCommunicator> communicator(c10d::Backend& backend, c10::Device device) const;
+  // Lets this thread wait for streams and end communicators while another thread captures a CUDA graph, which it would
+  // spoil otherwise. Call it on a thread of our own.
+  void relax_capture_mode() const;
 
  private:
   friend class NcclCommunicator;
@@ -86,7 +93,6 @@ class Nccl {
   using Result = int;
   const char* (*get_error_string_)(Result);
   const char* (*get_last_error_)(void* communicator);
-  Result (*get_async_error_)(void* communicator, Result* error);
   Result (*group_start_)();
   Result (*group_end_)();
   Result (*send_)(const void* data, size_t count, int dtype, int peer, void* communicator, void* stream);
@@ -94,6 +100,8 @@ class Nccl {
   Result (*all_gather_)(const void* send, void* receive, size_t count, int dtype, void* communicator, void* stream);
   Result (*all_reduce_)(const void* send, void* receive, size_t count, int dtype, int operation, void* communicator,
                         void* stream);
+  // Of CUDA's runtime; null if the library needs none.
+  Result (*exchange_capture_mode_)(int* mode) = nullptr;
   // Null before NCCL 2.28, which has only sends and receives in a group.
   Result (*all_to_all_)(const void* send, void* receive, size_t count, int dtype, void* communicator, void* stream);
 };

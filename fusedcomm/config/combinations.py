@@ -86,6 +86,7 @@ _PARALLEL = "fusedcomm.DataParallel(module, config=…, members=members)"
 _INSIDE_HOSTS = "DDP or FSDP2 inside a host"
 _ON_CUDA = "gradients on cuda"
 _OWN_GROUP = "members bring their own group"
+WEIGHTS = "weights of ranks (weighted=, or LocalSteps(every=) as a time)"
 
 # A row is two lines: where and what; why and what to change.
 # fmt: off
@@ -112,7 +113,7 @@ TABLE = tuple(Combination(*row) for row in (
      "it would round what the wire does not", "leave it out, or use 'fp32'"),
     ("Config", {"params_kept": True, "params": "fp32"},
      "torch gathers them, and codes are kept", "give the wire of parameters, or leave it out"),
-    ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, "weighted": GIVEN},
+    ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, WEIGHTS: True},
      "residuals of a host's ranks have no weight", "use hosts=None, or leave one of them out"),
     ("gradients without shards", {"Feedback(unsharded=True)": True},
      "it is for reduce-scatters", "leave it out"),
@@ -246,15 +247,5 @@ TABLE = tuple(Combination(*row) for row in (
      "a merge has numbers that must stay exact", "use sum='auto'"),
     ("LocalSteps", {"every as a time": GIVEN, _INSIDE_HOSTS: True},
      "its ranks must begin a merge after the same step", "give every= in steps, or the plain module"),
-    ("LocalSteps", {"every as a time": GIVEN, "hosts": GIVEN, "feedback": GIVEN},
-     "residuals of a host's ranks have no weight", "use hosts=None, or feedback=None"),
-    ("LocalSteps", {"members": GIVEN, _INSIDE_HOSTS: True},
-     "it cannot lose a rank", "give the plain module, or leave out members="),
-    ("LocalSteps", {"members": GIVEN, "process_group": GIVEN},
-     _OWN_GROUP, "leave one of them out"),
-    ("LocalSteps", {"members": GIVEN, "microbatches": GIVEN},
-     "they are parts of a step of all ranks", "leave microbatches out"),
-    ("LocalSteps", {"members": GIVEN, "parameters on an accelerator": True},
-     "ranks come and go on cpu alone", "leave out members="),
 ))
 # fmt: on

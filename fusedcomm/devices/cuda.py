@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fusedcomm import config, env, log
 from fusedcomm.devices import compile_once
 from fusedcomm.native import _C
-from fusedcomm.ranks import groups
+from fusedcomm.ranks import groups, torch_groups
 
 if TYPE_CHECKING:
     from fusedcomm.kernels.variants import Compiled
@@ -78,8 +78,12 @@ class CudaPath:
     def connect(
         self, process_group: groups.Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        library = None if env.nccl_through_torch() else _C.TORCHS_CUDA
-        return self._device, _C.StreamTransport(process_group._get_backend(device), device, nccl=library)
+        backend, why = process_group._get_backend(device), ""
+        if env.nccl_through_torch():
+            why = f"{env.NCCL}=torch"
+        elif torch_groups.is_non_blocking(backend):
+            why = "the group's communicators are non-blocking, and torch may free them between two calls"
+        return self._device, _C.StreamTransport(backend, device, nccl=_C.TORCHS_CUDA, through_torch=why)
 
 
 def check_capability(device: torch.device) -> int:

@@ -180,6 +180,7 @@ class MeshSums:
             wire_of_replicas = self.config.wire
             wire = wire_of_replicas if self._sums.rows is None else self._sums.rows.wire
         gathered, rings_nbytes = self._gathered()
+        through_torch = [session.through_torch for session in self.sessions] or [None]
         return FsdpPlan(
             wire=wire,
             wire_of_replicas=wire_of_replicas,
@@ -195,6 +196,7 @@ class MeshSums:
             kept_nbytes=sum(each.kept_nbytes for each in self.coded_all_gathers),
             summed_nbytes=sum(plan.sent_nbytes for plan in self._between_plans()),
             rows=tuple(self._row(comm) for comm in self.comms),
+            through_torch=next(filter(None, through_torch), through_torch[0]),
             traffic=None if self.is_off else self._traffic(self.grid),
             levels=""
             if self.rows is None

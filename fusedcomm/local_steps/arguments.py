@@ -75,13 +75,6 @@ def configuration(config: "Config | Wire") -> Config:
     return found
 
 
-def refuse_hosts(every: int | str, config: Config) -> None:
-    """Raises ValueError for two levels of sums that keep residuals in windows of time."""
-    time = every if isinstance(every, str) else None
-    given = {"every as a time": time, "hosts": config.named_hosts, "feedback": config.feedback}
-    combinations.refuse("LocalSteps", given)
-
-
 def merged_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
     """The parameters that require gradients, with their names.
 

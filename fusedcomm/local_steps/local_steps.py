@@ -14,13 +14,11 @@ from fusedcomm.config import Config, LocalOptions, Wire
 from fusedcomm.local_steps import arguments, checkpoint, shards
 from fusedcomm.local_steps.merged_state import MergedState, begin_equal, record, refuse_changed
 from fusedcomm.local_steps.merges import Merges
-from fusedcomm.local_steps.merging import Merging, fitting
 from fusedcomm.local_steps.messages import Messages
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
 from fusedcomm.local_steps.progress import Progress
 from fusedcomm.local_steps.stats import LocalStats, collect
 from fusedcomm.local_steps.windows import Window
-from fusedcomm.members.members import Members
 from fusedcomm.session.served import Place, refuse_served, serve
 from fusedcomm.session.session import Session
 from fusedcomm.session.surface import Surface
@@ -53,9 +51,6 @@ class LocalSteps(Surface):
         config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
             Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
-        members: a :class:`fusedcomm.Members`: ranks may be lost and may join; takes the place of `process_group`.
-            A lost rank is not in the merges that nobody had received yet. A rank that joins begins with the merged
-            state; ``members.carry(optimizer=optimizer)`` gives it the optimizer's state of one member, too.
         quiet: whether rank 0 does not report the plan.
 
     Raises:
@@ -65,7 +60,6 @@ class LocalSteps(Surface):
 
     _shows: tuple[str, ...] = ("finish", "load_state_dict", "plan", "state_dict", "stats", "trace")
     _kind = serves_as = "LocalSteps"
-    _merging: Merging | None = None
     _hooks: Sequence[Any] = ()
 
     def __init__(
@@ -77,24 +71,19 @@ class LocalSteps(Surface):
         delay: int | None = None,
         config: Config | Wire = "int4",
         process_group: dist.ProcessGroup | None = None,
-        members: Members | None = None,
         quiet: bool = False,
     ) -> None:
         schedule = arguments.schedule(every, delay)
         arguments.refuse_mates(every, model)
         cfg = arguments.configuration(config)
-        arguments.refuse_hosts(every, cfg)
-        if members is not None:
-            cfg = fitting(members, cfg, model, process_group)
         group = dist.group.WORLD if process_group is None else process_group
         self.place: Place = "across hosts" if isinstance(model, nn.Module) and shards.has_mates(model) else "alone"
         problem: Exception | None = None
         self._model, self._optimizer = model, optimizer
         try:
             found = arguments.merged_parameters(model, optimizer)
-            if members is None:
-                arguments.refuse_same_ranks(model, group)
-                shards.refuse_group(found, group)
+            arguments.refuse_same_ranks(model, group)
+            shards.refuse_group(found, group)
             refuse_served(found, self.serves_as, self.place, hooks=self.place == "alone")
             cfg.check_patterns(found)
         except (ValueError, TypeError) as error:
@@ -103,39 +92,22 @@ class LocalSteps(Surface):
         device, seconds = state.anchor.device, schedule.seconds
         window = None if seconds is None else Window(str(every), seconds)
         self.progress = progress = Progress(schedule, state, window)
-        if members is None:
-            self._session = Session(
-                cfg,
-                group,
-                None,
-                LocalOptions(),
-                device,
-                also_agree=self._record(),
-                weighs=window is not None,
-                shares_communicator=False,
-                problem=problem,
-            )
-        else:
-            self._merging = Merging(progress, model, members, cfg, device, self._record(), problem)
-        self.messages = Messages(
-            self.session,
-            state,
-            keeps=members is not None and cfg.feedback is not None,
-            weighs=members is not None or window is not None,
-            window=window,
+        self.session = Session(
+            cfg,
+            group,
+            None,
+            LocalOptions(),
+            device,
+            also_agree=self._record(),
+            weighs=window is not None,
+            shares_communicator=False,
+            problem=problem,
         )
-        before, arrive = (
-            (lambda number: None, self.messages.wait)
-            if self._merging is None
-            else (self._merging.before, self._merging.arrive)
-        )
-        self.merges = Merges(progress, self.messages, self._refuse_changed, before, arrive)
-        if self._merging is not None:
-            self._merging.start(self.merges)
-        if members is None or members.joins is None:
-            begin_equal(state, self.session, is_equal=members is not None)
-            if window is not None:
-                window.begin()
+        self.messages = Messages(self.session, state, window)
+        self.merges = Merges(progress, self.messages, self._refuse_changed)
+        begin_equal(state, self.session)
+        if window is not None:
+            window.begin()
         self._hooks = self._hook()
         serve(self)
         self._seal()
@@ -158,11 +130,6 @@ class LocalSteps(Surface):
         how = f"wire {self.session.config.wire}, a merge every {self.progress.schedule.period}"
         return f"{how}, {self.session.world_size} ranks, {self.progress.steps} steps"
 
-    @property
-    def session(self) -> Session:
-        """The session of the present ranks."""
-        return self._session if self._merging is None else self._merging.session
-
     def _refuse_changed(self) -> None:
         refuse_changed(self.progress.state, self._model, self._optimizer, self.session.rank)
 
@@ -176,8 +143,6 @@ class LocalSteps(Surface):
     def _after_step(self) -> None:
         self._refuse_ended()
         self.progress.steps += 1
-        if self._merging is not None:
-            self._merging.look()
         self.merges.after_step()
 
     # ---- what the user calls
@@ -224,9 +189,7 @@ class LocalSteps(Surface):
 
     def stats(self) -> LocalStats:
         """Counts and times of this rank."""
-        changes = () if self._merging is None else self._merging.changes
-        counts, waited_s = self.session.stats(), self.messages.waited_s
-        return collect(self.progress, counts, waited_s, changes)
+        return collect(self.progress, self.session.stats(), self.messages.waited_s)
 
     def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
         """Records the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
@@ -240,7 +203,7 @@ class LocalSteps(Surface):
             hook.remove()
         self._hooks = []
         self.progress.under_way = None
-        (self._merging or self._session).stop("LocalSteps was detached")
+        self.session.stop("LocalSteps was detached")
 
     def _refuse_ended(self) -> None:
         self.refuse_detached("nothing is merged")

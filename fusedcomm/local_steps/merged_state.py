@@ -106,14 +106,13 @@ def record(state: MergedState) -> dict[str, object]:
 
 
 @torch.no_grad()
-def begin_equal(state: MergedState, session: Session, is_equal: bool) -> None:
-    """Gives every rank the first rank's parameters, which are the first merged state. is_equal: the anchor is that
-    state already."""
+def begin_equal(state: MergedState, session: Session) -> None:
+    """Gives every rank the first rank's parameters, which are the first merged state."""
 
     def broadcast() -> None:
         dist.broadcast(state.anchor, group=session.process_group, group_src=0)
 
-    if not is_equal and session.world_size > 1:
+    if session.world_size > 1:
         session.call(broadcast, "LocalSteps(…)")
     state.write(state.anchor)
 

@@ -13,31 +13,16 @@ class Merges:
 
     Args:
         check: raises RuntimeError if the parameters cannot be merged any more.
-        before, arrive: called with a message's number before it is sent, and with a message to wait for it: where ranks
-            come and go, what else is to be done.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        messages: Messages,
-        check: Callable[[], None],
-        before: Callable[[int], None],
-        arrive: Callable[[Message], None],
-    ) -> None:
-        self.progress, self.messages = progress, messages
-        self._check, self._before, self._await = check, before, arrive
+    def __init__(self, progress: Progress, messages: Messages, check: Callable[[], None]) -> None:
+        self.progress, self.messages, self._check = progress, messages, check
 
     def after_step(self) -> None:
         """The optimizer has made a step: ends the merge that is due, and begins one that has its turn."""
         self._end_due()
         if self.progress.is_turn:
             self._take_turn()
-
-    @torch.no_grad()
-    def take_first_turn(self) -> None:
-        """Takes part in what the others are doing, on a rank that has joined and has done nothing yet."""
-        self._take_turn(weight=0.0)
 
     def drain(self) -> None:
         """Ends the merge under way, if there is one."""
@@ -54,9 +39,9 @@ class Merges:
         state.anchor.copy_(state.read())  # parameters in 16 bits have rounded it
         self.progress.finished_at = self.progress.steps
 
-    def _take_turn(self, weight: float | None = None) -> None:
+    def _take_turn(self) -> None:
         self.drain()  # a window was shorter than the delay; the message has arrived
-        self._begin(weight=weight)
+        self._begin()
         self._end_due()
 
     def _end_due(self) -> None:
@@ -64,11 +49,10 @@ class Merges:
         if under_way is not None and under_way.due <= self.progress.steps:
             self._end(under_way)
 
-    def _begin(self, *, weight: float | None = None, is_finishing: bool = False) -> Message:
-        """Takes a snapshot, and hands its message to the engine. weight: None: as Progress has it."""
+    def _begin(self, *, is_finishing: bool = False) -> Message:
+        """Takes a snapshot, and hands its message to the engine."""
         progress = self.progress
         self._check()
-        self._before(progress.num_messages)
         own = progress.state.read().sub_(progress.state.anchor)
         message = Message(
             began=progress.steps,
@@ -76,13 +60,12 @@ class Merges:
             own=own,
             mean=own,
             checksum=progress.state.checksum(),
-            number=progress.num_messages,
-            weight=progress.take_weight() if weight is None else weight,
+            number=progress.merges,
+            weight=progress.take_weight(),
             is_finishing=is_finishing,
         )
         self.messages.send(message)
         progress.merges += 1
-        progress.num_messages += 1
         progress.under_way = message
         return message
 
@@ -93,7 +76,7 @@ class Merges:
         """
         progress, state = self.progress, self.progress.state
         self._check()
-        self._await(message)
+        self.messages.wait(message)
         progress.spread = self.messages.read(message)
         progress.under_way = None
         state.anchor.add_(message.mean)

@@ -39,15 +39,11 @@ class Message:
     """Counts messages."""
     weight: float = 1.0
     """This rank's weight, in the unit that all ranks share."""
-    world_size: int = 0
-    """Ranks that the message was sent to, this one included."""
     is_finishing: bool = False
     """Whether this rank has ended its training."""
     future: object | None = None
     """Done when the message has arrived; None from then on."""
     control: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
-    residuals: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """This rank's residuals before the message, where it may have to be sent again."""
     numbers: HostCopy | None = None
     """On an accelerator, what read() needs on the host, on its way since the message was sent."""
     all_finish: bool = False
@@ -68,41 +64,26 @@ class Spread:
 class Messages:
     """Sums the ranks' differences from the merged state.
 
-    Args:
-        keeps: whether residuals are kept for a message that is sent again.
-        weighs: whether messages may have another weight than 1.
-        window: is told when a message leaves and when it arrives.
+    window: is told when a message leaves and when it arrives; messages have weights then. None: each weighs 1.
     """
 
-    def __init__(
-        self, session: Session, state: MergedState, *, keeps: bool, weighs: bool, window: Window | None
-    ) -> None:
-        self._state, self._keeps, self._weighs, self._window = state, keeps, weighs, window
-        self._names = set(state.tensors(state.anchor))
+    def __init__(self, session: Session, state: MergedState, window: Window | None) -> None:
+        self._session, self._state, self._window = session, state, window
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages."""
-        self.use(session)
-
-    def use(self, session: Session) -> None:
-        """Sends over this session from now on."""
-        self._session = session
-        device = session.device
-        self._reading = None if device.type == "cpu" else torch.Stream(device)
+        self._reading = None if session.device.type == "cpu" else torch.Stream(session.device)
         assert session.synchronizer is not None  # a session that has none raises where it is made
         self._synchronizer = session.synchronizer
-        if self._weighs:
+        if window is not None:
             # The engine divides by the weights, with which it also scales residuals.
             self._synchronizer.weights.use(of_sums=True, come_weighted=True)
             self._synchronizer.weights.fix_unit(1.0)
-        wires = self._state.wires()  # not this object, which has the synchronizer
+        wires = state.wires()  # not this object, which has the synchronizer
         self._synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
         self._sum = _C.FusedSum(self._synchronizer)
 
     def send(self, message: Message) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
-        message.world_size = self._session.world_size
-        if self._keeps:
-            message.residuals = self._synchronizer.residuals(self._names)
         message.mean = message.own.clone() if message.weight == 1 else message.own * message.weight
         # Filled where it is used, so that the host need not wait for an accelerator.
         control = message.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=message.mean.device)
@@ -111,10 +92,9 @@ class Messages:
         control[2] = message.is_finishing
         control[_FIRST_BIT:] = _bits(message.checksum)
         tensors = self._state.tensors(message.mean)
-        if self._weighs:
-            self._synchronizer.weights.set(message.weight)
         done = None
         if self._window is not None:
+            self._synchronizer.weights.set(message.weight)
             self._window.wait_for(message.number, self._session.rank)
             done = functools.partial(_tell, self._window, message.number) if _is_on_cpu(message) else None
         message.future = self._sum.run(
@@ -129,19 +109,6 @@ class Messages:
                 for tensor in (message.mean, message.control, message.checksum, self._state.anchor):
                     tensor.record_stream(self._reading)
 
-    def send_again(self, message: Message) -> None:
-        """Sends a message of an earlier session over this one, with the residuals that it had."""
-        self._synchronizer.restore_residuals(message.residuals, self._names)
-        self.send(message)
-
-    def fill(self, message: Message, content: memoryview) -> None:
-        """Takes what another rank has received: the numbers' and the mean's bytes, before read()."""
-        received = torch.frombuffer(bytearray(content), dtype=torch.float32)
-        message.control, message.mean = received[:CONTROL_NUMEL], received[CONTROL_NUMEL:]
-        message.future = message.numbers = None
-        if self._window is not None:
-            self._window.arrived(message.number)
-
     def wait(self, message: Message) -> None:
         """Waits for a message. Raises RuntimeError if the sum has failed."""
         if message.future is not None:
@@ -151,7 +118,7 @@ class Messages:
 
     def read(self, message: Message) -> Spread:
         """Reads a message that has arrived, once. Raises RuntimeError if the ranks' merged states differ."""
-        message.future, message.residuals = None, {}
+        message.future = None
         numbers = HostCopy(self._numbers(message)) if message.numbers is None else message.numbers
         values = numbers.tolist()
         # What is beside the differences has no weight, but was divided by the weights like them.
@@ -160,7 +127,7 @@ class Messages:
         if self._window is not None and not _is_on_cpu(message):
             self._window.arrived(message.number)
         self._compare(message, bits, own_bits)
-        message.all_finish = finishing > 1 - 0.5 / message.world_size
+        message.all_finish = finishing > 1 - 0.5 / self._session.world_size
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
 
@@ -172,7 +139,7 @@ class Messages:
 
     def _compare(self, message: Message, means: list[float], own: list[float]) -> None:
         # If one rank differs in a bit, the bit's mean is off by at least 1 / ranks on every rank with the other value.
-        tolerance = 0.25 / message.world_size
+        tolerance = 0.25 / self._session.world_size
         if all(abs(mean - bit) <= tolerance for mean, bit in zip(means, own, strict=True)):
             return
         checksum = sum(1 << bit for bit, is_set in enumerate(own) if is_set)

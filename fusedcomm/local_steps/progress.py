@@ -1,7 +1,6 @@
 """How far a rank's merges are: the state that all parts of LocalSteps share. Merges alone change it."""
 
 import dataclasses
-from typing import Any
 
 from fusedcomm.local_steps.arguments import Schedule
 from fusedcomm.local_steps.merged_state import MergedState
@@ -20,13 +19,11 @@ class Progress:
     steps: int = 0
     """The optimizer's steps."""
     merges: int = 0
-    """Messages that were sent, those before a loaded state or before this rank joined included."""
-    num_messages: int = 0
-    """The next message's number."""
+    """Messages that were sent, those before a loaded state included: the next message's number."""
     finished_at: int = 0
     """Steps when finish() ended last: all ranks had equal parameters then, and those are the merged state."""
     snapshot: int = 0
-    """The steps at the last snapshot; before the first in a rank that has joined, those at which it did."""
+    """The steps at the last snapshot."""
     under_way: Message | None = None
     spread: Spread | None = None
     """How far the ranks were apart at the last merge."""
@@ -43,12 +40,3 @@ class Progress:
         unit that all ranks share."""
         own, self.snapshot = self.steps - self.snapshot, self.steps
         return 1.0 if self.schedule.seconds is None else own / self.schedule.seconds
-
-    def counts(self) -> dict[str, Any]:
-        """What a rank that joins goes on with, beside tensors."""
-        return {"steps": self.steps, "merges": self.merges}
-
-    def go_on(self, counts: dict[str, Any], num_messages: int) -> None:
-        """Goes on with the counts() of another rank, after so many messages."""
-        self.steps = self.snapshot = counts["steps"]
-        self.merges, self.num_messages = counts["merges"], num_messages

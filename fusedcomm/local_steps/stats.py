@@ -3,7 +3,7 @@
 import dataclasses
 
 from fusedcomm.local_steps.progress import Progress
-from fusedcomm.session.stats import Change, Stats
+from fusedcomm.session.stats import Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,6 @@ class LocalStats:
     agreement: float | None = None
     nonfinite: int = 0
     """Elements of this rank's differences that were NaN or Inf. A merge brings them to every rank."""
-    changes: tuple[Change, ...] = ()
-    """The ranks' changes, with `members`."""
 
     def scalars(self) -> dict[str, float]:
         """The numbers, for TensorBoard or Prometheus; without those that are None."""
@@ -35,7 +33,7 @@ class LocalStats:
         return "\n".join(f"  {name:<26} {value}" for name, value in dataclasses.asdict(self).items())
 
 
-def collect(of: Progress, counts: Stats, waited_s: float, changes: tuple[Change, ...]) -> LocalStats:
+def collect(of: Progress, counts: Stats, waited_s: float) -> LocalStats:
     """See :meth:`fusedcomm.LocalSteps.stats`. counts: of the session. waited_s: for messages."""
     last = of.spread
     return LocalStats(
@@ -48,5 +46,4 @@ def collect(of: Progress, counts: Stats, waited_s: float, changes: tuple[Change,
         drift=None if last is None else last.drift,
         agreement=None if last is None else last.agreement,
         nonfinite=counts.nonfinite,
-        changes=changes,
     )

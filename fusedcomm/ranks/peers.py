@@ -194,17 +194,20 @@ class Peers:
             return function()
         errand, question = Errand(function), None
         began, has_said = time.monotonic(), is_watched
-        while not errand.has_ended_within(self._poll_s):
-            self._raise_if_lost(errand, what, needed)
-            if given_up is not None:
-                question = question or Errand(given_up)
-                if question.has_ended_within(self._poll_s):
-                    self._raise_if_given_up(question, what)
-                    question = None
-            waited_s = time.monotonic() - began
-            if waited_s >= self.stall_after_s and not has_said:
-                has_said = True
-                self._report_stall(what, needed, waited_s)
+        try:
+            while not errand.has_ended_within(self._poll_s):
+                self._raise_if_lost(errand, what, needed)
+                if given_up is not None:
+                    question = question or Errand(given_up)
+                    if question.has_ended_within(self._poll_s):
+                        self._raise_if_given_up(question, what)
+                        question = None
+                waited_s = time.monotonic() - began
+                if waited_s >= self.stall_after_s and not has_said:
+                    has_said = True
+                    self._report_stall(what, needed, waited_s)
+        finally:
+            errand.leave()
         try:
             return errand.result()
         except PeerLostError:

@@ -16,11 +16,14 @@ old one.
   the user's group may be of the other class.
 - Communicators: ``getCommPtr()`` of both, called by its C++ symbol (csrc/transport/nccl.cpp), returns that of the
   thread's current device, or 0 before its first collective and once it has ended; the old one throws if it was aborted.
+- Non-blocking communicators, with ``TORCH_NCCL_USE_COMM_NONBLOCKING=1`` or ``Options.config.blocking = 0``: NCCL has to
+  be asked for the end of each call, and torch's watchdog may free the communicator meanwhile. They are torch's alone.
 - Ends: torch's watchdog aborts NCCL's collectives, at the group's timeout. Where ranks come and go fusedcomm does, with
   ``Backend.abort()``, and the watchdog is told not to. It aborts receives of gloo's with ``Work.abort()``.
 """
 
 import datetime
+import os
 import re
 import threading
 import time
@@ -30,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import env
-from fusedcomm.ranks.errand import Errand
+from fusedcomm.ranks.errand import Errand, is_left
 
 RELIED_ON = (
     ("Types.hpp", r"struct AllToAllOptions \{[^}]*bool asyncOp\b", "all-to-alls on the current stream"),
@@ -88,6 +91,15 @@ def refuse_unread(backend: dist.Backend) -> None:
     )
 
 
+def is_non_blocking(backend: dist.Backend) -> bool:
+    """Whether calls of NCCL's on this backend's communicators return before they have enqueued anything. torch decides
+    by the same two, in this order."""
+    inner = getattr(backend, "wrapped_pg", backend)  # see refuse_unread()
+    config = getattr(getattr(inner, "options", None), "config", None)
+    chosen = getattr(config, "blocking", None)  # NCCL has a number of its own for "not chosen"
+    return chosen == 0 or (chosen != 1 and os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1")
+
+
 _UNSUPERVISED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -114,8 +126,9 @@ def own_nccl(
 
     store: in which the name is used once.
     timeout: of collectives, and of this call. NCCL waits for ever for a rank that never comes, and cannot be told to
-        stop; a communicator that can would start a thread for each collective. Ranks therefore meet in the store before
-        anything is allocated.
+        stop: torch knows of a communicator, which it could abort, once NCCL has connected it. That of a non-blocking
+        one it knows at once, but NCCL starts a thread for each collective of such a one. Ranks therefore meet in the
+        store before anything is allocated. Only a rank that dies after that leaves NCCL's thread here.
     is_supervised: whether torch's watchdog ends the process, or aborts collectives, when one fails or is late. If not,
         only ``abort()`` ends those that wait for a lost rank.
     max_ctas: the most thread blocks of one collective. None: as NCCL chooses. A torch whose options have no
@@ -138,8 +151,10 @@ def own_nccl(
     # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    if max_ctas is not None and hasattr(options, "config"):
-        options.config.max_ctas = max_ctas
+    if hasattr(options, "config"):
+        options.config.blocking = 1
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
     with _environment_lock, env.changed(**({} if is_supervised else _UNSUPERVISED)):
         backend = dist.ProcessGroupNCCL(of_name, rank, size, options)
     given_up = threading.Event()
@@ -157,7 +172,9 @@ def own_nccl(
             backend.abort()
 
     connecting = Errand(connect)
-    if not connecting.has_ended_within(max(0.0, until - time.monotonic())):
+    while not connecting.has_ended_within(max(0.0, min(_POLL_S, until - time.monotonic()))):
+        if time.monotonic() < until and not is_left():
+            continue
         given_up.set()
         raise RuntimeError(
             f"fusedcomm: rank {rank} of {size}: NCCL has not connected the communicator {name!r} within "
@@ -169,14 +186,15 @@ def own_nccl(
 
 
 def _missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
-    """The ranks that have not called this when the clock is `until`; empty as soon as all have."""
+    """The ranks that have not called this when the clock is `until`, or when nobody waits for the caller any more;
+    empty as soon as all have."""
     if size == 1:
         return []
     keys = {other: f"here/{other}" for other in range(size)}
     store.set(keys[rank], "")
     pause_s = _FIRST_POLL_S
     while not store.check(list(keys.values())):
-        if time.monotonic() >= until:
+        if time.monotonic() >= until or is_left():
             return [other for other, key in keys.items() if not store.check([key])]
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_S)

@@ -69,7 +69,7 @@ def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = F
     if (weighs or config.weighted is not None) and config.feedback is not None and not reason:
         # On two levels a residual is of a host's ranks together, which have weights of their own.
         if config.needs_two_levels:
-            given = {"hosts": config.hosts, "feedback": config.feedback, "weighted": config.weighted or weighs}
+            given = {"hosts": config.hosts, "feedback": config.feedback, combinations.WEIGHTS: True}
             combinations.refuse("sums on two levels", given)
         reason = "error feedback of weighted gradients has one"
     own_host = OwnHost.of(host_of, rank)

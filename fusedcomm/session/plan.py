@@ -55,6 +55,8 @@ class Plan:
     rows: tuple[Row, ...]
     world_size: int
     """Ranks that sum together."""
+    through_torch: str | None = None
+    """Why NCCL's collectives go through torch; empty if NCCL is called directly; None without NCCL."""
 
     _of = "bucket"
     """What a row is, for people."""
@@ -75,11 +77,20 @@ class Plan:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join([f"fusedcomm: {self.headline}", *self._table(), *self._ends()])
+        return "\n".join([f"fusedcomm: {self.headline}", *self._nccl(), *self._table(), *self._ends()])
 
     def _ends(self) -> list[str]:
         """What is told under the rows."""
         return []
+
+    def _nccl(self) -> list[str]:
+        """How NCCL is called; empty without it."""
+        if self.through_torch is None:
+            return []
+        if self.through_torch:
+            return [f"  NCCL is called through torch: {self.through_torch}"]
+        but = f"through torch for the last {self._of} of a pass, so that its watchdog sees a hang"
+        return [f"  NCCL is called directly, but {but}"]
 
     def _table(self) -> list[str]:
         head = f"{'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"
@@ -131,8 +142,6 @@ class BucketsPlan(Plan):
     """Whether the handle has been detached. `config` and `codec` are then those that it had."""
     kept_nbytes: int = 0
     """With members: bytes of the codes and means that this rank keeps of all buckets."""
-    through_torch: str | None = None
-    """Why NCCL's collectives go through torch; empty if NCCL is called directly; None without NCCL."""
 
     @property
     def buckets(self) -> tuple[Row, ...]:
@@ -155,10 +164,8 @@ class BucketsPlan(Plan):
         if self.one_level_reason and not self.off:
             hosts = self.config.groups or self.config.hosts
             lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
-        if self.through_torch is not None and not self.off:
-            direct = "directly, but through torch for the last bucket of a pass, so that its watchdog sees a hang"
-            way = f"through torch: {self.through_torch}" if self.through_torch else direct
-            lines.append(f"  NCCL is called {way}")
+        if not self.off:
+            lines += self._nccl()
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.rows or not self.frozen:
@@ -272,7 +279,7 @@ def plan_of(session: "Session", bucket_nbytes_caps: list[int] | None, off: bool)
         one_level_reason=session.levels.one_level_reason,
         off=off,
         frozen=session.parameters is not None and not now,
-        through_torch=session.synchronizer.transport.why_through_torch if session.has_engine else None,
+        through_torch=session.through_torch,
     )
 
 

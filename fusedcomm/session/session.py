@@ -318,6 +318,11 @@ class Session:
         """The configuration with the chunks that suit the link."""
         return chunks.resolved(self.config, self.world_size, self.device.type, self.s_per_byte, self.ranks_per_host)
 
+    @property
+    def through_torch(self) -> str | None:
+        """See :class:`fusedcomm.session.plan.Plan`."""
+        return self.synchronizer.transport.why_through_torch if self.has_engine else None
+
     def _connect_hosts(self) -> "_C.C10dTransport":
         """The transport with channels for both levels."""
         transport, group, device, found = self._transport, self.process_group, self.device, self.levels.hosts

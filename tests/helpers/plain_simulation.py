@@ -1,9 +1,7 @@
 """Local steps in plain torch, in fp64 and one process: what LocalSteps must do, without its code."""
 
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -111,39 +109,21 @@ class Simulated:
         self.counted = self.steps
         return weight, [parameter.clone() for parameter in self.parameters]
 
-    def join(self, first: "Simulated") -> None:
-        """Begins with the merged state, and the first member's optimizer and place."""
-        self.steps, self.merged = first.steps, [merged.clone() for merged in first.merged]
-        torch._foreach_copy_(self.parameters, self.merged)
-        self.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
 
-
-def simulated(
-    run: Run,
-    world_size: int,
-    takes_part: Callable[[int, int], bool] = lambda rank, message: True,
-    joins: Mapping[int, int] | None = None,
-) -> list[Simulated]:
-    """takes_part(rank, message): whether a rank counts in a mean. joins: by rank, the message before which it joins."""
+def simulated(run: Run, world_size: int) -> list[Simulated]:
     ranks = [Simulated(run, rank) for rank in range(world_size)]
     for message in itertools.count():
-        present = [rank for rank in ranks if (joins or {}).get(rank.rank, -1) < message]
-        for rank in present:
-            rank.train(min(run.steps, run.steps_before(rank.rank, message)))
         for rank in ranks:
-            if (joins or {}).get(rank.rank) == message:
-                rank.join(ranks[0])
-                present.append(rank)
-        if any(run.steps_before(rank.rank, message) > run.steps for rank in present):
+            rank.train(min(run.steps, run.steps_before(rank.rank, message)))
+        if any(run.steps_before(rank.rank, message) > run.steps for rank in ranks):
             return ranks
-        told = {rank.rank: rank.snapshot() for rank in present}
-        counted = [told[rank.rank] for rank in present if takes_part(rank.rank, message)]
-        total = sum(weight for weight, _ in counted)
+        told = [rank.snapshot() for rank in ranks]
+        total = sum(weight for weight, _ in told)
         means = [
-            sum(weight * snapshots[index] for weight, snapshots in counted) / total
+            sum(weight * snapshots[index] for weight, snapshots in told) / total
             for index in range(len(ranks[0].merged))
         ]
-        for rank in present:
-            rank.under_way = (rank.steps + run.delay, told[rank.rank][1], [mean.clone() for mean in means])
+        for rank, (_, snapshots) in zip(ranks, told, strict=True):
+            rank.under_way = (rank.steps + run.delay, snapshots, [mean.clone() for mean in means])
             rank.end_due()
             rank.note()

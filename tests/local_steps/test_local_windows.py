@@ -63,7 +63,7 @@ def trained(rank, world_size, runs):
             while len(seen) < MESSAGES:
                 of_rank.now += step_s(rank, len(seen))
                 job.train([job.comm.progress.steps + 1])
-                if job.comm.progress.num_messages > len(seen):
+                if job.comm.progress.merges > len(seen):
                     until_arrived(job.comm)
                     seen.append((job.comm.progress.steps, flat(job.model)))
             found.append((seen, job.finish()))
@@ -108,7 +108,7 @@ def by_the_clock(rank, world_size):
         time.sleep(0.03 if rank == world_size - 1 else 0.01)
         if time.monotonic() - began > 2:
             break
-    steps, merges = job.comm.progress.steps, job.comm.progress.num_messages
+    steps, merges = job.comm.progress.steps, job.comm.progress.merges
     refusal = error_of(RuntimeError, job.comm.state_dict)
     job.comm.finish()
     after = flat(job.model)
@@ -136,7 +136,7 @@ def too_short(rank, world_size):
             of_rank.now += 12.0 if rank else 3.0
             job.train([step])
             until_arrived(job.comm)
-        merges, plan = job.comm.progress.num_messages, job.comm.plan()
+        merges, plan = job.comm.progress.merges, job.comm.plan()
         job.comm.detach()
     return merges, [str(each.message) for each in caught if "every=" in str(each.message)], str(plan)
 

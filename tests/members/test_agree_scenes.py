@@ -1,77 +1,71 @@
-"""Single scenes of the rules of agreement, in the simulated network of test_members_agree.py."""
+"""Single scenes of the rules of agreement, in the simulated network of members_world.py."""
 
 import collections
 
-from test_members_agree import World
+import pytest
+from members_world import World
 
 from fusedcomm.members.plane import agreement
 
 
-def flow(world: World, *without: tuple[str, str]) -> None:
-    """Delivers all messages but those of the links `without`, and stops steps where that is asked."""
-    while True:
-        for process in world.alive():
-            while process.stops:
-                process.stops.pop(0)()
-        waiting = [link for link, queue in world.links.items() if queue and link not in without]
-        if not waiting:
-            return
-        world.pass_on(*waiting[0])
+@pytest.fixture
+def sent(monkeypatch):
+    """How often each (source, target, type of message) was sent."""
+    found, send = collections.Counter(), World.send
+
+    def count(world: World, source: str, target: str, message: dict) -> None:
+        found[source, target, message["type"]] += 1
+        send(world, source, target, message)
+
+    monkeypatch.setattr(World, "send", count)
+    return found
 
 
 def with_joiner(*late: tuple[str, str]) -> World:
     """p0 to p3 are ready for view 1 with the joiner p4, which is ready, too; messages of the links `late` are late."""
-    world = World(0, num_founders=4, kinds="")
-    joiner = world.add("p4")
-    joiner.waits_to_join = False
-    tell_states(world)
-    world.processes["p0"].rules.add_joiner(joiner.member)
-    flow(world)
+    world = World(0, num_founders=4)
+    world.tell_states()
+    world.propose_joiner()
+    world.flow()
     for process in world.alive():
         assert process.rules.view.uids == ("p0", "p1", "p2", "p3", "p4")
-        process.rules.set_ready(1)
-    flow(world, *late)
+    world.make_ready(*late)
     return world
 
 
-def test_a_change_costs_a_member_of_a_large_group_few_messages(monkeypatch):
-    world = World(0, num_founders=100, kinds="")
-    sent = collections.Counter()
-    send = world.send
-
-    def count(source: str, target: str, message: dict) -> None:
-        sent[source, message["type"]] += 1
-        send(source, target, message)
-
-    monkeypatch.setattr(world, "send", count)
-    world.processes["p7"].ended = True  # of the second level of the tree
-    for process in world.alive():
-        process.prove("p7")
-    flow(world)
+def test_a_change_costs_a_member_of_a_large_group_few_messages(sent):
+    world = World(0, num_founders=100)
+    world.lose("p7")  # of the second level of the tree
+    world.flow()
     for process in world.alive():
         assert process.rules.view.number == 1 and len(process.rules.view.uids) == 99
-        process.rules.set_ready(1)
-    flow(world)
+    world.make_ready()
     assert {process.rules.roster.active.number for process in world.alive()} == {1}
-    assert sum(sent.values()) < 12 * 100
-    assert max(number for (_, kind), number in sent.items() if kind == "commit") <= agreement.FAN_OUT
+    assert sent.total() < 12 * 100
+    commits = collections.Counter(source for source, _, kind in sent.elements() if kind == "commit")
+    assert max(commits.values()) <= agreement.FAN_OUT
 
 
-def tell_states(world: World) -> None:
-    for process in world.alive():
-        process.broadcast(process.rules.state())
-    flow(world)
+def test_a_joiner_hears_its_view_from_the_member_that_it_is_connected_with(sent, monkeypatch):
+    monkeypatch.setattr(agreement, "FAN_OUT", 1)  # in the tree it is below p3, which cannot reach it yet
+    with_joiner()
+    assert sent["p0", "p4", "commit"] == 1
 
 
-def lose(world: World, uid: str) -> None:
-    world.processes[uid].ended = True
-    world.processes["p0"].prove(uid)
+def test_a_lost_member_is_named_until_all_are_in_a_view_without_it():
+    world = World(0, num_founders=3)
+    world.lose("p2", "p0")
+    world.flow()
+    assert all(process.rules.view.number == 1 for process in world.alive())
+    assert "p2" in world.processes["p0"].rules.state()["dead"]
+    world.make_ready()
+    assert not any(process.rules.state()["dead"] for process in world.alive())
 
 
 def test_a_view_that_becomes_active_while_another_rank_is_lost_keeps_its_joiner():
     world = with_joiner(*(("p1", uid) for uid in ("p0", "p2", "p3", "p4")))
-    lose(world, "p3")  # only p1 knows that the view is active
-    flow(world)
+    world.lose("p3", "p0")  # only p1 knows that the view is active
+    world.flow()
     assert world.processes["p0"].rules.view.uids == ("p0", "p1", "p2", "p4")
 
 

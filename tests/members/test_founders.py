@@ -15,7 +15,7 @@ pytestmark = pytest.mark.check
 
 
 class Founder(Rank):
-    """A rank of a job whose store is rank 0's. It makes what `config` says. Moments to die: "founding" its Members,
+    """A rank of a job whose store is rank 0's. Moments to die: "founding" its Members,
     "broadcast", the first of DataParallel without members, and "asked", in place of a step the number of a request for
     its state."""
 
@@ -24,19 +24,14 @@ class Founder(Rank):
         self.net, (number, moment) = torch.nn.Linear(4, 4), script.die.get(name, (0, ""))
         for parameter in self.net.parameters():
             parameter.data.fill_(float(name))
-        self.model, members = self.net, self.members
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         if moment == "asked":
             find, numbers = Views._find_state, itertools.count(1)
             Views._find_state = lambda *asked: self.die() if next(numbers) == number else find(*asked)
         if moment == "broadcast":
             data_parallel._sync_module_states = lambda **_: self.die()
-        makes, options = script.config["makes"], {"config": "fp32", "members": members, "quiet": True}
-        if makes == "LocalSteps":
-            fusedcomm.LocalSteps(self.net, self.optimizer, 2, **options)
-        else:
-            options["members"] = members if makes == "DataParallel" else None
-            self.model = fusedcomm.DataParallel(self.net, **options)
+        members = self.members if script.config["has_members"] else None
+        self.model = fusedcomm.DataParallel(self.net, config="fp32", members=members, quiet=True)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
 
     def store(self) -> dist.Store:
         is_host = self.name == "0"
@@ -58,7 +53,7 @@ class Founder(Rank):
 
 @pytest.mark.parametrize(("victim", "moment"), [("0", "founding"), ("1", "founding"), ("0", "broadcast")])
 def test_a_founder_that_dies_before_the_first_state_is_named(team, victim, moment):
-    run = team(Founder, config={"makes": "DataParallel without members"}, die={victim: (0, moment)})
+    run = team(Founder, config={"has_members": False}, die={victim: (0, moment)})
     for name in {"0", "1", "2"} - {victim}:
         error = run.failure(name)
         assert error.startswith(f"PeerLostError: fusedcomm: rank {name} of 3: rank {victim} "), error
@@ -66,15 +61,13 @@ def test_a_founder_that_dies_before_the_first_state_is_named(team, victim, momen
 
 
 # Before another rank has the state, and when perhaps one has it.
-@pytest.mark.parametrize(
-    ("makes", "number"), [("DataParallel", 1), ("DataParallel", 4), ("LocalSteps", 1), ("LocalSteps", 3)]
-)
-def test_founders_begin_equal_though_the_first_is_lost(team, makes, number):
-    run = team(Founder, config={"makes": makes}, die={"0": (number, "asked")})
+@pytest.mark.parametrize("number", [1, 4])
+def test_founders_begin_equal_though_the_first_is_lost(team, number):
+    run = team(Founder, config={"has_members": True}, die={"0": (number, "asked")})
     first = run.read("1", "first")
     assert torch.equal(first, run.read("2", "first")) and first.unique().tolist() in ([0.0], [1.0])
 
 
 def test_founders_have_the_first_ranks_state(team):
-    run = team(Founder, config={"makes": "DataParallel"})
+    run = team(Founder, config={"has_members": True})
     assert [run.read(name, "first").unique().tolist() for name in "012"] == [[0.0]] * 3

@@ -125,15 +125,12 @@ def seen():
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def rounds(rank, world_size, kind):
+def rounds(rank, world_size):
     module, counts = nn.Linear(4, 2), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(5):
         members = fusedcomm.Members()
-        if kind == "reducer":
-            comm = fusedcomm.GradReducer(module, "int8", members=members, quiet=True)
-        else:
-            comm = fusedcomm.LocalSteps(module, optimizer, 2, members=members, quiet=True)
+        comm = fusedcomm.GradReducer(module, "int8", members=members, quiet=True)
         for _ in range(2):
             module(torch.ones(2, 4)).sum().backward()
             optimizer.step()
@@ -145,9 +142,8 @@ def rounds(rank, world_size, kind):
     return counts
 
 
-@pytest.mark.parametrize("kind", ["reducer", "local steps"])
-def test_rounds_of_members_leave_no_threads_and_descriptors_behind(ranks, kind):
-    for counts in ranks.run(rounds, kind, world_size=2):
+def test_rounds_of_members_leave_no_threads_and_descriptors_behind(ranks):
+    for counts in ranks.run(rounds, world_size=2):
         for first, last in zip(counts[1], counts[-1], strict=True):
             assert last <= first + 2, counts  # a thread may be about to end
 

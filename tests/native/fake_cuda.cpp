@@ -1,5 +1,6 @@
 // A fake CUDA driver for tests. Modules are names and functions are numbers. A launch calls back into the test, which
 // gets exactly what the engine passed and may run the kernel in host memory.
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -17,7 +18,8 @@ Launch on_launch = nullptr;
 std::vector<std::string> functions;  // "image:symbol", by number − 1
 std::string failing_call;
 Result failing_result = 0;
-int capture_status = 0;
+std::atomic<int> capture_status{0};
+thread_local int capture_mode = 0;  // CU_STREAM_CAPTURE_MODE_GLOBAL, until the thread exchanges it
 int64_t num_loads = 0;
 int64_t context = 1;
 
@@ -39,6 +41,11 @@ void fake_fail(const char* call, Result result) {
 
 // Sets what cuStreamIsCapturing reports for every stream: 0 for not captured, 1 for captured.
 void fake_capture(int status) { capture_status = status; }
+
+// Whether what this thread asks a stream, or waits for, would spoil the capture.
+int fake_spoils_capture() { return capture_status != 0 && capture_mode != 2; }
+// Whether a question for all streams of a device would, on any thread.
+int fake_is_captured() { return capture_status != 0; }
 
 // The number of modules loaded so far.
 int64_t fake_num_loads() { return num_loads; }
@@ -93,6 +100,9 @@ Result cuStreamIsCapturing(void*, int* status) {
   return result_of("cuStreamIsCapturing");
 }
 
-Result cuThreadExchangeStreamCaptureMode(int*) { return result_of("cuThreadExchangeStreamCaptureMode"); }
+Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return result_of("cuThreadExchangeStreamCaptureMode");
+}
 
 }  // extern "C"

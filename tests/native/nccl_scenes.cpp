@@ -30,20 +30,21 @@ void nccl_or_torch() {
     std::string calls;
     std::shared_ptr<const Nccl> nccl = sim::nccl();
     bool is_nccl = true;
-    const char* in_progress = "";  // the function that leaves its communicator in progress
   };
   for (const Case& c : {
            Case{0, "", "ncclAllGather 5 ncclAlltoAll 5 "},
            Case{1, "", "ncclAllGather 5 "},
-           Case{1, "", "ncclAllGather 5 ", sim::nccl(), true, "ncclAllGather"},
            Case{2, "", "ncclAllReduce 3 "},
            Case{3, "", "ncclAllGather 10 ncclAlltoAll 10 "},
            // NCCL before 2.28.
            Case{0, "", "ncclAllGather 5 ncclRecv 10 ncclSend 10 ", sim::nccl("ncclAlltoAll")},
            Case{0, "the simulated NCCL has no ncclAllGather", "", sim::nccl("ncclAllGather")},
            Case{0, "the simulated NCCL has no _ZN4c10d", "", sim::nccl("_ZN4c10d16ProcessGroupNCCL10getCommPtrEv")},
-           Case{0, "a library is not loaded", "", std::make_shared<Nccl>("a library", nullptr)},
-           Case{0, "FUSEDCOMM_NCCL=torch", "", nullptr},
+           // A library that lacks what another one has, which torch would call.
+           Case{0, "torch calls the ncclGetErrorString of ", "",
+                std::make_shared<Nccl>("libc.so.6", symbols_of("libc.so.6"))},
+           Case{0, "a library is not loaded", "", std::make_shared<Nccl>("a library", symbols_of("a library"))},
+           Case{0, "FUSEDCOMM_NCCL=torch", "", sim::nccl("", "FUSEDCOMM_NCCL=torch")},
            // A group that torch has wrapped.
            Case{0, "the group's backend is a sim::Backend", "", sim::nccl(), false},
        }) {
@@ -54,7 +55,6 @@ void nccl_or_torch() {
       const std::string early = why_of(rank);
       REQUIRE(!c.why.empty() || early == "the group has no communicator on this device", "early: %s", early.c_str());
       rank.connect();
-      sim::fail_nccl(c.in_progress, 7);
       sim::take_nccl_calls(index);
       rank.train(0);
       const std::string why = why_of(rank);
@@ -65,26 +65,32 @@ void nccl_or_torch() {
   }
 }
 
-// A function fails on all ranks. The error has its name, its result and the bucket, and ends all later ones.
+// A function fails on all ranks, or says that it is in progress. The error has its name, its result and the bucket, and
+// ends all later ones.
 void nccl_fails() {
   const std::string of_group = "a group of ncclSend and ncclRecv";
-  for (const auto& [function, hidden, named, sum] : {std::tuple{"ncclAlltoAll", "", std::string("ncclAlltoAll"), 0},
-                                                     {"ncclAllGather", "", "ncclAllGather", 1},
-                                                     {"ncclAllReduce", "", "ncclAllReduce", 2},
-                                                     {"ncclRecv", "ncclAlltoAll", of_group, 0},
-                                                     {"ncclGroupStart", "ncclAlltoAll", of_group, 0},
-                                                     {"ncclGroupEnd", "ncclAlltoAll", of_group, 0}}) {
+  const std::string failed = "3 (internal error): the test made this call fail";
+  const std::string in_progress =
+      "7 (an error): the test made this call fail. The communicator does not block its callers: set FUSEDCOMM_NCCL";
+  for (const auto& [function, hidden, named, sum, result] :
+       {std::tuple{"ncclAlltoAll", "", std::string("ncclAlltoAll"), 0, failed},
+        {"ncclAllGather", "", "ncclAllGather", 1, failed},
+        {"ncclAllGather", "", "ncclAllGather", 1, in_progress},
+        {"ncclAllReduce", "", "ncclAllReduce", 2, failed},
+        {"ncclRecv", "ncclAlltoAll", of_group, 0, failed},
+        {"ncclGroupStart", "ncclAlltoAll", of_group, 0, failed},
+        {"ncclGroupEnd", "ncclAlltoAll", of_group, 0, failed}}) {
     Setup setup = sums()[static_cast<size_t>(sum)];
     setup.nccl = sim::nccl(hidden);
     sim::fail_nccl("");
     std::barrier trained(setup.world_size);
-    with_ranks(setup, [&, function = function, named = named](Rank& rank, int) {
+    with_ranks(setup, [&, function = function, named = named, result = result](Rank& rank, int) {
       rank.train(0);
       rank.synchronize();
       trained.arrive_and_wait();
-      sim::fail_nccl(function, 3);
+      sim::fail_nccl(function, result == failed ? 3 : 7);
       REQUIRE(rank.backward(1) == 0, "%s fails unnoticed", function);
-      const std::string text = rank.error(), code = named + " failed with code 3 (internal error): the test made this";
+      const std::string text = rank.error(), code = named + " failed with code " + result;
       REQUIRE(text.find(code) != std::string::npos && text.find(" failed for bucket 0 (") != std::string::npos,
               "%s: %s", function, text.c_str());
       REQUIRE(rank.error_of_next() == text, "a bucket goes on after %s has failed", function);
@@ -97,10 +103,12 @@ void nccl_fails() {
 // Nothing is called in a step that is captured, nor once the collectives were aborted.
 void nccl_refused() {
   for (const bool captures : {true, false}) {
-    with_ranks(sums()[0], [&](Rank& rank, int index) {
+    const Setup setup = sums()[0];
+    std::barrier over(setup.world_size);
+    with_ranks(setup, [&](Rank& rank, int index) {
       rank.train(0);
       rank.synchronize();
-      if (index != 0) return;
+      if (index != 0) return over.arrive_and_wait();
       sim::take_nccl_calls(0);
       fake_capture(captures ? 1 : 0);
       if (!captures) rank.hook().abort("this scene is over");
@@ -114,6 +122,7 @@ void nccl_refused() {
       const std::string calls = sim::take_nccl_calls(0);
       REQUIRE(calls.empty(), "called: %s", calls.c_str());
       fake_capture(0);
+      over.arrive_and_wait();
     });
   }
 }

@@ -20,6 +20,9 @@
 #include "sim_memory.h"
 #include "sim_stream.h"
 
+extern "C" int fake_spoils_capture();
+extern "C" int fake_is_captured();
+
 namespace sim {
 namespace {
 
@@ -153,6 +156,11 @@ std::vector<c10::Stream> streams_of(int index) {
   return streams;
 }
 
+// Ends the test if the thread's question, or its wait, would spoil a capture on a GPU.
+void check_capture(const char* what) {
+  REQUIRE(!fake_spoils_capture(), "%s while a step is captured spoils the graph", what);
+}
+
 struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -184,12 +192,17 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
   // Only a thread of count_queries() learns it: streams that are used again would have other pauses.
   bool queryStream(const c10::Stream& stream) const override {
+    check_capture("a question whether a stream is idle");
     DeviceState& sim = state(stream.device_index());
     std::lock_guard<std::mutex> lock(sim.mutex);
     return t_count_queries && thread_of(sim, stream.id()).is_idle();
   }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream, /*counts=*/true); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    check_capture("a wait for a stream");
+    synchronize(stream, /*counts=*/true);
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
+    REQUIRE(!fake_is_captured(), "a wait for the device while a step is captured spoils the graph");
     for (const c10::Stream& stream : streams_of(index)) synchronizeStream(stream);
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
@@ -224,6 +237,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     thread_of(sim, stream.id()).push([recording] { recording->wait(); });
   }
   bool queryEvent(void* event) const override {
+    check_capture("a question whether an event is reached");
     check_fault(static_cast<SimEvent*>(event)->device);
     count(static_cast<SimEvent*>(event)->device, &Calls::asked);
     const std::shared_ptr<Recording> recording = static_cast<SimEvent*>(event)->get();
@@ -232,6 +246,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
+    check_capture("a wait for an event");
     count(static_cast<SimEvent*>(event)->device, &Calls::waited_on_host);
     static_cast<SimEvent*>(event)->wait();
   }

@@ -70,12 +70,11 @@ c10::Device device_of(const Backend& communicator);
 void enqueue(Backend& communicator, Collective what, const at::Tensor& send, const at::Tensor& receive,
              const c10::Stream& stream);
 
-// The product's object over these functions, without the one of the symbol `hidden`.
-std::shared_ptr<const fusedcomm::Nccl> nccl(const std::string& hidden = "");
+// The product's object over these functions, without the one of the symbol `hidden`. through_torch: why it calls none.
+std::shared_ptr<const fusedcomm::Nccl> nccl(const std::string& hidden = "", const std::string& through_torch = "");
 // The calls for communicators of this device since this was asked last: "ncclAllGather 2 ncclAlltoAll 1 ".
 std::string take_nccl_calls(int index);
-// From now on `function` returns `result`, and enqueues nothing. If that is ncclInProgress it does, and the
-// communicator is still in progress when it is asked for the first time. An empty name ends this.
+// From now on `function` returns `result`, and enqueues nothing. An empty name ends this.
 void fail_nccl(const std::string& function, int result = 0);
 
 }  // namespace sim

@@ -12,13 +12,12 @@
 
 namespace {
 
-constexpr int kSuccess = 0, kUnhandledCudaError = 1, kInProgress = 7;
+constexpr int kSuccess = 0, kUnhandledCudaError = 1;
 
 std::mutex mutex;                                         // protects what follows
 std::map<int, std::map<std::string, int64_t>> num_calls;  // by device and function
 std::string failing;
 int failing_result = kSuccess;
-bool is_in_progress = false;
 
 thread_local std::string t_last_error;
 
@@ -34,15 +33,14 @@ int begin(const char* function, const sim::Backend* communicator = nullptr) {
   std::lock_guard<std::mutex> lock(mutex);
   if (communicator) ++num_calls[sim::device_of(*communicator).index()][function];
   if (failing != function) return kSuccess;
-  is_in_progress = failing_result == kInProgress;
-  if (!is_in_progress) t_last_error = "the test made this call fail";
+  t_last_error = "the test made this call fail";
   return failing_result;
 }
 
 // sent, received: elements.
 int enqueue(int result, sim::Collective what, const void* send, size_t sent, void* receive, size_t received, int dtype,
             sim::Backend* communicator, void* stream) {
-  if (result != kSuccess && result != kInProgress) return result;
+  if (result != kSuccess) return result;
   const std::map<int, at::ScalarType> types = {{1, at::kByte}, {6, at::kHalf}, {7, at::kFloat}, {9, at::kBFloat16}};
   const at::ScalarType type = types.at(dtype);
   const auto tensor = [&](const void* data, size_t count) {
@@ -77,11 +75,6 @@ size_t of_all(size_t count, const sim::Backend* communicator) {
 
 NCCL const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "an error"; }
 NCCL const char* ncclGetLastError(void*) { return t_last_error.c_str(); }
-NCCL int ncclCommGetAsyncError(sim::Backend*, int* error) {
-  std::lock_guard<std::mutex> lock(mutex);
-  *error = std::exchange(is_in_progress, false) ? kInProgress : kSuccess;
-  return kSuccess;
-}
 NCCL int ncclGroupStart() { return begin("ncclGroupStart"); }
 NCCL int ncclGroupEnd() { return begin("ncclGroupEnd"); }
 NCCL int ncclSend(const void* data, size_t count, int, int peer, sim::Backend* communicator, void*) {
@@ -113,12 +106,17 @@ NCCL int ncclAllReduce(const void* send, void* receive, size_t count, int dtype,
                  communicator, stream);
 }
 
+// CUDA's runtime hands it to the driver.
+extern "C" int cuThreadExchangeStreamCaptureMode(int* mode);
+NCCL int cudaThreadExchangeStreamCaptureMode(int* mode) { return cuThreadExchangeStreamCaptureMode(mode); }
+
 namespace sim {
 
-std::shared_ptr<const fusedcomm::Nccl> nccl(const std::string& hidden) {
-  return std::make_shared<fusedcomm::Nccl>("the simulated NCCL", [hidden](const char* symbol) -> void* {
-    return hidden == symbol ? nullptr : dlsym(RTLD_DEFAULT, symbol);
-  });
+std::shared_ptr<const fusedcomm::Nccl> nccl(const std::string& hidden, const std::string& through_torch) {
+  const auto find = [hidden](const char* symbol) -> fusedcomm::Symbol {
+    return {hidden == symbol ? nullptr : dlsym(RTLD_DEFAULT, symbol), ""};
+  };
+  return std::make_shared<fusedcomm::Nccl>("the simulated NCCL", find, through_torch);
 }
 
 std::string take_nccl_calls(int index) {

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from patience import HANG_S
 from scripts import python
 
+from fusedcomm.members.training.views import Views
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts, torch_groups
 from fusedcomm.ranks.channels import make_host_channels
+from fusedcomm.ranks.peers import Peers
 
 TORCH = Path(torch.__file__).parent
 HEADERS = "torch/csrc/distributed/c10d"
@@ -110,10 +112,11 @@ class OldStandIn:
     class Options:
         def __init__(self):
             self._timeout = None
-            self.config = SimpleNamespace(max_ctas=None)
+            self.config = SimpleNamespace(max_ctas=None, blocking=None)
 
     def __init__(self, store, rank, size, options):
         self.timeout, self.max_ctas = options._timeout, options.config.max_ctas
+        self.blocking = options.config.blocking
         self.calls.append(("made", rank, size))
 
     def eager_connect_single_device(self, device):
@@ -192,6 +195,65 @@ def test_a_rank_that_never_comes_is_named_before_anything_is_made(nccl):
     assert OldStandIn.calls == []
 
 
+def gives_up_with_a_lost_rank(errand):
+    def lost(*_):
+        raise RuntimeError("rank 1 is lost")
+
+    peers = SimpleNamespace(world_size=2, _poll_s=0.01, _raise_if_lost=lost)
+    with pytest.raises(RuntimeError, match="rank 1 is lost"):
+        Peers.call(peers, errand, "connecting")
+
+
+def gives_up_a_view_of_members(errand):
+    members = SimpleNamespace(group=lambda view, device: errand())
+    views = SimpleNamespace(members=members, device=CUDA, _is_superseded=lambda view: True, _make_session=print)
+    assert Views._build(views, None) is None
+
+
+@pytest.mark.parametrize("gives_up", [gives_up_with_a_lost_rank, gives_up_a_view_of_members])
+@pytest.mark.parametrize("others", ["never come", "have come"])
+def test_no_thread_waits_for_ranks_once_the_communicator_is_given_up(nccl, gives_up, others):
+    """Only NCCL's own, which ends the communicator when it returns."""
+    may_end, has_aborted, threads = threading.Event(), threading.Event(), []
+
+    class Waiting(OldStandIn):
+        def eager_connect_single_device(self, device):
+            may_end.wait(HANG_S)
+
+        def abort(self):
+            has_aborted.set()
+
+    def connect():
+        threads.append(threading.current_thread())
+        torch_groups.own_nccl(store, "members", 0, 2, datetime.timedelta(days=1), CUDA)
+
+    nccl.setattr(dist, "ProcessGroupNCCL", Waiting)
+    store = dist.HashStore()
+    if others == "have come":
+        store.set("members/here/1", "")
+    gives_up(connect)
+    threads[0].join(HANG_S)
+    assert not threads[0].is_alive()
+    may_end.set()
+    assert others == "never come" or has_aborted.wait(HANG_S)
+
+
+BY_NCCL = -(2**31)
+"""NCCL's number for what nobody has chosen."""
+
+
+@pytest.mark.parametrize(
+    ("blocking", "variable", "expected"),
+    [(BY_NCCL, "", False), (BY_NCCL, "1", True), (1, "1", False), (0, "", True), (None, "1", True), (None, "0", False)],
+)
+def test_a_group_is_non_blocking_as_torch_decides(monkeypatch, blocking, variable, expected):
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", variable)
+    config = None if blocking is None else SimpleNamespace(blocking=blocking)
+    backend = SimpleNamespace(options=SimpleNamespace(config=config))
+    assert torch_groups.is_non_blocking(backend) == expected
+    assert torch_groups.is_non_blocking(SimpleNamespace(wrapped_pg=backend)) == expected
+
+
 class GroupOfSix:
     """A process group with the only parts that channels use: a backend with a timeout and a rank."""
 
@@ -217,3 +279,4 @@ def test_communicators_of_two_levels_are_connected_at_attach(nccl):
     wires = [channels.local_scatter, channels.cross_scatter, channels.local_gather]
     assert channels.cross_scatter is channels.cross_gather and channels.local_scatter is not channels.local_gather
     assert {wire.timeout for wire in wires} == {SECONDS} and [wire.max_ctas for wire in wires] == [16, 8, 16]
+    assert {wire.blocking for wire in wires} == {1}  # whatever torch's own communicators are

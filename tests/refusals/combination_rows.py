@@ -150,17 +150,15 @@ def by_sharded_optimizer(given: Given) -> None:
 
 def by_local_steps(given: Given) -> None:
     model = DistributedDataParallel(Net()) if "DDP or FSDP2 inside a host" in given else Net()
-    model.to("meta" if "parameters on an accelerator" in given else "cpu")
-    options = chosen(given, "process_group") | {"config": config_of(given), "quiet": True}
-    with fusedcomm.Members(microbatches=given.get("microbatches")) as members:
-        options |= {"members": members} if "members" in given else {}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fusedcomm.LocalSteps(model, optimizer, given.get("every as a time", 10), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fusedcomm.LocalSteps(model, optimizer, given.get("every as a time", 10), config=config_of(given), quiet=True)
 
 
 WITHOUT_RANKS = {
     "Config": by_config,
-    "sums on two levels": lambda given: levels.find(Config("int8", **given | {"hosts": 2}), list("aabb"), 0),
+    "sums on two levels": lambda given: levels.find(
+        Config("int8", hosts=2, feedback=given["feedback"]), list("aabb"), 0, weighs=True
+    ),
     "simulate": lambda given: fusedcomm.simulate([torch.zeros(3)] * 2, config_of(given)),
     "CommState": lambda given: fusedcomm.CommState(config_of(given)),
 }

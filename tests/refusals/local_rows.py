@@ -20,7 +20,6 @@ ARGUMENTS = [
     ({"every": 5, "delay": 5}, "delay=5 is not below every=5 ... delay=4 or less"),
     ({"every": 5, "delay": -1}, "delay=-1"),
     *(({"every": every}, f"every={every!r} ... a time above 0") for every in NO_TIMES),
-    ({"every": 5, "members": "auto"}, "members='auto' ... no fusedcomm.Members"),
 ]
 
 

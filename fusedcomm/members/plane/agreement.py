@@ -14,8 +14,8 @@ propose        by the lowest live rank to all that take part,      promises its 
 acknowledge    with the last finished step                         commits, when all that take part have acknowledged
 refuse         with the reason                                     abandons the proposal, and makes another
 abort          by a proposer whose proposal does not fit any more  lets its main thread go on, if that waits at b
-commit         by the proposer, and on in a tree; by others to     is in that view from now on, or expelled
-               whoever lacks it
+commit         by the proposer to joiners and those left out, to   is in that view from now on, or expelled
+               others in a tree; by others to whoever lacks it
 =============  ==================================================  ====================================================
 
 =============  ======================================  ================================================================
@@ -318,8 +318,10 @@ class Agreement:
         self.proposal, self._margin = None, _MARGIN
         self._adopt(commit_message(decision, proposal.immediate, roster.may_be_active(acks)))
         self._pass_on(decision.view)
+        # The tree does not reach those that are left out, nor joiners, with which only this member is connected yet.
+        told, joined = decision.view.below(self._uid, FAN_OUT), {member.uid for member in decision.joined}
         for uid in proposal.participants:
-            if uid not in decision.view:
+            if uid not in told and (uid not in decision.view or uid in joined):
                 self._effects.send(uid, self.commit)
 
     # ---- the members

@@ -46,8 +46,10 @@ class Roster:
         return {"committed": views[-1].number if views else -1, "active": views[0].number if views else -1}
 
     def reasons(self) -> dict[str, str]:
-        """By uid of the dead: what was seen."""
-        return {uid: self._effects.reason(uid) for uid in sorted(self.dead)}
+        """By uid of the dead: what was seen. A member of no view from the active one on is not named any more: every
+        member of the active view has committed it."""
+        named = {uid for view in self.views for uid in view.uids} & self.dead
+        return {uid: self._effects.reason(uid) for uid in sorted(named)}
 
     def hear_dead(self, reasons: dict[str, str]) -> None:
         """Another member has said which are dead, and what it has seen of each."""

@@ -8,6 +8,7 @@ a rank is lost      the control thread stops the engine, and aborts collectives 
 a rank joins        at a boundary between two steps: before_pass()
 """
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Collection
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.members.errors import MemberLostError
 from fusedcomm.members.members import Members
 from fusedcomm.members.plane.view import Decision, Member
 from fusedcomm.members.training.recovery import RecoverySession, with_recovery_codes
-from fusedcomm.members.training.views import ENDING_S, MAX_FAILURES, Views
+from fusedcomm.members.training.views import ENDING_S, MAX_FAILURES, POLL_S, Views
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement
 from fusedcomm.ranks.own_group import OwnGroup
@@ -176,13 +178,38 @@ class Training(Views):
         self._tell()
 
     def begin_equal(self, without: Collection[str]) -> None:
-        """Gives the founders the first rank's parameters and buffers, but for those of these names."""
+        """Gives the founders, before their first step, the first rank's parameters and buffers, but for those of these
+        names.
 
-        def take(found: list) -> None:
-            self._write({name: tensor for name, tensor in (found[0] | found[1]).items() if name not in without})
-
+        If the first rank is lost, the next one asks all others: what one of them has taken counts, else its own. A view
+        is installed once all have come, so nobody takes anything meanwhile.
+        """
+        plane = self.members.plane
         with self._going_on():
-            self._begin_equal((_MODEL, _BUFFERS), take, self._go_over)
+            while not self._is_equal:
+                view = self.members.current
+                first, *others = view.members
+                is_first = first.uid == plane.member.uid
+                try:
+                    sources = [first] if not is_first else others if view.number else []
+                    taken = next(filter(None, map(self._taken_from, sources)), None)
+                except MemberLostError:
+                    self._go_over(plane.recover())
+                    continue
+                if taken is not None:
+                    self._write({name: tensor for name, tensor in taken.items() if name not in without})
+                self._is_equal = is_first or taken is not None
+                if not self._is_equal and self._is_superseded(view):
+                    self._go_over(plane.recover())
+                elif not self._is_equal:
+                    time.sleep(POLL_S)
+
+    def _taken_from(self, source: Member) -> dict[str, torch.Tensor] | None:
+        """The first rank's model by this rank; None if that has not taken it itself."""
+        self._sources = [source]
+        with contextlib.suppress(LookupError):
+            return {**self._received(_MODEL, first=True)[1], **self._received(_BUFFERS, first=True)[1]}
+        return None
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

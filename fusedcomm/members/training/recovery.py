@@ -14,16 +14,12 @@ from fusedcomm.session.plan import BucketsPlan
 from fusedcomm.session.session import Session
 
 
-class UnexplainedSession(Session):
-    """A session that reports stalls, but explains no failure: the members agree at once. A member may be lost while the
-    ranks connect, and what already waits for it on a device would only end once somebody aborts it."""
+class RecoverySession(Session):
+    """A session whose buckets keep recovery codes, and their means. It reports stalls, but explains no failure: the
+    members agree at once. A member may be lost while the ranks connect, and what already waits for it on a device would
+    only end once somebody aborts it."""
 
-    explains = False
-    warms_up = False
-
-
-class RecoverySession(UnexplainedSession):
-    """A session whose buckets keep recovery codes, and their means."""
+    explains = warms_up = False
 
     def use_comparison(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the members compare, so that a lost rank keeps nobody waiting. See Views."""
@@ -44,7 +40,7 @@ class RecoverySession(UnexplainedSession):
 
 
 def with_recovery_codes(config: Config, members: Members, device: torch.device) -> Config:
-    """`config` with sums of which each rank has recovery codes. Raises ValueError where that cannot be."""
+    """`config` with sums on one level, whose recovery codes each rank has. Raises ValueError where that cannot be."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"fusedcomm: gradients are on {device}: ranks come and go on cpu or cuda, leave out members=")
     given = {
@@ -53,15 +49,10 @@ def with_recovery_codes(config: Config, members: Members, device: torch.device) 
         "sum": config.sum,
         "microbatches": members.microbatches,
         "weighted": config.weighted,
+        "hosts": config.named_hosts,
     }
     combinations.refuse("Members", given)
-    return dataclasses.replace(on_one_level(config), sum="two-shot")
-
-
-def on_one_level(config: Config) -> Config:
-    """`config` with sums over all ranks at once. Raises ValueError if it names hosts."""
-    combinations.refuse("Members", {"hosts": config.named_hosts})
-    return dataclasses.replace(config, hosts=None)
+    return dataclasses.replace(config, sum="two-shot", hosts=None)
 
 
 def why_refused(joiner: dict, own: dict[str, object], members: Members) -> str:

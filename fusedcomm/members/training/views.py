@@ -1,14 +1,14 @@
 """The sessions of what trains on ranks that come and go: one for each view, and what leads from one to the next.
 
 What a view is, and who is in it, is agreement.py's; here a process connects with the others of a view, and one that
-joins gets their state. Training and LocalSteps say what happens to what was under way.
+joins gets their state. passes.py says what happens to a pass that was under way.
 """
 
 import abc
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fusedcomm.session.stats import Change
 
 CHANGING = "the ranks are changing"
 """Why an engine stops that goes on in another view."""
-_POLL_S = 0.02
+POLL_S = 0.02
 """Seconds between two looks whether a view that is being connected is still the members' choice."""
 _NOTICED_S = 5.0
 """Seconds within which the members notice that a rank is lost, before the first step."""
@@ -50,7 +50,7 @@ class Views(abc.ABC):
 
     def __init__(self, members: Members, device: torch.device) -> None:
         if members.training is not None:
-            raise ValueError("fusedcomm: these members belong to another reducer or LocalSteps: make another Members")
+            raise ValueError("fusedcomm: these members belong to another reducer: make another Members")
         self.members, self.device, self.step = members, device, 0
         self.session = None
         self._has_tried = False  # whether the first session was made, or could not be
@@ -187,40 +187,6 @@ class Views(abc.ABC):
         uids = [member.uid for member in joined]
         self._sources = [member for member in decision.view.members if member.uid not in uids]
         return uids
-
-    def _begin_equal(
-        self, names: Sequence[str], take: Callable[[list], object], go_over: Callable[[Decision], object]
-    ) -> None:
-        """Gives the founders, before their first step, the first rank's objects of these names, by take(objects).
-
-        go_over(decision): enters the next view. If the first rank is lost, the next one asks all others: what one of
-        them has taken counts, else its own. A view is installed once all have come, so nobody takes anything meanwhile.
-        """
-        plane = self.members.plane
-        while not self._is_equal:
-            view = self.members.current
-            first, *others = view.members
-            is_first = first.uid == plane.member.uid
-            try:
-                sources = [first] if not is_first else others if view.number else []
-                taken = next(filter(None, (self._taken_from(source, names) for source in sources)), None)
-            except MemberLostError:
-                go_over(plane.recover())
-                continue
-            if taken is not None:
-                take(taken)
-            self._is_equal = is_first or taken is not None
-            if not self._is_equal and self._is_superseded(view):
-                go_over(plane.recover())
-            elif not self._is_equal:
-                time.sleep(_POLL_S)
-
-    def _taken_from(self, source: Member, names: Sequence[str]) -> list | None:
-        """None if that rank has not taken them itself."""
-        self._sources = [source]
-        with contextlib.suppress(LookupError):
-            return [self._received(name, first=True)[1] for name in names]
-        return None
 
     def receive(self, name: str, carried: Any) -> None:
         """Loads the others' state of a carried object, in a rank that joins; else does nothing."""
@@ -384,8 +350,9 @@ class Views(abc.ABC):
         Raises `problem`, and before the first session what another rank cannot do. Later that is the other rank's end.
         """
         errand = Errand(lambda: self._make_session(self.members.group(view, self.device), problem))
-        while not errand.has_ended_within(_POLL_S):
+        while not errand.has_ended_within(POLL_S):
             if self._is_superseded(view):
+                errand.leave()
                 return None
         self._has_tried = True
         try:
@@ -406,7 +373,7 @@ class Views(abc.ABC):
         while self.session is None and not self._is_superseded(view):
             if time.monotonic() > until:
                 raise self._why_not_built
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return None
 
     def _ask(self, members: Sequence[Member], kind: str, header: dict) -> tuple[dict, memoryview] | None:
@@ -421,5 +388,5 @@ class Views(abc.ABC):
                     except LookupError:
                         if time.monotonic() > until:
                             raise
-                    time.sleep(_POLL_S)
+                    time.sleep(POLL_S)
         return None
