@@ -15,6 +15,7 @@ from models import Gradients, integers, mean_of_integers, refusal
 from sampling import few
 from scripts import ROOT
 
+import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
 from fusedcomm.simulation import simulate

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from models import refused
+from models import Gradients, refusal
+from torch.nn.parallel import DistributedDataParallel
 
+import fusedcomm
 from fusedcomm import chunks, memory
 from fusedcomm.config import Chunks, Config, TwoLevels
 from fusedcomm.native import _C
@@ -120,7 +122,7 @@ def test_chunks_that_do_not_fit_into_the_machines_memory_are_refused(ranks, sum)
 def attached_with_memory(rank, world_size, config, has_nbytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "total_nbytes", lambda: has_nbytes)
-        return refused(rank, world_size, {"config": config, "quiet": True})
+        return refusal(fusedcomm.attach, DistributedDataParallel(Gradients((50, 2))), config, quiet=True)
 
 
 def test_memory_that_cannot_be_allocated_is_an_error_about_chunks():

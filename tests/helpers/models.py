@@ -82,16 +82,6 @@ def attach_to(
     return ddp, fusedcomm.attach(ddp, config, local=local, quiet=True)
 
 
-def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
-    """The error of an attach with `kwargs`; "accepted" if it succeeds."""
-    ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
-    try:
-        fusedcomm.attach(ddp, **kwargs)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "accepted"
-
-
 def error_of(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable, *args, **kwargs) -> str:
     """The text of the error of these kinds that a call raises."""
     with pytest.raises(kinds) as error:
@@ -187,12 +177,6 @@ KINDS = {"fp32": "exact", "bf16": "16 bits", "fp16": "16 bits"}
 def by_kind(wire: str, **others: object) -> dict[str, object]:
     """For `pytest.mark.sampled(by=by_kind)`: one wire of each kind runs, and every value of the other parameters."""
     return {"kind": KINDS.get(wire, "codes"), **others}
-
-
-def constant(value: float, wire: str) -> object:
-    """What a mean of equal values must equal. It is exact in every wire dtype except int4, whose scale is
-    rounded to bf16 twice."""
-    return pytest.approx(value, rel=2.0**-8 if wire == "int4" else 0)
 
 
 class Mlp(nn.Module):
