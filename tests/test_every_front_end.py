@@ -134,7 +134,7 @@ WAYS = {
     **{name: (with_front_end, name, front_end.config("int8")) for name, front_end in FRONT_ENDS.items()},
     "hook, feedback": (with_front_end, "hook", Config("int8", feedback=Feedback())),
     "hook, int4": (with_front_end, "hook", Config("int4")),
-    "FSDP2, feedback": (with_front_end, "FSDP2", Config("int8", feedback=Feedback(unsharded=True))),
+    "FSDP2, feedback": (with_front_end, "FSDP2, replicate", Config("int8", feedback=Feedback())),
     "Horovod": (with_horovod, "", None),
     "simulation": (with_simulation, "", None),
 }
@@ -184,7 +184,7 @@ def in_inference_mode(rank, world_size, consolidated):
     """State saved in inference mode, and loaded there and outside, beside that of a run without it."""
     found = []
     for mode in (False, True):
-        forward, comm = FRONT_ENDS["FSDP2"].make(model(), Config("int4", feedback=Feedback(unsharded=True)))
+        forward, comm = FRONT_ENDS["FSDP2, replicate"].make(model(), Config("int4", feedback=Feedback()))
         backward(forward, rank)
         with torch.inference_mode(mode):
             state = comm.state_dict(**({"consolidated": True} if consolidated else {}))
