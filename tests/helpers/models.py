@@ -62,11 +62,6 @@ def synchronized(
     return FRONT_ENDS[front_end].make(model, config, **options)
 
 
-def no_sync_of(forward: nn.Module, comm: object) -> Callable:
-    """The no_sync() of what `synchronized` returns."""
-    return forward.no_sync if hasattr(forward, "no_sync") else comm.no_sync
-
-
 def attach_to(
     model: nn.Module,
     wire: str = "int4",
@@ -172,11 +167,6 @@ def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 KINDS = {"fp32": "exact", "bf16": "16 bits", "fp16": "16 bits"}
-
-
-def by_kind(wire: str, **others: object) -> dict[str, object]:
-    """For `pytest.mark.sampled(by=by_kind)`: one wire of each kind runs, and every value of the other parameters."""
-    return {"kind": KINDS.get(wire, "codes"), **others}
 
 
 class Mlp(nn.Module):

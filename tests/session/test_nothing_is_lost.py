@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import file_of, read
 from front_ends import adding_up
-from models import Gradients, integers, no_sync_of, normal, synchronized
+from models import Gradients, integers, normal, synchronized
 from sampling import few, for_all_lists
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -190,7 +190,7 @@ class Ledger:
         self.forward.zero_grad()
         before = [torch.zeros(())] * len(SHAPES)
         if adds_up:
-            with no_sync_of(self.forward, self.comm)():
+            with adding_up(self.forward, self.comm):
                 before = self.backward()
         given = [a + b for a, b in zip(before, self.backward(), strict=True)]
         got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.model.weights]
