@@ -1,4 +1,4 @@
-"""The methods of a GradReducer, its life, and several of them."""
+"""The life of a GradReducer, and several of them."""
 
 import gc
 import weakref
