@@ -17,7 +17,7 @@ from sampling import few
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Config
+from fusedcomm.config import Config, Feedback
 from fusedcomm.devices import cuda
 from fusedcomm.ranks import torch_groups
 
@@ -51,14 +51,14 @@ def with_horovods_optimizer(rank, name, config):
     hvd.init()
     trained = model()
     optimizer = torch.optim.SGD(trained.parameters(), 0.1)
-    return trained, hvd.DistributedOptimizer(optimizer, trained.named_parameters())
+    return trained, hvd.DistributedOptimizer(optimizer, trained.named_parameters(), hvd.Compression.int8)
 
 
 STEPPING = {
     **{name: (reduced, name, config) for name, config in on_streams.CONFIGS.items()},
-    "GradReducer": (reduced, "reducer", Config("bf16", weighted="mean")),
-    "ShardedOptimizer": (with_owners, "", Config("fp32", sum="two-shot")),
-    "LocalSteps": (with_merges, "", Config("bf16", sum="two-shot")),
+    "GradReducer": (reduced, "reducer", Config("int8", weighted="mean")),
+    "ShardedOptimizer": (with_owners, "", Config("int8", sum="two-shot")),
+    "LocalSteps": (with_merges, "", Config("int4", sum="two-shot", feedback=Feedback(), chunks=on_streams.CHUNKS)),
     "Horovod": (with_horovods_optimizer, "", None),
 }
 
@@ -78,8 +78,8 @@ def stepping(rank, name, device):
             hvd.shutdown()
 
 
-def waits_of_steps(rank, world_size, name, device):
-    """How often each of ten steps has waited for the device, whose work before it has ended."""
+def ten_steps(rank, world_size, name, device):
+    """(how often each has waited for the device, whose work before it has ended; the parameters then)"""
     found = []
     with stepping(rank, name, device) as (forward, optimizer, own):
         for _ in range(10):
@@ -88,14 +88,18 @@ def waits_of_steps(rank, world_size, name, device):
             forward(own).backward()
             optimizer.step()
             found.append(on_streams.waits() - before)
-            torch.accelerator.synchronize()
-    return found
+            if device != "cpu":
+                torch.accelerator.synchronize()
+        return found, [getattr(p, "_local_tensor", p).detach().cpu() for p in forward.parameters()]
 
 
 @pytest.mark.parametrize("name", STEPPING)
-def test_a_steady_step_does_not_wait_for_an_accelerator(ranks_on_streams, name):
-    for waits in ranks_on_streams.run(waits_of_steps, name, on_streams.DEVICE):
+def test_a_steady_step_does_not_wait_for_an_accelerator_and_has_the_cpus_bits(ranks_on_streams, ranks, name):
+    on_cpu = ranks.run(ten_steps, name, "cpu", world_size=2)
+    on_device = ranks_on_streams.run(ten_steps, name, on_streams.DEVICE)
+    for (waits, ours), (_, theirs) in zip(on_device, on_cpu, strict=True):
         assert waits[4:] == [0] * 6, waits
+        assert all(map(torch.equal, ours, theirs))
 
 
 def steps_with_a_write(rank, world_size, device):
@@ -119,7 +123,7 @@ def test_an_owner_finds_a_written_gradient_a_step_later(ranks_on_streams):
 def communicators_of_merges(rank, world_size, device):
     with torch.device(device):
         before = len(on_streams.own_backends)
-        forward, optimizer = with_merges(rank, "", Config("bf16", sum="two-shot"))
+        forward, optimizer = with_merges(rank, "", STEPPING["LocalSteps"][-1])
         forward.comm.finish()
         torch.accelerator.synchronize()
     return on_streams.own_backends[before:]

@@ -1,8 +1,8 @@
 """Front ends on the simulated accelerator of tests/native, in real rank processes: models, backward passes, optimizers
 and collectives are work of its streams, and what misses a wait ends the process with the names of both.
 
-The device is called "sim". Kernels are those of tests/native/sim_kernels.cpp, for fp32 gradients in fp32 and bf16; all
-other operators run on the CPU, on the streams' threads.
+The device is called "sim". It has the kernels that attaching would compile; tests/native/sim_kernels.cpp lets the codec
+of the CPU do their work. All other operators run on the CPU, too, on the streams' threads.
 """
 
 import ctypes
@@ -19,20 +19,22 @@ from patience import HANG_S
 from ranks import Ranks
 
 from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 from fusedcomm.ranks import channels, torch_groups
 from fusedcomm.session import session
+from fusedcomm.session.parameters import grad_dtypes
 
 DEVICE = "sim"
 BACKEND = "cpu:gloo,sim:sim"
 """Of process groups on the device."""
 
-_CHUNKS = Chunks(nbytes=4096, in_flight=2)
+CHUNKS = Chunks(nbytes=4096, in_flight=2)
 """Several, so that packing, the wire and unpacking are on streams of their own."""
 CONFIGS = {
-    "hook": Config("bf16", sum="two-shot", feedback=Feedback(), chunks=_CHUNKS),
-    "DataParallel": Config("bf16"),
-    "FSDP2": Config("bf16", feedback=Feedback(unsharded=True), chunks=_CHUNKS),
+    "hook": Config("int8", sum="two-shot", feedback=Feedback(), chunks=CHUNKS),
+    "DataParallel": Config("int8"),
+    "FSDP2": Config("int8", chunks=CHUNKS),
 }
 """Of front ends, by their names in front_ends.py."""
 
@@ -45,6 +47,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     library = ctypes.PyDLL(path)
     library.sim_device.restype = library.sim_backend.restype = ctypes.py_object
     library.sim_backend.argtypes = [ctypes.py_object]
+    library.sim_device.argtypes = [ctypes.py_object, ctypes.c_bool]
     for function in (library.sim_waits, library.sim_num_blocks, library.sim_allocators_events):
         function.restype = ctypes.c_int64
     library.sim_begin(ctypes.c_uint64(1))
@@ -70,7 +73,7 @@ def _prepare(rank: int, world_size: int, path: str) -> None:
     dist.ProcessGroupNCCL = _Nccl
     torch_groups.own_nccl = functools.partial(_noted, torch_groups.own_nccl)
     channels.group_timeout = lambda group, device: datetime.timedelta(seconds=HANG_S)
-    session.Session._path = lambda of, two_levels=None: _Path()
+    session.Session._path = lambda of, two_levels=None: _Path(of, two_levels)
     make = channels.make_host_channels
     channels.make_host_channels = lambda *args: channels.HostChannels(
         *map(library.sim_backend, vars(make(*args)).values())
@@ -99,14 +102,21 @@ class _Nccl:
 
 
 class _Path:
+    """Stands in for a CudaPath, with the same kernels."""
+
     codec = "simulated"
     s_per_byte = None
-    has_two_levels = True
+
+    def __init__(self, of: session.Session, two_levels: bool | None = None) -> None:
+        self.has_two_levels = of.config.needs_two_levels if two_levels is None else two_levels
+        dtypes, reduces_rows = grad_dtypes(of.parameters, of._reduces_rows), of._reduces_rows
+        self._kernels = cuda.kernel_variants(of.config, of.world_size, dtypes, self.has_two_levels, reduces_rows)
 
     def connect(self, process_group, device, store):
         library = _libraries[0]
         backend = process_group._get_backend(device)
-        return library.sim_device(), _C.StreamTransport(backend, device, nccl=library._name)
+        native_device = library.sim_device(list(self._kernels), self.has_two_levels)
+        return native_device, _C.StreamTransport(backend, device, nccl=library._name)
 
 
 def _free_memory(rank: int, world_size: int) -> None:
@@ -127,8 +137,8 @@ def allocators_events() -> int:
 
 
 def waits() -> int:
-    """How often this rank has waited for the device, on any thread."""
-    return _libraries[0].sim_waits()
+    """How often this rank has waited for the device, on any thread; 0 where there is none."""
+    return _libraries[0].sim_waits() if _libraries else 0
 
 
 class RanksOnStreams(Ranks):

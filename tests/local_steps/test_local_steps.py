@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 
-import fake_cuda
 import on_streams
 import pytest
 import torch
@@ -13,7 +12,7 @@ from local_jobs import Job, flat
 from models import error_of
 from plain_simulation import Run, simulated
 
-from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import Chunks, Config, TwoLevels
 
 DELAYS = (0, 1, 5)
 
@@ -65,14 +64,14 @@ class Waiting(Run):
         assert on_streams.waits() - before <= (0 if self.delay else ended), step
 
 
-def on_device(rank, world_size, runs, wire):
-    config = Config(wire, sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2))
+def on_device(rank, world_size, runs):
+    config = Config("fp32", sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2))
     return trained(rank, world_size, runs, config, on_streams.DEVICE)
 
 
 def test_on_streams_they_do_the_same_and_the_host_waits_only_for_merges_without_delay(ranks_on_streams, subtests):
     runs = [Waiting(7, delay, steps=15, width=100) for delay in DELAYS]
-    outcomes = ranks_on_streams.run(on_device, runs, "fp32", world_size=2)
+    outcomes = ranks_on_streams.run(on_device, runs, world_size=2)
     for run, *of_ranks in zip(runs, *outcomes, strict=True):
         with subtests.test(run=str(run)):
             for (seen, merged), plain in zip(of_ranks, simulated(Run(**vars(run)), 2), strict=True):
@@ -80,33 +79,10 @@ def test_on_streams_they_do_the_same_and_the_host_waits_only_for_merges_without_
                 assert torch.equal(merged, of_ranks[0][1])
 
 
-def test_merges_in_bf16_on_streams_give_all_ranks_the_same_bits(ranks_on_streams):
-    run = Run(4, delay=2, steps=10, width=100)
-    found = ranks_on_streams.run(on_device, [run], "bf16", world_size=2)
-    for ((seen, merged),), plain in zip(found, simulated(run, 2), strict=True):
-        assert torch.equal(merged, found[0][0][1])
-        check(seen, plain, tolerance=0.02)
-
-
-def on_the_kernels(rank, world_size, library, wire):
-    """trained() of a run on the CPU path, or with a `library` on the CUDA path, in one chunk."""
-    config = Config(wire, sum="two-shot", feedback=Feedback(), chunks=Chunks(1 << 20))
-    with fake_cuda.path(library, config) as driver:
-        found = trained(rank, world_size, [Run(every=3, delay=1, steps=7, width=100)], config)
-        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}
-        return found
-
-
-def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library):
-    cpu, cuda = (ranks.run(on_the_kernels, driver, "int4", world_size=2) for driver in (None, kernels_library))
-    for ((seen, merged),), ((their_seen, their_merged),) in zip(cpu, cuda, strict=True):
-        assert all(map(torch.equal, [*seen, merged], [*their_seen, their_merged]))
-
-
 # ---- ranks that stay equal
 
 INT4 = {"config": "int4"}
-TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"), feedback=Feedback())
+TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"))
 WIDE = Run(every=5, delay=2, steps=12, width=100)
 EQUAL = [
     (2, WIDE, INT4),

@@ -3,12 +3,13 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "codec/stages.h"
 #include "require.h"
 #include "sim_accelerator.h"
 
@@ -22,190 +23,162 @@ namespace {
 
 constexpr int64_t kTileNumel = 64;
 
-// ---- elements
+// ---- what a launch tells of a bucket
 
-int64_t nbytes_of(Wire wire) { return wire == Wire::kBf16 ? 2 : 4; }
-
-float decode(Wire wire, const std::byte* at) {
-  uint32_t bits = 0;
-  if (wire == Wire::kBf16) {
-    uint16_t high;
-    std::memcpy(&high, at, 2);
-    bits = static_cast<uint32_t>(high) << 16;
-  } else {
-    std::memcpy(&bits, at, 4);
-  }
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+// The layout of a message whose first part has these sections. `first_part` is that part's number in the bucket. The
+// bucket is taken to end with the message: what comes behind is for other launches.
+BucketLayout layout_of(Wire wire, int64_t block_numel, const PartArgs& sections, const PartShape& shape,
+                       int64_t num_parts, int64_t first_part = 0) {
+  BucketLayout layout;
+  layout.wire = wire;
+  layout.block_numel = block_numel;
+  layout.num_parts = num_parts;
+  layout.lossy_numel = (first_part + num_parts) * shape.numel;
+  layout.exact_numel = (first_part + num_parts) * shape.exact_numel;
+  layout.part = part_layout(wire, block_numel, shape.exact_numel, shape.numel);
+  layout.part_stride = shape.stride;
+  const auto* const part = static_cast<std::byte*>(sections.exact);
+  REQUIRE(sections.scales == part + layout.part.scale_offset && sections.codes == part + layout.part.code_offset,
+          "a part of %s does not have its sections where the layout has them", wire_name(wire).c_str());
+  return layout;
 }
 
-// Returns what a receiver decodes.
-float encode(Wire wire, float value, std::byte* at) {
-  if (wire != Wire::kBf16) {
-    std::memcpy(at, &value, 4);
-    return value;
+int64_t num_runs(const SliceArgs& slices) { return slices.ends - slices.starts; }  // CudaTables has them in a row
+
+// The elements of a slice list as the codec walks them, at least `numel`. Call it when the stream has come to the
+// launch: it writes the tables before.
+SliceList list_of(const SliceArgs& slices, void* grads, GradDtype dtype, int64_t numel) {
+  SliceList list;
+  for (int64_t i = 0; i < num_runs(slices); ++i) {
+    list.append(nullptr, slices.starts[i] - list.numel(), dtype);
+    list.append(static_cast<std::byte*>(grads) + (slices.starts[i] + slices.deltas[i]) * grad_nbytes(dtype),
+                slices.ends[i] - slices.starts[i], dtype);
   }
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const auto high = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-  std::memcpy(at, &high, 2);
-  return decode(wire, at);
+  list.append(nullptr, std::max<int64_t>(0, numel - list.numel()), dtype);
+  return list;
 }
 
-// One section of a message, exact or lossy, and the stream that it holds.
-struct Section {
-  Wire wire;
-  std::byte* at;  // of the message's first part
-  int64_t numel;  // of a part
-  SliceArgs slices;
-};
+// launch: PackLaunch or UnpackLaunch.
+template <class Launch>
+BucketSlices slices_of(const Launch& launch, GradDtype dtype, const BucketLayout& layout) {
+  return {list_of(launch.lossy, launch.grads, dtype, layout.lossy_numel),
+          list_of(launch.exact, launch.grads, dtype, layout.exact_numel), launch.grads, nullptr};
+}
 
-// Calls visit(address of gradients, element of the stream, numel) for the runs of elements [begin, end) that exist.
-void visit_runs(void* grads, const SliceArgs& slices, int64_t begin, int64_t end,
-                const std::function<void(float*, int64_t, int64_t)>& visit) {
-  const int64_t num_runs = slices.ends - slices.starts;  // CudaTables has the arrays one after another
-  for (int64_t i = 0; i < num_runs; ++i) {
-    const int64_t from = std::max(begin, slices.starts[i]), to = std::min(end, slices.ends[i]);
-    if (from >= to) continue;
-    visit(static_cast<float*>(grads) + slices.deltas[i] + from, from, to - from);
-  }
+template <class Launch>
+int64_t chunk_of(const Launch& launch) {
+  return launch.num_parts == 0 ? 0 : launch.first_part / launch.num_parts;
 }
 
 // ---- accesses
 
 Access bytes(const void* at, int64_t nbytes, bool writes) { return {at, at ? nbytes : 0, writes}; }
 
-// The accesses of pack (writes_message) or unpack to one section of parts [first, first + num_parts).
-void add(const Section& section, void* grads, int64_t first, int64_t num_parts, int64_t stride, bool writes_message,
-         std::vector<Access>* accesses) {
-  const int64_t begin = first * section.numel, end = (first + num_parts) * section.numel;
-  visit_runs(grads, section.slices, begin, end,
-             [&](float* at, int64_t, int64_t numel) { accesses->push_back(bytes(at, numel * 4, !writes_message)); });
-  for (int64_t part = 0; part < num_parts; ++part) {
-    accesses->push_back(bytes(section.at + part * stride, section.numel * nbytes_of(section.wire), writes_message));
+void add_parts(const BucketLayout& layout, const void* message, bool writes, std::vector<Access>* accesses) {
+  const PartLayout& part = layout.part;
+  const int64_t num_blocks = ceil_div(part.lossy_numel, layout.block_numel);
+  for (int64_t i = 0; i < layout.num_parts; ++i) {
+    const auto* const at = static_cast<const std::byte*>(message) + i * layout.part_stride;
+    accesses->push_back(bytes(at, part.exact_numel * 4, writes));
+    accesses->push_back(bytes(at + part.scale_offset, scales_nbytes(layout.wire, num_blocks), writes));
+    accesses->push_back(bytes(at + part.code_offset, codes_nbytes(layout.wire, part.lossy_numel), writes));
   }
-  if (section.slices.num_slices == 0) return;
-  accesses->push_back(bytes(section.slices.slice_starts, (section.slices.num_slices + 1) * 8, false));
-  // Of the first parameter's count alone: others may be anywhere.
-  if (writes_message) accesses->push_back(bytes(section.slices.counts, 8, true));
 }
 
-// ---- kernels: each returns its accesses and its work
+// The gradients of a chunk, which pack reads and unpack writes.
+template <class Launch>
+void add_gradients(const Launch& launch, GradDtype dtype, bool writes, std::vector<Access>* accesses) {
+  for (const auto& [slices, numel] :
+       {std::pair(launch.exact, launch.part.exact_numel), std::pair(launch.lossy, launch.part.numel)}) {
+    const int64_t begin = launch.first_part * numel, end = begin + launch.num_parts * numel;
+    for (int64_t i = 0; i < num_runs(slices); ++i) {
+      const int64_t from = std::max(begin, slices.starts[i]), to = std::min(end, slices.ends[i]);
+      if (from >= to) continue;
+      accesses->push_back(bytes(static_cast<std::byte*>(launch.grads) + (from + slices.deltas[i]) * grad_nbytes(dtype),
+                                (to - from) * grad_nbytes(dtype), writes));
+    }
+  }
+}
+
+// ---- kernels: each returns its accesses and its work, which the CPU's codec does
 
 struct Work {
   std::vector<Access> accesses;
   std::function<void()> run;
 };
 
+const KernelTable& codec() { return *portable_kernels(); }
+
+void for_each_unit(const BucketLayout& layout, const std::function<void(const Unit&)>& visit) {
+  const Units units(layout.part, layout.num_parts);
+  for (int64_t i = 0; i < units.count(); ++i) visit(units[i]);
+}
+
 Work pack(const KernelKey& key, const PackLaunch& args) {
-  const Section exact{Wire::kFp32, static_cast<std::byte*>(args.out.exact), args.part.exact_numel, args.exact};
-  const Section lossy{key.wire, static_cast<std::byte*>(args.out.codes), args.part.numel, args.lossy};
+  const BucketLayout layout =
+      layout_of(key.wire, key.block_numel, args.out, args.part, args.num_parts, args.first_part);
   auto* const residual = static_cast<float*>(args.residual);
   Work work;
-  for (const Section& section : {exact, lossy}) {
-    add(section, args.grads, args.first_part, args.num_parts, args.part.stride, true, &work.accesses);
+  add_gradients(args, key.grad_dtype, /*writes=*/false, &work.accesses);
+  add_parts(layout, args.out.exact, /*writes=*/true, &work.accesses);
+  for (const SliceArgs& slices : {args.exact, args.lossy}) {
+    if (slices.num_slices == 0) continue;
+    work.accesses.push_back(bytes(slices.slice_starts, (slices.num_slices + 1) * 8, false));
+    // Of the first parameter's count alone: others may be anywhere.
+    work.accesses.push_back(bytes(slices.counts, 8, true));
   }
   if (residual) {
-    work.accesses.push_back(bytes(residual + args.first_part * lossy.numel, args.num_parts * lossy.numel * 4, true));
+    work.accesses.push_back(
+        bytes(residual + args.first_part * args.part.numel, args.num_parts * args.part.numel * 4, true));
   }
-  work.run = [=] {
-    for (const Section& section : {exact, lossy}) {
-      const bool keeps = section.at == lossy.at && residual;
-      for (int64_t part = 0; part < args.num_parts; ++part) {
-        const int64_t first = (args.first_part + part) * section.numel;
-        const auto store = [&](int64_t element, float gradient) {
-          const float value = gradient * args.scale + (keeps ? residual[element] : 0);
-          std::byte* const to = section.at + part * args.part.stride + (element - first) * nbytes_of(section.wire);
-          const float sent = encode(section.wire, value, to);
-          if (keeps) residual[element] = value - sent;
-        };
-        for (int64_t i = 0; i < section.numel; ++i) store(first + i, 0);  // padding
-        visit_runs(args.grads, section.slices, first, first + section.numel,
-                   [&](const float* at, int64_t element, int64_t numel) {
-                     for (int64_t i = 0; i < numel; ++i) store(element + i, at[i]);
-                   });
-      }
-    }
+  work.run = [=, dtype = key.grad_dtype] {
+    const BucketSlices slices = slices_of(args, dtype, layout);
+    const PackArgs stage{layout,
+                         chunk_of(args),
+                         slices,
+                         args.scale,
+                         static_cast<std::byte*>(args.out.exact),
+                         {residual, layout.lossy_numel}};
+    for_each_unit(layout, [&](const Unit& unit) { pack_unit(codec(), stage, unit, /*streamed=*/false); });
   };
   return work;
 }
 
 Work reduce(const KernelKey& key, const ReduceLaunch& args) {
-  struct Pair {
-    Wire from, to;
-    const std::byte* in;
-    std::byte* out;
-    int64_t numel;
-    bool is_lossy;
-  };
-  const std::vector<Pair> sections = {{Wire::kFp32, Wire::kFp32, static_cast<std::byte*>(args.in.exact),
-                                       static_cast<std::byte*>(args.out.exact), args.part.exact_numel, false},
-                                      {key.in_wire, key.wire, static_cast<std::byte*>(args.in.codes),
-                                       static_cast<std::byte*>(args.out.codes), args.part.numel, true}};
-  auto* const residual = static_cast<float*>(args.residual);
+  const PartShape of_rank{args.in_stride, args.num_parts * args.part.numel, args.num_parts * args.part.exact_numel};
+  const BucketLayout from = layout_of(key.in_wire, key.block_numel, args.in, of_rank, args.world_size);
+  const BucketLayout to = layout_of(key.wire, key.block_numel, args.out, args.part, args.num_parts);
+  const Residual residual{static_cast<float*>(args.residual), to.lossy_numel};
   Work work;
-  for (const Pair& section : sections) {
-    for (int64_t rank = 0; rank < args.world_size; ++rank) {
-      work.accesses.push_back(
-          bytes(section.in + rank * args.in_stride, args.num_parts * section.numel * nbytes_of(section.from), false));
-    }
-    for (int64_t part = 0; part < args.num_parts; ++part) {
-      work.accesses.push_back(
-          bytes(section.out + part * args.part.stride, section.numel * nbytes_of(section.to), true));
-    }
-  }
-  if (residual) work.accesses.push_back(bytes(residual, args.num_parts * args.part.numel * 4, true));
+  add_parts(from, args.in.exact, /*writes=*/false, &work.accesses);
+  add_parts(to, args.out.exact, /*writes=*/true, &work.accesses);
+  if (residual.data) work.accesses.push_back(bytes(residual.data, residual.numel * 4, true));
   work.run = [=] {
-    for (const Pair& section : sections) {
-      for (int64_t i = 0; i < args.num_parts * section.numel; ++i) {
-        float sum = 0;
-        for (int64_t rank = 0; rank < args.world_size; ++rank) {
-          sum += decode(section.from, section.in + rank * args.in_stride + i * nbytes_of(section.from));
-        }
-        const bool keeps = section.is_lossy && residual;
-        const float value = sum * args.scale + (keeps ? residual[i] : 0);
-        std::byte* const to =
-            section.out + i / section.numel * args.part.stride + i % section.numel * nbytes_of(section.to);
-        const float sent = encode(section.to, value, to);
-        if (keeps) residual[i] = value - sent;
-      }
-    }
+    const ReduceArgs stage{from,
+                           static_cast<const std::byte*>(args.in.exact),
+                           args.scale,
+                           to,
+                           static_cast<std::byte*>(args.out.exact),
+                           args.num_parts,
+                           /*chunk=*/0,
+                           residual};
+    for_each_unit(to, [&](const Unit& unit) { reduce_unit(codec(), stage, unit); });
   };
   return work;
 }
 
 Work unpack(const KernelKey& key, const UnpackLaunch& args) {
-  const Section exact{Wire::kFp32, static_cast<std::byte*>(args.in.exact), args.part.exact_numel, args.exact};
-  const Section lossy{key.wire, static_cast<std::byte*>(args.in.codes), args.part.numel, args.lossy};
-  const int64_t message_nbytes = args.num_parts * args.part.stride;
+  const BucketLayout layout = layout_of(key.wire, key.block_numel, args.in, args.part, args.num_parts, args.first_part);
+  BucketLayout messages = layout;  // one after another, as parts
+  messages.num_parts *= args.num_messages;
   Work work;
-  for (const Section& section : {exact, lossy}) {
-    for (int64_t message = 0; message < args.num_messages; ++message) {
-      Section of_message = section;
-      of_message.at += message * message_nbytes;
-      if (message != 0) of_message.slices = {};
-      add(of_message, args.grads, args.first_part, args.num_parts, args.part.stride, false, &work.accesses);
-    }
-  }
-  work.run = [=] {
-    for (const Section& section : {exact, lossy}) {
-      for (int64_t part = 0; part < args.num_parts; ++part) {
-        const int64_t first = (args.first_part + part) * section.numel;
-        visit_runs(args.grads, section.slices, first, first + section.numel,
-                   [&](float* at, int64_t element, int64_t numel) {
-                     for (int64_t i = 0; i < numel; ++i) {
-                       const std::byte* from =
-                           section.at + part * args.part.stride + (element + i - first) * nbytes_of(section.wire);
-                       float sum = 0;
-                       for (int64_t message = 0; message < args.num_messages; ++message) {
-                         sum += decode(section.wire, from + message * message_nbytes);
-                       }
-                       at[i] = sum * args.scale;
-                     }
-                   });
-      }
-    }
+  add_gradients(args, key.grad_dtype, /*writes=*/true, &work.accesses);
+  add_parts(messages, args.in.exact, /*writes=*/false, &work.accesses);
+  work.run = [=, dtype = key.grad_dtype] {
+    const BucketSlices slices = slices_of(args, dtype, layout);
+    const UnpackArgs stage{layout,     chunk_of(args), static_cast<const std::byte*>(args.in.exact),
+                           args.scale, slices,         args.num_messages};
+    for_each_unit(layout, [&](const Unit& unit) { unpack_unit(codec(), stage, unit, /*streamed=*/false); });
   };
   return work;
 }
@@ -213,9 +186,7 @@ Work unpack(const KernelKey& key, const UnpackLaunch& args) {
 Work scale(const ScaleLaunch& args) {
   Work work;
   work.accesses = {bytes(args.data, args.numel * 4, true), bytes(args.counts, 8, true)};
-  work.run = [args] {
-    for (int64_t i = 0; i < args.numel; ++i) static_cast<float*>(args.data)[i] *= args.scale;
-  };
+  work.run = [args] { codec().scale(static_cast<float*>(args.data), args.numel, args.scale); };
   return work;
 }
 
@@ -249,34 +220,13 @@ std::string driver_path() {
   return info.dli_fname;
 }
 
-// All kernels that a configuration with these wires needs, for fp32 gradients. Wires with scales are not supported.
-CudaKernels kernels(const std::vector<Wire>& wires) {
+CudaKernels kernels(const std::vector<KernelKey>& keys) {
   fake_on_launch(&on_launch);
   CudaKernels kernels;
   kernels.tile_numel = kTileNumel;
-  const auto add = [&kernels](KernelKey key) {
+  for (const KernelKey& key : keys) {
     const auto* const function = new KernelKey(normalised(key));  // never freed, like a driver's kernels
     kernels.kernels[*function] = {const_cast<KernelKey*>(function), 64, 0, 0};
-  };
-  add({kScaleKernel});
-  for (const Wire wire : wires) {
-    for (const bool feedback : {false, true}) {
-      KernelKey key{kPackKernel};
-      key.wire = wire;
-      key.feedback = feedback;
-      add(key);
-      key.kernel = kReduceKernel;
-      for (const Wire in_wire : wires) {
-        key.in_wire = in_wire;
-        add(key);
-      }
-    }
-    for (const bool sums : {false, true}) {
-      KernelKey key{kUnpackKernel};
-      key.wire = wire;
-      key.sums = sums;
-      add(key);
-    }
   }
   return kernels;
 }
@@ -289,10 +239,25 @@ class SimCudaDevice : public CudaDevice {
 
 }  // namespace
 
-std::shared_ptr<CudaDevice> cuda_device(c10::Device device, bool two_levels, bool forced_sync) {
-  return std::make_shared<SimCudaDevice>(std::make_shared<CudaDriver>(driver_path()),
-                                         kernels({Wire::kFp32, Wire::kBf16}), device, "simulated",
-                                         /*num_pack_programs=*/8, two_levels, forced_sync);
+std::vector<KernelKey> keys_of(const std::vector<Wire>& wires) {
+  std::vector<KernelKey> keys = {{kScaleKernel}};
+  const auto add = [&keys](const char* kernel, Wire wire, Wire in_wire, bool feedback, bool sums) {
+    keys.push_back({kernel, wire, default_block_numel(wire), GradDtype::kFloat32, in_wire, feedback, sums});
+  };
+  for (const Wire wire : wires) {
+    for (const bool which : {false, true}) {
+      add(kPackKernel, wire, wire, /*feedback=*/which, false);
+      for (const Wire in_wire : wires) add(kReduceKernel, wire, in_wire, /*feedback=*/which, false);
+      add(kUnpackKernel, wire, wire, false, /*sums=*/which);
+    }
+  }
+  return keys;
+}
+
+std::shared_ptr<CudaDevice> cuda_device(c10::Device device, bool two_levels, bool forced_sync,
+                                        const std::vector<KernelKey>& keys) {
+  return std::make_shared<SimCudaDevice>(std::make_shared<CudaDriver>(driver_path()), kernels(keys), device,
+                                         "simulated", /*num_pack_programs=*/8, two_levels, forced_sync);
 }
 
 }  // namespace sim

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 #include "require.h"
 #include "sim_accelerator.h"
@@ -20,9 +21,11 @@ EXPORTED void sim_begin(uint64_t seed) {
   sim::set_seed(seed);
 }
 
-// A new reference to the product's device. Call it with the GIL, as the next one.
-EXPORTED PyObject* sim_device() {
-  return py::cast(sim::cuda_device(sim::device(0), /*two_levels=*/true)).release().ptr();
+// A new reference to the product's device with the kernels of these keys, a list. Call it with the GIL, as the next
+// one.
+EXPORTED PyObject* sim_device(PyObject* keys, bool two_levels) {
+  const auto kernels = py::handle(keys).cast<std::vector<fusedcomm::KernelKey>>();
+  return py::cast(sim::cuda_device(sim::device(0), two_levels, /*forced_sync=*/false, kernels)).release().ptr();
 }
 
 // A new reference to a backend for the simulated accelerator, whose bytes go over this gloo backend.
