@@ -5,11 +5,6 @@
 namespace fusedcomm {
 namespace {
 
-// A model has fewer parameters.
-constexpr size_t kMaxNames = size_t{1} << 16;
-// Each has a record of its parameters in the synchronizer.
-constexpr size_t kMaxIndices = 1024;
-
 void check(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
   TORCH_CHECK_VALUE(!names.empty() && names.size() == tensors.size(), "fusedcomm: a sum in a wire has ", names.size(),
                     " names and ", tensors.size(), " tensors: give as many names as tensors, at least one");
@@ -38,18 +33,12 @@ FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector
 }
 
 const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor& like) {
-  if (recent_.size() >= kMaxNames / 2) {
-    for (const auto& [old_name, parameter] : older_) synchronizer_->forget(parameter);
-    older_ = std::exchange(recent_, {});
-  }
-  at::Tensor& parameter = recent_[name];
-  if (const auto older = older_.find(name); older != older_.end()) {
-    parameter = std::move(older->second);
-    older_.erase(older);
-  }
+  at::Tensor& parameter = parameters_[name];
   if (parameter.defined()) {
-    if (parameter.sizes() == like.sizes() && parameter.scalar_type() == like.scalar_type()) return parameter;
-    synchronizer_->forget(parameter);
+    TORCH_CHECK_VALUE(parameter.sizes() == like.sizes() && parameter.scalar_type() == like.scalar_type(),
+                      "fusedcomm: ", name, " is ", like.scalar_type(), " of shape ", like.sizes(), ", and was ",
+                      parameter.scalar_type(), " of shape ", parameter.sizes(), ": give it another name");
+    return parameter;
   }
   parameter = at::empty({}, like.options().requires_grad(false)).expand(like.sizes());
   synchronizer_->know(parameter, name);
@@ -60,7 +49,6 @@ size_t FusedSum::index_of(const std::vector<at::Tensor>& parameters, double fact
   std::vector<const void*> key;
   key.reserve(parameters.size());
   for (const at::Tensor& parameter : parameters) key.push_back(parameter.unsafeGetTensorImpl());
-  if (indices_.size() >= kMaxIndices) indices_.clear();
   return indices_.emplace(std::make_pair(std::move(key), factor), indices_.size()).first->second;
 }
 

@@ -1,4 +1,4 @@
-// Sums tensors over ranks with the engine, in its wires: for operations that are named and come in any company.
+// Sums tensors over ranks with the engine, in the wires of their names.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -28,8 +28,7 @@ class FusedSum {
   // Replaces the tensors by their mean over the ranks × factor. Every rank must make the same calls in the same order,
   // with the same names, shapes, dtypes and factors. Returns at once.
   //
-  // names: of the tensors, without the kind of their operation, because the patterns of Config.wires are matched with
-  //   them.
+  // names: of the tensors; what has a name has the same shape and dtype in every call.
   // tensors: fp32, bf16 or fp16, all of one dtype and on one device, dense. They are read and written where they lie.
   // factor: the world size for a sum; pre- and postscale are in it. Sums of whole numbers that the wire can hold are
   //   exact.
@@ -46,18 +45,14 @@ class FusedSum {
   const std::shared_ptr<Synchronizer>& synchronizer() const { return synchronizer_; }
 
  private:
-  using Names = std::unordered_map<std::string, at::Tensor>;
-
   // A tensor without memory that stands for the parameter of this name.
   const at::Tensor& parameter(const std::string& name, const at::Tensor& like);
   // The index of the record of these parameters, which stays the same while they come together.
   size_t index_of(const std::vector<at::Tensor>& parameters, double factor);
 
   const std::shared_ptr<Synchronizer> synchronizer_;
-  // Parameters by name. Names that have not come for long are dropped, because some callers make new ones for ever:
-  // when `recent_` is full, it becomes `older_`.
-  Names recent_, older_;
-  // The index of what has come together, and its factor. Begins again when it is full.
+  std::unordered_map<std::string, at::Tensor> parameters_;  // by name
+  // The index of what has come together, and its factor.
   std::map<std::pair<std::vector<const void*>, double>, size_t> indices_;
 };
 

@@ -10,8 +10,6 @@ namespace {
 
 // Counts in one allocation of the device's memory.
 constexpr int64_t kNumCounts = 4096;
-// The host waits for the device once for so many parameters that are forgotten.
-constexpr size_t kMaxRetired = size_t{1} << 16;
 
 // Throws ValueError if a state names a parameter that is not ours and cannot appear later.
 void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
@@ -24,11 +22,6 @@ void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
 at::Tensor ParameterState::left_out() const {
   if (loaded.defined() || !residual) return loaded;
   return residual->values(residual_begin, numel());
-}
-
-void ParameterState::take_out() {
-  loaded = left_out();
-  residual = nullptr;
 }
 
 Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec)
@@ -56,16 +49,6 @@ const ParameterStatePtr& Parameters::state_of(const at::Tensor& parameter) {
 
 void Parameters::know(const at::Tensor& parameter, std::string name, int wire) {
   if (!knows(parameter)) add_new(parameter, std::move(name), wire);
-}
-
-void Parameters::forget(const at::Tensor& parameter) {
-  const auto found = states_.find(parameter.unsafeGetTensorImpl());
-  if (found == states_.end()) return;
-  if (found->second->on_device) retired_.push_back(*found->second->on_device);
-  states_.erase(found);
-  if (retired_.size() < kMaxRetired) return;
-  codec_->wait_for_lanes();
-  take_device_counts();
 }
 
 const ParameterStatePtr& Parameters::add_new(const at::Tensor& parameter, std::string name, int wire) {
@@ -230,19 +213,13 @@ int64_t Parameters::take_device_counts() {
     const auto of_block = codec_->read_counts(reinterpret_cast<const int64_t*>(block.get()), kNumCounts);
     now.insert(now.end(), of_block.begin(), of_block.end());
   }
-  const auto take = [&](DeviceCount* count) {
-    const int64_t more = now[count->index] - std::exchange(count->taken, now[count->index]);
-    num_nonfinite_on_device_ += more;
-    return more;
-  };
   for (const auto& [impl, state] : states_) {
-    if (state->on_device) state->num_nonfinite += take(&*state->on_device);
+    if (!state->on_device) continue;
+    DeviceCount& count = *state->on_device;
+    const int64_t more = now[count.index] - std::exchange(count.taken, now[count.index]);
+    num_nonfinite_on_device_ += more;
+    state->num_nonfinite += more;
   }
-  for (DeviceCount& count : retired_) {
-    take(&count);
-    spare_.push_back(count);
-  }
-  retired_.clear();
   return num_nonfinite_on_device_;
 }
 

@@ -47,8 +47,6 @@ struct ParameterState {
   int64_t numel() const { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
   // Its residual: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor left_out() const;
-  // Copies its residual to `loaded`.
-  void take_out();
 };
 
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
@@ -71,8 +69,6 @@ class Parameters {
   const ParameterStatePtr& state_of(const at::Tensor& parameter);
   // Adds a parameter under a name, if it is new. Its numel and name tell which loaded state is its own.
   void know(const at::Tensor& parameter, std::string name, int wire);
-  // Drops the state of a parameter that will not appear again; its residual is lost.
-  void forget(const at::Tensor& parameter);
   bool knows(const at::Tensor& parameter) const { return states_.count(parameter.unsafeGetTensorImpl()) != 0; }
   // The number of the wire of a parameter that has no name.
   int wire_of(const at::Tensor& parameter) const { return parameter.dim() <= 1 ? wire_1d_ : 0; }
@@ -122,8 +118,7 @@ class Parameters {
   std::unordered_map<std::string, int64_t> waiting_counts_;
   Device* const codec_;
   std::vector<std::shared_ptr<std::byte>> counts_;  // on the device: int64 [kNumCounts] in each block
-  // Of forgotten parameters: which kernels may still write, and which other parameters may have.
-  std::vector<DeviceCount> retired_, spare_;
+  std::vector<DeviceCount> spare_;                  // that no parameter has
   int64_t num_nonfinite_on_device_ = 0;
 };
 

@@ -225,11 +225,6 @@ void Synchronizer::know(const at::Tensor& parameter, const std::string& name, st
   parameters_.know(parameter, name, *wire);
 }
 
-void Synchronizer::forget(const at::Tensor& parameter) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  parameters_.forget(parameter);
-}
-
 EngineStats Synchronizer::stats() const {
   EngineStats stats = engine_->stats();
   engine_->device().wait_for_lanes();

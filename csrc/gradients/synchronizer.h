@@ -54,8 +54,6 @@ class Synchronizer {
   // Names a parameter that is added later than this object was made. wire: its number, if not WireOf says it. Every
   // rank must name the same ones in the same order among its buckets.
   void know(const at::Tensor& parameter, const std::string& name, std::optional<int> wire = std::nullopt);
-  // Drops the state of a parameter that will not appear again; its residual is lost.
-  void forget(const at::Tensor& parameter);
 
   // Returns what a watch sees of the engine; failures wait for it from now on, for `limit` at most. Throws if there is
   // a watch already.

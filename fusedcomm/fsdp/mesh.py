@@ -189,7 +189,6 @@ class MeshSums:
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
             scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
-            residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             params="fp32" if self.is_off else self.config.params,
             gathered_nbytes=rings_nbytes + sum(plan.sent_nbytes for plan in gathered),
             exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),

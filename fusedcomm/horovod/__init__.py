@@ -21,8 +21,6 @@ from fusedcomm.horovod.checks import Sum as Sum
 from fusedcomm.horovod.compression import Compression as Compression
 from fusedcomm.horovod.errors import HorovodInternalError as HorovodInternalError
 from fusedcomm.horovod.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
-from fusedcomm.horovod.handles import poll as poll
-from fusedcomm.horovod.handles import synchronize as synchronize
 from fusedcomm.horovod.objects import allgather_object as allgather_object
 from fusedcomm.horovod.objects import broadcast_object as broadcast_object
 from fusedcomm.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
@@ -52,6 +50,8 @@ from fusedcomm.horovod.ops import join as join
 from fusedcomm.horovod.ops import reducescatter as reducescatter
 from fusedcomm.horovod.ops import reducescatter_async as reducescatter_async
 from fusedcomm.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from fusedcomm.horovod.order import poll as poll
+from fusedcomm.horovod.order import synchronize as synchronize
 from fusedcomm.horovod.process_sets import ProcessSet as ProcessSet
 from fusedcomm.horovod.process_sets import global_process_set as global_process_set
 from fusedcomm.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async

@@ -6,13 +6,11 @@ the bucket first, writes the results.
 """
 
 import contextlib
-import dataclasses
 import datetime
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from torch._C._nn import flatten_dense_tensors, unflatten_dense_tensors
 from fusedcomm.horovod.checks import Average, Max, Min, Product
 from fusedcomm.horovod.order import Request, SmallSum
 from fusedcomm.horovod.signature import DTYPES, Signature
-from fusedcomm.native import _C
 from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 
@@ -30,20 +27,15 @@ Rows = Sequence[Sequence[int]]
 _REDUCE_OPS = {Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX, Product: dist.ReduceOp.PRODUCT}
 
 
-@dataclasses.dataclass
 class Members:
-    """A process set on one of its ranks. `open_sums` opens the engine for a wire, on every member together."""
+    """A process set on one of its ranks."""
 
-    group: OwnGroup
-    open_sums: Callable[[str], Any]
-    sums: dict[str, "_C.FusedSum"] = dataclasses.field(default_factory=dict)
-    device: torch.device | None = None
-    """The accelerator of this rank's tensors; None before the first."""
-    stream: torch.Stream | None = None
-    """Where the accelerator does what operations do; None before the first."""
-
-    def __post_init__(self) -> None:
-        self.rank, self.size = self.group.group_rank, self.group.group_size
+    def __init__(self, group: OwnGroup) -> None:
+        self.group, self.rank, self.size = group, group.group_rank, group.group_size
+        self.device: torch.device | None = None
+        """The accelerator of this rank's tensors; None before the first."""
+        self.stream: torch.Stream | None = None
+        """Where the accelerator does what operations do; None before the first."""
         self._nccl: dict[str, dist.Backend] = {}
 
     def check(self, device: torch.device) -> None:
@@ -200,11 +192,9 @@ def sum_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def allreduce(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:
-    """One sum for each dtype; in a wire, the engine's."""
+    """One sum for each dtype."""
     inputs = [each for request in requests for each in request.inputs]
     outputs = [each for request in requests for each in request.outputs]
-    if members.size > 1 and signature.is_carried:
-        return sum_in_wire(members, signature, requests, inputs, outputs)
     bucket = Bucket(inputs[0].device)
     for dtype in dict.fromkeys(each.dtype for each in inputs):
         places = [i for i, each in enumerate(inputs) if each.dtype == dtype]
@@ -241,29 +231,6 @@ def small_sum(signature: Signature, inputs: Tensors, outputs: Tensors, size: int
     """The reduction as one that travels with the messages about it. The inputs stay as they are."""
     part = flatten_dense_tensors([each.detach() for each in inputs]).to(sum_dtype(inputs[0]), copy=True)
     return SmallSum(part, scaled(signature, part, outputs, size))
-
-
-def sum_in_wire(
-    members: Members, signature: Signature, requests: list[Request], inputs: Tensors, outputs: Tensors
-) -> Bucket:
-    """Sums in the engine."""
-    bucket = Bucket(inputs[0].device)
-    names = [name for request in requests for name in request.signature.names_of_tensors()]
-    sent = [(name, given, taken) for name, given, taken in zip(names, inputs, outputs, strict=True) if given.numel()]
-    for _, given, taken in sent:
-        if taken.data_ptr() != given.data_ptr():
-            taken.copy_(given)
-    if not sent:
-        return bucket
-    if signature.wire not in members.sums:
-        members.sums[signature.wire] = members.open_sums(signature.wire)
-    factor = signature.prescale * signature.postscale * (1 if signature.op == Average else members.size)
-    bucket.futures.append(
-        members.sums[signature.wire].run(
-            names=[name for name, _, _ in sent], tensors=[taken for _, _, taken in sent], factor=factor
-        )
-    )
-    return bucket
 
 
 def allgather(members: Members, signature: Signature, rows: Rows, requests: list[Request]) -> Bucket:

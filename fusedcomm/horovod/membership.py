@@ -15,11 +15,12 @@ import torch.distributed as dist
 import fusedcomm.horovod.world as worlds
 from fusedcomm import env
 from fusedcomm.horovod import environment
+from fusedcomm.log import LOGGER
 from fusedcomm.ranks import agreement
 
 if TYPE_CHECKING:
     from fusedcomm.members.members import Members
-    from fusedcomm.members.plane.view import Decision
+    from fusedcomm.members.plane.view import Decision, View
 
 MIN_RANKS = "FUSEDCOMM_HOROVOD_MIN_NP"
 RESET_LIMIT = "FUSEDCOMM_HOROVOD_RESET_LIMIT"
@@ -115,13 +116,25 @@ def change() -> None:
 
 def _enter(decision: "Decision") -> None:
     global _step
-    from fusedcomm.members.members import INSTALL_TIMEOUT_S
-
     assert _members is not None
     plane = _members.plane
-    while not plane.install(decision.view, INSTALL_TIMEOUT_S):
+    while not _has_come(decision.view):
         decision = plane.recover()
     _members.enter(decision.view)
     plane.barrier.install(decision.view)
     _step = decision.view.step
     plane.barrier.begin(_step)
+
+
+def _has_come(view: "View") -> bool:
+    """Waits until all members of the view have come, as ControlPlane.install(). Those that keep the others waiting are
+    named: one may be in a long evaluation, or never come."""
+    from fusedcomm.members.errors import InstallTimeoutError
+    from fusedcomm.members.members import INSTALL_TIMEOUT_S
+
+    assert _members is not None
+    try:
+        return _members.plane.install(view, environment.settings().timeout_s)
+    except InstallTimeoutError as error:
+        LOGGER.warning("%s: see what they do. The others wait for them for %g minutes", error, INSTALL_TIMEOUT_S / 60)
+    return _members.plane.install(view, INSTALL_TIMEOUT_S)

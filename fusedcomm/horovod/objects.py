@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.ops as ops
-from fusedcomm.horovod.handles import synchronize
+from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.ranks.objects import pack, unpack
 

@@ -26,8 +26,7 @@ from fusedcomm.horovod.checks import (
     check_tensor,
     parse_splits,
 )
-from fusedcomm.horovod.handles import next_name, refuse, submit, synchronize
-from fusedcomm.horovod.order import Request
+from fusedcomm.horovod.order import Request, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set
 from fusedcomm.horovod.signature import Signature, described
 
@@ -42,7 +41,7 @@ SMALL_NBYTES = 1 << 10
 @dataclasses.dataclass
 class Call(Generic[Result]):
     """A collective with its arguments. `given`: a tensor, or a list of them if it is a group, which is one operation.
-    `how`: op, prescale, postscale, wire, root_rank and splits, as far as the kind has them. `compression`: what
+    `how`: op, prescale, postscale, root_rank and splits, as far as the kind has them. `compression`: what
     ops.py compresses it with; None: nothing."""
 
     kind: str
@@ -82,7 +81,7 @@ def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
     return bucket
 
 
-def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> int:
+def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> Request:
     """Submits an operation; autograd does not see it. Returns its handle. at_once: the caller is about to wait for
     it."""
     found, _ = member_of(call.process_set)
@@ -97,7 +96,7 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
             check_has_rows(call.kind, tensor)
     name = call.name
     if name is None:
-        name = next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
+        name = found.order.next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
     # Names of groups are kept apart from those of single tensors.
     name, rows = f"grouped.{name}" if call.is_group else name, ()
     root = root_in_set(call.process_set, how["root_rank"]) if "root_rank" in how else 0
@@ -111,7 +110,7 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
         elif call.kind == "allgather":
             rows = tuple([tensor.shape[0] for tensor in tensors])
     except ValueError as error:
-        refuse(found, call.kind, name, str(error), set_id)
+        found.order.refuse(set_id, call.kind, name, str(error))
         raise
     outputs: list[torch.Tensor] = []
     if about.has_output:
@@ -120,7 +119,7 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
     if call.kind == "alltoall":
         inputs = [inputs[0][: sum(rows)]]
     signature = Signature(call.kind, name, how.get("op", Sum), how.get("prescale", 1.0), how.get("postscale", 1.0),
-                          root, how.get("wire", ""), inputs[0].device.type, described(call.kind, inputs))  # fmt: skip
+                          root, inputs[0].device.type, described(call.kind, inputs))  # fmt: skip
 
     def finish(request: Request) -> Any:
         if in_place:
@@ -139,13 +138,12 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
     small = None
     if at_once and _may_be_small(signature):
         small = calls.small_sum(signature, inputs, moved, members.size)
-    return submit(found, Request(set_id, signature, inputs, moved, rows, finish=finish, small=small), at_once)
+    return found.order.submit(Request(set_id, signature, inputs, moved, rows, finish=finish, small=small), at_once)
 
 
 @functools.lru_cache(1 << 10)
 def _may_be_small(signature: Signature) -> bool:
-    is_plain = signature.fuses() is not None and signature.device == "cpu" and not signature.is_carried
-    return is_plain and 0 < signature.nbytes() <= SMALL_NBYTES
+    return signature.fuses() is not None and signature.device == "cpu" and 0 < signature.nbytes() <= SMALL_NBYTES
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

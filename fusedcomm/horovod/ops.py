@@ -16,7 +16,6 @@ Arguments that they have in common:
     average: Horovod's older spelling: True is op=Average, False is op=Sum. Not together with op.
     prescale_factor, postscale_factor: multiply each tensor before, and the result after (1.0).
     compression: how the tensors travel; see compression.py (Compression.none: as they are).
-    wire: in which the engine sums: the text of a compression ("": none).
     process_set: the ranks that take part, of which this process is one (global_process_set: all).
 
 Errors that all have:
@@ -35,10 +34,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_arg
 import torch
 
 from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
-from fusedcomm.horovod.compression import Compression, check_compression, wire_of
-from fusedcomm.horovod.handles import joined, submit, synchronize
+from fusedcomm.horovod.compression import Compression, check_compression
 from fusedcomm.horovod.operations import Call, Result, begin, finished, run
-from fusedcomm.horovod.order import Request
+from fusedcomm.horovod.order import Request, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.signature import NO_NAME, Signature
 from fusedcomm.horovod.step_reducer import join_all
@@ -88,14 +86,18 @@ def _waits(
     return _told(call, name, described, result, "In place, without a derivative: returns what was given." * in_place)
 
 
-def _begins(name: str, described: Callable[Arguments, Call[Any]], in_place: bool = False) -> Callable[Arguments, int]:
+def _begins(
+    name: str, described: Callable[Arguments, Call[Any]], in_place: bool = False
+) -> Callable[Arguments, Request]:
     """The form that returns a handle."""
 
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Request:
         return begin(described(*args, **kwargs), in_place=in_place)
 
     result = "what was given, in place" if in_place else "new"
-    return _told(call, name, described, int, f"Returns a handle. The result is {result}, and autograd does not see it.")
+    return _told(
+        call, name, described, Request, f"Returns a handle. The result is {result}, and autograd does not see it."
+    )
 
 
 def _told(call: Any, name: str, described: Callable[..., Any], result: Any, more: str) -> Any:
@@ -114,8 +116,6 @@ def _carried(call: Call[Any]) -> Any:
     if compression is None:
         return run(call)
     tensors = check_group(call.kind, call.given, REDUCED) if call.is_group else [call.given]
-    if call.kind == "allreduce" and (wire := wire_of(compression, tensors[0])):
-        compression, call.how["wire"] = Compression.none, wire  # the engine encodes
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [each for each, _ in pairs]
     call.given = sent if call.is_group else sent[0]
@@ -135,11 +135,9 @@ def _allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    *,
-    wire: str = "",
 ) -> Call[torch.Tensor]:
     """Reduces the ranks' tensors, with the same result on every rank: with op=None the average."""
-    how = dict(op=parse_op(op, average), prescale=prescale_factor, postscale=postscale_factor, wire=wire)
+    how = dict(op=parse_op(op, average), prescale=prescale_factor, postscale=postscale_factor)
     return Call("allreduce", tensor, name, process_set, how)
 
 
@@ -273,10 +271,10 @@ def join(device: int = -1) -> int:
     Raises ValueError before hvd.init(), and HorovodInternalError if a rank is lost or shuts down."""
     found = world()
     request = Request(0, Signature("join", NO_NAME), finish=lambda request: request.number)
-    handle = submit(found, request, at_once=True)
+    handle = found.order.submit(request, at_once=True)
     join_all()
     number = synchronize(handle)
-    joined()
+    found.order.joined()
     return number
 
 
@@ -286,4 +284,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises ValueError before hvd.init() and outside of the set, HorovodInternalError if a rank is lost or shuts down."""
     found, _ = member_of(process_set)
     request = Request(process_set.process_set_id or 0, Signature("barrier", NO_NAME))
-    synchronize(submit(found, request, at_once=True))
+    synchronize(found.order.submit(request, at_once=True))

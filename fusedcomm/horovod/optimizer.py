@@ -1,7 +1,6 @@
 """DistributedOptimizer: reduces gradients over the ranks while the backward pass runs, and steps with the result."""
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -12,14 +11,12 @@ import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
-from fusedcomm.horovod.handles import synchronize
+from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer
 from fusedcomm.horovod.world import world
-from fusedcomm.literals import Weighted
 from fusedcomm.session.served import Place, refuse_served, serve, servers_of
 from fusedcomm.session.surface import Spelled
-from fusedcomm.session.weights import ADDED_MEANS, AddedPasses, give
 
 TOO_MANY_PASSES = (
     "a gradient was computed more than backward_passes_per_step times before step(): raise backward_passes_per_step to "
@@ -56,8 +53,6 @@ class ReducedOptimizer(Spelled):
     is_replaced = False
     param_groups: list[dict]
     reducer: StepReducer | None
-    _passes: AddedPasses | None
-    _given: float | None
 
     def set_up(self, names: dict[torch.Tensor, str], options: Options, backward_passes_per_step: int) -> None:
         """names: of all parameters that it may ever have."""
@@ -65,7 +60,7 @@ class ReducedOptimizer(Spelled):
         self.process_set, self._was_included = options.process_set, options.process_set.included()
         self.backward_passes_per_step = backward_passes_per_step
         self._is_synchronized, self._should_synchronize = False, True
-        self.reducer, self._passes, self._given = None, None, None
+        self.reducer = None
         self._make_reducer()
 
     def _make_reducer(self) -> None:
@@ -82,19 +77,11 @@ class ReducedOptimizer(Spelled):
             members_of(self.process_set).check(each.device)
         if options.op in (Average, Sum):
             dtypes = {each.dtype for _, each in named if each.requires_grad}
-            config = config_of_gradients(options.compression, dtypes, options.weighted)
-        if config is None and options.weighted is not None:
-            raise ValueError(
-                f"weighted={options.weighted!r} is not possible with a compressor of your own: use a compression with "
-                "a wire, hvd.Compression.fp16 for example"
-            )
+            config = config_of_gradients(options.compression, dtypes)
         if config is None:
             return
         self.reducer = StepReducer(named, config, options, self.backward_passes_per_step, _refuse)
-        self.reducer.native.is_on, self.reducer.weight = not self._is_alone(), self._given
-        if self._options.weighted == "sum":
-            reducer = self.reducer
-            self._passes = AddedPasses(lambda: reducer.session.weights)  # type: ignore[union-attr]
+        self.reducer.native.is_on = not self._is_alone()
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         """The parameters that may have gradients, in their order. Names those that have no name."""
@@ -106,10 +93,9 @@ class ReducedOptimizer(Spelled):
         return list(found.items())
 
     def _is_alone(self) -> bool:
-        """Whether there is nothing to reduce. An elastic job may get ranks later and behaves the same with one. Weights
-        need the reducer in any case."""
+        """Whether there is nothing to reduce. An elastic job may get ranks later and behaves the same with one."""
         found = world()
-        return found.size == 1 and not found.settings.elastic and self._options.weighted is None
+        return found.size == 1 and not found.settings.elastic
 
     def served(self) -> list[torch.Tensor]:
         """Its parameters; empty once a newer optimizer has one of them."""
@@ -121,37 +107,16 @@ class ReducedOptimizer(Spelled):
         if self.reducer is not None:
             self.reducer.end()
 
-    # ---- weights
-
-    @property
-    def weight(self) -> float | None:
-        """What this rank weighs in the backward passes to come, until it is set again. None: not set yet. Setting it
-        raises TypeError for what is no number and no tensor, and RuntimeError without
-        ``DistributedOptimizer(…, weighted=…)``. The first time it is a collective call."""
-        return self._given
-
-    @weight.setter
-    def weight(self, value: float | torch.Tensor) -> None:
-        if self._options.weighted is None:
-            raise RuntimeError(
-                "optimizer.weight would do nothing, because ranks weigh equally: give hvd.DistributedOptimizer(…, "
-                "weighted='mean'), or weighted='sum' where losses are sums, on every rank"
-            )
-        if self.reducer is None:
-            return  # this rank is not in the process set
-        self.reducer.open()
-        assert self.reducer.session is not None
-        self._given = self.reducer.weight = give(self.reducer.session.weights, value)
-        if self._passes is not None:
-            self._passes.announce(each for _, each in self._named())
+    def has_other_ranks(self) -> bool:
+        """Whether this rank was in the process set when this object was made, and is no longer, or the other way
+        round."""
+        return self.process_set.included() != self._was_included
 
     # ---- the step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on `passes` backward passes are added up: also for gradients of this step that are not yet on their
         way."""
-        if passes > 1 and self._options.weighted == "mean":
-            raise ValueError(ADDED_MEANS)
         self.backward_passes_per_step = passes
         if self.reducer is not None:
             self.reducer.native.set_passes(passes)
@@ -163,7 +128,7 @@ class ReducedOptimizer(Spelled):
             raise RuntimeError(
                 "fusedcomm: a newer hvd.DistributedOptimizer reduces gradients of these parameters: step with that one"
             )
-        if self.process_set.included() != self._was_included:
+        if self.has_other_ranks():
             where, before = ("outside of", "in") if self._was_included else ("in", "outside of")
             raise ValueError(
                 f"fusedcomm: the ranks have changed, and rank {world().rank} is {where} {self.process_set}, but was "
@@ -177,24 +142,8 @@ class ReducedOptimizer(Spelled):
                 self._reduce_by_operations()
             return
         self.reducer.native.is_on = not is_alone
-        if self._passes is not None:
-            self._end_step_of_sums(self.reducer, self._passes)
-        elif not is_alone:
+        if not is_alone:
             self.reducer.end_step()
-
-    def _end_step_of_sums(self, reducer: StepReducer, passes: AddedPasses) -> None:
-        """Ends a step whose passes add up their weights. A rank whose passes were all dropped weighs 0."""
-        reducer.open()
-        assert reducer.session is not None
-        weights = reducer.session.weights
-        passes.forget_dropped()
-        has_none = not weights.has_noted and self._given is not None and math.isfinite(self._given)
-        if has_none:
-            weights.set(0.0)
-        reducer.end_step()
-        weights.forget_passes()
-        if has_none:
-            weights.set(self._given)
 
     @torch.no_grad()
     def _reduce_by_operations(self) -> None:
@@ -273,8 +222,6 @@ class ReducedOptimizer(Spelled):
         if (older := self.reducer) is not None:
             older.agree_on_number(len(self._named()))
             older.end()
-            if self._passes is not None:
-                self._passes.remove()
             self._make_reducer()
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -297,7 +244,6 @@ def DistributedOptimizer(
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-    weighted: Weighted | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that steps with gradients reduced over the ranks. It takes over `optimizer`'s parameters, options
     and state. Parameters that are thawed, or given to add_param_group(), on every rank in the same step are reduced
@@ -306,8 +252,6 @@ def DistributedOptimizer(
     compression: any of compression.py.
     backward_passes_per_step: the gradients of so many backward passes are added up, and not divided by this number.
     gradient_predivide_factor: without effect, unless the compressor is your own.
-    weighted: how ranks weigh in the average (None: equally). "mean" or "sum", as in fusedcomm.Config: each rank sets
-        the attribute `weight` of what is returned before backward passes. Average only.
 
     It takes the place of an older one with one of its parameters, whose step() then raises RuntimeError.
 
@@ -324,21 +268,18 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} is not possible: it must be at least 1")
-    if weighted is not None and (weighted not in ("mean", "sum") or op != Average):
-        raise ValueError(f"weighted={weighted!r} is not possible: use 'mean' or 'sum', with op=hvd.Average")
-    if weighted == "mean" and backward_passes_per_step > 1:
-        raise ValueError(ADDED_MEANS)
     names = parameter_names(optimizer, named_parameters)
     _check_groups(groups)
     named = [(names[each], each) for group in optimizer.param_groups for each in group["params"]]
     if process_set.included():
         refuse_served(named, ReducedOptimizer.serves_as, replaces=ReducedOptimizer)
     reduced = _taken_over(optimizer)
-    if process_set.included():
-        for older in servers_of(parameter for _, parameter in named):
+    for older in servers_of(parameter for _, parameter in named):
+        if process_set.included() or (isinstance(older, ReducedOptimizer) and older.has_other_ranks()):
             older.replace()  # type: ignore[attr-defined]  # others have been refused
+    if process_set.included():
         refuse_served(named, ReducedOptimizer.serves_as, hooks=True)
-    options = Options(compression, op, gradient_predivide_factor, groups, sparse_as_dense, process_set, weighted)
+    options = Options(compression, op, gradient_predivide_factor, groups, sparse_as_dense, process_set)
     reduced.set_up(names, options, backward_passes_per_step)
     if process_set.included():
         serve(reduced)

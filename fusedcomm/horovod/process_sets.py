@@ -1,8 +1,7 @@
 """Process sets: groups of ranks whose collectives run by themselves."""
 
 import datetime
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -112,10 +111,8 @@ def parse_sets(process_sets: Any) -> list[ProcessSet]:
     return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
 
 
-def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, ProcessSet, str], Any]) -> None:
-    """Makes the global set and those that hvd.init() was given, and connects their ranks. A collective call.
-
-    open_sums: opens the engine of a set for a wire."""
+def make_sets(new: World, sets: list[ProcessSet]) -> None:
+    """Makes the global set and those that hvd.init() was given, and connects their ranks. A collective call."""
     everyone = list(range(new.size))
     if membership.is_elastic() and new.meeting > 0:
         sets = [each for each in sets if set(each.ranks) <= set(everyone)]
@@ -130,7 +127,7 @@ def make_sets(new: World, sets: list[ProcessSet], open_sums: Callable[[World, Pr
         rank, store = each.ranks.index(new.rank), dist.PrefixStore(f"sets/{set_id}", new.store)
         backend = connect_gloo(store, "cpu", rank, len(each.ranks), TIMEOUT)
         group = OwnGroup(store, rank, len(each.ranks), TIMEOUT, {"cpu": backend}, new.rank)
-        new.members[set_id] = Members(group, functools.partial(open_sums, new, each))
+        new.members[set_id] = Members(group)
 
 
 def check_ranks(sets: list[list[int]], everyone: list[int]) -> None:
@@ -153,5 +150,4 @@ def forget_sets(old: World) -> None:
     for set_id, process_set in old.sets.items():
         if set_id != 0:
             process_set.process_set_id = None
-    old.sets.clear()
-    old.members.clear()
+    old.sets, old.members = {}, {}  # shutdown() may have kept what these were

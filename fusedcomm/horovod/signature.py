@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.horovod.checks import OP_NAMES, Average, Sum
-from fusedcomm.native import _C
+from fusedcomm.horovod.checks import OP_NAMES, Sum
 
 DTYPES = {
     "Byte": torch.uint8,
@@ -38,7 +37,6 @@ class Signature(NamedTuple):
 
     kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
     root: in the process set.
-    wire: empty: the tensors' own dtype; see compression.py.
     device: the type of the tensors' device.
     tensors: dtype and shape of each; without the first dimension where that may differ.
     """
@@ -49,7 +47,6 @@ class Signature(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
-    wire: str = ""
     device: str = "cpu"
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
@@ -61,10 +58,6 @@ class Signature(NamedTuple):
     def has_rows(self) -> bool:
         """Whether ranks may give tensors that differ in their first dimension."""
         return self.kind in ROWS_MAY_DIFFER
-
-    def names_of_tensors(self) -> Sequence[str]:
-        """A name for each tensor, by which a configuration chooses wires."""
-        return [self.name] if len(self.tensors) == 1 else [f"{self.name}.{i}" for i in range(len(self.tensors))]
 
     def nbytes(self) -> int:
         """Bytes of all tensors' elements, where their rows are the same on every rank."""
@@ -79,20 +72,14 @@ class Signature(NamedTuple):
         """Operations with the same value may share a bucket; with None they share none."""
         if self.kind != "allreduce" or len(self.dtypes) != 1:
             return None
-        return self.op, self.prescale, self.postscale, self.wire, self.device, *self.dtypes
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether the engine carries the operation in its wire. One sum has one dtype."""
-        dtypes = {DTYPES[name] for name in self.dtypes}
-        return self.wire != "" and self.op in (Sum, Average) and len(dtypes) == 1 and dtypes.issubset(_C.GRAD_DTYPES)
+        return self.op, self.prescale, self.postscale, self.device, *self.dtypes
 
     @staticmethod
     def read(fields: list) -> "Signature":
         """From what json makes of one."""
-        kind, name, op, prescale, postscale, root, wire, device, tensors = fields
+        kind, name, op, prescale, postscale, root, device, tensors = fields
         shapes = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
-        return Signature(kind, name, op, prescale, postscale, root, wire, device, shapes)
+        return Signature(kind, name, op, prescale, postscale, root, device, shapes)
 
     def shapes(self, rows: Sequence[int]) -> list[list[int]]:
         """The tensors' whole shapes. `rows`: of each tensor, or of the parts of one."""
@@ -113,7 +100,6 @@ def mismatch(one: Said, other: Said) -> str:
         ("root rank", a.root, b.root),
         ("prescale_factor", f"{a.prescale:.17g}", f"{b.prescale:.17g}"),
         ("postscale_factor", f"{a.postscale:.17g}", f"{b.postscale:.17g}"),
-        ("compression", a.wire or "none", b.wire or "none"),
         ("device", a.device, b.device),
     ]
     shape = "shape past the first dimension" if a.has_rows else "shape"

@@ -6,7 +6,7 @@ import torch
 
 import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
-from fusedcomm.horovod.handles import next_name, synchronize
+from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 
 
@@ -22,7 +22,7 @@ def sparse_allreduce_async(
     Each rank's tensor is coalesced first, so an index travels once from each rank. Raises ValueError unless `tensor` is
     sparse and `op` is Average or Sum.
     """
-    member_of(process_set)
+    found, _ = member_of(process_set)
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ValueError(f"sparse_allreduce_async: expected a tensor of layout torch.sparse_coo, got {what}")
@@ -30,7 +30,7 @@ def sparse_allreduce_async(
         raise ValueError("sparse_allreduce_async: op must be hvd.Average or hvd.Sum")
     own = tensor.detach().coalesce()
     if name is None:
-        name = "sparse." + next_name(process_set.process_set_id, "sparse")
+        name = "sparse." + found.order.next_name(process_set.process_set_id, "sparse")
     # Indices of shape (entries, sparse dimensions), so that ranks may differ in the first dimension.
     indices = ops.allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
     values = ops.allgather_async(own.values().contiguous(), f"{name}.values", process_set)

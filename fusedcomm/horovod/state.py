@@ -2,7 +2,6 @@
 
 import atexit
 import collections
-import ctypes
 import datetime
 import functools
 import os
@@ -15,17 +14,15 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm.horovod.environment as environment
-import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
 import fusedcomm.horovod.membership as membership
 import fusedcomm.horovod.operations as operations
 import fusedcomm.horovod.step_reducer as step_reducer
 import fusedcomm.horovod.timeline as timeline
-from fusedcomm.horovod.engines import open_sums
-from fusedcomm.horovod.order import Order, Request
+from fusedcomm.horovod.order import Order, Request, keep, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, forget_sets, make_sets, parse_sets
 from fusedcomm.horovod.signature import Signature
-from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
+from fusedcomm.horovod.world import World, set_world, world, world_if_any
 from fusedcomm.ranks import agreement, own_address
 from fusedcomm.ranks.channels import connect_gloo
 from fusedcomm.ranks.connections import kept_alive
@@ -59,8 +56,8 @@ def init(comm: None = None, process_sets: Sequence[Any] | None = None) -> None:
         if (old := world_if_any()) is None:
             _given_sets = sets
             init_again()
-        elif isinstance(old.order, Ended):
-            raise ValueError(f"{old.order.failure}. For a job of its own call hvd.shutdown() first")
+        elif old.order.ended:
+            raise ValueError(f"{old.order.ended}. For a job of its own call hvd.shutdown() first")
         elif process_sets is not None and _ranks_of(sets) != _ranks_of(_given_sets):
             raise ValueError(
                 f"hvd.init() was called before with process_sets={_ranks_of(_given_sets)}, now with "
@@ -72,7 +69,7 @@ def init_again() -> None:
     """Connects the ranks that there are, as init() did. In an elastic job whose ranks have changed, process sets with a
     rank that is no longer there are not in use, and raise ValueError that says so."""
     new = _met()
-    make_sets(new, _given_sets, open_sums)
+    make_sets(new, _given_sets)
     control = None
     if new.size > 1:
         control, new.sockets = kept_alive(lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout))
@@ -81,9 +78,7 @@ def init_again() -> None:
     set_world(new)  # from here on the wait for a rank that is silent can be ended
     try:
         # A rank that goes on may end the job while others are still connecting.
-        barrier = Request(0, Signature("barrier", "init"))
-        new.order.submit(barrier, at_once=True)
-        new.order.wait(barrier)
+        synchronize(new.order.submit(Request(0, Signature("barrier", "init")), at_once=True))
     except BaseException:
         shutdown()
         raise
@@ -158,27 +153,18 @@ def shutdown() -> None:
         old = world_if_any()
         if old is None:
             return
-        if not isinstance(old.order, Ended):  # this process is no child of fork()
+        if not old.order.ended:  # this process is no child of fork()
             old.end_timeline()
             step_reducer.leave_all(old.order.failure or "hvd.shutdown() was called")
-            if old.order.failure:  # its thread may wait for a sum that no longer ends
-                old.close_engines(old.order.failure)
-            if not old.order.shutdown():
-                _keep(old.members)  # the end of a backend would wait for a peer that is gone
-                _keep(old.order)
-            old.close_engines("hvd.shutdown() was called")
-            old.order = Ended(old.order.failure)
+            has_ended = old.order.shutdown()
+            if not has_ended:
+                keep(old.members)  # the end of a backend would wait for a peer that is gone
+            old.order.end(old.order.failure or "fusedcomm.horovod was shut down", keeps=not has_ended)
         forget_sets(old)
         set_world(None)
-    handles.forget_all()
 
 
 atexit.register(shutdown)
-
-
-def _keep(thing: object) -> None:
-    """Keeps it as long as the process."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _leave_to_parent() -> None:
@@ -186,18 +172,15 @@ def _leave_to_parent() -> None:
     still knows the rank and the size, for workers that load data."""
     global _lock
     _lock = threading.RLock()
-    handles.leave_to_parent()
-    if (old := world_if_any()) is None or isinstance(old.order, Ended):
+    if (old := world_if_any()) is None or old.order.ended:
         return
-    ended, old.timeline = old.order, None
-    old.order = Ended(
+    old.timeline = None
+    keep(old.members)  # the end of a backend waits for threads
+    old.order.end(
         f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
-        "its job"
+        "its job",
+        keeps=True,
     )
-    # The end of an engine, or a backend, waits for threads.
-    _keep(ended)
-    for each in [*old.members.values(), *old.sessions]:
-        _keep(each)
     # Otherwise the other ranks would not notice the parent's end while the child lives.
     for descriptor in old.sockets:
         os.close(descriptor)

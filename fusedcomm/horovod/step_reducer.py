@@ -19,22 +19,17 @@ from fusedcomm.horovod.checks import OP_NAMES, Sum
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.process_sets import ProcessSet, members_of
 from fusedcomm.horovod.world import World, world, world_if_any
-from fusedcomm.literals import Weighted
 from fusedcomm.native import _C
 from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session.parameters import NamedParameter, bucket_caps, numbered, strides_to_agree
 from fusedcomm.session.session import Session
-from fusedcomm.session.weights import give
 
 Groups = int | list[list[torch.Tensor]] | None
 
 _MIB = 1 << 20
-_OF_THE_REDUCER = (
-    ("Then call detach() and make a new GradReducer", "Then make a new hvd.DistributedOptimizer"),
-    ("comm.weight", "optimizer.weight"),
-)
+_OF_THE_REDUCER = "Then call detach() and make a new GradReducer", "Then make a new hvd.DistributedOptimizer"
 """What the reducer's errors tell its own users to do, and what they tell those of an optimizer."""
 _NO_TIMEOUT = datetime.timedelta(days=365)
 """A slow rank is no error: watches report stalls, and notice lost ranks."""
@@ -52,7 +47,6 @@ class Options:
     groups: Groups
     sparse_as_dense: bool
     process_set: ProcessSet
-    weighted: Weighted | None
 
 
 class StepReducer:
@@ -96,7 +90,6 @@ class StepReducer:
         self.purpose = f"optimizers/{zlib.crc32(json.dumps([p.name for p in self._parameters]).encode())}"
         self.number = next(_numbers)
         self.session: Session | None = None
-        self.weight: float | None = None  # of this rank, also with other ranks
         self._world: World | None = None
         _living.add(self)
 
@@ -154,14 +147,11 @@ class StepReducer:
         self.native.set_layout(group_of=[number_of.get(p.name, -1) for p in self._parameters], order=order)
         self.native.set_ranks(session.synchronizer, session.store("optimizer"))
         self.session, self._world = session, found
-        if self.weight is not None:
-            give(session.weights, self.weight)
 
     def end_step(self) -> None:
         """Ends the step; see reducer.h. Opens, if the ranks are not connected.
 
-        Raises HorovodInternalError if the ranks disagree or one is lost, and RuntimeError if one has no weight. The
-        ranks are not connected then.
+        Raises HorovodInternalError if the ranks disagree or one is lost. The ranks are not connected then.
         """
         self.open()
         self._call(self.native.end_step)
@@ -178,17 +168,11 @@ class StepReducer:
             pass
 
     def _call(self, function: Any) -> Any:
-        assert self.session is not None
-        weights = self.session.weights
         try:
             return function()
         except RuntimeError as error:
-            text = str(error)
-            for ours, theirs in _OF_THE_REDUCER:
-                text = text.replace(ours, theirs)
-            is_refused = weights is not None and weights.is_refused
             self.leave("a step has failed")
-            raise (RuntimeError if is_refused else HorovodInternalError)(text) from error
+            raise HorovodInternalError(str(error).replace(*_OF_THE_REDUCER)) from error
 
     def leave(self, reason: str) -> None:
         """Forgets the step and the ranks; sums under way fail with `reason`. Idempotent."""

@@ -2,15 +2,12 @@
 
 import dataclasses
 import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from fusedcomm.horovod.environment import Settings
-from fusedcomm.horovod.errors import NOT_INITIALISED, HorovodInternalError
-
-if TYPE_CHECKING:
-    from fusedcomm.session.session import Session
+from fusedcomm.horovod.errors import NOT_INITIALISED
 
 
 @dataclasses.dataclass
@@ -19,10 +16,9 @@ class World:
 
     store: of this init alone. meeting: how often the ranks have met before.
     hosts: the host name of each rank.
-    order: the agreement with the other ranks; after shutdown(), Ended.
+    order: the agreement with the other ranks.
     sockets: of that agreement, as file descriptors.
     sets: process sets by id; 0 is every rank. members: of those that have this rank.
-    sessions: the engines that sum in a wire; see engines.py.
     timeline: that which rank 0 writes; None: it writes none.
     """
 
@@ -41,7 +37,6 @@ class World:
     sockets: list[int] = dataclasses.field(default_factory=list)
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
     members: dict[int, Any] = dataclasses.field(default_factory=dict)
-    sessions: "list[Session]" = dataclasses.field(default_factory=list)
     timeline: Any = None
 
     def end_timeline(self) -> None:
@@ -49,30 +44,6 @@ class World:
         ended, self.timeline = self.timeline, None
         if ended is not None:
             ended.end()
-
-    def close_engines(self, reason: str) -> None:
-        """Ends the engines; sums under way fail with `reason`. Idempotent."""
-        closing, self.sessions = self.sessions, []
-        for session in closing:
-            session.stop(reason)
-
-
-class Ended:
-    """Stands in an Order's place after shutdown(), for handles that have not been synchronized, and in a child of
-    fork(), which has no part in its parent's job."""
-
-    def __init__(self, failure: str) -> None:
-        self.failure = failure or "fusedcomm.horovod was shut down"
-
-    def submit(self, *_: Any) -> None:
-        """Raises HorovodInternalError that says why the job has ended."""
-        raise HorovodInternalError(self.failure)
-
-    wait = submit
-
-    def poll(self, _: Any) -> bool:
-        """True: there is nothing left to wait for."""
-        return True
 
 
 _world: World | None = None

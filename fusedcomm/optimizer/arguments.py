@@ -33,13 +33,6 @@ def check_reducer(reducer: object) -> None:
     combinations.refuse("ShardedOptimizer", {"members": members, "config": config})
 
 
-def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
-    """Raises ValueError."""
-    Config(update)
-    given = {"overlap": overlap, "find_unused_parameters": reducer.finds_unused}
-    combinations.refuse("ShardedOptimizer", given)
-
-
 def plain(value: Any) -> Any:  # noqa: ANN401
     """Numbers and names of hyperparameters, for a comparison of the ranks. What is on an accelerator, or of another
     kind, is left out."""
@@ -53,13 +46,12 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 
 
 def record(
-    groups: list[dict[str, Any]], targets: list[Target], update: Wire, overlaps: bool, defaults: dict[str, Any]
+    groups: list[dict[str, Any]], targets: list[Target], update: Wire, defaults: dict[str, Any]
 ) -> dict[str, object]:
     """The values that must be equal on all ranks."""
     names = {id(target.tensor): target.name for target in targets}
     return {
         "update": update,
-        "overlap": overlaps,
         "groups": [
             {
                 "optimizer_class": group["optimizer_class"].__name__,
@@ -89,7 +81,7 @@ def rows_config(reducer: GradReducer) -> Config:
     if reducer.has_owner:
         raise RuntimeError("fusedcomm: this GradReducer has a ShardedOptimizer already: give that one several groups")
     config = reducer.session.config
-    combinations.refuse("ShardedOptimizer", {"sum": config.sum})
+    combinations.refuse("ShardedOptimizer", {"feedback": config.feedback, "sum": config.sum})
     return dataclasses.replace(config, sum="two-shot")
 
 

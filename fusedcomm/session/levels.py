@@ -42,11 +42,10 @@ class Levels:
         return self.ranks_per_host == other.ranks_per_host and (self.ranks_per_host == 1 or self.hosts == other.hosts)
 
 
-def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = False, weighs: bool = False) -> Levels:
+def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = False) -> Levels:
     """The levels for ranks on these hosts; the same on every rank, but for its own host.
 
     of_rows: whether these are the levels of reduce-scatters and all-gathers, which send shards in the order of ranks.
-    weighs: whether sums have weights without `config.weighted`.
 
     Raises:
         ValueError: `config` needs two levels, and the hosts do not fit it.
@@ -66,10 +65,10 @@ def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = F
                 f"another, and ranks {apart} share one: order the ranks by host, or use hosts=None"
             )
         reason = f"shards must lie host by host, and ranks {apart} share one"
-    if (weighs or config.weighted is not None) and config.feedback is not None and not reason:
+    if config.weighted is not None and config.feedback is not None and not reason:
         # On two levels a residual is of a host's ranks together, which have weights of their own.
         if config.needs_two_levels:
-            given = {"hosts": config.hosts, "feedback": config.feedback, combinations.WEIGHTS: True}
+            given = {"hosts": config.hosts, "feedback": config.feedback, "weighted": config.weighted}
             combinations.refuse("sums on two levels", given)
         reason = "error feedback of weighted gradients has one"
     own_host = OwnHost.of(host_of, rank)

@@ -52,7 +52,6 @@ class Session:
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
-        weighs: whether sums have weights without `config.weighted`, which the caller gives the engine.
         gathers_rows: whether it has all-gathers and no sums.
         shares_communicator: whether sums on cuda delay the group's own collectives; see `beside_group`.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
@@ -91,7 +90,6 @@ class Session:
         watched: bool = True,
         reduces_rows: bool = False,
         gathers_rows: bool = False,
-        weighs: bool = False,
         is_off: bool = False,
         shares_communicator: bool = True,
         problem: Exception | None = None,
@@ -115,7 +113,7 @@ class Session:
             path, self.host_names = self._agree(also_agree or {}, problem)
         else:
             self.peers, self.host_names, self._store = beside.peers, beside.host_names, beside.peers.part()
-        self.levels = levels.find(cfg, self.host_names, self.rank, of_rows=reduces_rows or gathers_rows, weighs=weighs)
+        self.levels = levels.find(cfg, self.host_names, self.rank, of_rows=reduces_rows or gathers_rows)
         if is_off:
             self.codec, self.s_per_byte = "none", None
             self.peers.doing("in training, with config='off'")

@@ -10,9 +10,8 @@ from models import KINDS, whole
 from test_fsdp_feedback import gradients_of, made
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config
 
-UNSHARDED = Feedback(unsharded=True)
 LOSSY_1D = {"1d": "int8"}
 CONFIGS = {
     "fp32": Config("fp32"),
@@ -20,9 +19,8 @@ CONFIGS = {
     "fp16 chunked": Config("fp16", chunks=Chunks(4096)),
     "int8": Config("int8"),
     "int8 all": Config("int8", wires=LOSSY_1D, chunks=Chunks(4096)),
-    "fp8 fed back": Config("fp8", feedback=UNSHARDED),
-    "int4": Config("int4"),
-    "int4 fed back": Config("int4", feedback=UNSHARDED, chunks=Chunks(4096)),
+    "fp8": Config("fp8"),
+    "int4": Config("int4", chunks=Chunks(4096)),
     "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}),
     "exempt": Config("bf16", wires={"first.*": "fp32"}),
     "parameters in int4": Config("int8", params="int4"),
@@ -35,8 +33,7 @@ ALL = {**CONFIGS, "parameters kept": Config("int8", params="int8", params_kept=T
 def by_what_config_has(name: str, **others: object) -> dict:
     """For `pytest.mark.sampled`."""
     config = ALL[name]
-    has = {"feedback": config.feedback is not None, "params": config.params}
-    return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
+    return {"wire": KINDS.get(config.wire, "codes"), "params": config.params, **others}
 
 
 def three_steps(model, rank, device):

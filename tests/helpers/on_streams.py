@@ -34,7 +34,7 @@ CHUNKS = Chunks(nbytes=4096, in_flight=2)
 CONFIGS = {
     "hook": Config("int8", sum="two-shot", feedback=Feedback(), chunks=CHUNKS),
     "DataParallel": Config("int8"),
-    "FSDP2": Config("int8", feedback=Feedback(unsharded=True), chunks=CHUNKS),
+    "FSDP2": Config("int8", chunks=CHUNKS),
 }
 """Of front ends, by their names in front_ends.py."""
 

@@ -78,6 +78,34 @@ train(state)
 if first == 1 and sys.argv[1] == "SIGSTOP":
     os.kill(pids[0], signal.SIGKILL)
 """
+LINGERS = """
+import logging, os, signal, sys, time, torch
+from pathlib import Path
+import fusedcomm.horovod as hvd
+from fusedcomm.log import LOGGER
+
+named = Path(sys.argv[1])
+hvd.init()
+first = hvd.rank()
+os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "5"
+handler = logging.Handler()
+handler.emit = lambda record: named.touch() if "rank(s) [1] of it have not come" in record.getMessage() else None
+LOGGER.addHandler(handler)
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+
+@hvd.elastic.run
+def train(state):
+    if hvd.size() == 3:
+        hvd.allreduce(torch.ones(1), name="before")
+        if first == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while first == 1 and not named.exists():
+            time.sleep(0.02)
+    total = hvd.allreduce(torch.ones(1), name="after", op=hvd.Sum).item()
+    print(f"rank {first} goes on with the sum {total}", flush=True)
+
+train(state)
+"""
 MISSING = """
 import os, signal
 if os.environ["RANK"] == "1":
@@ -172,3 +200,9 @@ def test_those_that_stay_keep_local_ranks_sets_and_timelines_whether_one_is_kill
 def test_a_worker_that_never_comes_is_named_within_the_limit():
     said = ended(*launched(2, script=MISSING), status=1, HOROVOD_GLOO_TIMEOUT_SECONDS="2")
     assert "TimeoutError: hvd.init(): fusedcomm: rank(s) [1] did not take part within 2 s" in said
+
+
+@pytest.mark.full
+def test_a_worker_that_does_not_come_after_a_change_is_named_and_waited_for(tmp_path):
+    said = ended(*launched(3, script=LINGERS), str(tmp_path / "named"))
+    assert [said.count(f"rank {rank} goes on with the sum 2.0") for rank in range(3)] == [1, 1, 0]

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from jobs import job, raised
+from patience import patient
 
 import fusedcomm.horovod as hvd
 from fusedcomm.horovod import order
@@ -65,6 +66,30 @@ def test_ranks_that_have_given_up_end_together(ranks):
     assert ranks.run(with_a_silent_rank, world_size=3) == [True] * 3
 
 
+def with_a_stopped_rank(rank, size):
+    """As with_a_silent_rank(), but rank 2 is stopped meanwhile, and its connections stay open."""
+    hvd.init()
+    pids = hvd.allgather_object(os.getpid())
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        hvd.shutdown()
+        return True
+    with open(f"/proc/{pids[2]}/stat") as stat:
+        while stat.read().rpartition(")")[2].split()[0] != "T":
+            stat.seek(0)
+    found = world().order
+    found.fail("a rank is silent")
+    has_ended = found.shutdown()
+    hvd.shutdown()
+    if rank == 0:
+        os.kill(pids[2], signal.SIGCONT)
+    return has_ended
+
+
+def test_ranks_that_have_given_up_a_stopped_one_end(ranks):
+    assert ranks.run(with_a_stopped_rank, world_size=3) == [True] * 3
+
+
 def with_a_broken_comparison(rank, size):
     """The ranks disagree, and rank 0 cannot tell why when rank 1's operation arrives."""
 
@@ -89,17 +114,24 @@ def test_what_a_function_of_rank_0_raises_is_told_to_every_rank(ranks):
 
 
 def refusals(rank, size):
-    """How many requests are left of operations that rank 1 has refused."""
-    with job():
-        for _ in range(3):
+    """Rank 1 refuses an operation twice, and then submits it, before the others come to the first time. Returns how
+    many requests are left."""
+    with job(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=str(patient(10))):
+        if rank == 0:
+            hvd.barrier()
+        for _ in range(2):
             kind, _ = raised(hvd.alltoall, torch.zeros(2), [-1, 1] if rank == 1 else [1, 1], name="x")
             assert kind == ("ValueError" if rank == 1 else "HorovodInternalError")
+        handle = hvd.alltoall_async(torch.ones(2), [1, 1], name="x")
+        if rank == 1:
             hvd.barrier()
+        assert hvd.synchronize(handle)[0].tolist() == [1.0, 1.0]
+        del handle
         gc.collect()
         return sum(type(each) is order.Request for each in gc.get_objects())
 
 
-def test_refused_operations_are_forgotten(ranks):
+def test_each_refusal_is_told_and_forgotten(ranks):
     assert ranks.run(refusals, world_size=2) == [0, 0]
 
 

@@ -92,9 +92,12 @@ import fusedcomm.horovod as hvd
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 
-def total(compression):  # whose engine needs no process group, and does not mind one
-    given = torch.full((200, 200), float(rank + 1))
-    return hvd.allreduce(given, op=hvd.Sum, compression=compression).unique().tolist()
+def total(wire):  # whose engine needs no process group, and does not mind one
+    weight = torch.nn.Parameter(torch.zeros(200, 200))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 1.0), op=hvd.Sum, compression=wire)
+    (weight * (rank + 1)).sum().backward()
+    optimizer.step()
+    return hvd.allreduce(-weight.detach()).unique().tolist()
 
 totals = [total(hvd.Compression.int8)]
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,5 +1,5 @@
-"""Each rank submits 200 named tensors in a random order of its own, with joins, process sets and wires among them. The
-results are bit-equal to torch's own all-reduce, and nothing hangs."""
+"""Each rank submits 200 named tensors in a random order of its own, with joins and process sets among them. The results
+are bit-equal to torch's own all-reduce, and nothing hangs."""
 
 import random
 
@@ -21,8 +21,8 @@ DTYPES = [torch.float32, torch.float32, torch.int64, torch.float64]
 JOINS_EVERY = 5
 
 
-def tensors_of(number: int) -> list[tuple[str, int, int, int, torch.dtype, str]]:
-    """(name, process set, numel, seed, dtype, wire) of each tensor of a round, the same on every rank. Names stay, and
+def tensors_of(number: int) -> list[tuple[str, int, int, int, torch.dtype]]:
+    """(name, process set, numel, seed, dtype) of each tensor of a round, the same on every rank. Names stay, and
     now and then numels change."""
     shapes = random.Random(number // 4)
     return [
@@ -32,7 +32,6 @@ def tensors_of(number: int) -> list[tuple[str, int, int, int, torch.dtype, str]]
             shapes.choices(NUMELS, WEIGHTS)[0],
             number * NUM_TENSORS + i,
             shapes.choice(DTYPES),
-            shapes.choice(["", "", "bf16", "fp16"]),
         )
         for i in range(NUM_TENSORS)
     ]
@@ -63,10 +62,10 @@ def fuzz(rank: int, size: int, rounds: range) -> None:
 
 def run_round(rank, work, sets, mine) -> dict[str, torch.Tensor]:
     handles, results = [], {}
-    for name, which, numel, seed, dtype, wire in mine.sample(work, len(work)):
+    for name, which, numel, seed, dtype in mine.sample(work, len(work)):
         tensor = numbers(seed, rank, numel, dtype)
         start = hvd.allreduce_async_ if mine.random() < 0.5 else hvd.allreduce_async
-        handles.append((name, start(tensor, name=name, op=hvd.Sum, process_set=sets[which], wire=wire)))
+        handles.append((name, start(tensor, name=name, op=hvd.Sum, process_set=sets[which])))
         if mine.random() < 0.1:
             for done in [each for each in handles if hvd.poll(each[1])]:
                 handles.remove(done)
@@ -77,7 +76,7 @@ def run_round(rank, work, sets, mine) -> dict[str, torch.Tensor]:
 
 
 def check_round(rank, number, results, groups, joiner) -> None:
-    for name, which, numel, seed, dtype, wire in tensors_of(number):
+    for name, which, numel, seed, dtype in tensors_of(number):
         if rank not in SETS[which]:
             continue
         expected = numbers(seed, rank, numel, dtype)
@@ -86,7 +85,7 @@ def check_round(rank, number, results, groups, joiner) -> None:
         if numel:
             dist.all_reduce(expected, group=groups[which])
         if name in results:
-            about = f"round {number}, {name}: numel {numel}, {dtype}, set {which}, wire {wire}"
+            about = f"round {number}, {name}: numel {numel}, {dtype}, set {which}"
             assert torch.equal(results[name], expected), about
 
 

@@ -1,7 +1,6 @@
 """What fusedcomm.horovod refuses."""
 
 import functools
-import math
 import os
 from collections.abc import Callable
 
@@ -11,8 +10,7 @@ from refusals import rows
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Config, Feedback
-from fusedcomm.horovod.compression import config_of
+from fusedcomm.config import Config
 from fusedcomm.horovod.world import world
 
 Call = Callable[[int], object]
@@ -180,10 +178,6 @@ DISAGREEMENTS = [
         (differ(hvd.allreduce, ZEROS, op=(hvd.Sum, hvd.Min)), "op", "Sum", "Min"),
         (differ(hvd.allreduce, ZEROS, prescale_factor=(1.0, 2.0)), "prescale_factor", "1", "2"),
         (differ(hvd.allreduce, ZEROS, postscale_factor=(1.0, 2.0)), "postscale_factor", "1", "2"),
-        (
-            differ(hvd.allreduce, ZEROS, compression=(hvd.Compression.none, hvd.Compression.int8)),
-            *("compression", "none", "int8"),
-        ),
         (differ(hvd.grouped_allreduce, ([ZEROS], [ZEROS, ZEROS])), "number of tensors", "1", "2"),
         (differ(hvd.allgather, (COLUMN, COLUMNS)), PAST_FIRST, "[2, 1]", "[2, 2]"),
         (differ(hvd.alltoall, (COLUMN, COLUMNS)), PAST_FIRST, "[2, 1]", "[2, 2]"),
@@ -227,14 +221,12 @@ COMPRESSIONS = [
         for call in TAKE_COMPRESSIONS
     ),
 ]
-NAMES_NOTHING = [
-    (lambda _, text=text: config_of(text), "names no wire: use one of 'fp32'") for text in ("", "7", "[1]")
-]
 OF_CONFIGS = [
     (
-        lambda _: hvd.Compression.of(Config("int8", feedback=Feedback(unsharded=True))),
-        "Feedback(unsharded=True)",
+        lambda _: hvd.Compression.of(Config("int8", params="int8")),
+        "params='int8'",
     ),
+    (lambda _: hvd.Compression.of(Config(weighted="mean")), "weighted='mean' ... or use fusedcomm.GradReducer"),
     (lambda _: hvd.Compression.of("int8"), "config='int8' is not possible: use a fusedcomm.Config"),
 ]
 
@@ -248,6 +240,10 @@ def named(*given: object) -> Call:
 
 
 OPTIMIZERS = [
+    *(
+        (lambda _, call=call: call(hvd.Compression.int8), "wire='int8' sums gradients ... hvd.DistributedOptimizer")
+        for call in TAKE_COMPRESSIONS[:-1]
+    ),
     (named(*MODEL.parameters()), "named_parameters must be pairs"),
     (named(*[("a", each) for each in MODEL.parameters()]), "named_parameters must have different names ... twice: a"),
     (named(("weight", MODEL.weight)), "named_parameters lack 1 of the optimizer's 2 parameters"),
@@ -264,24 +260,7 @@ OPTIMIZERS = [
         lambda _: hvd.DistributedOptimizer(torch.optim.SGD([ZEROS, ZEROS.to("meta")], 0.1)),
         "the optimizer's parameters are on several devices, cpu, meta: make a DistributedOptimizer for those of each",
     ),
-    (lambda _: optimizer_of(weighted="mean", op=hvd.Sum), "weighted='mean' ... use 'mean' or 'sum'"),
-    (lambda _: optimizer_of(weighted="median"), "weighted='median' ... use 'mean' or 'sum'"),
-    (lambda _: optimizer_of(weighted="mean", backward_passes_per_step=2), "weighted='mean' ... use weighted='sum'"),
 ]
-
-
-def weighs(weight: object, **options: object) -> Call:
-    """Rank 1 weighs `weight`; None: it does not set it."""
-
-    def wrong(rank: int) -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
-        if rank != 1 or weight is not None:
-            optimizer.weight = weight if rank == 1 or not options else 1
-        model(torch.ones(2)).sum().backward()
-        optimizer.synchronize()
-
-    return in_job(wrong)
 
 
 def thaws(rank: int) -> None:
@@ -308,12 +287,6 @@ def adds(rank: int) -> None:
     model(torch.ones(2)).sum().backward()
     optimizer.step()
 
-
-WEIGHTS = [
-    (weighs(None, weighted="mean"), "rank 1 has no weight in this pass ... Give optimizer.weight"),
-    *((weighs(each, weighted="mean"), "rank 1 has no weight in this pass") for each in (-1, math.inf, torch.ones(2))),
-    (weighs(3), "ranks weigh equally"),
-]
 
 # ---- before hvd.init(), and what it reads
 
@@ -351,12 +324,10 @@ INTERNAL = "HorovodInternalError: fusedcomm:"
 OF_TWO = [
     *after("ValueError:", within_jobs(OPERATIONS + OPTIMIZERS) + SETS + INITS),
     *after("TypeError: fusedcomm.horovod:", within_jobs(COMPRESSIONS)),
-    *after("RuntimeError:", WEIGHTS),
     (
         in_job(lambda _: hvd.reducescatter(FOUR, op=hvd.Max)),
         "HorovodInternalError: reducescatter: ... op=Max is not possible",
     ),
-    (in_job(lambda _: setattr(optimizer_of(weighted="mean"), "weight", "3")), "TypeError: ... '3'"),
     (
         in_job(thaws),
         f"{INTERNAL} the ranks do not train ... bias was True on rank 0 and False on rank 1 ... make a new hvd",
@@ -369,7 +340,6 @@ OF_THREE = [
 ]
 ALONE = [
     *((lambda _, call=call: call(), "hvd.init()") for call in BEFORE),
-    *NAMES_NOTHING,
     *OF_CONFIGS,
     *READ,
 ]

@@ -39,7 +39,7 @@ class Trained:
         self.forward, self.comm = synchronized(made_by, self.model, config, bucket_mib=0.02)
         self.parts = [self.model, self.comm]
         if front_end == "owners":
-            options = {"lr": 0.1, "update": "int8", "overlap": False, "quiet": True}
+            options = {"lr": 0.1, "update": "int8", "quiet": True}
             self.parts.append(fusedcomm.ShardedOptimizer(self.comm, torch.optim.SGD, **options))
         if front_end == "FSDP2":
             self.parts.append(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
@@ -117,7 +117,7 @@ CODES = {"1d": "int4"}
         ("CommState", Config("int4", wires=CODES, feedback=Feedback())),
         ("reducer", Config("int8", feedback=Feedback())),
         ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
-        ("owners", Config("int8", feedback=Feedback())),
+        ("owners", Config("int8")),
         pytest.param("FSDP2", Config("int8", params="int8", wires=CODES), marks=pytest.mark.check),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -55,12 +55,17 @@ void Order::submit(const RequestPtr& request, bool at_once) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) throw std::runtime_error(failure_);
-    const std::string& key = request->entry.operation->key;
-    if (!requests_.emplace(Key(request->set, key), request).second) {
+    const Key key(request->set, request->entry.operation->key);
+    const auto [first, last] = requests_.equal_range(key);
+    const bool has_earlier = first != last;
+    const auto is_refused = [](const auto& each) { return !each.second->entry.problem.empty(); };
+    if (request->entry.problem.empty() && !std::all_of(first, last, is_refused)) {
       throw std::invalid_argument(
-          "fusedcomm: " + key + " is under way on rank " + std::to_string(options_.rank) +
+          "fusedcomm: " + key.second + " is under way on rank " + std::to_string(options_.rank) +
           ", so it cannot be submitted again: synchronize its handle first, or use another name");
     }
+    requests_.emplace(key, request);
+    if (has_earlier) return;
     const bool is_first = queue_.empty();
     queue_.push_back(request);
     if (is_first && !at_once) ring();
@@ -122,6 +127,9 @@ bool Order::shutdown() {
       lock.unlock();
       fail("fusedcomm: rank " + rank + " called shutdown(), and rank 0 does not answer");
       lock.lock();
+      // A peer that is stopped says nothing, and its connection stays open.
+      for (const auto& [peer, work] : receiving_) work->abort();
+      changed_.wait_for(lock, kGrace, [this] { return num_left_ == 0; });
     }
   }
   const bool has_ended = num_left_ == 0;
@@ -223,7 +231,9 @@ void Order::receive(int peer) {
   const at::Tensor buffers[2] = {at::empty({kPartNbytes}, at::kByte), at::empty({kPartNbytes}, at::kByte)};
   const auto begin = [&](int index) {
     std::vector<at::Tensor> tensors = {buffers[index]};
-    return control_->recv(tensors, peer, kTag);
+    const auto work = control_->recv(tensors, peer, kTag);
+    std::lock_guard<std::mutex> lock(mutex_);
+    return receiving_[peer] = work;
   };
   try {
     auto receiving = begin(0);
@@ -231,7 +241,7 @@ void Order::receive(int peer) {
     std::string data;
     int64_t nbytes = 0;
     for (int turn = 0;; turn = 1 - turn) {
-      receiving->wait(kForever);
+      if (!receiving->wait(kForever)) return;  // shutdown() has ended it
       // The next message finds its buffer while this one is read.
       receiving = begin(1 - turn);
       const auto* const received = static_cast<const char*>(buffers[turn].data_ptr());
@@ -374,12 +384,17 @@ Order::Issue Order::issue_of(int set, std::vector<Response> bucket) {
   // The requests of a rank that has failed are gone. Without this it would take part as if it had joined, with zeros.
   if (!failure_.empty()) return found;
   for (Response& response : bucket) {
-    const auto own = requests_.find({set, response.operation->key});
-    const bool is_own = own != requests_.end();
+    const Key key(set, response.operation->key);
+    const auto own = requests_.lower_bound(key);
+    const bool is_own = own != requests_.end() && own->first == key;
     if (!is_own && !(response.error.empty() && response.operation->may_lack_joined)) continue;
     found.requests.push_back(is_own ? own->second : nullptr);
     found.responses.push_back(std::move(response));
-    if (is_own) requests_.erase(own);
+    if (!is_own) continue;
+    if (const auto next = requests_.erase(own); next != requests_.end() && next->first == key) {
+      queue_.push_back(next->second);
+      ring();
+    }
   }
   return found;
 }

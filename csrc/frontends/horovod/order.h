@@ -63,7 +63,9 @@ class Order {
   Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch, Negotiator::Say say);
   ~Order();
 
-  // at_once: the caller is about to wait for it. Throws std::invalid_argument if the key is under way,
+  // at_once: the caller is about to wait for it. What this rank has refused (its entry has a problem) holds up nothing
+  // that it submits under the same key later, and may itself come while the key is under way: rank 0 hears of each when
+  // the one before it has been issued. Otherwise throws std::invalid_argument if the key is under way, and
   // std::runtime_error after a failure.
   void submit(const RequestPtr& request, bool at_once);
   // Whether wait() would return at once.
@@ -115,9 +117,9 @@ class Order {
 
   mutable std::mutex mutex_;  // guards the members below
   mutable std::condition_variable changed_;
-  std::condition_variable bell_;        // for the batch thread
-  std::map<Key, RequestPtr> requests_;  // until they are issued
-  Requests queue_;                      // not yet told to rank 0
+  std::condition_variable bell_;             // for the batch thread
+  std::multimap<Key, RequestPtr> requests_;  // until they are issued, those of a key in their order
+  Requests queue_;                           // not yet told to rank 0
   std::string failure_;
   Clock::time_point failed_at_;
   bool is_rung_ = false, has_left_ = false;
@@ -134,6 +136,8 @@ class Order {
   std::recursive_mutex send_mutex_;
   std::vector<Known> known_;  // what has been sent, by set
   std::deque<c10::intrusive_ptr<c10d::Work>> sent_;
+
+  std::map<int, c10::intrusive_ptr<c10d::Work>> receiving_;  // by peer, with the mutex: what its thread waits for
 
   std::vector<std::thread> threads_;
 };

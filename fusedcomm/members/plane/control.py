@@ -5,7 +5,7 @@ import socket
 import uuid
 import weakref
 
-from fusedcomm.members.errors import JoinRefusedError
+from fusedcomm.members.errors import InstallTimeoutError, JoinRefusedError
 from fusedcomm.members.plane.addresses import name_of, split
 from fusedcomm.members.plane.barrier import StepBarrier
 from fusedcomm.members.plane.control_thread import ControlThread, Hooks
@@ -150,9 +150,13 @@ class ControlPlane:
 
     def install(self, view: View, timeout_s: float) -> bool:
         """This process can run in the view. Waits until all its members can: True. False: the view has been superseded,
-        so call recover(). Raises InstallTimeoutError."""
+        so call recover(). Raises InstallTimeoutError that names the members which cannot yet; call it again to wait
+        longer."""
         self._network.call(lambda: self._thread.set_ready(view.number))
-        return self.barrier.wait_active(view.number, timeout_s)
+        try:
+            return self.barrier.wait_active(view.number, timeout_s)
+        except InstallTimeoutError as error:
+            raise InstallTimeoutError(f"{error}: rank(s) {self._thread.not_ready(view)} of it have not come") from None
 
     def request(
         self, member: Member, kind: str, header: dict, into: memoryview | None = None

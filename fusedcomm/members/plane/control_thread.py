@@ -95,6 +95,12 @@ class ControlThread:
     def set_ready(self, number: int) -> None:
         self._agreement.set_ready(number)
 
+    def not_ready(self, view: View) -> list[int]:
+        """The ranks of other members that have not said that they can run in the view. Any thread may ask."""
+        states = self._agreement.roster.states
+        others = [uid for uid in view.uids if uid != self.me.uid]
+        return [view.rank_of(uid) for uid in others if uid not in states or states[uid].ready < view.number]
+
     def set_wants(self, number: int) -> None:
         self._agreement.set_wants(number)
 
