@@ -196,7 +196,6 @@ void bind_synchronizer(py::module_& m) {
       .def(
           "kept_means", [](Synchronizer& synchronizer, size_t index) { return synchronizer.kept().means(index); },
           py::arg("index"), NoGil())
-      .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())
       // (name, number of dimensions) → number of the wire.
       .def("choose_wires", &Synchronizer::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchronizer::take_notices, NoGil())

@@ -33,14 +33,16 @@ def check_reducer(reducer: object) -> None:
     combinations.refuse("ShardedOptimizer", {"members": members, "config": config})
 
 
-def plain(value: Any) -> Any:  # noqa: ANN401
-    """Numbers and names of hyperparameters, for a comparison of the ranks. What is on an accelerator, or of another
-    kind, is left out."""
+def plain(value: Any, waits: bool = False) -> Any:  # noqa: ANN401
+    """Numbers and names of hyperparameters, for a comparison of the ranks. What is of another kind is left out.
+
+    waits: whether the host waits for what is on an accelerator; else that is left out, too.
+    """
     if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner, waits) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return [plain(inner, waits) for inner in value]
+    if isinstance(value, torch.Tensor) and (waits or value.device.type == "cpu"):
         return value.tolist()
     return value if isinstance(value, (bool, int, float, str)) else None
 
@@ -56,12 +58,12 @@ def record(
             {
                 "optimizer_class": group["optimizer_class"].__name__,
                 "params": [names.get(id(p)) for p in group["params"]],
-                **plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}),
+                **plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}, waits=True),
             }
             for group in groups
         ],
         "whole": [target.name for target in targets if target.whole],
-        "arguments": plain(defaults),
+        "arguments": plain(defaults, waits=True),
     }
 
 

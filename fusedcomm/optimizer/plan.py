@@ -1,7 +1,6 @@
 """The plan of a ShardedOptimizer: who owns what, and what it costs."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 from fusedcomm.config import Config
@@ -104,12 +103,7 @@ def make_plan(
 def warn_of_one_level(plan: ShardedPlan, sums: Session) -> None:
     """Warns if sums and updates on one level send more between hosts than the ring of DDP's own all-reduce."""
     own = sums.levels.own_host
-    now = own.num_ranks * plan.sent_between_hosts_nbytes
-    ring = 2 * (plan.world_size - 1) * plan.grad_nbytes * own.num_links // plan.world_size
-    if sums.levels.ranks_per_host == 1 < own.num_ranks and now > ring:
-        why = sums.levels.one_level_reason or f"hosts={sums.config.hosts!r}"
-        warnings.warn(
-            f"fusedcomm: a host sends {now / _MIB:.2f} MiB to others in a step, and {ring / _MIB:.2f} MiB in DDP's own "
-            f"all-reduce, because a ShardedOptimizer's sums have one level, not two: {why}",
-            stacklevel=3,
-        )
+    if own.num_ranks > 1:
+        now = own.num_ranks * plan.sent_between_hosts_nbytes
+        ring = 2 * (plan.world_size - 1) * plan.grad_nbytes * own.num_links // plan.world_size
+        sums.levels.warn_of_more(sums.config, now, "DDP's own all-reduce", ring, stacklevel=3)

@@ -1,11 +1,14 @@
 """Whether the sums of a session have one level or two, on which hosts, and why."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 from fusedcomm.config import Config, combinations
 from fusedcomm.ranks import hosts
 from fusedcomm.ranks.hosts import Hosts, OwnHost
+
+_MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,19 @@ class Levels:
     def why_not_two(self) -> str:
         """`one_level_reason`, but empty on hosts where there is but one level: one host, or hosts of one rank each."""
         return "" if self.hosts is not None and self.hosts.flat_reason else self.one_level_reason
+
+    def warn_of_more(self, config: Config, nbytes: int, torchs: str, torchs_nbytes: int, stacklevel: int) -> None:
+        """Warns if sums on one level send more to other hosts than torch's own, which `torchs` names.
+
+        nbytes, torchs_nbytes: what a host sends in a step.
+        """
+        if self.ranks_per_host == 1 and nbytes > torchs_nbytes:
+            warnings.warn(
+                f"fusedcomm: a host sends {nbytes / _MIB:.2f} MiB to others in a step in place of the "
+                f"{torchs_nbytes / _MIB:.2f} MiB of {torchs}, because sums have one level, not two: "
+                f"{self.one_level_reason or f'hosts={config.hosts!r}'}",
+                stacklevel=stacklevel + 1,
+            )
 
     def are_those_of(self, other: "Levels") -> bool:
         """Whether both need the same channels."""

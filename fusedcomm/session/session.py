@@ -24,7 +24,6 @@ from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan
 from fusedcomm.session.compare import Comparison
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
-from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats, collect
 
 T = TypeVar("T")
@@ -273,23 +272,6 @@ class Session:
             self.synchronizer.unwatch()
             self._end_watch()
             self._end_watch = None
-
-    def moved(self, process_group: groups.Group, also_agree: Mapping[str, object] | None = None) -> "Session":
-        """Returns what goes on in this session's place on another group, with its configuration and its state; this one
-        ends. Without an engine that is this session itself. Every rank of the group calls it at the same time."""
-        if not self.has_engine:
-            self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
-            return self
-        on = process_group, self.parameters, self.local, self.device
-        new = Session(self.config, *on, also_agree=also_agree)
-        problem: Exception | None = None
-        try:
-            take_over(new, self)
-        except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own state
-            problem = error
-        new.confirm(problem)
-        self.stop("the module moved to another process group")
-        return new
 
     @property
     def mode(self) -> Mode:

@@ -21,6 +21,7 @@ from owners import (
 )
 from sampling import few
 
+import fusedcomm
 from fusedcomm.config import Chunks, Config
 
 WAYS = {
@@ -153,3 +154,20 @@ def bf16_beside_masters(rank, world_size, kind, steps):
 def test_bf16_parameters_follow_fp32_copies_at_their_owners(ranks, kind, world_size):
     for same in ranks.run(bf16_beside_masters, kind, 6, world_size=world_size):
         assert same == [True] * 6
+
+
+# ---- hyperparameters on an accelerator
+
+
+def with_own_rate(rank, world_size, device):
+    """The error of ranks whose rates, tensors on the device, are not the same."""
+    reducer = fusedcomm.GradReducer(Net().to(device), "fp32", quiet=True)
+    rate = torch.tensor(0.25 * (1 + rank), device=device)
+    with pytest.raises(RuntimeError) as error:
+        fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=rate, foreach=False, quiet=True)
+    return str(error.value)
+
+
+def test_rates_on_an_accelerator_are_compared_when_the_optimizer_is_made(ranks_on_streams):
+    for error in ranks_on_streams.run(with_own_rate, on_streams.DEVICE, world_size=2):
+        assert "lr is 0.25 on rank 0 and 0.5 on rank 1" in error

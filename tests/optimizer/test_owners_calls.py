@@ -195,8 +195,8 @@ def warned(rank, world_size, hosts):
 def test_one_level_that_sends_more_between_hosts_than_ddp_is_warned_of_once(ranks):
     (text,), sent_mib = ranks.run(warned, None, world_size=4)[0]
     assert text == (
-        "fusedcomm: a host sends 2.00 MiB to others in a step, and 1.50 MiB in DDP's own all-reduce, because a "
-        "ShardedOptimizer's sums have one level, not two: hosts=None"
+        "fusedcomm: a host sends 2.00 MiB to others in a step in place of the 1.50 MiB of DDP's own all-reduce, "
+        "because sums have one level, not two: hosts=None"
     )
     assert sent_mib == pytest.approx(2, rel=0.01)
     assert ranks.run(warned, None, world_size=4)[1:] == [([], sent_mib)] * 3
