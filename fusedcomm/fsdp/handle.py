@@ -101,7 +101,9 @@ class FsdpHandle(CommHandle):
 
         Raises:
             ValueError: `state_dict` is of another model, or of a configuration with other residuals.
+            RuntimeError: this object has been detached.
         """
+        self.refuse_detached("no reduce-scatter would use the state")
         self.runs.pending.finish()
         state.load_state_dict(self.runs.comms, state_dict)
 

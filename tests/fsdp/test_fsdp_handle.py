@@ -75,6 +75,9 @@ def _counted(rank, world_size, kind):
         for step in range(3):
             _backward(model, rank, step)
         stats, lines = comm.stats(), [before, repr(comm)]
+        state = comm.state_dict()
+    with pytest.raises(RuntimeError, match="is detached, so no reduce-scatter would use the state"):
+        comm.load_state_dict(state)
     return stats.steps, len(str(stats).splitlines()) > 3, [*lines, repr(comm)]
 
 
